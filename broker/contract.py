@@ -1,0 +1,211 @@
+"""The delivery contract: what a broker promises, and the messages that carry it.
+
+States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> committed, or dead after
+`max_attempts` failures or lost leases. Every backend passes tests/contract/.
+
+- A lease has a token and a deadline that heartbeats renew. A lost lease puts the task back, oldest first.
+- `complete` with a token that is no longer current is refused: one task, one accepted group.
+- `take(step)` is idempotent: a restarted learner gets the same groups in the same order.
+- `commit(step)` releases everything taken by steps <= step; said only when the checkpoint is durable.
+- Admission (common/staleness.py) decides which tasks a node may lease.
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from common.rollouts import GroupMeta, Task
+
+
+class RunInfo(msgspec.Struct, frozen=True):
+    """What the broker knows of the job; given at its start.
+
+    `config` is the resolved job config as JSON bytes, handed to nodes that `--join` without one.
+    """
+
+    name: str
+    run_dir: str
+    groups_per_step: int
+    max_staleness: int
+    max_attempts: int
+    lease_s: float
+    max_bytes: int
+    config: bytes = b""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    task: Task
+    token: str
+    attempt: int  # 1 for the first
+    lease_s: float  # seconds until the deadline, renewed by each heartbeat
+
+
+class StoredGroup(msgspec.Struct, frozen=True):
+    """A ready group: meta for bookkeeping, payload = encoded common.rollouts.Group."""
+
+    serial: int
+    node_id: str
+    meta: GroupMeta
+    payload: bytes
+
+
+class LearnerReport(msgspec.Struct, frozen=True):
+    """What the learner says of itself, about once a second and on every change of state."""
+
+    pid: int
+    incarnation: int
+    state: str  # starting | waiting | training | publishing | checkpointing | replaying | draining | done | failed
+    policy_version: int
+    waiting_on: str = ""
+    since_s: float = 0.0  # seconds in this state
+    weights_address: str = ""  # control endpoint of the weight plane
+    step: int = 0
+
+
+class NodeReport(msgspec.Struct, frozen=True):
+    """What a node says of itself with each heartbeat."""
+
+    node_id: str
+    pid: int
+    host: str
+    state: str  # starting | joining | generating | waiting | flipping | quarantined | draining
+    policy_version: int  # -1 before the first weights
+    waiting_on: str = ""
+    since_s: float = 0.0
+    tokens_generated: int = 0
+    tokens_wasted: int = 0
+    tokens_per_s: float = 0.0
+    episodes_running: int = 0
+    generation_stall_s: float = 0.0  # total so far
+    flips: int = 0
+    canary_max_difference: float = 0.0
+
+
+class HeartbeatReply(msgspec.Struct, frozen=True):
+    """`lost`: tokens that are no longer this node's; `weights_address`: '' while no learner is attached."""
+
+    lost: list[str] = []
+    weights_address: str = ""
+    learner_incarnation: int = 0
+    drain: bool = False
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    report: NodeReport
+    leases: int
+    alive: bool
+    last_seen_s: float
+
+
+class BrokerStatus(msgspec.Struct, frozen=True):
+    pid: int
+    address: str
+    run: RunInfo
+    groups_pending: int
+    groups_ready: int
+    groups_leased: int
+    groups_taken: int
+    groups_committed: int
+    groups_dead: int
+    bytes_held: int
+    lease_expiries: int
+    stale_results: int
+    tokens_generated_total: int
+    tokens_wasted_total: int
+    learner: LearnerReport | None
+    learner_last_seen_s: float
+    nodes: list[NodeStatus]
+    oldest_lease_s: float = 0.0
+
+
+class LedgerEntry(msgspec.Struct, frozen=True):
+    """One task in the delivery ledger; `nodes` lists every node that ever leased it, in order."""
+
+    serial: int
+    state: str
+    attempts: int
+    nodes: list[str]
+    step: int | None
+    version_min: int | None
+    version_max: int | None
+    reward_mean: float | None
+    reason: str = ""  # last failure
+
+
+class LearnerBroker(Protocol):
+    """The learner's side. Calls block; all raise BrokerUnreachable after the client's deadline."""
+
+    def attach(self, report: LearnerReport) -> int:
+        """A learner (re)starts; returns one past the highest serial ever offered."""
+        ...
+
+    def offer(self, tasks: list[Task]) -> int:
+        """Add tasks; serials already known are ignored. Returns how many were new. Raises BrokerError on a gap."""
+        ...
+
+    def take(self, step: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
+        """The `count` oldest ready groups for `step`, or what `step` took before; None when not ready in `wait_s`.
+
+        `in_order` never lets a group overtake another: it waits until the `count` oldest living tasks
+        that no step took are all ready.
+        """
+        ...
+
+    def regenerate(self, step: int, serials: list[int]) -> None:
+        """Give up groups that `step` took: their tasks become pending again and `step` may take others."""
+        ...
+
+    def commit(self, step: int) -> None:
+        """Everything taken by steps <= `step` is in a durable checkpoint."""
+        ...
+
+    def report(self, report: LearnerReport) -> None:
+        """Keep `status` current."""
+        ...
+
+
+class NodeBroker(Protocol):
+    """A node's side (asynchronous client)."""
+
+    async def register(self, report: NodeReport) -> RunInfo: ...
+
+    async def lease(self, node_id: str, version: int, max_groups: int, wait_s: float) -> list[Lease]:
+        """Up to `max_groups` oldest admissible tasks; waits at most `wait_s` for the first."""
+        ...
+
+    async def heartbeat(self, report: NodeReport, tokens: list[str]) -> HeartbeatReply:
+        """Renew these leases."""
+        ...
+
+    async def complete(self, node_id: str, token: str, meta: GroupMeta, payload: bytes) -> bool:
+        """Hand in a group; False when the token is no longer current (the group is discarded and counted)."""
+        ...
+
+    async def fail(self, node_id: str, token: str, reason: str) -> None:
+        """The whole group failed; counts as an attempt."""
+        ...
+
+    async def release(self, node_id: str, tokens: list[str]) -> None:
+        """Return leases without counting an attempt (drain)."""
+        ...
+
+    async def leave(self, node_id: str) -> None: ...
+
+
+class ObserverBroker(Protocol):
+    """Anyone with read access."""
+
+    def status(self) -> BrokerStatus: ...
+
+    def ledger(self) -> list[LedgerEntry]: ...
+
+    def events(self, after: int) -> list["BrokerEvent"]: ...
+
+
+class BrokerEvent(msgspec.Struct, frozen=True):
+    """join, leave, lease_expired, task_dead, stale_result, learner_attached, ... in order of `index`."""
+
+    index: int
+    time_s: float  # Unix time
+    kind: str
+    detail: dict[str, str | int | float] = {}

@@ -1,0 +1,197 @@
+"""The config schema of an RL job: frozen structs, unknown keys forbidden, ranges on every number.
+
+Loading, overrides and error messages are in common/config_loading.py; checks that need more than one
+key are in common/config_checks.py. A fact is stored once; what follows from it is a property.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Text = Annotated[str, Meta(min_length=1)]
+Scalar = str | int | float | bool
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every config struct."""
+
+
+class RunConfig(Strict, kw_only=True):
+    name: Text
+    dir: Text
+    seed: Natural = 0
+    steps: Positive
+    max_restarts: Natural = 3  # times `up` restarts a crashed role before it gives up
+
+
+class ModelConfig(Strict, kw_only=True):
+    path: Text  # Hugging Face folder: config.json, safetensors, tokenizer
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters of learner and engine
+
+
+class TasksConfig(Strict, kw_only=True):
+    environment: Text  # built-in name or 'module:Class'
+    dataset: Text  # JSONL, one problem per line
+    eval_dataset: str | None = None  # held-out JSONL of `slipstream eval`
+    options: dict[str, Scalar] = {}  # keyword arguments of the environment
+    shuffle: bool = True
+    max_attempts: Positive = 3
+
+
+class ParallelConfig(Strict, kw_only=True):
+    tensor: Positive = 1
+    pipeline: Positive = 1
+    virtual_pipeline: Positive = 1
+    context: Positive = 1
+    expert: Positive = 1
+    expert_tensor: Positive = 1
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the dense model and one sequence: tensor x pipeline x context."""
+        return self.tensor * self.pipeline * self.context
+
+
+class OptimizerConfig(Strict, kw_only=True):
+    lr: PositiveFloat = 1e-6
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    grad_clip: NonNegativeFloat = 1.0  # 0 turns clipping off
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Natural = 0
+    decay_steps: Natural = 0  # 0: run.steps
+    min_lr_fraction: Fraction = 0.0
+
+
+class LossConfig(Strict, kw_only=True):
+    objective: Literal["ppo_clip"] = "ppo_clip"
+    advantage: Literal["grpo"] = "grpo"
+    advantage_std: bool = True  # divide by the standard deviation of the group's rewards
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.28
+    proximal: Literal["recompute", "behavior"] = "recompute"
+    correction: Literal["none", "tis"] = "tis"
+    correction_cap: PositiveFloat = 2.0
+    entropy_coefficient: NonNegativeFloat = 0.0
+
+
+class CheckpointConfig(Strict, kw_only=True):
+    every: Positive = 20  # steps; commits are tied to it
+    keep: Positive = 2
+
+
+class LearnerConfig(Strict, kw_only=True):
+    world_size: Positive = 1  # learner ranks in all
+    threads: Positive = 1  # CPU threads per rank
+    groups_per_step: Positive = 16
+    micro_batch_tokens: Positive = 16384
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def data_parallel(self) -> int:
+        return self.world_size // self.parallel.model_ranks
+
+
+class EngineConfig(Strict, kw_only=True):
+    max_model_len: Positive = 2048
+    max_num_seqs: Positive = 256
+    max_batched_tokens: Positive | None = None  # None: vLLM's default
+    kv_cache_mib: Positive | None = None  # None: from gpu_memory_utilization
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    tensor_parallel: Positive = 1
+    eager: bool = False
+    block_size: Positive | None = None
+
+
+class RolloutConfig(Strict, kw_only=True):
+    nodes: Natural = 1  # nodes that `up` starts
+    group_size: Positive = 8
+    max_tokens: Positive = 1024  # sampled tokens per episode
+    max_turns: Positive = 1
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    concurrency: Positive = 128  # episodes in flight per node
+    sample_timeout_s: Seconds = 600.0
+    threads: Positive = 1  # CPU threads of the engine
+    engine: EngineConfig = EngineConfig()
+
+
+class BrokerConfig(Strict, kw_only=True):
+    backend: Literal["zeromq"] = "zeromq"
+    address: Text = "tcp://127.0.0.1:0"  # port 0: a free one, written to RUN/broker.json
+    max_bytes: Positive = 4 << 30
+    max_message_bytes: Positive = 1 << 30
+    lease_s: Seconds = 60.0
+    heartbeat_s: Seconds = 2.0
+
+
+class WeightsConfig(Strict, kw_only=True):
+    transport: Literal["gloo"] = "gloo"
+    address: Text = "127.0.0.1"  # interface that the learner's weight plane binds
+    publish_every: Positive = 1  # steps
+    timeout_s: Seconds = 20.0  # bound on one publish to one set of nodes
+    bucket_mib: Positive = 16
+    kv_cache: Literal["keep", "recompute"] = "keep"
+    canary_every: Natural = 10  # publishes; 0: at start-up only
+    canary_tokens: Positive = 32
+    canary_tolerance: PositiveFloat = 0.5  # largest |difference| of a log-probability
+
+
+class StalenessConfig(Strict, kw_only=True):
+    max: Natural = 2
+    expired: Literal["mask", "regenerate", "wait"] = "mask"
+
+
+class TelemetryConfig(Strict, kw_only=True):
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    refresh_s: Seconds = 1.0  # live view
+
+
+class Config(Strict, kw_only=True):
+    """A whole RL job."""
+
+    run: RunConfig
+    model: ModelConfig
+    tasks: TasksConfig
+    learner: LearnerConfig = LearnerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    broker: BrokerConfig = BrokerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+
+class SftTasksConfig(Strict, kw_only=True):
+    dataset: Text  # JSONL: {"prompt": text, "completion": text}, or {"segments": [[text, trained 0|1], ...]}
+    shuffle: bool = True
+
+
+class SftLearnerConfig(Strict, kw_only=True):
+    world_size: Positive = 1
+    threads: Positive = 1
+    sequences_per_step: Positive = 32
+    micro_batch_tokens: Positive = 16384
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class SftConfig(Strict, kw_only=True):
+    """A supervised warm start; RUN/model is the resulting Hugging Face folder."""
+
+    run: RunConfig
+    model: ModelConfig
+    tasks: SftTasksConfig
+    learner: SftLearnerConfig = SftLearnerConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()

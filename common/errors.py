@@ -1,0 +1,42 @@
+"""Errors that a person reads: what is wrong, where, and what to do."""
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+class SlipstreamError(Exception):
+    """A run-time failure with a message for the operator; the command exits with code 1."""
+
+    exit_code = EXIT_FAILED
+
+
+class UsageError(SlipstreamError):
+    """Bad usage or bad input; the command prints the message and exits with code 2."""
+
+    exit_code = EXIT_USAGE
+
+
+class ConfigError(UsageError):
+    """A config value that cannot be used.
+
+    Attributes:
+        file: the config file, or '<override>' for a command-line override.
+        key: dotted path of the key, for example 'learner.parallel.tensor'.
+        expected: what would have been accepted.
+        found: what stood there.
+        hint: the nearest valid name, or the next step to take.
+    """
+
+    def __init__(self, file: str, key: str, expected: str, found: str, hint: str | None = None) -> None:
+        self.file, self.key, self.expected, self.found, self.hint = file, key, expected, found, hint
+        text = f"{file}: {key}: expected {expected}, found {found}"
+        super().__init__(f"{text}; {hint}" if hint else text)
+
+
+class BrokerError(SlipstreamError):
+    """The broker refused a request; the message says why."""
+
+
+class BrokerUnreachable(SlipstreamError):
+    """No answer from the broker within the deadline."""

@@ -1,0 +1,132 @@
+"""What a rollout node hands to the learner: groups of samples, each token with its policy version.
+
+Schema rules: structs are keyed, fields are only ever appended and new ones have defaults.
+"""
+
+import msgspec
+import numpy as np
+
+from common.arrays import Array
+
+SCHEMA_VERSION = 1
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One prompt to be rolled out `group_size` times.
+
+    Attributes:
+        serial: position in the task stream, 0, 1, 2, ...
+        problem: JSON object of the dataset row, as bytes; the environment is built from it.
+        seed: base seed of the group; sample i of the group uses `seed + i`.
+        group_size: samples to generate.
+        epoch: passes over the dataset that came before this task.
+    """
+
+    serial: int
+    problem: bytes
+    seed: int
+    group_size: int
+    epoch: int = 0
+
+
+class VersionRun(msgspec.Struct, frozen=True):
+    """Tokens from index `start` (into the sample's tokens) up to the next run were sampled by `version`."""
+
+    start: int
+    version: int
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One episode, token by token.
+
+    Attributes:
+        tokens: [T] int32, prompt, sampled tokens and environment text in the order that the model saw.
+        loss_mask: [T] uint8, 1 where the policy sampled the token, 0 for prompt and environment text.
+        behavior_logprobs: [T] float32, log-probability under the distribution really sampled from
+            (temperature and top-p included); 0 where loss_mask is 0.
+        version_runs: runs over token indices; meaningful where loss_mask is 1.
+        reward: sum of the turn rewards.
+        stop_reason: stop | length | turn_limit | environment_done | environment_error | timeout | cancelled.
+        turns: generate calls made.
+        turn_rewards: one reward per turn.
+        error: why the sample failed; a failed sample trains nothing and enters no baseline.
+        metrics: numbers of the environment, averaged over the step.
+    """
+
+    tokens: Array
+    loss_mask: Array
+    behavior_logprobs: Array
+    version_runs: list[VersionRun]
+    reward: float
+    stop_reason: str
+    turns: int = 1
+    turn_rewards: list[float] = []
+    error: str | None = None
+    metrics: dict[str, float] = {}
+
+    def token_versions(self) -> np.ndarray:
+        """[T] int64 policy version of every token; tokens before the first run get that run's version."""
+        n = len(self.tokens.data) // 4
+        out = np.zeros(n, dtype=np.int64)
+        for i, run in enumerate(self.version_runs):
+            out[(0 if i == 0 else run.start):] = run.version
+        return out
+
+
+class Group(msgspec.Struct, frozen=True):
+    """All samples of one task, as sent by the node that rolled it out."""
+
+    serial: int
+    samples: list[Sample]
+    schema_version: int = SCHEMA_VERSION
+
+
+class GroupMeta(msgspec.Struct, frozen=True):
+    """What the broker and the ledger know of a group without decoding it.
+
+    Attributes:
+        version_min, version_max: over the sampled tokens.
+        reward_mean: over samples that did not fail.
+        sampled_tokens: tokens with loss_mask 1.
+        failed_samples: samples with an error.
+        generation_s: from the start of the group's first sample to the end of its last.
+    """
+
+    version_min: int
+    version_max: int
+    reward_mean: float
+    sampled_tokens: int
+    failed_samples: int = 0
+    generation_s: float = 0.0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Group)
+
+
+def encode_group(group: Group) -> bytes:
+    """Group to MessagePack bytes."""
+    return _encoder.encode(group)
+
+
+def decode_group(data: bytes | memoryview) -> Group:
+    """MessagePack bytes to Group, checked: array lengths agree and runs are ordered.
+
+    Raises:
+        ValueError: naming what does not fit (msgspec.DecodeError and ValidationError are ValueErrors).
+    """
+    group = _decoder.decode(data)
+    if group.schema_version != SCHEMA_VERSION:
+        raise ValueError(f"group schema {group.schema_version}, this learner reads {SCHEMA_VERSION}")
+    for i, s in enumerate(group.samples):
+        n = len(s.tokens.numpy())
+        for name in ("loss_mask", "behavior_logprobs"):
+            got = len(getattr(s, name).numpy())
+            if got != n:
+                raise ValueError(f"group {group.serial} sample {i}: {name} has {got} entries for {n} tokens")
+        starts = [r.start for r in s.version_runs]
+        if starts != sorted(set(starts)) or any(not 0 <= x < max(n, 1) for x in starts):
+            raise ValueError(f"group {group.serial} sample {i}: version runs {starts} are not increasing within {n} tokens")
+        if not s.version_runs and s.loss_mask.numpy().any():
+            raise ValueError(f"group {group.serial} sample {i}: sampled tokens without a policy version")
+    return group

@@ -1,0 +1,52 @@
+"""One flat buffer for all parameters: names, dtypes, shapes and offsets in Hugging Face terms.
+
+The layout travels once per learner incarnation; buckets are slices of the buffer. Needs no torch.
+"""
+
+import hashlib
+import math
+
+import msgspec
+
+ALIGNMENT = 64  # bytes; every entry starts at a multiple, so that any dtype can be viewed in place
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One parameter: `offset` and size in bytes within the flat buffer."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """All parameters in buffer order; `total_bytes` includes alignment gaps (kept zero)."""
+
+    entries: tuple[Entry, ...]
+    total_bytes: int
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of names, dtypes, shapes and offsets."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
+
+    @classmethod
+    def of(cls, tensors: list[tuple[str, str, tuple[int, ...]]]) -> "Layout":
+        """Lay out (name, dtype, shape) in the given order."""
+        entries: list[Entry] = []
+        at = 0
+        for name, dtype, shape in tensors:
+            entry = Entry(name, dtype, tuple(shape), at)
+            entries.append(entry)
+            at += -(-entry.size_bytes // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(entries), at)
+
+    def buckets(self, bucket_bytes: int) -> list[tuple[int, int]]:
+        """(start, end) byte ranges that cover the buffer."""
+        return [(a, min(a + bucket_bytes, self.total_bytes)) for a in range(0, self.total_bytes, bucket_bytes)]

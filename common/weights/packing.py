@@ -1,0 +1,45 @@
+"""Tensors to and from the flat buffer, and its checksums."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import xxhash
+
+from common.weights.layout import Layout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def view(flat: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) views into `flat` [total_bytes] uint8, no copies."""
+    for e in layout.entries:
+        yield e.name, flat[e.offset : e.offset + e.size_bytes].view(DTYPES[e.dtype]).view(e.shape)
+
+
+def pack(named: Iterable[tuple[str, torch.Tensor]], layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Copy tensors, in layout order, into a flat [total_bytes] uint8 CPU buffer (gaps zero); casts to the layout's dtype.
+
+    Raises:
+        ValueError: when names or shapes do not follow the layout.
+    """
+    flat = out if out is not None else torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    targets = view(flat, layout)
+    for name, tensor in named:
+        want, target = next(targets, (None, None))
+        if want != name or target is None or target.shape != tensor.shape:
+            raise ValueError(f"tensor {name} {tuple(tensor.shape)} does not follow the layout, which has {want}")
+        target.copy_(tensor)
+    missing = next(targets, None)
+    if missing is not None:
+        raise ValueError(f"tensor {missing[0]} of the layout was not given")
+    return flat
+
+
+def checksum(data: torch.Tensor) -> str:
+    """xxh3-128 hex digest of a contiguous CPU tensor's bytes."""
+    return xxhash.xxh3_128_hexdigest(memoryview(data.view(torch.uint8).numpy()))
+
+
+def bucket_checksums(flat: torch.Tensor, layout: Layout, bucket_bytes: int) -> list[str]:
+    """Checksum of every bucket of `flat`."""
+    return [checksum(flat[a:b]) for a, b in layout.buckets(bucket_bytes)]

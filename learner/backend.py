@@ -1,0 +1,106 @@
+"""What the training loop asks of a model-parallel backend; learner/megatron/ is the one that exists.
+
+All methods marked collective must be called by every rank with the same arguments, in the same order.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Documents packed end to end, without padding between them; documents never see each other.
+
+    A document of L tokens x[0..L-1] takes L - 1 places: inputs x[:-1], targets x[1:]; every [T] array below
+    belongs to the target. T = sum(document_lengths).
+    """
+
+    tokens: Tensor  # [T] int64, inputs
+    targets: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, position within the document
+    document_lengths: tuple[int, ...]
+    loss_mask: Tensor  # [T] float32, 1 where the target trains
+    advantages: Tensor  # [T] float32 (zeros in supervised tuning)
+    behavior_logprobs: Tensor  # [T] float32 (zeros in supervised tuning)
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """One microbatch's loss, summed over its loss tokens (the backend divides by the global count)."""
+
+    loss_sum: Tensor  # scalar, differentiable
+    sums: dict[str, Tensor] = field(default_factory=dict)  # scalars, added over microbatches and data-parallel ranks
+    maxima: dict[str, Tensor] = field(default_factory=dict)  # scalars, maximum over them
+
+
+# (logprobs [T] float32 of the targets, entropy [T] float32 or None, microbatch) -> LossOutput
+LossFunction = Callable[[Tensor, Tensor | None, Microbatch], LossOutput]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Same on every rank."""
+
+    loss: float  # global sum / global loss tokens
+    loss_tokens: int
+    grad_norm: float  # before clipping
+    lr: float
+    sums: dict[str, float]
+    maxima: dict[str, float]
+
+
+class Backend(Protocol):
+    """A model with its optimizer, spread over the ranks of torch.distributed's world."""
+
+    rank: int
+    world_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    vocab_size: int
+
+    def train_step(
+        self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False
+    ) -> StepResult:
+        """Forward, backward, clip, optimizer step over this data-parallel rank's microbatches. Collective.
+
+        Every data-parallel rank passes the same number of microbatches. Logits are divided by
+        `temperature` before the log-softmax. Gradients are those of (sum of loss_sum over all
+        microbatches of all ranks) / (sum of loss_mask over the same).
+        """
+        ...
+
+    def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
+        """[T] float32 log-probabilities of the targets, no gradient, on every rank of the replica. Collective."""
+        ...
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every parameter, in a fixed order. Collective; yields on every rank."""
+        ...
+
+    def save_hf(self, path: Path) -> None:
+        """Write a Hugging Face folder with config and tokenizer that transformers and vLLM load. Collective."""
+        ...
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Model, optimizer, schedule and RNG into the new folder `path`, durable on return. Collective."""
+        ...
+
+    def load_checkpoint(self, path: Path) -> None:
+        """The reverse, also under another parallel layout. Collective."""
+        ...
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes to every rank. Collective."""
+        ...
+
+
+def shapes_agree(batch: Microbatch) -> bool:
+    """Whether every array of `batch` has T entries and the documents cover them."""
+    n = sum(batch.document_lengths)
+    arrays = (batch.tokens, batch.targets, batch.positions, batch.loss_mask, batch.advantages, batch.behavior_logprobs)
+    return all(x.shape == torch.Size([n]) for x in arrays)
