@@ -1,0 +1,112 @@
+"""What the episode driver and the node loop ask of an engine and of the weight receiver.
+
+rollout_fleet/engine.py and rollout_fleet/weight_client.py are the real ones; everything else in this package
+sees them through these protocols, so that no other module imports vllm.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from common.rollouts import VersionRun
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One call of the model: N sampled tokens.
+
+    Attributes:
+        tokens: [N] token ids; with finish_reason 'stop' the sampled end token is the last of them.
+        logprobs: [N] log-probabilities under the distribution really sampled from (temperature, top-p).
+        version_runs: policy versions by start index into `tokens`; the first run starts at 0 (empty only if N = 0).
+        finish_reason: stop (an end token was sampled), length (max_tokens or context used up), abort.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    version_runs: list[VersionRun]
+    finish_reason: FinishReason
+
+
+class Sampler(Protocol):
+    """Tokens in, tokens out. Calls run concurrently; a cancelled call aborts its request in the engine."""
+
+    async def generate(
+        self, prompt_ids: list[int], max_tokens: int, temperature: float = 1.0, top_p: float = 1.0
+    ) -> Generation:
+        """Continue `prompt_ids` by at most `max_tokens` tokens; temperature 0 is greedy.
+
+        Survives weight flips: tokens sampled before and after one are told apart by `version_runs`.
+
+        Raises:
+            SlipstreamError: the engine is dead or refused the request; the message says why.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class WeightsState:
+    """What the node holds, for leasing and reports.
+
+    Attributes:
+        version, incarnation: of the weights in the engine; -1 before the first.
+        flipping: a flip is going on now.
+        waiting_on: what a node without usable weights waits for, '' when it has them.
+        quarantined: why this node must not generate any more (a proof failed), or None.
+        flips, stall_s: flips so far, and seconds that generation stood still for them in all.
+        canary_max_difference: largest |log-probability difference| of the last canary.
+    """
+
+    version: int = -1
+    incarnation: int = -1
+    flipping: bool = False
+    waiting_on: str = "weights from learner"
+    quarantined: str | None = None
+    flips: int = 0
+    stall_s: float = 0.0
+    canary_max_difference: float = 0.0
+
+
+class WeightFeed(Protocol):
+    """Receives versions and flips the engine in its own tasks; the node reads `state` and passes addresses on."""
+
+    @property
+    def state(self) -> WeightsState: ...
+
+    def follow(self, address: str, incarnation: int) -> None:
+        """The learner's control endpoint, from every heartbeat reply; '' while no learner is attached. Idempotent."""
+        ...
+
+    async def wait_change(self, timeout_s: float) -> WeightsState:
+        """Return when `state` differs from what it was at the call, or after `timeout_s`."""
+        ...
+
+    async def close(self) -> None:
+        """Leave the group and end its tasks."""
+        ...
+
+
+@dataclass
+class EngineCounters:
+    """Totals since the engine started, for reports."""
+
+    tokens_generated: int = 0
+    requests: int = 0
+    aborted: int = 0
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class RolloutEngine(Sampler, Protocol):
+    """The whole engine as the node's main sees it: Engine(config, weights='random' | 'folder')."""
+
+    @property
+    def counters(self) -> EngineCounters: ...
+
+    async def start(self) -> None:
+        """Bring the engine up (seconds to minutes). Raises SlipstreamError with the reason."""
+        ...
+
+    async def shutdown(self) -> None:
+        """Abort what runs and end the engine's processes; safe to call twice."""
+        ...
