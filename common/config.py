@@ -23,7 +23,7 @@ class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Base of every config struct."""
 
 
-class RunConfig(Strict, kw_only=True):
+class RunConfig(Strict, frozen=True, kw_only=True):
     name: Text
     dir: Text
     seed: Natural = 0
@@ -31,12 +31,12 @@ class RunConfig(Strict, kw_only=True):
     max_restarts: Natural = 3  # times `up` restarts a crashed role before it gives up
 
 
-class ModelConfig(Strict, kw_only=True):
+class ModelConfig(Strict, frozen=True, kw_only=True):
     path: Text  # Hugging Face folder: config.json, safetensors, tokenizer
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters of learner and engine
 
 
-class TasksConfig(Strict, kw_only=True):
+class TasksConfig(Strict, frozen=True, kw_only=True):
     environment: Text  # built-in name or 'module:Class'
     dataset: Text  # JSONL, one problem per line
     eval_dataset: str | None = None  # held-out JSONL of `slipstream eval`
@@ -45,7 +45,7 @@ class TasksConfig(Strict, kw_only=True):
     max_attempts: Positive = 3
 
 
-class ParallelConfig(Strict, kw_only=True):
+class ParallelConfig(Strict, frozen=True, kw_only=True):
     tensor: Positive = 1
     pipeline: Positive = 1
     virtual_pipeline: Positive = 1
@@ -59,7 +59,7 @@ class ParallelConfig(Strict, kw_only=True):
         return self.tensor * self.pipeline * self.context
 
 
-class OptimizerConfig(Strict, kw_only=True):
+class OptimizerConfig(Strict, frozen=True, kw_only=True):
     lr: PositiveFloat = 1e-6
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
@@ -72,7 +72,7 @@ class OptimizerConfig(Strict, kw_only=True):
     min_lr_fraction: Fraction = 0.0
 
 
-class LossConfig(Strict, kw_only=True):
+class LossConfig(Strict, frozen=True, kw_only=True):
     objective: Literal["ppo_clip"] = "ppo_clip"
     advantage: Literal["grpo"] = "grpo"
     advantage_std: bool = True  # divide by the standard deviation of the group's rewards
@@ -84,12 +84,12 @@ class LossConfig(Strict, kw_only=True):
     entropy_coefficient: NonNegativeFloat = 0.0
 
 
-class CheckpointConfig(Strict, kw_only=True):
+class CheckpointConfig(Strict, frozen=True, kw_only=True):
     every: Positive = 20  # steps; commits are tied to it
     keep: Positive = 2
 
 
-class LearnerConfig(Strict, kw_only=True):
+class LearnerConfig(Strict, frozen=True, kw_only=True):
     world_size: Positive = 1  # learner ranks in all
     threads: Positive = 1  # CPU threads per rank
     groups_per_step: Positive = 16
@@ -104,7 +104,7 @@ class LearnerConfig(Strict, kw_only=True):
         return self.world_size // self.parallel.model_ranks
 
 
-class EngineConfig(Strict, kw_only=True):
+class EngineConfig(Strict, frozen=True, kw_only=True):
     max_model_len: Positive = 2048
     max_num_seqs: Positive = 256
     max_batched_tokens: Positive | None = None  # None: vLLM's default
@@ -115,7 +115,7 @@ class EngineConfig(Strict, kw_only=True):
     block_size: Positive | None = None
 
 
-class RolloutConfig(Strict, kw_only=True):
+class RolloutConfig(Strict, frozen=True, kw_only=True):
     nodes: Natural = 1  # nodes that `up` starts
     group_size: Positive = 8
     max_tokens: Positive = 1024  # sampled tokens per episode
@@ -128,7 +128,7 @@ class RolloutConfig(Strict, kw_only=True):
     engine: EngineConfig = EngineConfig()
 
 
-class BrokerConfig(Strict, kw_only=True):
+class BrokerConfig(Strict, frozen=True, kw_only=True):
     backend: Literal["zeromq"] = "zeromq"
     address: Text = "tcp://127.0.0.1:0"  # port 0: a free one, written to RUN/broker.json
     max_bytes: Positive = 4 << 30
@@ -137,7 +137,7 @@ class BrokerConfig(Strict, kw_only=True):
     heartbeat_s: Seconds = 2.0
 
 
-class WeightsConfig(Strict, kw_only=True):
+class WeightsConfig(Strict, frozen=True, kw_only=True):
     transport: Literal["gloo"] = "gloo"
     address: Text = "127.0.0.1"  # interface that the learner's weight plane binds
     publish_every: Positive = 1  # steps
@@ -149,17 +149,17 @@ class WeightsConfig(Strict, kw_only=True):
     canary_tolerance: PositiveFloat = 0.5  # largest |difference| of a log-probability
 
 
-class StalenessConfig(Strict, kw_only=True):
+class StalenessConfig(Strict, frozen=True, kw_only=True):
     max: Natural = 2
     expired: Literal["mask", "regenerate", "wait"] = "mask"
 
 
-class TelemetryConfig(Strict, kw_only=True):
+class TelemetryConfig(Strict, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     refresh_s: Seconds = 1.0  # live view
 
 
-class Config(Strict, kw_only=True):
+class Config(Strict, frozen=True, kw_only=True):
     """A whole RL job."""
 
     run: RunConfig
@@ -173,12 +173,12 @@ class Config(Strict, kw_only=True):
     telemetry: TelemetryConfig = TelemetryConfig()
 
 
-class SftTasksConfig(Strict, kw_only=True):
+class SftTasksConfig(Strict, frozen=True, kw_only=True):
     dataset: Text  # JSONL: {"prompt": text, "completion": text}, or {"segments": [[text, trained 0|1], ...]}
     shuffle: bool = True
 
 
-class SftLearnerConfig(Strict, kw_only=True):
+class SftLearnerConfig(Strict, frozen=True, kw_only=True):
     world_size: Positive = 1
     threads: Positive = 1
     sequences_per_step: Positive = 32
@@ -187,7 +187,7 @@ class SftLearnerConfig(Strict, kw_only=True):
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
-class SftConfig(Strict, kw_only=True):
+class SftConfig(Strict, frozen=True, kw_only=True):
     """A supervised warm start; RUN/model is the resulting Hugging Face folder."""
 
     run: RunConfig
