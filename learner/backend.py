@@ -27,6 +27,7 @@ class Microbatch:
     loss_mask: Tensor  # [T] float32, 1 where the target trains
     advantages: Tensor  # [T] float32 (zeros in supervised tuning)
     behavior_logprobs: Tensor  # [T] float32 (zeros in supervised tuning)
+    staleness: Tensor | None = None  # [T] int32, step - version that sampled the target; for metrics only
 
 
 @dataclass(frozen=True)

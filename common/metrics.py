@@ -1,0 +1,190 @@
+"""The metrics of a run: one declaration per metric, one JSON line per step in RUN/metrics.jsonl.
+
+A metric is a field of StepMetrics (or SftMetrics) with its unit, the way several steps are reduced to one figure, and what
+it means. Writer, report and status read the same declarations. Fields are only ever appended.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar, cast, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+Reduction = Literal["mean", "sum", "max", "last"]
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def metric(unit: str, reduction: Reduction, description: str) -> Meta:
+    """Declare one metric: `unit` as written on a plot's axis, `reduction` over steps."""
+    return Meta(description=description, extra={"unit": unit, "reduction": reduction})
+
+
+class Declaration(msgspec.Struct, frozen=True):
+    """What is known of a metric besides its values."""
+
+    name: str
+    unit: str
+    reduction: Reduction
+    description: str
+
+
+class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step of a reinforcement-learning job. 'Tokens' are sampled tokens unless said otherwise."""
+
+    step: Annotated[int, metric("", "last", "optimizer steps done before this one")]
+    policy_version: Annotated[int, metric("", "last", "version that this step produced: step + 1")]
+    time_s: Annotated[float, metric("s", "last", "Unix time at the end of the step")]
+    elapsed_s: Annotated[float, metric("s", "last", "since this learner process began to train")] = 0.0
+    incarnation: Annotated[int, metric("", "last", "which start of the learner wrote this line, from 0")] = 0
+
+    reward_mean: Annotated[float, metric("", "mean", "over samples that did not fail")]
+    reward_std: Annotated[float, metric("", "mean", "over samples that did not fail")]
+    loss: Annotated[float, metric("", "mean", "the objective that was minimised, per trained token")]
+    grad_norm: Annotated[float, metric("", "mean", "of all gradients, before clipping")]
+    lr: Annotated[float, metric("", "last", "learning rate of this step")] = 0.0
+    entropy: Annotated[float, metric("nat", "mean", "of the policy's next-token distribution, per trained token")]
+    ratio_mean: Annotated[float, metric("", "mean", "exp(logprobs - behavior_logprobs) per trained token")]
+    ratio_max: Annotated[float, metric("", "max", "largest such ratio")]
+    correction_clip_fraction: Annotated[float, metric("", "mean", "trained tokens whose weight was truncated")]
+    objective_clip_fraction: Annotated[float, metric("", "mean", "trained tokens in the clipped branch")] = 0.0
+    mismatch_abs_mean: Annotated[
+        float,
+        metric(
+            "nat",
+            "mean",
+            "|learner's - sampler's log-probability| per token sampled at the version that trains, where only "
+            "arithmetic differs; over all trained tokens when none is that fresh, then policy drift is in it",
+        ),
+    ]
+    drift_abs_mean: Annotated[float, metric("nat", "mean", "the same over all trained tokens")] = 0.0
+    advantage_zero_fraction: Annotated[float, metric("", "mean", "groups whose rewards were all equal")] = 0.0
+
+    staleness_mean: Annotated[float, metric("steps", "mean", "step - version, per trained token")]
+    staleness_max: Annotated[int, metric("steps", "max", "largest over trained tokens")]
+    tokens_expired: Annotated[int, metric("tokens", "sum", "left out of the loss because older than staleness.max")]
+    tokens_expired_by_length_decile: Annotated[
+        list[int], metric("tokens", "sum", "tokens_expired by length of their sample, shortest tenth first")
+    ] = []
+    groups_regenerated: Annotated[int, metric("groups", "sum", "given back by this step to be generated again")] = 0
+
+    groups: Annotated[int, metric("groups", "sum", "trained on")]
+    samples: Annotated[int, metric("samples", "sum", "in those groups")] = 0
+    samples_failed: Annotated[int, metric("samples", "sum", "of them without a usable episode")] = 0
+    tokens_trained: Annotated[int, metric("tokens", "sum", "in the loss")]
+    sequence_tokens: Annotated[int, metric("tokens", "sum", "processed: prompts and environment text included")] = 0
+    length_mean: Annotated[float, metric("tokens", "mean", "sampled tokens per sample")] = 0.0
+    length_max: Annotated[int, metric("tokens", "max", "sampled tokens of the longest sample")] = 0
+    turns_mean: Annotated[float, metric("", "mean", "generate calls per sample")] = 0.0
+    truncated_fraction: Annotated[float, metric("", "mean", "samples cut at the token or turn limit")] = 0.0
+    microbatches: Annotated[int, metric("", "sum", "per data-parallel rank")] = 0
+    environment: Annotated[dict[str, float], metric("", "mean", "the environment's own numbers, per sample")] = {}
+
+    step_s: Annotated[float, metric("s", "mean", "from the end of the step before to the end of this one")]
+    learner_idle_s: Annotated[float, metric("s", "mean", "of it, waiting for groups")]
+    train_s: Annotated[float, metric("s", "mean", "of it, forward, backward and optimizer")] = 0.0
+    batch_s: Annotated[float, metric("s", "mean", "of it, decoding, advantages and packing")] = 0.0
+    snapshot_s: Annotated[float, metric("s", "mean", "of it, exporting the weights to the publisher")] = 0.0
+    checkpoint_s: Annotated[float, metric("s", "mean", "of it, writing a checkpoint")] = 0.0
+    publish_s: Annotated[float, metric("s", "mean", "newest finished publish, until every node had staged it")]
+    publish_bytes: Annotated[int, metric("bytes", "mean", "sent by it, over all nodes")]
+    seconds_to_active: Annotated[float, metric("s", "mean", "from snapshot until every node generated with it")] = 0.0
+    canary_max_difference: Annotated[float, metric("nat", "max", "newest canary: |learner's - engine's|, largest")] = (
+        0.0
+    )
+    generation_stall_s: Annotated[float, metric("s", "sum", "nodes' generation paused for flips during this step")]
+
+    tokens_generated_total: Annotated[int, metric("tokens", "last", "by all nodes since the broker started")]
+    tokens_trained_total: Annotated[int, metric("tokens", "last", "in the loss since step 0")]
+    tokens_wasted_total: Annotated[
+        int, metric("tokens", "last", "generated but never trained on: lost and late groups, failed samples, expired")
+    ]
+    groups_ready: Annotated[int, metric("groups", "last", "waiting in the broker after this step's were taken")]
+    groups_leased: Annotated[int, metric("groups", "last", "being generated")]
+    nodes_live: Annotated[int, metric("", "last", "nodes with a recent heartbeat")]
+
+
+class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step of a supervised warm start."""
+
+    step: Annotated[int, metric("", "last", "optimizer steps done before this one")]
+    time_s: Annotated[float, metric("s", "last", "Unix time at the end of the step")]
+    loss: Annotated[float, metric("nat", "mean", "cross-entropy per trained token")]
+    grad_norm: Annotated[float, metric("", "mean", "of all gradients, before clipping")]
+    lr: Annotated[float, metric("", "last", "learning rate of this step")]
+    tokens_trained: Annotated[int, metric("tokens", "sum", "in the loss")]
+    sequence_tokens: Annotated[int, metric("tokens", "sum", "processed")]
+    step_s: Annotated[float, metric("s", "mean", "whole step")]
+
+
+Line = TypeVar("Line", StepMetrics, SftMetrics)
+
+
+def declarations(kind: type[msgspec.Struct]) -> list[Declaration]:
+    """Declarations of a metrics struct, in order of its fields."""
+    out: list[Declaration] = []
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        meta = next(a for a in get_args(hint) if isinstance(a, Meta))
+        extra = cast("dict[str, str]", meta.extra)
+        out.append(Declaration(name, extra["unit"], cast("Reduction", extra["reduction"]), meta.description or ""))
+    return out
+
+
+class MetricsWriter:
+    """Appends one JSON line per step; a line is in the file, whole, when `write` returns."""
+
+    def __init__(self, path: Path, keep_before_step: int = 0) -> None:
+        """Open for appending; lines of steps >= `keep_before_step` are removed first, as is a torn last line.
+
+        A learner that resumes from step s writes its lines from s again, so the file has one per step.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _truncate(path, keep_before_step)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, line: StepMetrics | SftMetrics) -> None:
+        os.write(self._file, msgspec.json.encode(line) + b"\n")
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class _StepOnly(msgspec.Struct):
+    step: int
+
+
+def _truncate(path: Path, keep_before_step: int) -> None:
+    """Rewrite `path` without the lines of steps >= `keep_before_step`, atomically; no write when nothing goes."""
+    data = path.read_bytes()
+    kept: list[bytes] = []
+    for line in data.split(b"\n"):
+        try:
+            if line and msgspec.json.decode(line, type=_StepOnly).step < keep_before_step:
+                kept.append(line + b"\n")
+        except msgspec.DecodeError:
+            continue
+    if (text := b"".join(kept)) != data:
+        scratch = path.with_name(path.name + ".tmp")
+        scratch.write_bytes(text)
+        os.replace(scratch, path)
+
+
+def read_metrics(path: Path, kind: type[Line]) -> list[Line]:
+    """All whole lines of a metrics file, also while a run writes it; [] when there is none.
+
+    Raises:
+        ValueError: naming the line that is no `kind`, unless it is a torn last one.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    decoder = msgspec.json.Decoder(kind)
+    out: list[Line] = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            out.append(decoder.decode(line))
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path} line {number}: {error}") from None
+    return out
