@@ -94,6 +94,7 @@ class EngineCounters:
     tokens_generated: int = 0
     requests: int = 0
     aborted: int = 0
+    tokens_aborted: int = 0  # sampled for requests that were cancelled before their end
     extra: dict[str, float] = field(default_factory=dict)
 
 

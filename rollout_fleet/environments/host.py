@@ -1,0 +1,79 @@
+"""Runs environments on a thread with its own event loop, so that one that blocks cannot stall the node.
+
+A call that outlives its deadline is cancelled; when the thread itself no longer answers (an environment that
+blocks without awaiting), the thread is given up and a new one takes over for later calls.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+PROBE_S = 5.0
+
+
+class EnvironmentHost:
+    """The thread that environments live on; use from one event loop."""
+
+    def __init__(self) -> None:
+        self._loop = self._start()
+        self._probing = False
+
+    @staticmethod
+    def _start() -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+        return loop
+
+    async def call(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Call `function` and await what it returns, both on the environment thread.
+
+        Raises:
+            Exception: whatever the environment raises; RuntimeError in place of what would end a thread or task.
+            asyncio.CancelledError: the caller was cancelled; the call is cancelled as well.
+        """
+        given_up = False
+
+        async def run() -> T:
+            try:
+                return await function()
+            except asyncio.CancelledError:
+                if given_up:
+                    raise
+                raise RuntimeError("the environment cancelled itself") from None
+            except (SystemExit, KeyboardInterrupt) as error:
+                raise RuntimeError(f"the environment raised {type(error).__name__}") from error
+
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            given_up = True
+            future.cancel()
+            self._probe()
+            raise
+
+    def _probe(self) -> None:
+        """After a cancelled call: replace the thread unless it answers soon."""
+        if self._probing or self._loop.is_closed():
+            return
+        self._probing = True
+        loop, answered = self._loop, threading.Event()
+        loop.call_soon_threadsafe(answered.set)
+
+        def check() -> None:
+            self._probing = False
+            if not answered.is_set() and self._loop is loop:
+                logger.error("an environment blocks its thread; later episodes run on a new one")
+                loop.call_soon_threadsafe(loop.stop)
+                self._loop = self._start()
+
+        asyncio.get_running_loop().call_later(PROBE_S, check)
+
+    def close(self) -> None:
+        """End the thread; an environment that still blocks keeps it until the process ends."""
+        self._loop.call_soon_threadsafe(self._loop.stop)

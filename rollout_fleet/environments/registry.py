@@ -1,0 +1,87 @@
+"""Environment names to classes: a built-in name, or 'module:Class' of any importable module.
+
+Imports neither torch nor vllm, so that config checks may use it.
+"""
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from common.errors import ConfigError
+from rollout_fleet.environments.protocol import Environment
+
+BUILT_IN = {
+    "addition": "rollout_fleet.environments.addition:Addition",
+    "number_guessing": "rollout_fleet.environments.number_guessing:NumberGuessing",
+}
+KEY = "tasks.environment"
+EXPECTED = "a built-in environment or 'module:Class'"
+
+
+def resolve(name: str, options: Mapping[str, Any] | None = None, file: str = "config") -> type[Environment]:
+    """The class that `tasks.environment` names, with `tasks.options` checked against its constructor.
+
+    The working directory is searched as well, so that an environment may live beside the config's job.
+
+    Args:
+        name: value of tasks.environment.
+        options: value of tasks.options; None skips that check.
+        file: config file, for messages.
+
+    Raises:
+        ConfigError: naming tasks.environment or tasks.options, what was found and the nearest built-in name.
+    """
+    path = BUILT_IN.get(name, name)
+    if ":" not in path:
+        raise ConfigError(file, KEY, EXPECTED, repr(name), _nearest(name))
+    module_name, _, class_name = path.partition(":")
+    found = getattr(_module(module_name, name, file), class_name, None)
+    if found is None:
+        raise ConfigError(
+            file, KEY, EXPECTED, f"{name!r}: module {module_name!r} has no {class_name!r}", _nearest(name)
+        )
+    _check_shape(found, name, file)
+    if options is not None:
+        _check_options(found, options, file)
+    return found
+
+
+def _module(module_name: str, name: str, file: str) -> object:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        reason = f"{name!r}, which does not import: {type(error).__name__}: {error}"
+        raise ConfigError(file, KEY, EXPECTED, reason, _nearest(name)) from error
+
+
+def _check_shape(found: object, name: str, file: str) -> None:
+    if not inspect.isclass(found):
+        raise ConfigError(file, KEY, "an environment class", f"{name!r}, which is a {type(found).__name__}")
+    for method in ("reset", "step"):
+        if not inspect.iscoroutinefunction(getattr(found, method, None)):
+            raise ConfigError(file, KEY, f"a class with 'async def {method}'", f"{name!r} without it")
+
+
+def _check_options(found: type, options: Mapping[str, Any], file: str) -> None:
+    """Bind the options to the constructor without calling it."""
+    signature = inspect.signature(found)
+    known = [p for p in signature.parameters if p not in ("problem", "seed")]
+    try:
+        signature.bind({}, seed=0, **options)
+    except TypeError as error:
+        unknown = next((o for o in options if o not in known), "")
+        near = difflib.get_close_matches(unknown, known, 1, 0.0)
+        hint = f"did you mean {near[0]!r}?" if near else f"{found.__name__} takes no options"
+        expected = f"options of {found.__name__} ({', '.join(known) or 'none'})"
+        raise ConfigError(file, "tasks.options", expected, f"{dict(options)}: {error}", hint) from error
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name, BUILT_IN, 1, 0.0)
+    return f"nearest built-in: {near[0]!r} (built in are {', '.join(BUILT_IN)})"
