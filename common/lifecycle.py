@@ -1,0 +1,102 @@
+"""How processes end: with their parent, or by draining on the first signal."""
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+from types import FrameType
+
+SUPERVISOR_ENV = "SLIPSTREAM_SUPERVISOR_PID"  # set by the local supervisor for the roles that it starts
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Ask the kernel to kill this process (SIGKILL) when the thread that started it ends. Linux; elsewhere a no-op.
+
+    The wish survives exec and is not inherited by fork, so every process that must not be orphaned calls this
+    early. A parent killed with -9 between the fork and this call would be missed, hence `parent_pid`.
+
+    Args:
+        parent_pid: the expected parent; when it is gone already, this process ends at once.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def join_supervisor() -> None:
+    """Tie this process to the supervisor that started it, if one did (environment variable SUPERVISOR_ENV)."""
+    parent = os.environ.pop(SUPERVISOR_ENV, None)
+    if parent is not None:
+        die_with_parent(int(parent))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process with this id runs on this machine (zombies count as gone on Linux)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return True
+
+
+class DrainFlag:
+    """Set by the first SIGTERM or SIGINT; a second one ends the process at once with the signal's default effect.
+
+    `install` must run in the main thread. `wait` works from any thread and wakes as soon as the signal comes.
+    """
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+        self._read, self._write = os.pipe()  # a pipe, because a lock taken in a signal handler can deadlock
+        os.set_blocking(self._write, False)
+
+    @classmethod
+    def install(cls) -> "DrainFlag":
+        """A flag wired to SIGTERM and SIGINT of this process."""
+        flag = cls()
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("signal handlers can be installed in the main thread only")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, flag._on_signal)
+        return flag
+
+    def set(self, reason: str) -> None:
+        """Ask for the drain; the first reason stays."""
+        if self._reason is None:
+            self._reason = reason
+            os.write(self._write, b"\0")
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until the drain is asked for, at most `timeout_s`; True when it is."""
+        if self._reason is None:
+            select.select([self._read], [], [], max(0.0, timeout_s))
+        return self._reason is not None
+
+    @property
+    def is_set(self) -> bool:
+        return self._reason is not None
+
+    @property
+    def reason(self) -> str:
+        """Why, for example 'SIGTERM'; '' while not set."""
+        return self._reason or ""
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._reason is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.set(signal.Signals(number).name)
