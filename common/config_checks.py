@@ -1,0 +1,222 @@
+"""Checks of a config that need more than one key, or a look at the disk. No torch, no engine, no network.
+
+`check_config` raises the first ConfigError; `resolve_paths` makes the folders absolute first, so that every role
+means the same place whatever directory it is started in.
+"""
+
+import ipaddress
+import json
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TypeVar, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from common.config import Config, ParallelConfig, SftConfig
+from common.errors import ConfigError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
+LEASE_HEARTBEATS = 3
+C = TypeVar("C", Config, SftConfig)
+
+
+def resolve_paths(config: C) -> C:
+    """The same config with absolute `run.dir`, `model.path` and datasets, relative ones taken from the current folder."""
+    changed = {
+        "run": msgspec.structs.replace(config.run, dir=_absolute(config.run.dir)),
+        "model": msgspec.structs.replace(config.model, path=_absolute(config.model.path)),
+    }
+    tasks = msgspec.structs.replace(config.tasks, dataset=_absolute(config.tasks.dataset))
+    held_out = getattr(tasks, "eval_dataset", None)
+    if held_out is not None:
+        tasks = msgspec.structs.replace(tasks, eval_dataset=_absolute(held_out))
+    return msgspec.structs.replace(config, tasks=tasks, **changed)
+
+
+def check_config(config: Config | SftConfig, file: str) -> None:
+    """Raise ConfigError on the first thing in `config` that cannot work together.
+
+    Args:
+        config: as loaded.
+        file: named in the message.
+    """
+    for problem in problems(config):
+        raise ConfigError(file, *problem)
+
+
+Problem = tuple[str, str, str, str | None]  # key, expected, found, hint
+
+
+def problems(config: Config | SftConfig) -> Iterator[Problem]:
+    """Everything that does not fit, the most basic first."""
+    yield from _parallel(config.learner.world_size, config.learner.parallel)
+    shape = yield from _model_folder(config.model.path)
+    if shape is not None:
+        yield from _model_shape(shape, config.learner.parallel)
+    yield from _dataset("tasks.dataset", config.tasks.dataset)
+    if isinstance(config, SftConfig):
+        return
+    if config.tasks.eval_dataset is not None:
+        yield from _dataset("tasks.eval_dataset", config.tasks.eval_dataset)
+    yield from _rollout(config, shape)
+    yield from _staleness(config)
+    yield from _network(config)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """(host, port) of 'tcp://HOST:PORT'; raises ValueError saying what is wrong with it."""
+    parts = urlsplit(address)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or port is None or parts.path or parts.query:
+        raise ValueError("expected tcp://HOST:PORT")
+    return parts.hostname, port
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address stays on this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve())
+
+
+def _parallel(world_size: int, parallel: ParallelConfig) -> Iterator[Problem]:
+    ranks = parallel.model_ranks
+    if world_size % ranks:
+        made = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {ranks}"
+        yield "learner.world_size", f"a multiple of {ranks} ({made})", str(world_size), None
+    experts = parallel.pipeline * parallel.expert * parallel.expert_tensor
+    if world_size % experts:
+        made = f"pipeline {parallel.pipeline} x expert {parallel.expert} x expert_tensor {parallel.expert_tensor}"
+        yield "learner.world_size", f"a multiple of {experts} ({made})", str(world_size), None
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        hint = "raise learner.parallel.pipeline first"
+        yield "learner.parallel.virtual_pipeline", "1 while pipeline is 1", str(parallel.virtual_pipeline), hint
+
+
+def _model_folder(path: str) -> Generator[Problem, None, dict[str, object] | None]:
+    folder = Path(path)
+    key, expected = "model.path", "a Hugging Face model folder"
+    if not folder.is_dir():
+        found = f"{path}, which is a file" if folder.is_file() else f"{path}, which does not exist"
+        yield key, expected, found, "build it first, for example with `slipstream sft`"
+        return None
+    if not (folder / "config.json").is_file():
+        yield key, f"{expected} with config.json", f"{path} without one", None
+        return None
+    try:
+        loaded: object = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        yield key, f"{expected} with a readable config.json", str(error), None
+        return None
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        yield key, f"{expected} with a tokenizer ({', '.join(TOKENIZER_FILES[:2])}, ...)", f"{path} without one", None
+    if not any(folder.glob("*.safetensors")):
+        yield key, f"{expected} with weights (*.safetensors)", f"{path} without any", None
+    if not isinstance(loaded, dict):
+        yield key, f"{expected} with a JSON object in config.json", type(loaded).__name__, None
+        return None
+    return cast("dict[str, object]", loaded)
+
+
+def _model_shape(shape: dict[str, object], parallel: ParallelConfig) -> Iterator[Problem]:
+    tensor_key = "learner.parallel.tensor"
+    heads = _number(shape, "num_attention_heads")
+    if heads and heads % parallel.tensor:
+        yield tensor_key, f"a divisor of the model's {heads} attention heads", str(parallel.tensor), None
+    kv_heads = _number(shape, "num_key_value_heads")
+    if kv_heads and kv_heads % parallel.tensor:
+        yield tensor_key, f"a divisor of the model's {kv_heads} key-value heads", str(parallel.tensor), None
+    layers, stages = _number(shape, "num_hidden_layers"), parallel.pipeline * parallel.virtual_pipeline
+    if layers and layers % stages:
+        key = "learner.parallel." + ("virtual_pipeline" if parallel.virtual_pipeline > 1 else "pipeline")
+        found = f"pipeline {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline} = {stages} stages"
+        yield key, f"stages that divide the model's {layers} layers", found, None
+    experts = _number(shape, "num_experts") or _number(shape, "num_local_experts")
+    if parallel.expert > 1 and (not experts or experts % parallel.expert):
+        expected = f"a divisor of the model's {experts} experts" if experts else "1, since the model has no experts"
+        yield "learner.parallel.expert", expected, str(parallel.expert), None
+
+
+def _dataset(key: str, path: str) -> Iterator[Problem]:
+    file = Path(path)
+    if not file.is_file():
+        yield key, "a JSONL file", f"{path}, which does not exist", None
+        return
+    with file.open("rb") as lines:
+        first = next((line for line in lines if line.strip()), b"")
+    try:
+        row: object = json.loads(first) if first else None
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        found = f"the first line of {path}: {first[:60].decode('utf-8', 'replace').strip() or 'nothing'}"
+        yield key, "a JSON object on every line", found, None
+
+
+def _rollout(config: Config, shape: dict[str, object] | None) -> Iterator[Problem]:
+    rollout, engine = config.rollout, config.rollout.engine
+    if rollout.group_size == 1 and config.learner.loss.advantage == "grpo":
+        hint = "a group of one is its own mean: every advantage would be zero"
+        yield "rollout.group_size", "at least 2 with learner.loss.advantage: grpo", "1", hint
+    if rollout.max_tokens >= engine.max_model_len:
+        expected = f"less than rollout.engine.max_model_len ({engine.max_model_len}), which holds the prompt too"
+        yield "rollout.max_tokens", expected, str(rollout.max_tokens), None
+    positions = _number(shape or {}, "max_position_embeddings")
+    if positions and engine.max_model_len > positions:
+        expected = f"at most the model's max_position_embeddings ({positions})"
+        yield "rollout.engine.max_model_len", expected, str(engine.max_model_len), None
+    if rollout.concurrency < rollout.group_size:
+        expected = f"at least rollout.group_size ({rollout.group_size}), or no group could finish"
+        yield "rollout.concurrency", expected, str(rollout.concurrency), None
+    if rollout.temperature < LOWEST_TEMPERATURE:
+        hint = "below it sampling is greedy and log-probabilities say nothing"
+        yield "rollout.temperature", f"at least {LOWEST_TEMPERATURE}", str(rollout.temperature), hint
+    heads = _number(shape or {}, "num_attention_heads")
+    if heads and heads % engine.tensor_parallel:
+        expected = f"a divisor of the model's {heads} attention heads"
+        yield "rollout.engine.tensor_parallel", expected, str(engine.tensor_parallel), None
+
+
+def _staleness(config: Config) -> Iterator[Problem]:
+    limit = config.staleness.max + 1
+    if config.weights.publish_every > limit:
+        hint = "nodes would wait for weights that the learner only makes from their groups"
+        found = str(config.weights.publish_every)
+        yield "weights.publish_every", f"at most staleness.max + 1 = {limit}", found, hint
+
+
+def _network(config: Config) -> Iterator[Problem]:
+    broker = config.broker
+    try:
+        host, _ = split_address(broker.address)
+    except ValueError as error:
+        yield "broker.address", str(error).removeprefix("expected "), repr(broker.address), "port 0 picks a free one"
+        return
+    hint = "other interfaces need authentication, which this version does not have"
+    if not is_loopback(host):
+        yield "broker.address", "a loopback address such as tcp://127.0.0.1:5555", repr(broker.address), hint
+    if not is_loopback(config.weights.address):
+        yield "weights.address", "a loopback address such as 127.0.0.1", repr(config.weights.address), hint
+    if broker.lease_s < LEASE_HEARTBEATS * broker.heartbeat_s:
+        expected = f"at least {LEASE_HEARTBEATS} x broker.heartbeat_s ({broker.heartbeat_s})"
+        yield "broker.lease_s", expected, str(broker.lease_s), "a node that breathes must not lose its leases"
+    if broker.max_message_bytes > broker.max_bytes:
+        expected = f"at most broker.max_bytes ({broker.max_bytes})"
+        yield "broker.max_message_bytes", expected, str(broker.max_message_bytes), None
+
+
+def _number(shape: dict[str, object], name: str) -> int | None:
+    value = shape.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
