@@ -1,0 +1,39 @@
+"""Folders that are either complete and on disk, or not there."""
+
+import os
+import shutil
+from pathlib import Path
+
+
+def staging_path(path: Path) -> Path:
+    """Where the content of `path` is written before it is published; in the same folder, so a rename is atomic."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def prepare(path: Path) -> Path:
+    """An empty staging folder for `path`."""
+    staging = staging_path(path)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    return staging
+
+
+def publish(path: Path) -> None:
+    """Flush the staging folder to disk and rename it to `path`, replacing a folder that stands there."""
+    staging = staging_path(path)
+    for file in sorted(staging.rglob("*")):
+        if file.is_file():
+            _sync(file)
+    _sync(staging)
+    if path.exists():
+        shutil.rmtree(path)
+    os.rename(staging, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,96 @@
+"""Megatron's data-parallel wrapper and distributed optimizer, and the learning-rate schedule."""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from common.config import OptimizerConfig
+from common.errors import SlipstreamError
+from learner.megatron.model import Model
+
+
+def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (from 0): linear warmup, then constant, linear or cosine decay.
+
+    The first of n warmup steps has lr / n. Decay starts after the warmup and reaches lr * min_lr_fraction at
+    `decay_steps` (total_steps if 0), where it stays.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    end = config.decay_steps or total_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
+    shape = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_fraction + (1.0 - config.min_lr_fraction) * shape)
+
+
+def wrap_chunks(model: Model) -> list[DistributedDataParallel]:
+    """The chunks with float32 main gradients, reduced over the data-parallel ranks. Collective."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
+    )
+    return [
+        DistributedDataParallel(config=model.config, ddp_config=ddp, module=chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(model.chunks)
+    ]
+
+
+class Optimizer:
+    """AdamW with float32 states sharded over the data-parallel ranks."""
+
+    def __init__(self, chunks: list[Any], config: OptimizerConfig, dtype: torch.dtype, total_steps: int) -> None:
+        self.config, self.total_steps = config, total_steps
+        self.steps = 0  # optimizer steps done
+        self.megatron: ChainedOptimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=0.0,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                adam_eps=config.eps,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=True,
+                clip_grad=config.grad_clip,
+            ),
+            chunks,
+        )
+
+    def zero_grad(self) -> None:
+        """Forget the float32 copies of the gradients (bfloat16 parameters only)."""
+        self.megatron.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> tuple[float, float]:
+        """Clip and apply the finalized gradients. Collective.
+
+        Returns:
+            (gradient norm before clipping, learning rate).
+
+        Raises:
+            SlipstreamError: the gradient norm is not finite; the weights are as before.
+        """
+        self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        if not math.isfinite(norm):
+            raise SlipstreamError(f"gradient norm is {norm} in optimizer step {self.steps}; the weights are unchanged")
+        if self.config.grad_clip > 0:
+            for optimizer in self.megatron.chained_optimizers:
+                parameters = optimizer.get_parameters()
+                if parameters:
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=self.config.grad_clip, total_norm=norm)
+        rate = learning_rate(self.steps, self.config, self.total_steps)
+        for group in self.megatron.param_groups:
+            group["lr"] = rate
+        self.megatron.step_with_ready_grads()
+        self.steps += 1
+        return norm, rate

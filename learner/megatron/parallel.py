@@ -1,0 +1,122 @@
+"""torch.distributed and Megatron's process groups: gloo on CPU, NCCL on CUDA."""
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from common.config import ParallelConfig
+
+_CONTROL_TIMEOUT = timedelta(days=7)  # the lead rank may wait that long for rollouts
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+_control: dist.ProcessGroup | None = None
+
+
+def device() -> torch.device:
+    """This rank's device: cuda:LOCAL_RANK, or the CPU where there is no CUDA."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def world_size() -> int:
+    """Ranks in the world, also before `initialize`."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def initialize(parallel: ParallelConfig, seed: int) -> None:
+    """Join torch.distributed's world (torchrun's, or one of a single process) and cut it into Megatron's groups.
+
+    Collective. Does nothing to a world that exists already; Megatron's groups must not exist.
+    """
+    global _control
+    here = device()
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            _single_process_world()
+        dist.init_process_group("nccl" if here.type == "cuda" else "gloo", timeout=_COLLECTIVE_TIMEOUT)
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        distributed_timeout_minutes=int(_COLLECTIVE_TIMEOUT.total_seconds() // 60),
+    )
+    _control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def _single_process_world() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def shutdown() -> None:
+    """Leave the groups and the world. Collective."""
+    global _control
+    _control = None
+    mpu.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def broadcast_bytes(data: bytes | None) -> bytes:
+    """Rank 0's bytes to every rank, over gloo, as raw bytes. Collective.
+
+    Raises:
+        ValueError: rank 0 has no data.
+    """
+    if dist.get_rank() == 0 and data is None:
+        raise ValueError("rank 0 must bring the bytes to broadcast")
+    return _broadcast(data, 0, _control, torch.device("cpu")) if dist.get_world_size() > 1 else bytes(data or b"")
+
+
+def broadcast_from_last_stage(data: bytes | None) -> bytes:
+    """The last pipeline stage's bytes to the other stages of its pipeline. Collective over the pipeline."""
+    group = mpu.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return bytes(data or b"")
+    return _broadcast(data, mpu.get_pipeline_model_parallel_last_rank(), group, device())
+
+
+def broadcast_tensor_from_last_stage(tensor: Tensor) -> Tensor:
+    """In place; every stage passes a tensor of the same shape and dtype. Collective over the pipeline."""
+    group = mpu.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        dist.broadcast(tensor, mpu.get_pipeline_model_parallel_last_rank(), group=group)
+    return tensor
+
+
+def barrier() -> None:
+    """Wait for every rank, over gloo. Collective."""
+    if dist.get_world_size() > 1:
+        dist.barrier(group=_control)
+
+
+def _broadcast(data: bytes | None, source: int, group: dist.ProcessGroup | None, where: torch.device) -> bytes:
+    mine = dist.get_rank() == source
+    payload = bytearray(data or b"") if mine else bytearray()
+    size = torch.tensor([len(payload)], dtype=torch.int64, device=where)
+    dist.broadcast(size, source, group=group)
+    n = int(size.item())
+    if n == 0:
+        return b""
+    buffer = (
+        torch.frombuffer(payload, dtype=torch.uint8).to(where)
+        if mine
+        else torch.empty(n, dtype=torch.uint8, device=where)
+    )
+    dist.broadcast(buffer, source, group=group)
+    return data if mine and data is not None else buffer.cpu().numpy().tobytes()

@@ -1,0 +1,169 @@
+"""Microbatches of packed documents through Megatron's forward-backward schedule."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch import Tensor
+
+from learner.backend import LossFunction, LossOutput, Microbatch
+from learner.megatron import parallel
+from learner.megatron.logprobs import logprobs_and_entropy, logprobs_of
+
+
+@dataclass(frozen=True)
+class Totals:
+    """One step's sums over all microbatches of all data-parallel ranks; the same on every rank."""
+
+    loss_sum: float
+    loss_tokens: int
+    sums: dict[str, float]
+    maxima: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Packed:
+    batch: Microbatch  # on the device
+    params: PackedSeqParams
+
+
+def _pack(batch: Microbatch, device: torch.device) -> _Packed:
+    if not batch.document_lengths:
+        batch = _nothing()
+    arrays = ("tokens", "targets", "positions", "loss_mask", "advantages", "behavior_logprobs")
+    if device.type != "cpu":
+        moved = {name: getattr(batch, name).to(device, non_blocking=True) for name in arrays}
+        batch = replace(batch, **moved)
+    lengths = torch.tensor(batch.document_lengths)
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)]).to(device)
+    longest = max(batch.document_lengths)
+    params = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    return _Packed(batch, params)
+
+
+def _nothing() -> Microbatch:
+    """A document of one token that trains nothing, for a rank that has fewer microbatches to fill than the others."""
+    one, zero = torch.ones(1, dtype=torch.int64), torch.zeros(1)
+    return Microbatch(one, one, torch.zeros(1, dtype=torch.int64), (1,), zero, zero, zero)
+
+
+class Schedule:
+    """Runs a model's chunks over microbatches, forward and backward or forward only."""
+
+    def __init__(self, chunks: list[Any], config: Any, device: torch.device) -> None:
+        self.chunks, self.device = chunks, device
+        config.finalize_model_grads_func = finalize_model_grads
+        self._run = get_forward_backward_func()
+        self._vocabulary_group = mpu.get_tensor_model_parallel_group()
+
+    def train(self, microbatches: list[Microbatch], loss: LossFunction, temperature: float, entropy: bool) -> Totals:
+        """Forward and backward; leaves gradients of (sum of losses / sum of loss_mask) in the chunks. Collective.
+
+        `microbatches` are this data-parallel rank's, equally many on every one.
+        """
+
+        def loss_of(logits: Tensor, batch: Microbatch) -> tuple[Tensor, LossOutput]:
+            if entropy:
+                logprobs, entropies = logprobs_and_entropy(logits, batch.targets, temperature, self._vocabulary_group)
+                output = loss(logprobs, entropies, batch)
+            else:
+                output = loss(logprobs_of(logits, batch.targets, temperature, self._vocabulary_group), None, batch)
+            return output.loss_sum, output
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        reports = self._forward_backward(microbatches, loss_of, forward_only=False)
+        return self._reduce(reports)
+
+    @torch.no_grad()
+    def logprobs(self, microbatches: list[Microbatch], temperature: float) -> list[Tensor]:
+        """[T] float32 log-probabilities of each microbatch's targets, on every stage. Collective."""
+
+        def loss_of(logits: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+            logprobs = logprobs_of(logits, batch.targets, temperature, self._vocabulary_group)
+            return logprobs.new_zeros(()), logprobs
+
+        outputs = [logprobs for logprobs, _ in self._forward_backward(microbatches, loss_of, forward_only=True)]
+        sizes = [len(batch.targets) for batch in microbatches]
+        if mpu.get_pipeline_model_parallel_world_size() == 1:
+            return [x[:n].cpu() for x, n in zip(outputs, sizes, strict=True)]
+        flat = torch.cat([x[:n] for x, n in zip(outputs, sizes, strict=True)]) if outputs else None
+        if flat is None:
+            flat = torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
+        return list(parallel.broadcast_tensor_from_last_stage(flat).cpu().split(sizes))
+
+    def _forward_backward(
+        self,
+        microbatches: list[Microbatch],
+        loss_of: Callable[[Tensor, Microbatch], tuple[Tensor, Any]],
+        forward_only: bool,
+    ) -> list[tuple[Any, Tensor]]:
+        """(second result of `loss_of`, loss tokens) per microbatch on the last stage, [] elsewhere."""
+        if not microbatches:
+            raise ValueError("a step needs at least one microbatch on every data-parallel rank")
+        packed = [_pack(batch, self.device) for batch in microbatches]
+
+        def forward_step(iterator: Iterator[_Packed], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            item = next(iterator)
+            batch = item.batch
+
+            def loss_func(output: Tensor) -> tuple[Tensor, Tensor, tuple[Any, Tensor]]:
+                loss_sum, result = loss_of(output.squeeze(0), batch)
+                tokens = batch.loss_mask.sum()
+                return loss_sum, tokens.round().int(), (result, tokens)
+
+            output = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=item.params)
+            return output, loss_func
+
+        iterators = [iter(packed) for _ in self.chunks]
+        return self._run(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(packed),
+            seq_length=max(len(item.batch.tokens) for item in packed),  # shapes travel with the activations
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _reduce(self, reports: list[tuple[LossOutput, Tensor]]) -> Totals:
+        encoded: bytes | None = None
+        if mpu.is_pipeline_last_stage(ignore_virtual=True):
+            encoded = msgspec.json.encode(self._reduce_over_data_parallel(reports))
+        return msgspec.json.decode(parallel.broadcast_from_last_stage(encoded), type=Totals)
+
+    def _reduce_over_data_parallel(self, reports: list[tuple[LossOutput, Tensor]]) -> Totals:
+        sum_names = sorted({name for output, _ in reports for name in output.sums})
+        max_names = sorted({name for output, _ in reports for name in output.maxima})
+
+        def column(values: list[Any]) -> Tensor:
+            return torch.stack([torch.as_tensor(x, device=self.device).detach().double() for x in values])
+
+        sums = torch.stack(
+            [column([o.loss_sum, tokens, *(o.sums.get(n, 0.0) for n in sum_names)]) for o, tokens in reports]
+        ).sum(0)
+        lowest = float("-inf")
+        maxima = None
+        if max_names:
+            maxima = torch.stack([column([o.maxima.get(n, lowest) for n in max_names]) for o, _ in reports]).amax(0)
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+        if group.size() > 1:
+            dist.all_reduce(sums, group=group)
+            if maxima is not None:
+                dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        loss_sum, tokens, *rest = sums.tolist()
+        return Totals(
+            loss_sum,
+            round(tokens),
+            dict(zip(sum_names, rest, strict=True)),
+            dict(zip(max_names, maxima.tolist() if maxima is not None else [], strict=True)),
+        )
