@@ -1,7 +1,7 @@
 """The metrics of a run: one declaration per metric, one JSON line per step in RUN/metrics.jsonl.
 
-A metric is a field of StepMetrics (or SftMetrics) with its unit, the way several steps are reduced to one figure, and what
-it means. Writer, report and status read the same declarations. Fields are only ever appended.
+A metric is a field of StepMetrics (or SftMetrics) with its unit, how several steps are reduced to one figure, and
+what it means. Writer, report and status read the same declarations. Fields are only ever appended.
 """
 
 import os

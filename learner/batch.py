@@ -1,0 +1,237 @@
+"""From the groups that a step took to what it trains on.
+
+    StoredGroup --decode--> Group (checked; what does not fit is a BadGroup, to be generated again)
+                --assemble--> TrainingBatch: documents with advantages, expired tokens masked, statistics
+
+Both run on every rank from the same bytes, so every rank holds the same batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from broker.contract import StoredGroup
+from common.config import Config
+from common.rollouts import Group, Sample, decode_group
+from common.staleness import expired, staleness
+from learner.advantages import ADVANTAGES
+from learner.packing import Document
+
+ARRAY_DTYPES = {"tokens": "int32", "loss_mask": "uint8", "behavior_logprobs": "float32"}
+TRUNCATED = {"length", "turn_limit"}
+
+
+class BadGroup(Exception):
+    """A group that cannot be trained on, with the reason."""
+
+    def __init__(self, serial: int, node_id: str, reason: str) -> None:
+        self.serial, self.node_id, self.reason = serial, node_id, reason
+        super().__init__(f"group {serial} from node {node_id}: {reason}")
+
+
+@dataclass(frozen=True)
+class BatchStatistics:
+    """Figures of one step's groups; lengths are in sampled tokens."""
+
+    groups: int
+    groups_without_signal: int  # all rewards equal
+    samples: int
+    samples_failed: int
+    failures: tuple[str, ...]  # distinct reasons, at most three
+    samples_truncated: int
+    tokens_failed: int  # sampled in failed samples
+    tokens_expired: int
+    tokens_expired_by_length_decile: tuple[int, ...]
+    tokens_trained: int
+    sequence_tokens: int
+    reward_mean: float
+    reward_std: float
+    staleness_mean: float
+    staleness_max: int
+    length_mean: float
+    length_max: int
+    turns_mean: float
+    environment: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """What one optimizer step trains on.
+
+    Attributes:
+        documents: samples with at least one loss token, in order of serial and sample.
+        statistics: of all groups, failed and expired ones included.
+    """
+
+    step: int
+    documents: list[Document]
+    statistics: BatchStatistics
+
+
+def decode(stored: StoredGroup, vocab_size: int, group_size: int) -> Group:
+    """Decode and check one group: everything that would crash or poison training is refused here.
+
+    Raises:
+        BadGroup: does not decode, belongs to another task, has the wrong number of samples, token ids outside the
+            vocabulary, or log-probabilities or rewards that are not finite.
+    """
+    try:
+        group = decode_group(stored.payload)
+        if group.serial != stored.serial:
+            raise ValueError(f"payload belongs to task {group.serial}")
+        if len(group.samples) != group_size:
+            raise ValueError(f"{len(group.samples)} samples, expected {group_size}")
+        for i, sample in enumerate(group.samples):
+            if sample.error is None:
+                _check_sample(sample, i, vocab_size)
+    except ValueError as error:
+        raise BadGroup(stored.serial, stored.node_id, str(error)) from None
+    return group
+
+
+def _check_sample(sample: Sample, index: int, vocab_size: int) -> None:
+    """Raise ValueError on what decode_group does not see."""
+    for name, dtype in ARRAY_DTYPES.items():
+        if (found := getattr(sample, name).dtype) != dtype:
+            raise ValueError(f"sample {index}: {name} is {found}, expected {dtype}")
+    tokens, mask = sample.tokens.numpy(), sample.loss_mask.numpy() > 0
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise ValueError(f"sample {index}: token ids outside 0..{vocab_size - 1}")
+    if not np.isfinite(sample.behavior_logprobs.numpy()[mask]).all():
+        raise ValueError(f"sample {index}: behavior_logprobs of sampled tokens are not finite")
+    if not np.isfinite(sample.reward):
+        raise ValueError(f"sample {index}: reward {sample.reward}")
+
+
+def expired_groups(groups: Sequence[Group], step: int, max_staleness: int) -> list[int]:
+    """Serials of the groups that hold any sampled token older than `max_staleness` at `step`."""
+    return [
+        group.serial
+        for group in groups
+        if any(
+            (expired(step, s.token_versions(), max_staleness) & (s.loss_mask.numpy() > 0)).any()
+            for s in group.samples
+            if s.error is None
+        )
+    ]
+
+
+def assemble(groups: Sequence[Group], step: int, config: Config) -> TrainingBatch:
+    """Advantages, staleness and expiry of one step's groups.
+
+    Args:
+        groups: in any order; the batch does not depend on it.
+        step: the step that trains; staleness is counted from it.
+        config: `learner.loss.advantage`, `advantage_std` and `staleness.max` are read.
+    """
+    estimator = ADVANTAGES[config.learner.loss.advantage]
+    tally = _Tally()
+    documents: list[Document] = []
+    for group in sorted(groups, key=lambda g: g.serial):
+        rewards = np.array([s.reward if s.error is None else 0.0 for s in group.samples], dtype=np.float64)
+        valid = np.array([s.error is None for s in group.samples], dtype=bool)
+        advantages = estimator(rewards, valid, config.learner.loss.advantage_std)
+        tally.group(rewards[valid])
+        for i, sample in enumerate(group.samples):
+            if sample.error is not None:
+                tally.failed(sample)
+                continue
+            document = _document(sample, step, config.staleness.max, float(advantages[i]), tally)
+            if document is not None:
+                documents.append(document)
+    return TrainingBatch(step, documents, tally.statistics())
+
+
+def _document(sample: Sample, step: int, max_staleness: int, advantage: float, tally: "_Tally") -> Document | None:
+    """The sample without its expired tokens in the loss; None when no loss token is left."""
+    versions = sample.token_versions()
+    sampled = sample.loss_mask.numpy() > 0
+    if len(sampled):
+        sampled[0] = False  # no token predicts it
+    too_old = expired(step, versions, max_staleness) & sampled
+    age = staleness(step, versions).astype(np.int32)
+    mask = sampled & ~too_old
+    tally.sample(sample, int(sampled.sum()), int(too_old.sum()), age[mask])
+    if not mask.any():
+        return None
+    return Document(
+        tokens=sample.tokens.numpy(),
+        loss_mask=mask.astype(np.uint8),
+        behavior_logprobs=sample.behavior_logprobs.numpy(),
+        staleness=age,
+        advantage=advantage,
+        name=f"a sample of {len(versions)} tokens",
+    )
+
+
+class _Tally:
+    """Counts while a batch is assembled."""
+
+    def __init__(self) -> None:
+        self._rewards: list[np.ndarray] = []
+        self._lengths: list[int] = []
+        self._expired: list[int] = []
+        self._turns = 0
+        self._truncated = 0
+        self._sequence = 0
+        self._failures: list[str] = []
+        self._failed_tokens = 0
+        self._ages: list[np.ndarray] = []
+        self._environment: dict[str, list[float]] = {}
+
+    def group(self, rewards: np.ndarray) -> None:
+        self._rewards.append(rewards)
+
+    def failed(self, sample: Sample) -> None:
+        self._failures.append(sample.error or sample.stop_reason)
+        self._failed_tokens += int((sample.loss_mask.numpy() > 0).sum())
+
+    def sample(self, sample: Sample, sampled: int, too_old: int, ages: np.ndarray) -> None:
+        self._lengths.append(sampled)
+        self._expired.append(too_old)
+        self._turns += sample.turns
+        self._truncated += sample.stop_reason in TRUNCATED
+        self._ages.append(ages)
+        if len(ages):
+            self._sequence += len(sample.tokens.numpy()) - 1
+        for name, value in sample.metrics.items():
+            self._environment.setdefault(name, []).append(value)
+
+    def statistics(self) -> BatchStatistics:
+        rewards = np.concatenate([np.zeros(0), *self._rewards])
+        ages = np.concatenate([np.zeros(0, dtype=np.int32), *self._ages])
+        kept = max(len(self._lengths), 1)
+        return BatchStatistics(
+            groups=len(self._rewards),
+            groups_without_signal=sum(len(r) < 2 or bool((r == r[0]).all()) for r in self._rewards),
+            samples=len(self._lengths) + len(self._failures),
+            samples_failed=len(self._failures),
+            failures=tuple(dict.fromkeys(self._failures))[:3],
+            samples_truncated=self._truncated,
+            tokens_failed=self._failed_tokens,
+            tokens_expired=sum(self._expired),
+            tokens_expired_by_length_decile=length_deciles(self._lengths, self._expired),
+            tokens_trained=len(ages),
+            sequence_tokens=self._sequence,
+            reward_mean=float(rewards.mean()) if len(rewards) else 0.0,
+            reward_std=float(rewards.std()) if len(rewards) else 0.0,
+            staleness_mean=float(ages.mean()) if len(ages) else 0.0,
+            staleness_max=int(ages.max()) if len(ages) else 0,
+            length_mean=sum(self._lengths) / kept,
+            length_max=max(self._lengths, default=0),
+            turns_mean=self._turns / kept,
+            environment={name: float(np.mean(values)) for name, values in sorted(self._environment.items())},
+        )
+
+
+def length_deciles(lengths: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
+    """Sum `counts` by decile of `lengths`: ten numbers, the shortest tenth of the samples first.
+
+    Samples are ranked by length (ties in order), the one of rank r out of n falls into decile floor(10 r / n), so a
+    count spread evenly over samples gives ten like numbers, and one that hits long samples a rising row.
+    """
+    out = np.zeros(10, dtype=np.int64)
+    ranks = np.argsort(np.argsort(np.asarray(lengths), kind="stable"), kind="stable")
+    np.add.at(out, ranks * 10 // max(len(ranks), 1), np.asarray(counts, dtype=np.int64))
+    return tuple(int(n) for n in out)

@@ -1,0 +1,358 @@
+"""The thread that leads the weight plane: who is in it, what each node holds, what is on its way.
+
+Rules, all of them bounded in time:
+- The main group gets the newest version; a newer one waits until the group is through and then goes out, skipping
+  what lies between. A node that has nothing yet gets the current version at once over a group of its own.
+- Only Staged counts as received. A member that fails is retried without stopping the others; one that is dead
+  (its connection is gone) or silent is ejected, and the rest regroup at once instead of waiting for gloo.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from common.weights import messages
+from common.weights.collectives import GlooGroup, Group, GroupFactory, Store
+from learner.publish_endpoint import Endpoint
+from learner.publish_snapshot import Snapshot
+from learner.publish_transfer import Transfer, announcement, new_transfer, send_in_thread
+from learner.publisher_protocol import PublishStats
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3  # of one version to one node, then it is ejected and may join again
+BUSY_PING_S, IDLE_PING_S = 0.25, 1.0
+
+
+Sent = tuple[Transfer, Group | None, str]
+
+
+@dataclass
+class Member:
+    """A node as the publisher sees it; `version` is what it runs of this incarnation, -1: nothing."""
+
+    identity: bytes
+    node_id: str
+    last_heard: float
+    version: int = -1
+    welcomed: bool = False
+    attempts: int = 0
+    attempted_version: int = -1
+    quarantined: str | None = None
+    transfer: Transfer | None = None
+
+
+class PublishControl:
+    """Runs in one thread; `offer` and `stop` may be called from others."""
+
+    def __init__(
+        self,
+        address: str,
+        incarnation: int,
+        bucket_bytes: int,
+        timeout_s: float,
+        group_factory: GroupFactory = GlooGroup,
+    ) -> None:
+        """Bind the control endpoint and the store on `address`; raises zmq.ZMQError or OSError when that fails."""
+        self._incarnation, self._bucket_bytes, self._timeout_s = incarnation, bucket_bytes, timeout_s
+        self._group_factory = group_factory
+        self._store = Store(address)
+        self._endpoint: Endpoint[Snapshot | Sent | None] = Endpoint(address)
+        self.address = self._endpoint.address
+        self._members: dict[bytes, Member] = {}
+        self._transfers: list[Transfer] = []
+        self._current: Snapshot | None = None
+        self._kept: tuple[frozenset[bytes], messages.Epoch, Group] | None = None
+        self._epochs = 0
+        self._pinged = 0.0
+        self._stopping = False
+        self._silence_s = min(1.5, timeout_s / 4)  # pings are answered at once, even while weights flow
+        self._stats_lock = threading.Lock()
+        self._stats = PublishStats()
+
+    # ---- called from other threads
+
+    def offer(self, snapshot: Snapshot) -> None:
+        """A sealed version to send; takes over the caller's reference."""
+        self._endpoint.post(snapshot)
+
+    def stop(self) -> None:
+        """Let `run` return once nothing is on its way."""
+        self._endpoint.post(None)
+
+    def stats(self) -> PublishStats:
+        with self._stats_lock:
+            return self._stats
+
+    # ---- the thread
+
+    def run(self) -> None:
+        """Serve until `stop`; a publish under way is finished or cut after the timeout."""
+        give_up = float("inf")
+        try:
+            while not (self._stopping and (not self._transfers or time.perf_counter() > give_up)):
+                self._endpoint.wait(50 if self._transfers else 250)
+                for identity, message in self._endpoint.messages():
+                    self._handle(identity, message)
+                for item in self._endpoint.items():
+                    self._take_in(item)
+                now = time.perf_counter()
+                if self._stopping and give_up == float("inf"):
+                    give_up = now + self._timeout_s
+                self._ping(now)
+                self._settle(now)
+                self._start_transfers()
+                self._update_stats()
+        except Exception:
+            logger.exception("the weight plane stopped")
+            self._change_stats(fatal="the publisher's control thread failed; see the log")
+            raise
+        finally:
+            self._endpoint.close()
+            self._drop_kept()
+
+    def _take_in(self, item: "Snapshot | Sent | None") -> None:
+        if item is None:
+            self._stopping = True
+        elif isinstance(item, Snapshot):
+            if self._current is not None:
+                self._current.release()
+            self._current = item
+            self._change_stats(published=self.stats().published + 1)
+        else:
+            self._sent(*item)
+
+    def _sent(self, transfer: Transfer, group: Group | None, error: str) -> None:
+        transfer.done = True
+        if error:
+            logger.warning("version %d to %d nodes: %s", transfer.snapshot.version, len(transfer.members), error)
+            transfer.fail(time.perf_counter())
+        elif group is not None and transfer in self._transfers:
+            transfer.group = group
+        elif group is not None:
+            group.close()  # given up in the meantime
+
+    def _handle(self, identity: bytes, message: messages.NodeMessage) -> None:
+        if isinstance(message, messages.Join):
+            self._joined(identity, message)
+            return
+        member = self._members.get(identity)
+        if member is None:
+            if not isinstance(message, messages.Leave):
+                self._endpoint.send(identity, messages.Eject("not a member; join again"))
+            return
+        member.last_heard = time.perf_counter()
+        if member.transfer is not None:
+            member.transfer.answered.add(identity)
+        if isinstance(message, messages.Leave):
+            self._forget(member, "it left", ejected=False)
+        elif isinstance(message, messages.Staged):
+            self._staged(member, message)
+        elif isinstance(message, messages.Active):
+            self._active(member, message)
+        elif isinstance(message, messages.Rejected):
+            self._rejected(member, message)
+
+    def _joined(self, identity: bytes, message: messages.Join) -> None:
+        if identity in self._members:
+            self._forget(self._members[identity], "it joined anew", ejected=False)
+        logger.info("node %s (pid %d) joined the weight plane", message.node_id, message.pid)
+        member = Member(identity, message.node_id, time.perf_counter())
+        if message.incarnation == self._incarnation:
+            member.version = message.version
+        self._members[identity] = member
+
+    def _current_transfer(self, member: Member, version: int) -> Transfer | None:
+        transfer = member.transfer
+        return transfer if transfer is not None and transfer.snapshot.version == version else None
+
+    def _staged(self, member: Member, message: messages.Staged) -> None:
+        transfer = self._current_transfer(member, message.version)
+        if transfer is None or member.identity not in transfer.receiving:
+            return
+        transfer.receiving.discard(member.identity)
+        transfer.flipping.add(member.identity)
+        transfer.last_staged = time.perf_counter()
+        transfer.snapshot.nodes_staged += 1
+        self._endpoint.send(member.identity, messages.Activate(self._incarnation, message.version))
+
+    def _active(self, member: Member, message: messages.Active) -> None:
+        transfer = self._current_transfer(member, message.version)
+        if transfer is None:
+            return
+        member.version, member.attempts = message.version, 0
+        if message.checksum != transfer.snapshot.checksum:
+            self._quarantine(member, f"node {member.node_id} holds other weights than were sent")
+        transfer.flipping.discard(member.identity)
+        member.transfer = None
+        if message.canary_max_difference is not None:
+            self._change_stats(canary_max_difference=message.canary_max_difference)
+        if transfer.finished and not transfer.newcomers:
+            now = time.perf_counter()
+            snapshot = transfer.snapshot
+            self._change_stats(
+                publish_s=transfer.last_staged - snapshot.started,
+                seconds_to_active=now - snapshot.started,
+                publish_bytes=snapshot.nodes_staged * snapshot.layout.total_bytes,
+            )
+
+    def _rejected(self, member: Member, message: messages.Rejected) -> None:
+        transfer = self._current_transfer(member, message.version)
+        logger.warning("node %s rejected version %d: %s", member.node_id, message.version, message.reason)
+        if message.fatal:
+            self._quarantine(member, message.reason)
+        elif transfer is not None:
+            transfer.fail(time.perf_counter())
+            transfer.answered.add(member.identity)
+
+    def _quarantine(self, member: Member, reason: str) -> None:
+        member.quarantined = reason
+        self._leave_transfer(member)
+
+    def _leave_transfer(self, member: Member) -> None:
+        transfer, member.transfer = member.transfer, None
+        if transfer is not None:
+            transfer.receiving.discard(member.identity)
+            transfer.flipping.discard(member.identity)
+
+    def _forget(self, member: Member, why: str, ejected: bool = True) -> None:
+        logger.info("node %s leaves the weight plane: %s", member.node_id, why)
+        transfer = member.transfer
+        if transfer is not None and not transfer.done:
+            transfer.fail(time.perf_counter())
+        self._leave_transfer(member)
+        self._members.pop(member.identity, None)
+        if self._kept is not None and member.identity in self._kept[0]:
+            self._drop_kept()
+        if ejected:
+            self._change_stats(ejections=self.stats().ejections + 1)
+            self._endpoint.send(member.identity, messages.Eject(why))
+
+    def _drop_kept(self) -> None:
+        if self._kept is not None:
+            self._kept[2].close()
+            self._kept = None
+
+    def _ping(self, now: float) -> None:
+        """Find the dead (closed connection) and the silent."""
+        if now - self._pinged < (BUSY_PING_S if self._transfers else IDLE_PING_S):
+            return
+        self._pinged = now
+        for member in list(self._members.values()):
+            if not self._endpoint.send(member.identity, messages.Ping()):
+                self._forget(member, "its connection closed")
+            elif now - member.last_heard > max(self._timeout_s, 5 * IDLE_PING_S):
+                self._forget(member, f"silent for {now - member.last_heard:.1f} s")
+            elif member.transfer is not None and now - member.last_heard > self._silence_s:
+                member.transfer.fail(now)
+
+    def _settle(self, now: float) -> None:
+        """End transfers that are through, and those in trouble once it is clear who is still there."""
+        for transfer in list(self._transfers):
+            if transfer.receiving and now > transfer.deadline:
+                transfer.fail(now)
+            if transfer.failed_at is not None and transfer.receiving:
+                self._give_up_attempt(transfer, now)
+            if transfer.flipping and now > transfer.deadline + self._timeout_s:
+                for identity in list(transfer.flipping):
+                    self._forget(self._members[identity], f"version {transfer.snapshot.version} was never active")
+            if transfer.finished and (transfer.done or transfer.failed_at is not None):
+                self._end(transfer)
+
+    def _give_up_attempt(self, transfer: Transfer, now: float) -> None:
+        """Release the members that answered for another attempt; eject the silent ones after a moment."""
+        assert transfer.failed_at is not None
+        silent = transfer.receiving - transfer.answered
+        if silent and now - transfer.failed_at < self._silence_s:
+            return  # the pings of this moment are still to be answered
+        for identity in list(transfer.receiving):
+            member = self._members[identity]
+            member.attempts += 1
+            if identity in silent:
+                self._forget(member, f"silent while version {transfer.snapshot.version} was sent")
+            elif member.attempts >= MAX_ATTEMPTS:
+                self._forget(member, f"version {transfer.snapshot.version} failed {member.attempts} times")
+            else:
+                self._leave_transfer(member)
+
+    def _end(self, transfer: Transfer) -> None:
+        self._transfers.remove(transfer)
+        usable = transfer.failed_at is None and transfer.group is not None
+        if usable and not transfer.newcomers and all(m in self._members for m in transfer.members):
+            if self._kept is not None and self._kept[2] is not transfer.group:
+                self._kept[2].close()
+            assert transfer.group is not None
+            self._kept = (transfer.members, transfer.epoch, transfer.group)
+        elif transfer.group is not None:
+            if self._kept is not None and self._kept[2] is transfer.group:
+                self._kept = None
+            transfer.group.close()
+        transfer.snapshot.release()
+
+    def _start_transfers(self) -> None:
+        current = self._current
+        if current is None or (self._stopping and not self._transfers):
+            return
+        idle = [
+            m
+            for m in self._members.values()
+            if m.transfer is None and not m.quarantined and m.version != current.version
+        ]
+        if not idle:
+            return
+        if any(not t.newcomers for t in self._transfers):
+            self._start([m for m in idle if m.version < 0 and m.attempts == 0], newcomers=True)
+        else:
+            self._start(idle, newcomers=False)
+
+    def _start(self, members: list[Member], newcomers: bool) -> None:
+        snapshot = self._current
+        if not members or snapshot is None:
+            return
+        for member in members:
+            if member.attempted_version != snapshot.version:
+                member.attempts, member.attempted_version = 0, snapshot.version
+            if not member.welcomed:
+                self._endpoint.send(member.identity, messages.Welcome(self._incarnation, snapshot.layout))
+                member.welcomed = True
+        identities = [m.identity for m in members]
+        kept = self._kept
+        group: Group | None = None
+        if kept is not None and kept[0] == frozenset(identities):
+            epoch, group = kept[1], kept[2]
+            self._kept = None
+        else:
+            if kept is not None and not kept[0].isdisjoint(identities):
+                self._drop_kept()  # those members give up the old group for the new one
+            self._epochs += 1
+            size = len(members) + 1
+            epoch = messages.Epoch(self._epochs, 0, size, self._store.host, self._store.port, self._timeout_s)
+            for rank, member in enumerate(members, start=1):
+                self._endpoint.send(member.identity, msgspec.structs.replace(epoch, rank=rank))
+        transfer = new_transfer(snapshot, identities, epoch, newcomers, self._timeout_s)
+        publish = announcement(snapshot, self._incarnation, epoch.epoch, self._bucket_bytes, self._timeout_s)
+        for member in members:
+            member.transfer = transfer
+            self._endpoint.send(member.identity, publish)
+        self._transfers.append(transfer)
+        send_in_thread(
+            transfer, group, self._group_factory, self._bucket_bytes, lambda *result: self._endpoint.post(result)
+        )
+
+    def _update_stats(self) -> None:
+        live = [m for m in self._members.values() if not m.quarantined]
+        bad = [m.quarantined for m in self._members.values() if m.quarantined]
+        sent = min((m.version for m in live), default=self.stats().version_sent)
+        self._change_stats(
+            nodes=len(live),
+            version_sent=max(sent, self.stats().version_sent),
+            fatal=bad[0] if bad and not live else None,
+        )
+
+    def _change_stats(self, **changes: Any) -> None:
+        with self._stats_lock:
+            self._stats = replace(self._stats, **changes)

@@ -1,0 +1,97 @@
+"""One policy version as bytes, and the buffers that versions are copied into."""
+
+import threading
+import time
+from collections.abc import Iterable
+
+import torch
+
+from common.weights import packing
+from common.weights.layout import Layout
+from common.weights.messages import Canary
+
+
+class BufferPool:
+    """Flat buffers for snapshots; one is reused as soon as nobody sends from it any more."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def acquire(self, total_bytes: int) -> torch.Tensor:
+        """A zeroed or reused [total_bytes] uint8 buffer."""
+        with self._lock:
+            for i, flat in enumerate(self._free):
+                if flat.numel() == total_bytes:
+                    return self._free.pop(i)
+        return torch.zeros(total_bytes, dtype=torch.uint8)
+
+    def release(self, flat: torch.Tensor) -> None:
+        """Nobody reads `flat` any more."""
+        with self._lock:
+            self._free.append(flat)
+
+
+class Snapshot:
+    """A version in the flat buffer; lives as long as someone retains it."""
+
+    def __init__(
+        self, version: int, layout: Layout, flat: torch.Tensor, canary: Canary | None, pool: BufferPool
+    ) -> None:
+        """Starts with one reference, the caller's."""
+        self.version = version
+        self.layout = layout
+        self.flat = flat
+        self.canary = canary
+        self.started = time.perf_counter()  # when `publish` was called, for the latency figures
+        self.bucket_checksums: list[str] = []
+        self.checksum = ""
+        self.nodes_staged = 0
+        self._pool = pool
+        self._users = 1
+        self._lock = threading.Lock()
+
+    def seal(self, bucket_bytes: int) -> None:
+        """Compute the checksums that every node verifies."""
+        self.bucket_checksums = packing.bucket_checksums(self.flat, self.layout, bucket_bytes)
+        self.checksum = packing.checksum(self.flat)
+
+    def retain(self) -> "Snapshot":
+        with self._lock:
+            self._users += 1
+        return self
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            unused = self._users == 0
+        if unused:
+            self._pool.release(self.flat)
+
+
+class SnapshotMaker:
+    """Copies exported tensors; the layout is made at the first version and holds for this incarnation."""
+
+    def __init__(self, dtype: str) -> None:
+        """`dtype`: what the engines hold, whatever the learner exports."""
+        self._dtype = dtype
+        self._pool = BufferPool()
+        self.layout: Layout | None = None
+
+    def make(self, version: int, named: Iterable[tuple[str, torch.Tensor]], canary: Canary | None) -> Snapshot:
+        """Consume `named` (Hugging Face name, full tensor) into a new snapshot.
+
+        Raises:
+            ValueError: names or shapes differ from the first version's.
+        """
+        started = time.perf_counter()
+        if self.layout is None:
+            # Only names and shapes are known once the export ran, so the first version is kept whole until then.
+            named = [
+                (name, tensor.detach().to("cpu", packing.DTYPES[self._dtype], copy=True)) for name, tensor in named
+            ]
+            self.layout = Layout.of([(name, self._dtype, tuple(tensor.shape)) for name, tensor in named])
+        flat = packing.pack(named, self.layout, self._pool.acquire(self.layout.total_bytes))
+        snapshot = Snapshot(version, self.layout, flat, canary, self._pool)
+        snapshot.started = started
+        return snapshot

@@ -1,0 +1,90 @@
+"""The learner's side of the weight plane: copy a version, return to training, let a thread bring it to the nodes."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from common.config import Config
+from common.weights.collectives import GlooGroup, GroupFactory
+from common.weights.messages import Canary
+from learner.publish_control import PublishControl
+from learner.publish_snapshot import Snapshot, SnapshotMaker
+from learner.publisher_protocol import Publisher, PublishReceipt, PublishStats
+
+logger = logging.getLogger(__name__)
+
+
+class GlooPublisher:
+    """Publisher over gloo broadcasts; see learner/publish_control.py for its rules."""
+
+    def __init__(
+        self,
+        incarnation: int,
+        dtype: str,
+        address: str,
+        bucket_bytes: int,
+        timeout_s: float,
+        group_factory: GroupFactory = GlooGroup,
+    ) -> None:
+        """`dtype` is the engines' dtype, `address` the interface to bind, `timeout_s` bounds one attempt."""
+        self._incarnation, self._address = incarnation, address
+        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._group_factory = group_factory
+        self._maker = SnapshotMaker(dtype)
+        self._control: PublishControl | None = None
+        self._thread: threading.Thread | None = None
+        self._sealing: threading.Thread | None = None
+
+    def start(self) -> str:
+        """Bind the control endpoint and start the sending thread; returns the endpoint's address."""
+        self._control = PublishControl(
+            self._address, self._incarnation, self._bucket_bytes, self._timeout_s, self._group_factory
+        )
+        self._thread = threading.Thread(target=self._control.run, daemon=True, name="weight-plane")
+        self._thread.start()
+        return self._control.address
+
+    def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
+        """Copy `named` (Hugging Face name, full tensor) into the flat buffer, then return; sending goes on behind.
+
+        Raises:
+            RuntimeError: before `start` or after `close`.
+            ValueError: names or shapes differ from the first version's.
+        """
+        if self._control is None:
+            raise RuntimeError("publish before start, or after close")
+        started = time.perf_counter()
+        snapshot = self._maker.make(version, named, canary)
+        if self._sealing is not None:
+            self._sealing.join()  # versions are offered in order; sealing is hashing, far shorter than a step
+        self._sealing = threading.Thread(target=self._seal, args=(snapshot, self._control), name="seal-weights")
+        self._sealing.start()
+        return PublishReceipt(version, snapshot.layout.total_bytes, time.perf_counter() - started)
+
+    def stats(self) -> PublishStats:
+        """Figures so far; cheap, callable from any thread."""
+        return self._control.stats() if self._control is not None else PublishStats()
+
+    def close(self) -> None:
+        """Stop sending and release the endpoint; a publish under way is finished or cut after the timeout."""
+        if self._control is None or self._thread is None:
+            return
+        if self._sealing is not None:
+            self._sealing.join()
+        self._control.stop()
+        self._thread.join(self._timeout_s + 5)
+        if self._thread.is_alive():
+            logger.warning("the weight plane did not stop in time")
+
+    def _seal(self, snapshot: Snapshot, control: PublishControl) -> None:
+        snapshot.seal(self._bucket_bytes)
+        control.offer(snapshot)
+
+
+def create_publisher(config: Config, incarnation: int) -> Publisher:
+    """The publisher that the config asks for; call it on the lead rank only."""
+    weights = config.weights
+    return GlooPublisher(incarnation, config.model.dtype, weights.address, weights.bucket_mib << 20, weights.timeout_s)

@@ -1,0 +1,89 @@
+"""Keeps the broker informed of what the learner does, from a thread, so that a long train step is no silence."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from broker.contract import LearnerReport
+from common.errors import SlipstreamError
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+
+
+class ReportSink(Protocol):
+    """The part of a broker client that the reporter uses, on a connection of its own."""
+
+    def report(self, report: LearnerReport) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Reporter:
+    """Sends the newest LearnerReport about once a second and at every change of state."""
+
+    def __init__(self, connect: Callable[[], ReportSink], incarnation: int, policy_version: int) -> None:
+        self._connect = connect
+        self._report = LearnerReport(os.getpid(), incarnation, "starting", policy_version, step=policy_version)
+        self._since = time.monotonic()
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="learner-reporter", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def snapshot(self) -> LearnerReport:
+        """The report as of now."""
+        with self._lock:
+            return msgspec.structs.replace(self._report, since_s=time.monotonic() - self._since)
+
+    def set(self, state: str, waiting_on: str = "", policy_version: int | None = None) -> None:
+        """Change state; `since_s` starts over only when `state` is another one."""
+        with self._lock:
+            if state != self._report.state:
+                self._since = time.monotonic()
+                self._changed.set()
+            version = self._report.policy_version if policy_version is None else policy_version
+            self._report = msgspec.structs.replace(
+                self._report, state=state, waiting_on=waiting_on, policy_version=version, step=version
+            )
+
+    def set_weights_address(self, address: str) -> None:
+        """From now on nodes learn from the broker where the weight plane listens."""
+        with self._lock:
+            self._report = msgspec.structs.replace(self._report, weights_address=address)
+        self._changed.set()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Send the last state and end the thread; waits for a sending that is under way, at most `timeout_s`."""
+        self._stopping.set()
+        self._changed.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        client: ReportSink | None = None
+        warned = False
+        while True:
+            last = self._stopping.is_set()
+            try:
+                client = client or self._connect()
+                client.report(self.snapshot())
+                warned = False
+            except SlipstreamError as error:
+                if not warned:
+                    logger.warning("cannot report to the broker: %s", error)
+                    warned = True
+            if last:
+                break
+            self._changed.wait(INTERVAL_S)
+            self._changed.clear()
+        if client is not None:
+            client.close()

@@ -1,0 +1,102 @@
+"""Which tasks are offered to the broker, and which of them no step has consumed yet.
+
+The broker numbers tasks 0, 1, 2, ... (serials); the dataset numbers its tasks likewise (positions, learner/tasks.py). They are
+the same as long as the broker remembers the run. A broker that starts with an empty memory under a learner that
+resumes counts from 0 again; then the positions that were offered but never consumed come first, and each
+position is still consumed once.
+"""
+
+import msgspec
+
+from common.rollouts import Task
+from learner.tasks import TaskSource
+
+
+class StreamState(msgspec.Struct, frozen=True, kw_only=True):
+    """The stream in a checkpoint. Fields are only ever appended.
+
+    Attributes:
+        next_serial: the next task gets this number at the broker.
+        cursor: next position of the dataset that was never offered.
+        backlog: positions to offer before that.
+        outstanding: serial -> position of what was offered and not consumed.
+        renumbered: a broker lost its memory, serials are lower than positions.
+    """
+
+    next_serial: int = 0
+    cursor: int = 0
+    backlog: list[int] = []
+    outstanding: dict[int, int] = {}
+    renumbered: bool = False
+
+
+class TaskStream:
+    """Offers tasks in order and keeps count; the lead rank's, not thread-safe."""
+
+    def __init__(self, source: TaskSource, state: StreamState | None = None) -> None:
+        state = state or StreamState()
+        self._source = source
+        self._next_serial = state.next_serial
+        self._cursor = state.cursor
+        self._backlog = list(state.backlog)
+        self._outstanding = dict(state.outstanding)
+        self.renumbered = state.renumbered
+
+    @property
+    def outstanding(self) -> int:
+        """Tasks offered that no step has consumed, dead ones included."""
+        return len(self._outstanding)
+
+    def attach(self, next_serial: int) -> bool:
+        """Agree with the broker, which says that its next serial is `next_serial`.
+
+        What the broker has seen after the checkpoint was offered in the order in which it would be offered now, so
+        the stream walks on to it. Returns False when the broker knows less than the checkpoint: it lost its memory.
+        """
+        if next_serial < self._next_serial:
+            self._backlog = sorted([*self._outstanding.values(), *self._backlog])
+            self._outstanding.clear()
+            self._next_serial = 0
+            self.renumbered = True
+            self._walk(next_serial)
+            return False
+        self._walk(next_serial)
+        return True
+
+    def _walk(self, next_serial: int) -> None:
+        while self._next_serial < next_serial:
+            self._advance()
+
+    def next(self, count: int) -> list[Task]:
+        """The next `count` tasks to offer, under the broker's serials."""
+        tasks: list[Task] = []
+        for _ in range(count):
+            serial, position = self._advance()
+            tasks.append(msgspec.structs.replace(self._source.task(position), serial=serial))
+        return tasks
+
+    def consume(self, serials: list[int]) -> None:
+        """A step trains on these."""
+        for serial in serials:
+            self._outstanding.pop(serial, None)
+
+    def state(self) -> StreamState:
+        return StreamState(
+            next_serial=self._next_serial,
+            cursor=self._cursor,
+            backlog=list(self._backlog),
+            outstanding=dict(self._outstanding),
+            renumbered=self.renumbered,
+        )
+
+    def _advance(self) -> tuple[int, int]:
+        """(serial, position) of the next task, counted as offered."""
+        if self._backlog:
+            position = self._backlog.pop(0)
+        else:
+            position = self._cursor
+            self._cursor += 1
+        serial = self._next_serial
+        self._next_serial += 1
+        self._outstanding[serial] = position
+        return serial, position
