@@ -51,6 +51,7 @@ class Exporter:
         def flush() -> None:
             file = staging / f"part-{len(files)}.safetensors"
             save_file(shards[0], file, metadata={"format": "pt"})
+            file.chmod(0o644)  # safetensors leaves it readable by the owner alone
             files.append((file, list(shards[0])))
             shards[0] = {}
 
