@@ -23,7 +23,7 @@ C = TypeVar("C", Config, SftConfig)
 
 
 def resolve_paths(config: C) -> C:
-    """The same config with absolute `run.dir`, `model.path` and datasets, relative ones taken from the current folder."""
+    """The same config with absolute `run.dir`, `model.path` and datasets; relative ones start at the current folder."""
     changed = {
         "run": msgspec.structs.replace(config.run, dir=_absolute(config.run.dir)),
         "model": msgspec.structs.replace(config.model, path=_absolute(config.model.path)),

@@ -51,18 +51,19 @@ def load_config(path: Path, overrides: Sequence[str] = (), schema: type[S] = Con
         UsageError: the file cannot be read or an override is not `key=value`.
         ConfigError: names file (or '<override>'), key path, what was expected, what was found, the nearest key.
     """
-    document = read_document(path)
+    return build_config(read_document(path), str(path), overrides, schema)
+
+
+def build_config(document: Document, file: str, overrides: Sequence[str] = (), schema: type[S] = Config) -> S:
+    """A config from what YAML or JSON gave; `file` is named in errors. Arguments and raises as `load_config`."""
     if schema is Config and _looks_like_sft(document):
-        raise UsageError(f"{path} is a config of `slipstream sft`: tasks has no environment and there is no rollout")
-    overridden: set[str] = set()
-    for word in overrides:
-        overridden.add(_apply_override(document, word, schema))
-    source = _Source(str(path), overridden, schema)
-    _check_struct(document, schema, "", source)
+        raise UsageError(f"{file} is a config of `slipstream sft`: tasks has no environment and there is no rollout")
+    overridden = {_apply_override(document, word, schema) for word in overrides}
+    _check_struct(document, schema, "", _Source(file, overridden, schema))
     try:
         return msgspec.convert(document, schema)
     except msgspec.ValidationError as error:  # unreachable while the walk above covers the schema
-        raise ConfigError(str(path), "the document", "a valid config", str(error)) from None
+        raise ConfigError(file, "the document", "a valid config", str(error)) from None
 
 
 def load_either(path: Path, overrides: Sequence[str] = ()) -> Config | SftConfig:

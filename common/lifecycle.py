@@ -6,6 +6,7 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 SUPERVISOR_ENV = "SLIPSTREAM_SUPERVISOR_PID"  # set by the local supervisor for the roles that it starts
@@ -54,20 +55,22 @@ def alive(pid: int) -> bool:
 
 
 class DrainFlag:
-    """Set by the first SIGTERM or SIGINT; a second one ends the process at once with the signal's default effect.
+    """Set by the first SIGTERM or SIGINT; a second one ends the process at once with the signal's default effect,
+    after `on_second` when one was given.
 
     `install` must run in the main thread. `wait` works from any thread and wakes as soon as the signal comes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_second: Callable[[], None] | None = None) -> None:
         self._reason: str | None = None
+        self._on_second = on_second
         self._read, self._write = os.pipe()  # a pipe, because a lock taken in a signal handler can deadlock
         os.set_blocking(self._write, False)
 
     @classmethod
-    def install(cls) -> "DrainFlag":
+    def install(cls, on_second: Callable[[], None] | None = None) -> "DrainFlag":
         """A flag wired to SIGTERM and SIGINT of this process."""
-        flag = cls()
+        flag = cls(on_second)
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("signal handlers can be installed in the main thread only")
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -97,6 +100,8 @@ class DrainFlag:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._reason is not None:
+            if self._on_second is not None:
+                self._on_second()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.set(signal.Signals(number).name)

@@ -69,7 +69,7 @@ class Sample(msgspec.Struct, frozen=True):
         n = len(self.tokens.data) // 4
         out = np.zeros(n, dtype=np.int64)
         for i, run in enumerate(self.version_runs):
-            out[(0 if i == 0 else run.start):] = run.version
+            out[(0 if i == 0 else run.start) :] = run.version
         return out
 
 
@@ -126,7 +126,9 @@ def decode_group(data: bytes | memoryview) -> Group:
                 raise ValueError(f"group {group.serial} sample {i}: {name} has {got} entries for {n} tokens")
         starts = [r.start for r in s.version_runs]
         if starts != sorted(set(starts)) or any(not 0 <= x < max(n, 1) for x in starts):
-            raise ValueError(f"group {group.serial} sample {i}: version runs {starts} are not increasing within {n} tokens")
+            raise ValueError(
+                f"group {group.serial} sample {i}: version runs {starts} are not increasing within {n} tokens"
+            )
         if not s.version_runs and s.loss_mask.numpy().any():
             raise ValueError(f"group {group.serial} sample {i}: sampled tokens without a policy version")
     return group
