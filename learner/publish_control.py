@@ -96,7 +96,7 @@ class PublishControl:
         try:
             while not (self._stopping and (not self._transfers or time.perf_counter() > give_up)):
                 self._endpoint.wait(50 if self._transfers else 250)
-                for identity, message in self._endpoint.messages():
+                for identity, message in self._endpoint.received():
                     self._handle(identity, message)
                 for item in self._endpoint.items():
                     self._take_in(item)
@@ -142,7 +142,7 @@ class PublishControl:
             return
         member = self._members.get(identity)
         if member is None:
-            if not isinstance(message, messages.Leave):
+            if not isinstance(message, messages.Leave | messages.Pong):  # late pongs follow an ejection
                 self._endpoint.send(identity, messages.Eject("not a member; join again"))
             return
         member.last_heard = time.perf_counter()

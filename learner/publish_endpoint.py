@@ -57,7 +57,7 @@ class Endpoint(Generic[Item]):
         while not self._inbox.empty():
             yield self._inbox.get()
 
-    def messages(self) -> Iterator[tuple[bytes, messages.NodeMessage]]:
+    def received(self) -> Iterator[tuple[bytes, messages.NodeMessage]]:
         """(connection, message) of the nodes; what does not decode is counted and its sender hears why."""
         while True:
             try:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.weights.collectives import Group, GroupFactory, bucket_timeout
+from common.weights.collectives import Group, GroupFactory, bucket_timeout, reason_of
 from common.weights.messages import Epoch, Publish
 from learner.publish_snapshot import Snapshot
 
@@ -89,10 +89,8 @@ def send_in_thread(
             timeout_s = bucket_timeout(transfer.epoch.timeout_s)
             for start, end in snapshot.layout.buckets(bucket_bytes):
                 formed.broadcast(snapshot.flat[start:end], timeout_s)
-        except (
-            Exception
-        ) as caught:  # gloo raises RuntimeError, the store its own types: all mean that this attempt failed
-            error = str(caught).strip().split("\n")[0] or type(caught).__name__
+        except Exception as caught:  # gloo's and the store's errors have no common type; each means a failed attempt
+            error = reason_of(caught)
             if formed is not None:
                 formed.close()
             formed = None

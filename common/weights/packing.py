@@ -1,6 +1,7 @@
 """Tensors to and from the flat buffer, and its checksums."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import xxhash
@@ -17,7 +18,7 @@ def view(flat: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor
 
 
 def pack(named: Iterable[tuple[str, torch.Tensor]], layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy tensors, in layout order, into a flat [total_bytes] uint8 CPU buffer (gaps zero); casts to the layout's dtype.
+    """Copy tensors, in layout order, into a flat [total_bytes] uint8 CPU buffer (gaps zero), cast to its dtype.
 
     Raises:
         ValueError: when names or shapes do not follow the layout.
@@ -37,7 +38,8 @@ def pack(named: Iterable[tuple[str, torch.Tensor]], layout: Layout, out: torch.T
 
 def checksum(data: torch.Tensor) -> str:
     """xxh3-128 hex digest of a contiguous CPU tensor's bytes."""
-    return xxhash.xxh3_128_hexdigest(memoryview(data.view(torch.uint8).numpy()))
+    data_bytes: Any = data.view(torch.uint8).numpy()  # a buffer, which numpy's types say from Python 3.12 on
+    return xxhash.xxh3_128_hexdigest(memoryview(data_bytes))
 
 
 def bucket_checksums(flat: torch.Tensor, layout: Layout, bucket_bytes: int) -> list[str]:

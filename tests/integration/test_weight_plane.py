@@ -1,0 +1,279 @@
+"""The weight plane with real processes, sockets and gloo groups; only the engine is replaced by a buffer."""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from common.weights import messages
+from common.weights.collectives import GlooGroup, GroupFactory
+from common.weights.messages import Canary
+from learner.publishing import GlooPublisher
+
+HERE = Path(__file__).resolve().parent
+BUCKET = 64 << 10
+
+
+class NodeProcess:
+    """weight_plane_node.py as a child; its events arrive in order."""
+
+    def __init__(self, node_id: str, *arguments: str) -> None:
+        command = [sys.executable, str(HERE / "weight_plane_node.py"), node_id, *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=HERE.parents[1]
+        )
+        self.events: list[dict[str, object]] = []
+        self._queue: queue.Queue[dict[str, object]] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._queue.put(json.loads(line))
+
+    def follow(self, address: str, incarnation: int = 0) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{address} {incarnation}\n")
+        self.process.stdin.flush()
+
+    def wait(self, event: str, timeout_s: float = 20, **fields: object) -> dict[str, object]:
+        """The next event of this kind with these fields; earlier ones are kept in `events`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                got = self._queue.get(timeout=max(0.01, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no {event} {fields} within {timeout_s} s; saw {self.events}") from None
+            self.events.append(got)
+            if got["event"] == event and all(got.get(k) == v for k, v in fields.items()):
+                return got
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait(10)
+        self._reader.join(10)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+
+
+class Plane:
+    """Starts publishers and nodes, and ends them."""
+
+    def __init__(self) -> None:
+        self.closing: list[Callable[[], None]] = []
+
+    def publisher(
+        self, incarnation: int = 0, timeout_s: float = 4.0, factory: GroupFactory = GlooGroup
+    ) -> GlooPublisher:
+        publisher = GlooPublisher(incarnation, "float32", "127.0.0.1", BUCKET, timeout_s, factory)
+        self.closing.append(publisher.close)
+        return publisher
+
+    def nodes(self, *ids: str, arguments: tuple[str, ...] = ()) -> list[NodeProcess]:
+        nodes = [NodeProcess(i, *arguments) for i in ids]
+        self.closing.extend(n.close for n in nodes)
+        return nodes
+
+
+@pytest.fixture
+def plane() -> Iterator[Plane]:
+    made = Plane()
+    yield made
+    for close in reversed(made.closing):
+        close()
+
+
+def weights(version: int, floats: int = 200_000) -> list[tuple[str, torch.Tensor]]:
+    """About 13 buckets; every element tells the version."""
+    return [("a.weight", torch.full((floats // 2, 2), float(version))), ("b.weight", torch.full((33,), float(version)))]
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition not reached in time"
+        time.sleep(0.01)
+
+
+def test_versions_reach_every_node_and_a_late_one_at_once(plane: Plane) -> None:
+    publisher = plane.publisher()
+    address = publisher.start()
+    first, second, late = plane.nodes("n0", "n1", "late")
+    for node in (first, second):
+        node.wait("up")
+        node.follow(address)
+    until(lambda: publisher.stats().nodes == 2)
+    receipt = publisher.publish(3, weights(3), None)
+    assert receipt.payload_bytes == 200_000 * 4 + 192
+    for node in (first, second):
+        assert node.wait("active", version=3)["value"] == 3.0
+    until(lambda: publisher.stats().version_sent == 3)
+    publisher.publish(4, weights(4), Canary([1, 2, 3], [-0.5, -0.75], tolerance=0.3))
+    for node in (first, second):
+        assert node.wait("active", version=4)["value"] == 4.0
+    until(lambda: publisher.stats().canary_max_difference == 0.25)
+    assert publisher.stats().publish_bytes == 2 * receipt.payload_bytes
+    assert 0 < publisher.stats().publish_s <= publisher.stats().seconds_to_active
+    epochs = [e["epoch"] for e in first.events if e["event"] == "epoch"]
+    assert len(epochs) == 1, "the group of unchanged members is used again"
+
+    late.wait("up")
+    late.follow(address)
+    assert late.wait("active", version=4)["value"] == 4.0
+    assert all(e["event"] != "epoch" or e["size"] == 2 for e in late.events), "a newcomer does not stop the others"
+    publisher.publish(5, weights(5), None)
+    for node in (first, second, late):
+        assert node.wait("active", version=5)["value"] == 5.0
+    assert publisher.stats().ejections == 0
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_a_member_lost_mid_broadcast_does_not_keep_the_version_from_the_others(plane: Plane, fault: str) -> None:
+    timeout_s = 4.0
+    publisher = plane.publisher(timeout_s=timeout_s)
+    address = publisher.start()
+    survivors = plane.nodes("n0", "n1")
+    (victim,) = plane.nodes("victim", arguments=("--fault", fault, "--at", "18"))  # in the second publish
+    for node in (*survivors, victim):
+        node.wait("up")
+        node.follow(address)
+    until(lambda: publisher.stats().nodes == 3)
+    publisher.publish(1, weights(1), None)
+    for node in (*survivors, victim):
+        node.wait("active", version=1)
+    publisher.publish(2, weights(2), None)
+    lost = victim.wait("fault", kind=fault)
+    for node in survivors:
+        active = node.wait("active", version=2)
+        assert active["value"] == 2.0
+        waited = float(str(active["time"])) - float(str(lost["time"]))
+        assert waited < timeout_s, f"the survivors waited {waited:.2f} s"
+        print(f"{fault}: a survivor runs version 2 {waited:.2f} s after the fault")
+    until(lambda: publisher.stats().ejections == 1 and publisher.stats().version_sent == 2)
+    assert publisher.stats().nodes == 2
+    if fault == "stop":
+        victim.process.send_signal(signal.SIGCONT)
+        assert victim.wait("active", version=2)["value"] == 2.0, "one that wakes up joins again"
+
+
+def test_a_corrupted_bucket_is_rejected_sent_again_and_never_activated(plane: Plane) -> None:
+    publisher = plane.publisher()
+    address = publisher.start()
+    (good,) = plane.nodes("good")
+    (bad,) = plane.nodes("bad", arguments=("--fault", "corrupt", "--at", "5"))
+    for node in (good, bad):
+        node.wait("up")
+        node.follow(address)
+    until(lambda: publisher.stats().nodes == 2)
+    publisher.publish(1, weights(1), None)
+    failed = bad.wait("failed", version=1)
+    assert "checksum mismatch in bucket 4" in str(failed["reason"])
+    assert not [e for e in bad.events if e["event"] == "active"]
+    assert bad.wait("active", version=1)["value"] == 1.0
+    assert good.wait("active", version=1)["value"] == 1.0
+    assert publisher.stats().ejections == 0
+
+
+def test_a_node_whose_weights_do_not_prove_is_quarantined_and_said_to_be(plane: Plane) -> None:
+    publisher = plane.publisher()
+    (node,) = plane.nodes("n0", arguments=("--break-load",))
+    node.wait("up")
+    node.follow(publisher.start())
+    until(lambda: publisher.stats().nodes == 1)
+    publisher.publish(1, weights(1), None)
+    assert "published" in str(node.wait("quarantined")["reason"])
+    until(lambda: publisher.stats().fatal is not None)
+    assert publisher.stats().nodes == 0 and publisher.stats().version_sent == -1
+
+
+def test_a_canary_out_of_tolerance_stops_the_node(plane: Plane) -> None:
+    publisher = plane.publisher()
+    (node,) = plane.nodes("n0")
+    node.wait("up")
+    node.follow(publisher.start())
+    publisher.publish(1, weights(1), Canary([1, 2], [float("nan")], tolerance=10.0))
+    assert "canary" in str(node.wait("quarantined")["reason"])
+    until(lambda: "canary" in (publisher.stats().fatal or ""))
+
+
+def test_the_newest_version_wins_when_publishes_outrun_the_transfer(plane: Plane) -> None:
+    class SlowGroup(GlooGroup):
+        def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
+            time.sleep(0.03)
+            super().broadcast(bucket, timeout_s)
+
+    publisher = plane.publisher(factory=SlowGroup)
+    (node,) = plane.nodes("n0")
+    node.wait("up")
+    node.follow(publisher.start())
+    until(lambda: publisher.stats().nodes == 1)
+    for version in range(1, 6):
+        receipt = publisher.publish(version, weights(version), None)
+        assert receipt.snapshot_s < 0.3, "a publish never waits for a slow node"
+        if version == 1:
+            node.wait("epoch")
+    node.wait("active", version=5)
+    assert [e["version"] for e in node.events if e["event"] == "active"] == [1, 5]
+
+
+def test_a_restarted_learner_wins_even_with_a_lower_version(plane: Plane) -> None:
+    old = plane.publisher(incarnation=0)
+    (node,) = plane.nodes("n0")
+    node.wait("up")
+    node.follow(old.start(), 0)
+    old.publish(9, weights(9), None)
+    node.wait("active", version=9, incarnation=0)
+    new = plane.publisher(incarnation=1)
+    address = new.start()
+    new.publish(7, weights(7), None)
+    node.follow(address, 1)
+    assert node.wait("active", version=7, incarnation=1)["value"] == 7.0
+    until(lambda: old.stats().nodes == 0)
+
+
+def test_what_does_not_decode_is_refused_and_the_sender_hears_why(plane: Plane) -> None:
+    publisher = plane.publisher()
+    address = publisher.start()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(address)
+        stranger.send(b"\xc1 not a message")
+        assert stranger.poll(5000)
+        answer = messages.decode_from_learner(stranger.recv())
+    assert isinstance(answer, messages.Eject) and "malformed" in answer.reason
+
+
+def test_everything_listens_on_the_configured_address_only(plane: Plane) -> None:
+    publisher = plane.publisher()
+    assert publisher.start().startswith("tcp://127.0.0.1:")
+    assert not [a for a in _listening(os.getpid()) if a != "0100007F"]
+
+
+def _listening(pid: int) -> list[str]:
+    """Hexadecimal local addresses of this process's listening TCP sockets."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(entry)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]

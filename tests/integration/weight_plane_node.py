@@ -1,0 +1,130 @@
+"""A node without an engine: the real control protocol and collectives, a plain buffer as the weights.
+
+Run as a process by test_weight_plane.py; prints one JSON line per event. Faults are asked for by arguments.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from common.weights import messages, packing
+from common.weights.collectives import GlooGroup
+from common.weights.messages import Epoch
+from common.weights.receiving import Receiver
+from rollout_fleet.weight_client import Flip, ProofFailed, StagingFailed, WeightClient
+
+
+def say(event: str, **what: object) -> None:
+    print(json.dumps({"event": event, "time": time.time(), **what}), flush=True)
+
+
+class FaultyGroup(GlooGroup):
+    """Counts buckets and does what the test wants at one of them."""
+
+    fault, at, seen = "", -1, 0
+
+    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
+        super().broadcast(bucket, timeout_s)
+        FaultyGroup.seen += 1
+        if FaultyGroup.seen != FaultyGroup.at:
+            return
+        say("fault", kind=FaultyGroup.fault)
+        if FaultyGroup.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif FaultyGroup.fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif FaultyGroup.fault == "corrupt":
+            bucket[7] ^= 1
+
+
+class BufferTarget:
+    """WeightTarget whose engine is a buffer."""
+
+    def __init__(self, break_load: bool) -> None:
+        self.receiver = Receiver(FaultyGroup)
+        self.weights: torch.Tensor | None = None
+        self.break_load = break_load
+
+    async def set_layout(self, incarnation: int, welcome: bytes) -> None:
+        message = messages.decode_from_learner(welcome)
+        assert isinstance(message, messages.Welcome)
+        self.receiver.set_layout(message.layout)
+
+    async def set_epoch(self, epoch: bytes) -> None:
+        message = messages.decode_from_learner(epoch)
+        assert isinstance(message, Epoch)
+        say("epoch", epoch=message.epoch, size=message.world_size)
+        self.receiver.set_epoch(message)
+
+    async def stage(self, publish: bytes) -> float:
+        message = messages.decode_from_learner(publish)
+        assert isinstance(message, messages.Publish)
+        self.receiver.start(message)
+        while True:
+            status = self.receiver.status
+            if status.state == "failed":
+                say("failed", version=status.version, reason=status.error)
+                raise StagingFailed(status.error)
+            if status.state == "staged":
+                return status.receive_s
+            await asyncio.sleep(0.002)
+
+    async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
+        flat = self.receiver.take(incarnation, version)
+        self.weights = flat.clone()
+        self.receiver.give_back(flat)
+        if self.break_load:
+            self.weights[0] ^= 1
+        found = packing.checksum(self.weights)
+        if found != expected_checksum:
+            raise ProofFailed(f"holds {found}, published {expected_checksum}")
+        return Flip(0.0, found)
+
+    async def canary(self, tokens: list[int]) -> list[float]:
+        return [-0.5] * (len(tokens) - 1)
+
+    async def quarantine(self, reason: str) -> None:
+        say("quarantined", reason=reason)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("node_id")
+    parser.add_argument("--fault", default="")
+    parser.add_argument("--at", type=int, default=-1)
+    parser.add_argument("--break-load", action="store_true")
+    arguments = parser.parse_args()
+    FaultyGroup.fault, FaultyGroup.at = arguments.fault, arguments.at
+    target = BufferTarget(arguments.break_load)
+    client = WeightClient(arguments.node_id, target)
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    say("up")
+    state = client.state
+    reading = asyncio.create_task(lines.readline())
+    while True:
+        if reading.done():
+            line = reading.result()
+            if not line:
+                break
+            address, incarnation = line.decode().split()
+            client.follow(address, int(incarnation))
+            reading = asyncio.create_task(lines.readline())
+        now = await client.wait_change(0.05)
+        if (now.version, now.incarnation) != (state.version, state.incarnation):
+            assert target.weights is not None
+            value = next(iter(packing.view(target.weights, target.receiver.layout)))[1].view(-1)[0].item()  # type: ignore[arg-type]
+            say("active", version=now.version, incarnation=now.incarnation, value=value)
+        state = now
+    await client.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asyncio.run(main())
