@@ -9,6 +9,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import logging
 import sys
 import types
 from collections.abc import Callable
@@ -53,6 +54,7 @@ def enable() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     _patch_tensor_type()
+    logging.getLogger("megatron.bridge.utils.fusions").setLevel(logging.ERROR)  # lists CUDA kernels that are missing
     from learner.megatron import cpu_layers
 
     cpu_layers.register()

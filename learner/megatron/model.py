@@ -114,7 +114,7 @@ def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConf
     """
     bridge_fixes.patch_bridge()
     try:
-        bridge = AutoBridge.from_hf_pretrained(str(path), torch_dtype=dtype)
+        bridge = AutoBridge.from_hf_pretrained(str(path))
     except ValueError as error:
         raise UsageError(f"model.path: {path}: {error}") from None
     bridge_fixes.prepare_config(bridge.hf_pretrained.config)
@@ -147,6 +147,7 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> N
     provider.perform_initialization = True
     provider.calculate_per_token_loss = True
     provider.variable_seq_lengths = parallel.pipeline > 1
+    provider.moe_token_dispatcher_type = "alltoall"  # allgather refuses variable lengths, also in a dense model
     provider.hidden_dropout = provider.attention_dropout = 0.0
     if parallel.virtual_pipeline > 1:
         # batched p2p mixes messages between the same two ranks; the send buffer must outlive an asynchronous send

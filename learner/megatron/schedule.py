@@ -77,7 +77,8 @@ class Schedule:
                 output = loss(logprobs, entropies, batch)
             else:
                 output = loss(logprobs_of(logits, batch.targets, temperature, self._vocabulary_group), None, batch)
-            return output.loss_sum, output
+            # detached: a pipelined schedule takes the loss's own storage away after the forward pass
+            return output.loss_sum, replace(output, loss_sum=output.loss_sum.detach())
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
