@@ -65,15 +65,17 @@ def problems(config: Config | SftConfig) -> Iterator[Problem]:
     yield from _network(config)
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """(host, port) of 'tcp://HOST:PORT'; raises ValueError saying what is wrong with it."""
+def split_address(address: str) -> tuple[str, int | None]:
+    """(host, port) of 'tcp://HOST:PORT', ('', None) of 'ipc://PATH'; raises ValueError saying what was expected."""
     parts = urlsplit(address)
+    if parts.scheme == "ipc" and parts.netloc + parts.path:
+        return "", None
     try:
         port = parts.port
     except ValueError:
         port = None
     if parts.scheme != "tcp" or not parts.hostname or port is None or parts.path or parts.query:
-        raise ValueError("expected tcp://HOST:PORT")
+        raise ValueError("expected tcp://HOST:PORT or ipc://PATH")
     return parts.hostname, port
 
 
@@ -205,7 +207,7 @@ def _network(config: Config) -> Iterator[Problem]:
         yield "broker.address", str(error).removeprefix("expected "), repr(broker.address), "port 0 picks a free one"
         return
     hint = "other interfaces need authentication, which this version does not have"
-    if not is_loopback(host):
+    if host and not is_loopback(host):
         yield "broker.address", "a loopback address such as tcp://127.0.0.1:5555", repr(broker.address), hint
     if not is_loopback(config.weights.address):
         yield "weights.address", "a loopback address such as 127.0.0.1", repr(config.weights.address), hint

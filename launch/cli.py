@@ -1,0 +1,139 @@
+"""The `slipstream` command: what it accepts, and which module does it. Imports nothing heavy; commands are loaded lazily.
+
+Exit codes: 0 done, 1 failed at run time, 2 bad config or usage (one line on stderr says what).
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from common.errors import EXIT_FAILED, EXIT_USAGE, SlipstreamError
+from common.lifecycle import join_supervisor
+
+DESCRIPTION = """Asynchronous GRPO: a Megatron learner, an elastic fleet of vLLM nodes and a broker between them.
+
+CONFIG is a YAML file; key.path=value words after it override single keys, for example
+  slipstream up configs/quickstart.yaml run.seed=2 staleness.max=0
+RUN is the folder of a run (run.dir), or the config file that names it."""
+
+HANDLERS = {
+    "up": "launch.up:command",
+    "broker": "launch.roles:broker",
+    "learner": "launch.roles:learner",
+    "rollout": "launch.roles:rollout",
+    "sft": "launch.roles:sft",
+    "eval": "launch.roles:evaluate",
+    "status": "launch.status:command",
+    "top": "launch.top:command",
+    "report": "launch.report:command",
+    "ledger": "launch.ledger:command",
+    "export": "launch.export:command",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `slipstream`; returns the exit code."""
+    join_supervisor()
+    args = parse(argv)
+    module, _, function = HANDLERS[args.command].partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)(args)
+    except SlipstreamError as error:
+        print(f"slipstream {args.command}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"slipstream {args.command}: interrupted", file=sys.stderr)
+        return EXIT_FAILED
+    except BrokenPipeError:  # `slipstream ledger RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ModuleNotFoundError as error:
+        hint = missing_package_hint(error.name or "")
+        if hint is None:
+            raise
+        print(f"slipstream {args.command}: {hint}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def missing_package_hint(name: str) -> str | None:
+    """What to install when a role's package is missing; None for modules that no role brings."""
+    roles = {"torch": "cpu|learner|rollout", "megatron": "cpu|learner", "vllm": "cpu|rollout", "transformers": "cpu"}
+    role = roles.get(name.partition(".")[0])
+    return None if role is None else f"the package '{name}' is not installed here; run launch/setup.sh {role}"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; overrides may stand before and after options. Exits with code 2 on bad usage."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        takes_overrides = hasattr(args, "overrides")
+        if not takes_overrides or any(word.startswith("-") or "=" not in word for word in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.overrides = [*args.overrides, *rest]
+    if args.command == "rollout" and args.config and "=" in args.config and not os.path.exists(args.config):
+        args.overrides.insert(0, args.config)
+        args.config = None
+    return args
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their arguments."""
+    parser = argparse.ArgumentParser(
+        prog="slipstream", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_job_commands(commands)
+    _add_observing_commands(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # type of add_subparsers(), which has no public name
+
+
+def _add_job_commands(commands: Commands) -> None:
+    up = _with_config(commands, "up", "broker, learner and nodes on this machine, one live view, one clean stop")
+    up.add_argument("--plain", action="store_true", help="one line now and then instead of the live view")
+    _with_config(commands, "broker", "the broker of a job")
+    _with_config(commands, "learner", "the learner of a job (starts its ranks under torchrun)")
+    rollout = _with_config(commands, "rollout", "one rollout node", optional=True)
+    rollout.add_argument("--join", metavar="ADDRESS", help="broker of a running job, for example tcp://127.0.0.1:5555")
+    rollout.add_argument("--node-id", metavar="ID", help="name of this node, unique in the job (default: host-pid)")
+    rollout.add_argument("--join-timeout-s", type=float, default=30.0, help="how long to wait for the broker (30)")
+    _with_config(commands, "sft", "supervised warm start on the Megatron learner; the result is RUN/model")
+    evaluate = commands.add_parser("eval", help="accuracy of a model on tasks.eval_dataset, greedy and sampled")
+    evaluate.add_argument("config", metavar="RUN|CONFIG", help="a run's folder or a config file")
+    evaluate.add_argument("overrides", metavar="key=value", nargs="*", default=[])
+    evaluate.add_argument("--model", metavar="DIR", help="Hugging Face folder (default: RUN/model)")
+    evaluate.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def _add_observing_commands(commands: Commands) -> None:
+    status = _with_run(commands, "status", "who is alive, on which version, waiting on what and since when")
+    status.add_argument("--json", action="store_true", help="machine-readable")
+    top = _with_run(commands, "top", "the live view of a running job")
+    top.add_argument("--plain", action="store_true", help="lines instead of the live view")
+    _with_run(commands, "report", "summary table and plots of a finished or running job")
+    ledger = _with_run(commands, "ledger", "what became of every task, also after the job ended")
+    ledger.add_argument("--json", action="store_true", help="machine-readable")
+    export = _with_run(commands, "export", "copy the trained Hugging Face model")
+    export.add_argument("dir", metavar="DIR", help="new folder for the model")
+
+
+def _with_config(commands: Commands, name: str, text: str, optional: bool = False) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.add_argument("config", metavar="CONFIG", nargs="?" if optional else None, help="YAML file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override one key")
+    return parser
+
+
+def _with_run(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or the config file that names it")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

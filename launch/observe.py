@@ -1,0 +1,135 @@
+"""What a run looks like now: the broker's answer, or what it left behind when it is gone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeStatus
+from common.errors import SlipstreamError
+from common.lifecycle import alive
+from common.run_dir import RunDir
+
+ANSWER_TIMEOUT_S = 3.0
+LEARNER_SILENT_S = 10.0  # the learner reports about once a second, also while it trains
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The newest known status of a run.
+
+    Attributes:
+        status: from the broker, or from RUN/status.json.
+        live: whether the broker answered just now.
+        note: why the status is not live, '' when it is.
+    """
+
+    status: BrokerStatus
+    live: bool
+    note: str = ""
+
+
+def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
+    """Ask the broker; fall back to RUN/status.json. Raises SlipstreamError when there is neither."""
+    from broker.client import ObserverClient
+
+    file = run.broker()
+    reason = "no broker has run here yet"
+    if file is not None:
+        if not alive(file.pid):
+            reason = f"broker {file.pid} has ended"
+        else:
+            try:
+                with ObserverClient(file.address, timeout_s=timeout_s) as client:
+                    return Observation(client.status(), live=True)
+            except SlipstreamError as error:
+                reason = f"broker not reachable: {error}"
+    try:
+        last = msgspec.json.decode(run.status_json.read_bytes(), type=BrokerStatus)
+    except (OSError, msgspec.DecodeError):
+        raise SlipstreamError(f"{run.path}: {reason}, and it left no status.json") from None
+    return Observation(last, live=False, note=f"{reason}; last known status")
+
+
+def observe_ledger(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> list[LedgerEntry]:
+    """The delivery ledger, from the broker or from RUN/ledger.json; raises SlipstreamError when there is neither."""
+    from broker.client import ObserverClient
+
+    file = run.broker()
+    reason = "no broker has run here yet"
+    if file is not None and alive(file.pid):
+        try:
+            with ObserverClient(file.address, timeout_s=timeout_s) as client:
+                return client.ledger()
+        except SlipstreamError as error:
+            reason = f"broker not reachable: {error}"
+    try:
+        return msgspec.json.decode(run.ledger_json.read_bytes(), type=list[LedgerEntry])
+    except OSError:
+        raise SlipstreamError(f"{run.path}: {reason}, and it left no ledger.json") from None
+    except msgspec.DecodeError as error:
+        raise SlipstreamError(f"{run.ledger_json} cannot be read: {error}") from None
+
+
+def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:
+    """The machine-readable form of `slipstream status`; its keys are relied on by other programs."""
+    status = seen.status
+    return {
+        "run": str(run.path.resolve()),
+        "name": status.run.name,
+        "live": seen.live,
+        "note": seen.note,
+        "learner": _learner(status.learner, status.learner_last_seen_s, seen.live),
+        "broker": {
+            "pid": status.pid,
+            "address": status.address,
+            "groups_ready": status.groups_ready,
+            "groups_leased": status.groups_leased,
+            "groups_pending": status.groups_pending,
+            "groups_taken": status.groups_taken,
+            "groups_committed": status.groups_committed,
+            "groups_dead": status.groups_dead,
+            "bytes_held": status.bytes_held,
+            "lease_expiries": status.lease_expiries,
+            "oldest_lease_s": status.oldest_lease_s,
+        },
+        "nodes": [_node(node) for node in status.nodes],
+    }
+
+
+def learner_state(report: LearnerReport, last_seen_s: float, live: bool) -> str:
+    """The state it reported, or 'silent' when it has not reported for long (killed, stopped or unreachable)."""
+    ended = report.state in ("done", "failed")
+    return "silent" if live and not ended and last_seen_s > LEARNER_SILENT_S else report.state
+
+
+def _learner(report: LearnerReport | None, last_seen_s: float, live: bool) -> dict[str, Any]:
+    if report is None:
+        waiting = "a learner to start" if live else ""
+        return {"pid": None, "state": "absent", "policy_version": -1, "waiting_on": waiting, "since_s": 0.0}
+    return {
+        "pid": report.pid,
+        "state": learner_state(report, last_seen_s, live),
+        "policy_version": report.policy_version,
+        "waiting_on": report.waiting_on,
+        "since_s": report.since_s + (last_seen_s if live else 0.0),
+        "incarnation": report.incarnation,
+        "last_seen_s": last_seen_s,
+    }
+
+
+def _node(node: NodeStatus) -> dict[str, Any]:
+    report = node.report
+    return {
+        "id": report.node_id,
+        "pid": report.pid,
+        "state": report.state if node.alive else "gone",
+        "policy_version": report.policy_version,
+        "leases": node.leases,
+        "host": report.host,
+        "waiting_on": report.waiting_on,
+        "since_s": report.since_s + node.last_seen_s,
+        "tokens_per_s": report.tokens_per_s,
+        "tokens_generated": report.tokens_generated,
+        "last_seen_s": node.last_seen_s,
+    }

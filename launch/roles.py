@@ -1,0 +1,115 @@
+"""One role in this process: slipstream broker / learner / rollout / sft / eval."""
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from common.config import Config
+from common.config_loading import load_either
+from common.errors import UsageError
+from common.logs import setup_logging
+from common.run_dir import RunDir, write_atomic
+from launch.access import ask_status, discover_broker
+from launch.targets import checked, find_run, joined_config, load_job, load_sft
+
+# torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
+SHUTDOWN_TIMEOUT_S = 300
+
+
+def broker(args: argparse.Namespace) -> int:
+    """Run the broker until it is told to stop."""
+    config, run = load_job(args.config, args.overrides)
+    run.prepare(config)
+    setup_logging("broker", "0", run.logs, config.telemetry.log_level)
+    from broker.main import run_broker
+
+    return run_broker(config, msgspec.json.encode(config)) or 0
+
+
+def learner(args: argparse.Namespace) -> int:
+    """Become torchrun with one process per learner rank; does not return."""
+    config, run = load_job(args.config, args.overrides)
+    run.prepare(config)
+    return become_torchrun("learner.main", run, config.learner.world_size, config.learner.threads)
+
+
+def sft(args: argparse.Namespace) -> int:
+    """Become torchrun for the supervised warm start; does not return unless the model is there already."""
+    config, run = load_sft(args.config, args.overrides)
+    run.prepare(config)
+    return become_torchrun("learner.sft_main", run, config.learner.world_size, config.learner.threads)
+
+
+def rollout(args: argparse.Namespace) -> int:
+    """Run a node until the job is done or it is told to stop."""
+    if args.config is None and args.join is None:
+        raise UsageError("a node needs a CONFIG, or the address of a running job's broker: --join tcp://HOST:PORT")
+    if args.config is None:
+        status = ask_status(args.join, args.join_timeout_s)
+        config, run = checked(joined_config(status.run.config, args.join, args.overrides), f"the job at {args.join}")
+        address = args.join
+    else:
+        config, run = load_job(args.config, args.overrides, environment=True)
+        run.check_agrees(config)
+        address = args.join or discover_broker(config, run, args.join_timeout_s)
+        ask_status(address, args.join_timeout_s)
+    node_id = args.node_id or f"{socket.gethostname()}-{os.getpid()}"
+    setup_logging("rollout", node_id, run.logs, config.telemetry.log_level)
+    os.environ.update(thread_environment(config.rollout.threads))
+    from rollout_fleet.main import run_node
+
+    return run_node(config, address, node_id) or 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Accuracy of a model on held-out problems through the same engine and environment as training."""
+    target = Path(args.config)
+    file = find_run(args.config).config if target.is_dir() else target
+    if not isinstance(load_either(file), Config):
+        raise UsageError(f"{file} is a warm start's config; eval needs an RL job's, for its environment")
+    config, run = load_job(str(file), args.overrides, environment=True)
+    if config.tasks.eval_dataset is None:
+        raise UsageError(f"{file}: tasks.eval_dataset names no held-out problems")
+    model = Path(args.model) if args.model else run.model
+    if not (model / "config.json").is_file():
+        raise UsageError(f"{model} is not a model folder; has the run finished? --model DIR names another")
+    setup_logging("eval", "0", run.logs, config.telemetry.log_level)
+    os.environ.update(thread_environment(config.rollout.threads))
+    from rollout_fleet.evaluate import evaluate_model
+
+    result = evaluate_model(config, model)
+    write_atomic(run.path / "eval.json", msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    return 0
+
+
+def torchrun_command(module: str, run: RunDir, ranks: int) -> list[str]:
+    """Command line that starts `ranks` processes of `python -m module --config RUN/config.yaml` on this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["--max-restarts", "0", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
+    return [*command, "-m", module, "--config", str(run.config)]
+
+
+def become_torchrun(module: str, run: RunDir, ranks: int, threads: int) -> int:
+    """Replace this process, so that signals and exit codes are torchrun's own."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise UsageError("torch is not installed in this environment; run launch/setup.sh cpu or learner")
+    command = torchrun_command(module, run, ranks)
+    sys.stdout.flush()
+    os.execvpe(command[0], command, {**os.environ, **thread_environment(threads)})
+
+
+def thread_environment(threads: int) -> Mapping[str, str]:
+    """Variables that bound the CPU threads of torch; read once, at import."""
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
+
+
+def role_command(words: Sequence[str]) -> list[str]:
+    """`slipstream WORDS` with this interpreter, whatever PATH says."""
+    return [sys.executable, "-m", "launch.cli", *words]

@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# Build the Python environment of one role from pinned versions: launch/setup.sh cpu|learner|rollout [--venv DIR]
+#   cpu      learner, fleet, report and tests together, for machines without a GPU; the default environment .venv
+#   learner  Megatron with Transformer Engine for CUDA machines; .venv-learner
+#   rollout  vLLM for CUDA machines; .venv-rollout
+# Running it again is free: it does nothing while requirements and sources of the package list are unchanged.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+usage() { sed -n '2,6s/^# \{0,1\}//p' launch/setup.sh; }
+fail() { echo "setup: $*" >&2; exit 1; }
+say() { printf 'setup: [%3ds] %s\n' "$SECONDS" "$*"; }
+
+role="" venv=""
+while [ $# -gt 0 ]; do
+  case "$1" in
+    cpu|learner|rollout) role="$1" ;;
+    --venv) [ $# -ge 2 ] || { echo "setup: --venv needs a folder" >&2; exit 2; }; venv="$2"; shift ;;
+    -h|--help) usage; exit 0 ;;
+    *) echo "setup: unknown argument '$1'" >&2; usage >&2; exit 2 ;;
+  esac
+  shift
+done
+[ -n "$role" ] || { echo "setup: which role? cpu, learner or rollout" >&2; usage >&2; exit 2; }
+case "$role" in
+  cpu) venv="${venv:-.venv}"; need_gib=8 ;;
+  *) venv="${venv:-.venv-$role}"; need_gib=25 ;;
+esac
+requirements="requirements/$role.txt"
+torch_pin="$(grep -E '^torch==' "$requirements")"
+
+stamp="$venv/.slipstream-$role"
+wanted="$(cat "$requirements" pyproject.toml launch/setup.sh | sha256sum | cut -d' ' -f1) $PWD"
+if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+  say "$venv is up to date"
+  exit 0
+fi
+
+python="${PYTHON:-}"
+if [ -z "$python" ]; then
+  for candidate in python3.11 python3.12 python3.13 python3; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+      python="$candidate"; break
+    fi
+  done
+fi
+[ -n "$python" ] || fail "no Python 3.11 to 3.13 found (python3 is $(python3 -V 2>&1)); set PYTHON=/path/to/python3.11"
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || fail "$python is $("$python" -V 2>&1); expected Python 3.11 to 3.13"
+"$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module; on Debian and Ubuntu: apt install python3-venv"
+[ "$(uname -s)" = Linux ] || fail "Linux is needed (found $(uname -s)); on other systems use a container"
+mkdir -p "$venv"
+if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+  free_gib=$(( $(df -Pk "$venv" | awk 'NR==2 {print $4}') / 1048576 ))
+  [ "$free_gib" -ge "$need_gib" ] || fail "$free_gib GiB free under $venv; the $role environment needs $need_gib"
+fi
+
+say "creating $venv with $("$python" -V)"
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+say "installing $torch_pin"
+if ! pip install --quiet --no-deps "$torch_pin" 2>"$venv/pip-torch.log"; then
+  case "$torch_pin" in
+    *+cpu) say "not on the configured index; using PyTorch's CPU wheel index"
+           pip install --quiet --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch_pin" ;;
+    *) cat "$venv/pip-torch.log" >&2; fail "$torch_pin could not be installed" ;;
+  esac
+fi
+
+say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements"
+if ! pip install --quiet --no-deps -r "$requirements" 2>"$venv/pip.log"; then
+  grep -v '^WARNING: Location' "$venv/pip.log" | tail -n 20 >&2
+  fail "pip could not install $requirements; the whole log is $venv/pip.log"
+fi
+
+say "installing slipstream itself"
+pip install --quiet --no-deps --no-build-isolation --editable . 2>"$venv/pip.log" || { tail -n 20 "$venv/pip.log" >&2; fail "the package did not install"; }
+
+say "checking that everything imports"
+case "$role" in
+  cpu) modules="torch vllm transformers transformers.models.qwen3 megatron.core yaml zmq msgspec rich matplotlib" ;;
+  learner) modules="torch transformers megatron.core transformer_engine.pytorch zmq msgspec" ;;
+  rollout) modules="torch vllm transformers zmq msgspec" ;;
+esac
+"$venv/bin/python" - $modules <<'PY' || fail "the environment is broken (see above)"
+import importlib, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        sys.exit(f"setup: import {name} failed: {type(error).__name__}: {error}")
+PY
+"$venv/bin/slipstream" --help >/dev/null || fail "slipstream --help does not run"
+echo "$wanted" > "$stamp"
+say "done: $venv"

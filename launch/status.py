@@ -1,0 +1,22 @@
+"""slipstream status RUN [--json]: who is alive, on which version, waiting on what and since when."""
+
+import argparse
+import json
+
+from launch.observe import as_json, observe
+from launch.targets import find_run
+
+
+def command(args: argparse.Namespace) -> int:
+    """Print the status; of a finished job, the last one that is known."""
+    run = find_run(args.run)
+    seen = observe(run)
+    if args.json:
+        print(json.dumps(as_json(run, seen)))
+        return 0
+    from rich.console import Console
+
+    from launch.view import render_status
+
+    Console().print(render_status(run, seen))
+    return 0
