@@ -1,4 +1,4 @@
-"""The `slipstream` command: what it accepts, and which module does it. Imports nothing heavy; commands are loaded lazily.
+"""The `slipstream` command: what it accepts, and which module does it. Commands are imported when they are used.
 
 Exit codes: 0 done, 1 failed at run time, 2 bad config or usage (one line on stderr says what).
 """
