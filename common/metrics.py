@@ -147,6 +147,10 @@ class MetricsWriter:
     def write(self, line: StepMetrics | SftMetrics) -> None:
         os.write(self._file, msgspec.json.encode(line) + b"\n")
 
+    def sync(self) -> None:
+        """Force the lines written so far to the disk."""
+        os.fsync(self._file)
+
     def close(self) -> None:
         os.close(self._file)
 

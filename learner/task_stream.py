@@ -1,9 +1,9 @@
 """Which tasks are offered to the broker, and which of them no step has consumed yet.
 
-The broker numbers tasks 0, 1, 2, ... (serials); the dataset numbers its tasks likewise (positions, learner/tasks.py). They are
-the same as long as the broker remembers the run. A broker that starts with an empty memory under a learner that
-resumes counts from 0 again; then the positions that were offered but never consumed come first, and each
-position is still consumed once.
+The broker numbers tasks 0, 1, 2, ... (serials); the dataset numbers its tasks likewise (positions,
+learner/tasks.py). They are the same as long as the broker remembers the run. A broker that starts with an empty
+memory under a learner that resumes counts from 0 again; then the positions that were offered but never
+consumed come first, and each position is still consumed once.
 """
 
 import msgspec

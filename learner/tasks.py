@@ -15,8 +15,8 @@ from common.errors import UsageError
 from common.rollouts import Task
 
 
-def read_rows(path: Path, key: str) -> list[bytes]:
-    """Lines of a JSONL file, each checked to be a JSON object; blank lines are skipped.
+def read_rows(path: Path, key: str) -> list[tuple[int, bytes]]:
+    """(line number from 1, line) of a JSONL file, each checked to be a JSON object; blank lines are skipped.
 
     Raises:
         UsageError: naming `key`, the file and the line.
@@ -25,7 +25,7 @@ def read_rows(path: Path, key: str) -> list[bytes]:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UsageError(f"{key}: cannot read {path}: {error.strerror or error}") from None
-    rows: list[bytes] = []
+    rows: list[tuple[int, bytes]] = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()
         if not text:
@@ -36,7 +36,7 @@ def read_rows(path: Path, key: str) -> list[bytes]:
             raise UsageError(f"{key}: {path} line {number} is not JSON: {error}") from None
         if not isinstance(value, dict):
             raise UsageError(f"{key}: {path} line {number}: expected a JSON object, found {type(value).__name__}")
-        rows.append(text)
+        rows.append((number, text))
     if not rows:
         raise UsageError(f"{key}: {path} holds no rows")
     return rows
@@ -56,7 +56,7 @@ class TaskSource:
 
     def __init__(self, dataset: Path, seed: int, group_size: int, shuffle: bool = True) -> None:
         """Read and check the dataset; raises UsageError on a missing, empty or malformed file."""
-        self._rows = read_rows(dataset, "tasks.dataset")
+        self._rows = [row for _, row in read_rows(dataset, "tasks.dataset")]
         self._seed = seed
         self._group_size = group_size
         self._shuffle = shuffle

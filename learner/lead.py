@@ -1,0 +1,223 @@
+"""The lead rank's side of the training loop: broker, tasks, publisher, status and what the run leaves on disk.
+
+Other ranks have no Lead; they learn what to do from the commands that the trainer broadcasts.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from broker.contract import BrokerStatus, LearnerBroker, ObserverBroker, StoredGroup
+from common.config import Config
+from common.errors import SlipstreamError
+from common.metrics import MetricsWriter, StepMetrics
+from common.rollouts import Group
+from learner.batch import BadGroup, decode, expired_groups
+from learner.checkpointing import CheckpointFolder, TrainerState
+from learner.commands import Command, Drain, Fail, Train, Wait
+from learner.publisher_protocol import Publisher
+from learner.reporting import Reporter
+from learner.run_files import EventLog
+from learner.task_stream import TaskStream
+
+logger = logging.getLogger(__name__)
+
+TAKE_WAIT_S = 1.0  # bound on one turn of the loop without a batch, so that no rank waits longer in a broadcast
+BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
+
+
+class LeadBroker(LearnerBroker, ObserverBroker, Protocol):
+    """What the lead asks of its broker client."""
+
+
+@dataclass
+class StallMeter:
+    """Seconds of paused generation over all nodes, from running totals of nodes that come and go."""
+
+    _seen: dict[str, float] = field(default_factory=dict)
+
+    def advance(self, status: BrokerStatus) -> float:
+        """Seconds since the last call; a node that restarted counts from zero."""
+        total = 0.0
+        for node in status.nodes:
+            key = f"{node.report.node_id}/{node.report.pid}"
+            total += max(0.0, node.report.generation_stall_s - self._seen.get(key, 0.0))
+            self._seen[key] = node.report.generation_stall_s
+        return total
+
+
+class Lead:
+    """What only one rank does. Every wait here is bounded by TAKE_WAIT_S or the broker client's own deadline."""
+
+    def __init__(
+        self,
+        config: Config,
+        broker: LeadBroker,
+        publisher: Publisher,
+        tasks: TaskStream,
+        checkpoints: CheckpointFolder,
+        metrics: MetricsWriter,
+        events: EventLog,
+        reporter: Reporter,
+        stop_requested: Callable[[], str | None],
+        vocab_size: int,
+    ) -> None:
+        """`stop_requested` returns why the job should drain, None while it should not."""
+        self.config = config
+        self.broker = broker
+        self.publisher = publisher
+        self.tasks = tasks
+        self.checkpoints = checkpoints
+        self.metrics = metrics
+        self.events = events
+        self.reporter = reporter
+        self.stop_requested = stop_requested
+        self.vocab_size = vocab_size
+        self.status: BrokerStatus | None = None
+        self.groups: list[Group] = []  # decoded, of the newest Train command
+        self.regenerated = 0  # groups given back by the step that is being gathered
+        self._bad: Counter[int] = Counter()
+        self._stalls = StallMeter()
+        self._ejections = 0
+        self._replays_below = 0
+
+    def attach(self, version: int) -> None:
+        """Say to the broker that this incarnation trains from `version` on; everything before is durable."""
+        report = self.reporter.snapshot()
+        if not self.tasks.attach(self.broker.attach(report)):
+            self.events.add("tasks_renumbered", step=version)
+            logger.warning("the broker knows less than the checkpoint; tasks not yet consumed are offered again")
+        if version > 0:
+            self.broker.commit(version - 1)
+        taken = self.broker.status().groups_taken
+        self._replays_below = version + taken // self.config.learner.groups_per_step
+        if self._replays_below > version:
+            logger.info("steps %d to %d replay the groups they had", version, self._replays_below - 1)
+
+    def next_command(self, step: int) -> Command:
+        """What every rank does now: blocks for at most TAKE_WAIT_S plus broker round trips."""
+        if reason := self.stop_requested():
+            logger.info("draining: %s", reason)
+            return Drain()
+        if fatal := self.publisher.stats().fatal:
+            return Fail(f"no node may generate with version {step}: {fatal}")
+        try:
+            taken = self._gather(step)
+        except SlipstreamError as error:
+            return Fail(str(error))
+        return Wait() if taken is None else Train(step, taken)
+
+    def _gather(self, step: int) -> list[StoredGroup] | None:
+        """Offer tasks, take groups, give back what cannot be trained on; None: not enough groups yet."""
+        self._offer(step)
+        self._explain(step)
+        in_order = self.config.staleness.expired == "wait"
+        taken = self.broker.take(step, self.config.learner.groups_per_step, TAKE_WAIT_S, in_order)
+        if taken is None:
+            return None
+        usable, refused = self._decode(taken)
+        if self.config.staleness.expired == "regenerate":
+            refused += expired_groups(usable, step, self.config.staleness.max)
+        if refused:
+            self.broker.regenerate(step, refused)
+            self.regenerated += len(refused)
+            self.events.add("groups_regenerated", step=step, groups=len(refused), first_serial=min(refused))
+            return None
+        if step < self._replays_below:
+            self.events.add("replay", step=step, groups=len(taken))
+        self.groups = usable
+        self.tasks.consume([group.serial for group in taken])
+        return taken
+
+    def _offer(self, step: int) -> None:
+        """Keep the window full: B(k + 1) tasks that may be leased and, while the broker counts with us, B more.
+
+        Never more than the rest of the run consumes, so every group that is generated is trained on.
+        """
+        status = self.refresh()
+        size = self.config.learner.groups_per_step
+        ahead = self.config.staleness.max + (1 if self.tasks.renumbered else 2)
+        wanted = size * min(ahead, self.config.run.steps - step)
+        missing = wanted - (self.tasks.outstanding - status.groups_dead)
+        if missing > 0:
+            self.broker.offer(self.tasks.next(missing))
+
+    def _decode(self, taken: list[StoredGroup]) -> tuple[list[Group], list[int]]:
+        """(usable groups, serials of the others).
+
+        Raises:
+            SlipstreamError: a task came back unusable BAD_GROUP_ATTEMPTS times.
+        """
+        usable: list[Group] = []
+        refused: list[int] = []
+        for stored in taken:
+            try:
+                usable.append(decode(stored, self.vocab_size, self.config.rollout.group_size))
+            except BadGroup as error:
+                logger.error("%s; it is generated again", error)
+                self.events.add("bad_group", serial=error.serial, node=error.node_id, reason=error.reason)
+                self._bad[error.serial] += 1
+                if self._bad[error.serial] >= BAD_GROUP_ATTEMPTS:
+                    raise SlipstreamError(f"unusable {BAD_GROUP_ATTEMPTS} times: {error}") from None
+                refused.append(error.serial)
+        return usable, refused
+
+    def _explain(self, step: int) -> None:
+        """Say what the loop waits for, and who unblocks it."""
+        status = self.status
+        if status is None:
+            return
+        size = self.config.learner.groups_per_step
+        live = [node for node in status.nodes if node.alive]
+        text = f"groups for step {step}: {min(status.groups_ready, size)} of {size} ready, "
+        if not live:
+            text += "no node is connected"
+        else:
+            text += f"{status.groups_leased} being generated by {len(live)} node{'s' * (len(live) > 1)}"
+        state = "replaying" if step < self._replays_below else "waiting"
+        self.reporter.set(state, text, policy_version=step)
+
+    def refresh(self) -> BrokerStatus:
+        """The broker's status as of now, kept for `stall_s` and `nodes_live`."""
+        self.status = self.broker.status()
+        return self.status
+
+    def finish_checkpoint(self, state: TrainerState) -> None:
+        """Make a written checkpoint complete and durable, and only then let the broker forget its groups."""
+        self.metrics.sync()
+        path = self.checkpoints.finish(state)
+        self.events.add("checkpoint", version=state.policy_version, path=str(path))
+        self.broker.commit(state.policy_version - 1)
+
+    def stall_s(self) -> float:
+        """Seconds of generation paused for flips since the last call, over all nodes."""
+        return self._stalls.advance(self.status) if self.status else 0.0
+
+    def nodes_live(self) -> int:
+        return sum(node.alive for node in self.status.nodes) if self.status else 0
+
+    def record(self, line: StepMetrics) -> None:
+        """Append the step's metrics line, and an event when nodes were ejected since the last one."""
+        self.metrics.write(line)
+        ejections = self.publisher.stats().ejections
+        if ejections > self._ejections:
+            self.events.add("ejection", step=line.step, nodes=ejections - self._ejections)
+            self._ejections = ejections
+        self.regenerated = 0
+
+    def close(self, state: str, version: int) -> None:
+        """Tell the broker how it ended and release everything."""
+        self.reporter.set(state, policy_version=version)
+        self.events.add(f"learner_{state}", step=version)
+        self.publisher.close()
+        self.reporter.stop()
+        self.metrics.close()
+        self.events.close()
+
+
+def timed(start_s: float) -> float:
+    """Seconds since a time.monotonic() reading."""
+    return time.monotonic() - start_s
