@@ -26,7 +26,7 @@ class Job:
 
     @property
     def wall_s(self) -> float:
-        return self.lines[-1]["unix_s"] - self.began_s
+        return self.lines[-1]["time_s"] - self.began_s
 
     def seconds_to_reward(self, level: float) -> float | None:
         """Seconds from `began_s` until the exponentially smoothed reward reaches `level`; None if never."""
@@ -35,7 +35,7 @@ class Job:
             reward = line["reward_mean"]
             smoothed = reward if smoothed is None else SMOOTHING * smoothed + (1 - SMOOTHING) * reward
             if smoothed >= level:
-                return line["unix_s"] - self.began_s
+                return line["time_s"] - self.began_s
         return None
 
     def steps_to_reward(self, level: float) -> int | None:

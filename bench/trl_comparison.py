@@ -1,4 +1,4 @@
-"""Slipstream against TRL's GRPOTrainer on one machine: same model, task, group size, batch, optimizer, both with all cores.
+"""Slipstream against TRL's GRPOTrainer on one machine: same model, task, batch and optimizer, both with all cores.
 
 Per seed the two run one after the other (order alternates). Time starts when set-up is over: for TRL at the start of
 training, for Slipstream when the first group is leased. Writes bench/results/NAME.json.
@@ -14,11 +14,13 @@ from pathlib import Path
 import jobs
 import machine
 
+REPORTED = ("config", "steps", "max_tokens", "lr", "threads", "micro_batch", "overrides")
+
 
 def run_trl(args: argparse.Namespace, seed: int) -> dict:
-    command = [args.trl_python, str(jobs.ROOT / "bench" / "trl_grpo.py"), "--model", args.model, "--dataset", args.dataset,
-               "--seed", str(seed), "--steps", str(args.steps), "--max-tokens", str(args.max_tokens), "--lr", str(args.lr),
-               "--threads", str(args.threads), "--micro-batch", str(args.micro_batch)]  # fmt: skip
+    command = [args.trl_python, str(jobs.ROOT / "bench" / "trl_grpo.py"), "--seed", str(seed)]
+    for name in ("model", "dataset", "steps", "max_tokens", "lr", "threads", "micro_batch"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, cwd=tempfile.mkdtemp())
     lines = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
     if not lines:
@@ -47,7 +49,7 @@ def run_ours(args: argparse.Namespace, seed: int, run_dir: Path) -> dict:
         "learner_idle_s": round(job.total("learner_idle_s"), 2),
         "step_s": round(job.total("step_s"), 2),
         "publish_s": round(job.total("publish_s"), 2),
-        "generation_stall_s": round(job.lines[-1]["generation_stall_s"], 2),
+        "generation_stall_s": round(job.total("generation_stall_s"), 2),
         "curve": [round(x["reward_mean"], 3) for x in job.lines],
     }
 
