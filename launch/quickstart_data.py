@@ -36,8 +36,8 @@ class AdditionPlan:
     spread: float = 0.0
     train: int = 4096
     held_out: int = 512
-    clean: int = 12800
-    sloppy: int = 2560
+    clean: int = 19200
+    sloppy: int = 1920
     blurted: float = 0.5
     forgotten: float = 0.3
 

@@ -43,6 +43,13 @@ class Sampling:
 
 
 @dataclass
+class Progress:
+    """Tokens sampled by finished calls of the model; shared by the episodes of a group."""
+
+    sampled_tokens: int = 0
+
+
+@dataclass
 class _Trace:
     """An episode while it grows; `tokens`, `mask` and `logprobs` stay equally long."""
 
@@ -114,14 +121,14 @@ class EpisodeDriver:
         self._budget, self._sampling, self._timeout_s = budget, sampling, timeout_s
         self._host = host
         self._encode = lru_cache(maxsize=4096)(self._encode_text)
-        self.sampled_tokens = 0  # of finished calls of the model, in all episodes
 
-    async def run(self, problem: dict[str, Any], seed: int) -> Sample:
+    async def run(self, problem: dict[str, Any], seed: int, progress: Progress | None = None) -> Sample:
         """One episode.
 
         Args:
             problem: the dataset row.
             seed: for the environment; the sampler draws from its own generator.
+            progress: counts sampled tokens, also of an episode that is cancelled later.
 
         Returns:
             The sample; `error` is set and `stop_reason` says why when the environment failed or time ran out.
@@ -133,7 +140,7 @@ class EpisodeDriver:
         trace = _Trace()
         try:
             async with asyncio.timeout(self._timeout_s):
-                reason = await self._play(trace, problem, seed)
+                reason = await self._play(trace, problem, seed, progress or Progress())
         except TimeoutError:
             what = "the environment or the engine did not answer"
             return trace.sample(StopReason.TIMEOUT, f"{what} within {self._timeout_s:g} s (turn {trace.turns})")
@@ -144,7 +151,7 @@ class EpisodeDriver:
             return trace.sample(StopReason.CANCELLED, str(cancelled))
         return trace.sample(reason)
 
-    async def _play(self, trace: _Trace, problem: dict[str, Any], seed: int) -> StopReason:
+    async def _play(self, trace: _Trace, problem: dict[str, Any], seed: int, progress: Progress) -> StopReason:
         environment, observation = await self._open(problem, seed)
         budget = self._budget
         while True:
@@ -153,11 +160,9 @@ class EpisodeDriver:
             room = min(budget.max_tokens - trace.sampled, budget.max_context - len(trace.tokens))
             if room <= 0:
                 return self._no_room(trace, len(ids))
-            generation = await self._sampler.generate(
-                list(trace.tokens), room, self._sampling.temperature, self._sampling.top_p
-            )
+            generation = await self._generate(trace, room)
             trace.extend(generation)
-            self.sampled_tokens += len(generation.tokens)
+            progress.sampled_tokens += len(generation.tokens)
             if generation.finish_reason == "abort":
                 raise _EpisodeCancelled("the engine aborted the request")
             ended = generation.finish_reason == "stop"
@@ -169,6 +174,13 @@ class EpisodeDriver:
             if trace.turns >= budget.max_turns:
                 return StopReason.TURN_LIMIT
             observation = result.observation
+
+    async def _generate(self, trace: _Trace, room: int) -> Generation:
+        sampling = self._sampling
+        try:
+            return await self._sampler.generate(list(trace.tokens), room, sampling.temperature, sampling.top_p)
+        except ValueError as error:
+            raise _EnvironmentFailed(f"the engine refused what the environment said: {error}") from error
 
     async def _open(self, problem: dict[str, Any], seed: int) -> tuple[Environment, Observation]:
         async def start() -> tuple[Environment, Observation]:

@@ -40,7 +40,8 @@ class Sampler(Protocol):
         Survives weight flips: tokens sampled before and after one are told apart by `version_runs`.
 
         Raises:
-            SlipstreamError: the engine is dead or refused the request; the message says why.
+            SlipstreamError: the engine is dead; the message says why.
+            ValueError: this request cannot be served, for example with a token outside the vocabulary.
         """
         ...
 

@@ -1,0 +1,104 @@
+"""What a node says of itself: kept by the node loop, read by the heartbeat thread."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from broker.contract import NodeReport, RunInfo
+from common.staleness import window_end
+from rollout_fleet.sampler_protocol import EngineCounters, WeightsState
+
+
+class Board:
+    """The node's state since when, its leases and counters. Thread-safe."""
+
+    def __init__(self, node_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.node_id = node_id
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._state, self._waiting_on, self._since = "starting", "the engine's start", clock()
+        self._weights = WeightsState()
+        self._counters = EngineCounters()
+        self._leases: tuple[str, ...] = ()
+        self._episodes, self._wasted = 0, 0
+        self._rate_at, self._rate_tokens, self._rate = clock(), 0, 0.0
+
+    def show(self, state: str, waiting_on: str = "") -> None:
+        """Set the state and what it waits for; the clock of a state runs on while it stays the same."""
+        with self._lock:
+            if state != self._state:
+                self._since = self._clock()
+            self._state, self._waiting_on = state, waiting_on
+
+    def measure(self, weights: WeightsState, counters: EngineCounters, leases: list[str], episodes: int) -> None:
+        """Current figures of engine, weights and leases."""
+        with self._lock:
+            self._weights, self._counters = weights, counters
+            self._leases, self._episodes = tuple(leases), episodes
+
+    def waste(self, tokens: int) -> None:
+        """Count sampled tokens that will never train."""
+        with self._lock:
+            self._wasted += tokens
+
+    @property
+    def leases(self) -> list[str]:
+        """Tokens to renew."""
+        with self._lock:
+            return list(self._leases)
+
+    def report(self) -> NodeReport:
+        """A snapshot for a heartbeat; tokens_per_s is over the time since the last one."""
+        with self._lock:
+            now, generated = self._clock(), self._counters.tokens_generated
+            if now - self._rate_at >= 0.5:
+                self._rate = (generated - self._rate_tokens) / (now - self._rate_at)
+                self._rate_at, self._rate_tokens = now, generated
+            return NodeReport(
+                node_id=self.node_id,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                state=self._state,
+                policy_version=self._weights.version,
+                waiting_on=self._waiting_on,
+                since_s=now - self._since,
+                tokens_generated=generated,
+                tokens_wasted=self._wasted + self._counters.tokens_aborted,
+                tokens_per_s=self._rate,
+                episodes_running=self._episodes,
+                generation_stall_s=self._weights.stall_s,
+                flips=self._weights.flips,
+                canary_max_difference=self._weights.canary_max_difference,
+            )
+
+
+def explain(
+    weights: WeightsState, learner_incarnation: int | None, episodes: int, leased_before: bool, run: RunInfo
+) -> tuple[str, str]:
+    """(state, waiting_on) of a node that is neither starting nor leaving.
+
+    Args:
+        weights: what the engine holds.
+        learner_incarnation: of the attached learner; None while there is none.
+        episodes: running now.
+        leased_before: whether this node ever got a task.
+        run: the job, for its window.
+    """
+    if weights.quarantined is not None:
+        return "quarantined", weights.quarantined
+    if weights.flipping:
+        return "flipping", ""
+    if episodes:
+        return "generating", ""
+    if learner_incarnation is None:
+        return "joining" if weights.version < 0 else "waiting", "learner (none is attached)"
+    if weights.version < 0:
+        return "joining", weights.waiting_on or "weights from learner"
+    if weights.incarnation != learner_incarnation:
+        return "waiting", f"weights from learner (it restarted as incarnation {learner_incarnation})"
+    if not leased_before:
+        return "waiting", "tasks (learner has offered none)"
+    last = window_end(weights.version, run.groups_per_step, run.max_staleness) - 1
+    return "waiting", f"task window: version {weights.version} may lease to serial {last}"

@@ -1,0 +1,104 @@
+"""Rolls out one leased task: `group_size` episodes of one problem, bounded by the node's concurrency."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.rollouts import Group, GroupMeta, Sample, Task
+from rollout_fleet.episodes import EpisodeDriver, Progress
+
+
+@dataclass
+class GroupProgress:
+    """How far a group got, also when it is cancelled half-way.
+
+    Attributes:
+        started: whether an episode of it has begun.
+        progress: tokens sampled so far by finished calls of the model.
+    """
+
+    started: bool = False
+    progress: Progress = field(default_factory=Progress)
+
+
+@dataclass(frozen=True)
+class RolledOut:
+    """A finished group; `failure` says why when every one of its samples failed."""
+
+    group: Group
+    meta: GroupMeta
+    failed_tokens: int
+    failure: str | None
+
+
+class GroupRunner:
+    """Runs groups concurrently; episodes start in the order in which their groups came, `concurrency` at a time."""
+
+    def __init__(self, driver: EpisodeDriver, concurrency: int) -> None:
+        self._driver = driver
+        self._slots = asyncio.Semaphore(concurrency)
+        self.episodes_running = 0
+
+    async def run(self, task: Task, progress: GroupProgress) -> RolledOut:
+        """All samples of `task`; `progress` is kept current for the caller.
+
+        Raises:
+            SlipstreamError: the engine failed.
+            ValueError: the task's problem is not a JSON object.
+        """
+        problem = _decode_problem(task)
+        started = [0.0] * task.group_size
+
+        async def episode(index: int) -> Sample:
+            async with self._slots:
+                progress.started = True
+                started[index] = time.monotonic()
+                self.episodes_running += 1
+                try:
+                    return await self._driver.run(problem, task.seed + index, progress.progress)
+                finally:
+                    self.episodes_running -= 1
+
+        tasks: list[asyncio.Task[Sample]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks += [group.create_task(episode(i)) for i in range(task.group_size)]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        samples = [t.result() for t in tasks]
+        return summarize(task.serial, samples, time.monotonic() - min(started))
+
+
+def _decode_problem(task: Task) -> dict[str, object]:
+    try:
+        problem = msgspec.json.decode(task.problem)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"task {task.serial}: the problem is not JSON: {error}") from error
+    if not isinstance(problem, dict):
+        raise ValueError(f"task {task.serial}: the problem is a {type(problem).__name__}, not an object")
+    return problem
+
+
+def summarize(serial: int, samples: list[Sample], generation_s: float) -> RolledOut:
+    """The group of `samples` with what broker and ledger want to know of it."""
+    good = [s for s in samples if s.error is None]
+    versions = [int(v) for s in samples for v in _sampled_versions(s)]
+    sampled = [int(s.loss_mask.numpy().sum()) for s in samples]
+    meta = GroupMeta(
+        version_min=min(versions, default=-1),
+        version_max=max(versions, default=-1),
+        reward_mean=sum(s.reward for s in good) / len(good) if good else 0.0,
+        sampled_tokens=sum(sampled),
+        failed_samples=len(samples) - len(good),
+        generation_s=generation_s,
+    )
+    failed_tokens = sum(n for n, s in zip(sampled, samples, strict=True) if s.error is not None)
+    failure = None if good else f"every sample failed, the first with {samples[0].stop_reason}: {samples[0].error}"
+    return RolledOut(Group(serial, samples), meta, failed_tokens, failure)
+
+
+def _sampled_versions(sample: Sample) -> list[int]:
+    """Versions of the sampled tokens; runs hold no environment text alone, since each starts at a sampled token."""
+    return [run.version for run in sample.version_runs]
