@@ -116,6 +116,7 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     learner_last_seen_s: float
     nodes: list[NodeStatus]
     oldest_lease_s: float = 0.0
+    refused_messages: int = 0  # that did not decode or broke a limit
 
 
 class LedgerEntry(msgspec.Struct, frozen=True):

@@ -1,0 +1,212 @@
+"""The synchronous client: the learner's side of the contract, and the observers'."""
+
+import itertools
+import secrets
+import threading
+import time
+from types import TracebackType
+from typing import Any, TypeVar
+
+import zmq
+
+from broker import wire
+from broker.contract import BrokerEvent, BrokerStatus, LearnerReport, LedgerEntry, StoredGroup
+from broker.sockets import connect_dealer, frame_limit
+from common.errors import BrokerError, BrokerUnreachable
+from common.rollouts import Task
+
+LONG_POLL_S = 1.0  # a longer wait is asked for in pieces, each a sign of life
+OFFER_TASKS = 512  # tasks in one message
+
+R = TypeVar("R", bound=wire.AnyReply)
+
+
+class BrokerClient:
+    """LearnerBroker and ObserverBroker over ZeroMQ; any thread may call, each has a connection of its own.
+
+    Requests are repeated until they are answered, through reconnects and restarts of the broker.
+
+    Args:
+        address: tcp://HOST:PORT or ipc://PATH.
+        deadline_s: without an answer for this long (beyond what the request itself waits), give up.
+        retry_s: pause before a request is repeated.
+        max_message_bytes: broker.max_message_bytes.
+
+    Every method raises BrokerUnreachable at the deadline and BrokerError when the broker refuses.
+    """
+
+    def __init__(
+        self, address: str, *, deadline_s: float = 30.0, retry_s: float = 2.0, max_message_bytes: int = 1 << 30
+    ) -> None:
+        self.address = address
+        self._deadline_s, self._retry_s = deadline_s, retry_s
+        self._frame_limit = frame_limit(max_message_bytes)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._local = threading.local()
+        self._channels: list[_Channel] = []
+        self._lock = threading.Lock()
+        self._incarnation: int | None = None
+
+    def __enter__(self) -> "BrokerClient":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every thread's connection; no call may be under way."""
+        with self._lock:
+            for channel in self._channels:
+                channel.socket.close(linger=0)
+            self._channels.clear()
+        self._context.term()
+
+    # ---------------------------------------------------------------- learner
+
+    def attach(self, report: LearnerReport) -> int:
+        """See LearnerBroker."""
+        reply = self._ask(wire.Attached, wire.Attach, report=report)
+        self._incarnation = report.incarnation
+        return reply.next_serial
+
+    def offer(self, tasks: list[Task]) -> int:
+        """See LearnerBroker. Long lists go in several messages."""
+        new = 0
+        for start in range(0, len(tasks), OFFER_TASKS):
+            part = tasks[start : start + OFFER_TASKS]
+            new += self._ask(wire.Offered, wire.Offer, incarnation=self._incarnation, tasks=part).new
+        return new
+
+    def take(self, step: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
+        """See LearnerBroker."""
+        end = time.monotonic() + wait_s
+        while True:
+            piece_s = min(max(0.0, end - time.monotonic()), LONG_POLL_S)
+            reply, payloads = self._exchange(
+                wire.Taken,
+                wire.Take,
+                piece_s,
+                incarnation=self._incarnation,
+                step=step,
+                count=count,
+                wait_s=piece_s,
+                in_order=in_order,
+            )
+            if reply.groups is not None:
+                return [
+                    StoredGroup(g.serial, g.node_id, g.meta, payload)
+                    for g, payload in zip(reply.groups, payloads, strict=True)
+                ]
+            if time.monotonic() >= end:
+                return None
+
+    def regenerate(self, step: int, serials: list[int]) -> None:
+        """See LearnerBroker."""
+        self._ask(wire.Done, wire.Regenerate, incarnation=self._incarnation, step=step, serials=serials)
+
+    def commit(self, step: int) -> None:
+        """See LearnerBroker."""
+        self._ask(wire.Done, wire.Commit, incarnation=self._incarnation, step=step)
+
+    def report(self, report: LearnerReport) -> None:
+        """See LearnerBroker."""
+        self._ask(wire.Done, wire.Report, incarnation=self._incarnation, report=report)
+
+    # ---------------------------------------------------------------- observers
+
+    def status(self) -> BrokerStatus:
+        """See ObserverBroker."""
+        return self._ask(wire.StatusReply, wire.AskStatus).status
+
+    def ledger(self) -> list[LedgerEntry]:
+        """See ObserverBroker."""
+        return self._ask(wire.LedgerReply, wire.AskLedger).entries
+
+    def events(self, after: int) -> list[BrokerEvent]:
+        """See ObserverBroker."""
+        return self._ask(wire.EventsReply, wire.AskEvents, after=after).events
+
+    # ---------------------------------------------------------------- inside
+
+    def _ask(self, expected: type[R], kind: type[wire.Request], **fields: Any) -> R:
+        return self._exchange(expected, kind, 0.0, **fields)[0]
+
+    def _exchange(
+        self, expected: type[R], kind: type[wire.Request], patience_s: float, **fields: Any
+    ) -> tuple[R, list[bytes]]:
+        channel = self._channel()
+        request = kind(id=next(channel.ids), **fields)
+        reply, payloads = channel.exchange(request, patience_s + self._deadline_s, self._retry_s)
+        return checked(reply, expected), payloads
+
+    def _channel(self) -> "_Channel":
+        channel: _Channel | None = getattr(self._local, "channel", None)
+        if channel is None:
+            channel = self._local.channel = _Channel(self._context, self.address, self._frame_limit)
+            with self._lock:
+                self._channels.append(channel)
+        return channel
+
+
+class _Channel:
+    """One connection with one request at a time."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, max_frame_bytes: int) -> None:
+        self.address = address
+        self.ids = itertools.count()
+        self.socket = connect_dealer(context, address, new_identity(), max_frame_bytes)
+
+    def exchange(self, request: wire.Request, limit_s: float, retry_s: float) -> tuple[wire.AnyReply, list[bytes]]:
+        """Send `request`, again every `retry_s`, until its reply comes; BrokerUnreachable after `limit_s`."""
+        header = wire.encode(request)
+        end = time.monotonic() + limit_s
+        connected = False
+        while (now := time.monotonic()) < end:
+            try:
+                self.socket.send(header, zmq.NOBLOCK)
+            except zmq.Again:
+                self.socket.poll(int(min(1.0, end - now) * 1000) + 1, zmq.POLLOUT)
+                continue
+            connected = True
+            answer = self._answer(request.id, min(end, now + retry_s))
+            if answer is not None:
+                return answer
+        raise unreachable(self.address, limit_s, connected)
+
+    def _answer(self, request_id: int, until: float) -> tuple[wire.AnyReply, list[bytes]] | None:
+        while (left_s := until - time.monotonic()) > 0:
+            if not self.socket.poll(int(left_s * 1000) + 1):
+                return None
+            header, *payloads = self.socket.recv_multipart()
+            reply = decoded(header, len(payloads))
+            if reply.id in (request_id, -1):
+                return reply, payloads
+        return None
+
+
+def new_identity() -> bytes:
+    """A routing id that no other client has."""
+    return b"c" + secrets.token_bytes(12)
+
+
+def decoded(header: bytes, payloads: int) -> wire.AnyReply:
+    """The reply; raises BrokerError when it cannot be read."""
+    try:
+        return wire.decode_reply(header, payloads)
+    except wire.WireError as error:
+        raise BrokerError(f"the broker's answer cannot be read: {error}") from error
+
+
+def checked(reply: wire.AnyReply, expected: type[R]) -> R:
+    """The reply as `expected`; raises BrokerError when it is a refusal or something else."""
+    if isinstance(reply, wire.Refused):
+        raise BrokerError(reply.reason)
+    if not isinstance(reply, expected):
+        raise BrokerError(f"the broker answered {type(reply).__name__} instead of {expected.__name__}")
+    return reply
+
+
+def unreachable(address: str, waited_s: float, connected: bool) -> BrokerUnreachable:
+    """The error after a deadline."""
+    why = "is connected but does not answer" if connected else "cannot be connected to; is it running?"
+    return BrokerUnreachable(f"the broker at {address} {why} (waited {waited_s:.0f} s)")

@@ -1,0 +1,102 @@
+"""The rollout nodes as the broker sees them: reports, versions, liveness, totals over nodes that left."""
+
+from dataclasses import dataclass, field
+
+from broker.contract import NodeReport, NodeStatus
+from broker.deadlines import Deadlines
+
+FORGET_AFTER_S = 600.0  # a dead node stays in the status for at least this long
+
+
+@dataclass(slots=True)
+class Node:
+    report: NodeReport
+    version: int
+    seen_at: float
+    tokens: set[str] = field(default_factory=set[str])  # its leases
+    alive: bool = True
+
+
+class Fleet:
+    """Nodes by id. A node unseen for `silent_s` seconds is dead until it is seen again."""
+
+    def __init__(self, silent_s: float) -> None:
+        self.nodes: dict[str, Node] = {}
+        self._silent_s = silent_s
+        self._deadlines = Deadlines()
+        self._past_generated = 0  # tokens of processes that are gone
+        self._past_wasted = 0
+
+    def join(self, report: NodeReport, now: float) -> Node:
+        """Add a node, or a new process of one; the record's leases are kept for the caller to end."""
+        old = self.nodes.get(report.node_id)
+        if old is not None and not same_process(old.report, report):
+            self._remember_totals(old)
+        node = Node(report, report.policy_version, now, old.tokens if old else set())
+        self.nodes[report.node_id] = node
+        self._deadlines.add(report.node_id, now + self._silent_s)
+        return node
+
+    def seen(self, node: Node, now: float) -> bool:
+        """Note a sign of life. Returns whether the node was thought dead."""
+        node.seen_at = now
+        was_dead = not node.alive
+        if was_dead:
+            node.alive = True
+            self._deadlines.add(node.report.node_id, now + self._silent_s)
+        return was_dead
+
+    def leave(self, node_id: str) -> None:
+        """Forget a node, keeping its totals."""
+        node = self.nodes.pop(node_id, None)
+        if node is not None:
+            self._remember_totals(node)
+
+    def next_check(self) -> float | None:
+        """When some node may turn dead, monotonic seconds."""
+        return self._deadlines.next()
+
+    def newly_dead(self, now: float) -> list[str]:
+        """Ids of nodes that turned dead by `now`; nodes long dead are forgotten."""
+        forget_s = max(FORGET_AFTER_S, 10 * self._silent_s)
+
+        def deadline(node_id: str) -> float | None:
+            node = self.nodes.get(node_id)
+            if node is None:
+                return None
+            return node.seen_at + (self._silent_s if node.alive else forget_s)
+
+        dead: list[str] = []
+        for node_id in list(self._deadlines.passed(now, deadline)):
+            node = self.nodes[node_id]
+            if node.alive:
+                node.alive = False
+                dead.append(node_id)
+                self._deadlines.add(node_id, node.seen_at + forget_s)
+            else:
+                self.leave(node_id)
+        return dead
+
+    def tokens_generated(self) -> int:
+        """Sampled tokens over all nodes that ever reported."""
+        return self._past_generated + sum(n.report.tokens_generated for n in self.nodes.values())
+
+    def tokens_wasted(self) -> int:
+        """Tokens that nodes reported as wasted, over all nodes that ever reported."""
+        return self._past_wasted + sum(n.report.tokens_wasted for n in self.nodes.values())
+
+    def status(self, now: float) -> list[NodeStatus]:
+        """One line per node, by id."""
+        return [
+            NodeStatus(report=n.report, leases=len(n.tokens), alive=n.alive, last_seen_s=max(0.0, now - n.seen_at))
+            for _, n in sorted(self.nodes.items())
+        ]
+
+    def _remember_totals(self, node: Node) -> None:
+        self._past_generated += node.report.tokens_generated
+        self._past_wasted += node.report.tokens_wasted
+
+
+def same_process(a: NodeReport, b: NodeReport) -> bool:
+    """Whether two reports come from one process."""
+    return (a.host, a.pid) == (b.host, b.pid)

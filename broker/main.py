@@ -1,0 +1,171 @@
+"""The broker process: `slipstream broker CONFIG` ends here."""
+
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from broker.client import BrokerClient
+from broker.contract import BrokerEvent, RunInfo
+from broker.event_log import EventLog
+from broker.server import BrokerServer
+from broker.state import DeliveryState
+from common.config import Config
+from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_S = 5.0  # at the most often; a snapshot may use a fiftieth of the time
+ALIVE_CHECK_S = 5.0
+
+
+class BrokerFile(msgspec.Struct, frozen=True):
+    """RUN/broker.json: where the living broker of a run is found."""
+
+    pid: int
+    address: str
+    started_s: float  # Unix time
+
+
+def run_broker(config: Config, config_json: bytes) -> int:
+    """Serve the run until SIGTERM or SIGINT; returns the exit code.
+
+    RUN/broker.json exists while the broker listens. RUN/events.jsonl grows by one line per event.
+    RUN/ledger.json and RUN/status.json are written every few seconds and at the end.
+
+    Raises:
+        UsageError: the address is refused or in use, or this run has a living broker.
+    """
+    run_dir = Path(config.run.dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    refuse_second_broker(run_dir)
+    with (run_dir / "events.jsonl").open("ab", buffering=0) as events_file:
+
+        def write_event(event: BrokerEvent) -> None:
+            events_file.write(msgspec.json.encode(event) + b"\n")
+
+        state = DeliveryState(
+            run_info(config, config_json),
+            time.monotonic,
+            lambda: secrets.token_hex(8),
+            EventLog(write_event),
+            os.getpid(),
+        )
+        snapshots = Snapshots(run_dir, state)
+        broker = config.broker
+        server = BrokerServer(state, broker.address, broker.max_message_bytes, snapshots.tick)
+        here = BrokerFile(os.getpid(), server.address, time.time())
+        write_atomically(run_dir / "broker.json", msgspec.json.encode(here))
+        logger.info("broker of run %s listens on %s", config.run.name, server.address)
+        try:
+            with stopping_on_signals(server):
+                server.run()
+        finally:
+            (run_dir / "broker.json").unlink(missing_ok=True)
+            snapshots.write()
+    logger.info("broker of run %s has stopped", config.run.name)
+    return EXIT_DONE
+
+
+def run_info(config: Config, config_json: bytes) -> RunInfo:
+    """The facts that the broker needs, from the job's config."""
+    return RunInfo(
+        name=config.run.name,
+        run_dir=str(Path(config.run.dir).resolve()),
+        groups_per_step=config.learner.groups_per_step,
+        max_staleness=config.staleness.max,
+        max_attempts=config.tasks.max_attempts,
+        lease_s=config.broker.lease_s,
+        max_bytes=config.broker.max_bytes,
+        config=config_json,
+    )
+
+
+def refuse_second_broker(run_dir: Path) -> None:
+    """Raise UsageError when RUN/broker.json names a broker that is alive and answers."""
+    path = run_dir / "broker.json"
+    try:
+        known = msgspec.json.decode(path.read_bytes(), type=BrokerFile)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return
+    if not _process_exists(known.pid):
+        return
+    try:
+        with BrokerClient(known.address, deadline_s=ALIVE_CHECK_S) as client:
+            status = client.status()
+    except (BrokerError, BrokerUnreachable, UsageError):
+        logger.warning("%s names process %d, which does not answer; taking its place", path, known.pid)
+        return
+    if Path(status.run.run_dir).resolve() == run_dir.resolve():
+        raise UsageError(
+            f"run.dir: {run_dir} already has a broker (process {known.pid}, {known.address}); "
+            "stop it first, or choose another run.dir"
+        )
+
+
+class Snapshots:
+    """RUN/ledger.json and RUN/status.json, so that they can be read when the broker is gone."""
+
+    def __init__(self, run_dir: Path, state: DeliveryState) -> None:
+        self._run_dir, self._state = run_dir, state
+        self._next_at = 0.0
+
+    def tick(self) -> None:
+        """Write when it is time again."""
+        started = time.monotonic()
+        if started < self._next_at:
+            return
+        self.write()
+        now = time.monotonic()
+        self._next_at = now + max(SNAPSHOT_S, 50 * (now - started))
+
+    def write(self) -> None:
+        """Write both now; a failure is logged, since serving matters more."""
+        try:
+            write_atomically(self._run_dir / "ledger.json", msgspec.json.encode(self._state.ledger()))
+            write_atomically(self._run_dir / "status.json", msgspec.json.encode(self._state.status()))
+        except OSError as error:
+            logger.error("snapshot not written: %s", error)
+
+
+class stopping_on_signals:
+    """While active, SIGTERM and SIGINT stop `server`; does nothing outside the main thread."""
+
+    def __init__(self, server: BrokerServer) -> None:
+        self._server = server
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._old = {s: signal.signal(s, self._stop) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._server.stop()
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` in one step, so that no reader sees half of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(data)
+    part.replace(path)
+
+
+def _process_exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

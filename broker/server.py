@@ -1,0 +1,206 @@
+"""The embedded broker: a ZeroMQ ROUTER in front of the delivery state, one thread, one loop.
+
+Each turn of the loop reads what has arrived, answers it or parks it (a lease without an admissible task, a take
+without enough groups), takes back expired leases, and serves parked requests that can be served now. It waits
+only in the poll, at most until the next deadline. Whatever a client sends, the worst answer is Refused.
+"""
+
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import zmq
+
+from broker import wire
+from broker.handlers import Handlers
+from broker.parked import ParkedLease, ParkedTake
+from broker.sockets import bind_router, frame_limit
+from broker.state import DeliveryState
+
+logger = logging.getLogger(__name__)
+
+BATCH_MESSAGES = 512  # read in one turn
+TICK_S = 1.0
+FLUSH_MS = 1000  # for the last replies at the end
+HOLD_FRAME_BYTES = 16 << 10  # smaller payloads are copied out of ZeroMQ's receive buffer, which they would pin
+REFUSALS_LOGGED = 100
+
+
+class BrokerServer:
+    """Binds on construction; `run` serves until `stop`.
+
+    Args:
+        state: the delivery state; only the thread in `run` touches it from then on.
+        address: tcp://127.0.0.1:PORT (0: a free one) or ipc://PATH.
+        max_message_bytes: largest header or payload that is accepted.
+        on_tick: called about once a second from the loop.
+
+    Raises:
+        UsageError: when the address is refused or in use.
+    """
+
+    def __init__(
+        self,
+        state: DeliveryState,
+        address: str,
+        max_message_bytes: int,
+        on_tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._state = state
+        self._max_message_bytes = max_message_bytes
+        self._on_tick = on_tick
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._router = bind_router(self._context, address, frame_limit(max_message_bytes))
+        except Exception:
+            self._context.term()
+            raise
+        self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        state.address = self.address
+        self._handlers = Handlers(state)
+        self._remembered: OrderedDict[tuple[bytes, int], wire.Reply] = OrderedDict()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._stopping = False
+        self._next_tick = 0.0
+
+    def stop(self) -> None:
+        """End `run` after it has answered what is parked; may be called from any thread or signal handler."""
+        self._stopping = True
+        try:
+            os.write(self._wake_write, b"x")
+        except OSError:
+            logger.debug("the loop has ended already")
+
+    def run(self) -> None:
+        """Serve until `stop`, then answer what waits and close."""
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        try:
+            while not self._stopping:
+                poller.poll(self._timeout_ms())
+                self._turn()
+            self._read_all()
+            self._serve_parked()
+            for parked in self._handlers.parked.everything():
+                self._answer_empty(parked)
+        finally:
+            self._router.close(linger=FLUSH_MS)
+            self._context.term()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _turn(self) -> None:
+        drained = self._read_all()
+        now = time.monotonic()
+        ticking = now >= self._next_tick
+        if drained or ticking:  # heartbeats that wait in the socket are read before leases are called lost
+            self._state.expire()
+        self._serve_parked()
+        for parked in self._handlers.parked.overdue(now):
+            self._answer_empty(parked)
+        if ticking:
+            self._next_tick = now + TICK_S
+            self._on_tick()
+
+    def _timeout_ms(self) -> int:
+        times = (self._next_tick, self._state.next_deadline(), self._handlers.parked.next_deadline())
+        wait_s = min(t for t in times if t is not None) - time.monotonic()
+        return max(0, int(wait_s * 1000) + 1)
+
+    def _read_all(self) -> bool:
+        """Handle up to BATCH_MESSAGES; returns whether nothing is left."""
+        for _ in range(BATCH_MESSAGES):
+            try:
+                client = self._router.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            self._handle(client, *self._read_frames())
+        return False
+
+    def _read_frames(self) -> tuple[bytes, list[bytes | zmq.Frame]]:
+        """The rest of the current message; of many payload frames only the number matters."""
+        if not self._router.getsockopt(zmq.RCVMORE):
+            return b"", []
+        header = self._router.recv()
+        payloads: list[bytes | zmq.Frame] = []
+        while self._router.getsockopt(zmq.RCVMORE):
+            frame = self._router.recv(copy=False)
+            if not payloads:
+                payloads.append(frame if len(frame) >= HOLD_FRAME_BYTES else frame.bytes)
+            elif len(payloads) < 3:
+                payloads.append(b"")
+        return header, payloads
+
+    def _handle(self, client: bytes, header: bytes, payloads: list[bytes | zmq.Frame]) -> None:
+        limit = self._max_message_bytes
+        try:
+            request = wire.decode_request(header, len(payloads))
+            largest = max(len(header), *(len(p) for p in payloads)) if payloads else len(header)
+            if largest > limit:
+                raise wire.WireError(f"{largest} bytes; broker.max_message_bytes is {limit}", request.id)
+        except wire.WireError as error:
+            self._refuse(client, error)
+            return
+        try:
+            reply = self._remembered.get((client, request.id)) or self._answer(client, request, payloads)
+        except Exception:
+            logger.exception("%s failed", type(request).__name__)
+            reply = wire.Refused(id=request.id, reason="internal error of the broker; its log has the details")
+        if reply is not None:
+            self._send(client, reply)
+
+    def _answer(self, client: bytes, request: wire.AnyRequest, payloads: list[bytes | zmq.Frame]) -> wire.Reply | None:
+        reply, displaced = self._handlers.handle(client, request, payloads[0] if payloads else None)
+        for parked in displaced:
+            self._answer_empty(parked)
+        return reply
+
+    def _serve_parked(self) -> None:
+        for client, reply in self._handlers.serve_parked():
+            self._send(client, reply)
+
+    def _answer_empty(self, parked: ParkedLease | ParkedTake) -> None:
+        request = parked.request
+        if isinstance(request, wire.Take):
+            self._send(parked.client, wire.Taken(id=request.id, groups=None))
+        else:
+            self._send(parked.client, wire.Leased(id=request.id, leases=[]))
+
+    def _send(self, client: bytes, reply: wire.Reply) -> None:
+        """Answer without ever waiting; leases that cannot be delivered go back at once."""
+        payloads = self._handlers.payloads(reply)
+        if _must_not_repeat(reply):
+            self._remember((client, reply.id), reply)
+        flags = zmq.NOBLOCK
+        try:
+            self._router.send(client, flags | zmq.SNDMORE)
+            self._router.send(wire.encode(reply), flags | zmq.SNDMORE if payloads else flags)
+            for i, payload in enumerate(payloads, 1):
+                self._router.send(payload, flags | zmq.SNDMORE if i < len(payloads) else flags, copy=False)
+        except zmq.ZMQError as error:
+            logger.debug("no answer to a client that is gone: %s", error)
+            self._remembered.pop((client, reply.id), None)
+            if isinstance(reply, wire.Leased):
+                self._handlers.undo_leases(reply)
+
+    def _remember(self, key: tuple[bytes, int], reply: wire.Reply) -> None:
+        self._remembered[key] = reply
+        if len(self._remembered) > 4096:
+            self._remembered.popitem(last=False)
+
+    def _refuse(self, client: bytes, error: wire.WireError) -> None:
+        self._state.refused_messages += 1
+        count = self._state.refused_messages
+        if count <= REFUSALS_LOGGED or count % 1000 == 0:
+            logger.warning("refused message %d from %s: %s", count, client.hex(), error)
+            self._state.event_log.add("refused_message", client=client.hex(), reason=str(error)[:500], count=count)
+        self._send(client, wire.Refused(id=error.request_id, reason=str(error)))
+
+
+def _must_not_repeat(reply: wire.Reply) -> bool:
+    """Whether a repeated request must get this same reply: leases would be given twice, a count would be 0."""
+    return (isinstance(reply, wire.Leased) and bool(reply.leases)) or isinstance(reply, wire.Offered)

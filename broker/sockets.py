@@ -1,0 +1,113 @@
+"""Where the broker listens, and the one module that knows ZeroMQ's socket options."""
+
+import errno
+import ipaddress
+import socket as posix_socket
+from pathlib import Path
+
+import zmq
+
+from common.errors import UsageError
+
+HEADER_BYTES_FLOOR = 1 << 20  # a header may always be this large
+
+
+def check_address(address: str) -> None:
+    """Raise UsageError unless `address` is an ipc path or a loopback tcp address."""
+    if address.startswith("ipc://") and len(address) > len("ipc://"):
+        return
+    host, separator, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not separator or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"broker.address: expected tcp://HOST:PORT or ipc://PATH, found {address!r}")
+    if not _is_loopback(host.strip("[]")):
+        raise UsageError(
+            f"broker.address: {address} reaches beyond this machine, and connections are not authenticated; "
+            "use a loopback address such as tcp://127.0.0.1:0"
+        )
+
+
+def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str, max_frame_bytes: int) -> zmq.Socket[bytes]:
+    """A ROUTER socket bound to `address`; its real address is in LAST_ENDPOINT.
+
+    Raises:
+        UsageError: when the address is not allowed, in use or cannot be bound.
+    """
+    check_address(address)
+    if address.startswith("ipc://") and _ipc_in_use(address.removeprefix("ipc://")):
+        raise _in_use(address)  # ZeroMQ itself would take a living broker's path over
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to a client that is gone raises
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects keeps its identity
+    router.setsockopt(zmq.RCVHWM, 64)  # per client: what a slow broker does not read waits at the sender
+    router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    _set_heartbeats(router)
+    try:
+        router.bind(address)
+    except zmq.ZMQError as error:
+        router.close()
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            raise _in_use(address) from error
+        raise UsageError(f"broker.address: cannot listen on {address}: {error}") from error
+    return router
+
+
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes, max_frame_bytes: int
+) -> zmq.Socket[bytes]:
+    """A DEALER socket to the broker that queues nothing while there is no connection."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.ROUTING_ID, identity)
+    dealer.setsockopt(zmq.IMMEDIATE, 1)
+    dealer.setsockopt(zmq.RECONNECT_IVL, 50)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    dealer.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    _set_heartbeats(dealer)
+    try:
+        dealer.connect(address)
+    except zmq.ZMQError as error:
+        dealer.close()
+        raise UsageError(f"broker address {address!r} cannot be used: {error}") from error
+    return dealer
+
+
+def frame_limit(max_message_bytes: int) -> int:
+    """Bytes above which ZeroMQ cuts the connection; up to there, the sender is told what was wrong."""
+    return 2 * max(max_message_bytes, HEADER_BYTES_FLOOR)
+
+
+def _set_heartbeats(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _ipc_in_use(path: str) -> bool:
+    target = "\0" + path[1:] if path.startswith("@") else path
+    if not path.startswith("@") and not Path(path).exists():
+        return False
+    with posix_socket.socket(posix_socket.AF_UNIX, posix_socket.SOCK_STREAM) as probe:
+        probe.settimeout(2.0)
+        try:
+            probe.connect(target)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError as error:
+            raise UsageError(f"broker.address: cannot listen on ipc://{path}: {error}") from error
+    return True
+
+
+def _in_use(address: str) -> UsageError:
+    return UsageError(
+        f"broker.address: {address} is in use; stop the process that listens there (another broker?), "
+        "or choose another address, for example tcp://127.0.0.1:0 for a free port"
+    )

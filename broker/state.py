@@ -1,0 +1,377 @@
+"""The delivery state machine: pure, single-threaded, with the clock and the token generator passed in.
+
+Every backend that keeps its state in one process is a shell around this class. The rules are those of
+broker/contract.py; the structures are in broker/tasks.py and broker/fleet.py.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from broker.contract import (
+    BrokerEvent,
+    BrokerStatus,
+    HeartbeatReply,
+    LearnerReport,
+    Lease,
+    LedgerEntry,
+    NodeReport,
+    RunInfo,
+)
+from broker.deadlines import Deadlines
+from broker.event_log import EventLog
+from broker.fleet import Fleet, Node, same_process
+from broker.learner_record import LearnerRecord
+from broker.tasks import LEASED, TAKEN, Entry, TaskTable
+from common.errors import BrokerError
+from common.rollouts import GroupMeta, Task
+from common.staleness import may_lease
+
+REMEMBERED_TOKENS = 8192  # accepted results whose repetition is still answered with True
+
+
+class DeliveryState:
+    """Tasks, leases, groups and nodes of one run.
+
+    Args:
+        run: fixed facts of the job.
+        clock: monotonic seconds.
+        new_token: unguessable, never repeating strings for leases.
+        events: where events go.
+        pid, address: of the broker, for the status.
+    """
+
+    def __init__(
+        self,
+        run: RunInfo,
+        clock: Callable[[], float],
+        new_token: Callable[[], str],
+        events: EventLog,
+        pid: int = 0,
+        address: str = "",
+    ) -> None:
+        self.run = run
+        self.address = address
+        self.tasks = TaskTable()
+        self.fleet = Fleet(run.lease_s)
+        self.event_log = events
+        self.lease_revision = 0  # grows whenever a lease that was refused before may now be given
+        self.refused_messages = 0
+        self.learner = LearnerRecord()
+        self._clock, self._new_token, self._pid = clock, new_token, pid
+        self._lease_deadlines = Deadlines()
+        self._accepted: OrderedDict[str, str] = OrderedDict()  # token -> node of the newest accepted results
+        self._committed_step = -1
+        self._wanted = run.groups_per_step  # groups that the learner needs to go on
+        self._lease_expiries = self._stale_results = self._discarded_tokens = 0
+
+    # ---------------------------------------------------------------- learner
+
+    def attach(self, report: LearnerReport) -> int:
+        """A learner (re)starts; returns one past the highest serial ever offered. Raises BrokerError when fenced."""
+        self.report(report)
+        self.event_log.add("learner_attached", incarnation=report.incarnation, pid=report.pid, step=report.step)
+        return self.tasks.next_serial
+
+    def report(self, report: LearnerReport) -> None:
+        """Keep what the learner says of itself. Raises BrokerError when fenced."""
+        before = self.learner.update(report, self._clock())
+        if before is not None and before.state != report.state and report.state in ("done", "failed"):
+            self.event_log.add("learner_" + report.state, incarnation=report.incarnation, step=report.step)
+
+    def check_learner(self, incarnation: int | None) -> None:
+        """Before any request of a learner: a sign of life, or BrokerError when that incarnation was replaced."""
+        self.learner.check(incarnation)
+        self.learner.seen(self._clock())
+
+    def offer(self, tasks: Sequence[Task]) -> int:
+        """Add tasks in order of serial; known ones are ignored. Raises BrokerError on a gap, before adding any."""
+        expected = self.tasks.next_serial
+        for task in tasks:
+            if task.serial > expected or task.serial < 0:
+                raise BrokerError(f"task {task.serial} was offered, the next serial is {expected}; offer without gaps")
+            expected = max(expected, task.serial + 1)
+        new = [t for t in tasks if t.serial >= self.tasks.next_serial]
+        added = 0
+        for task in new:
+            if task.serial >= self.tasks.next_serial:
+                self.tasks.add(task)
+                added += 1
+        self.lease_revision += bool(added)
+        return added
+
+    def take(self, step: int, count: int, in_order: bool = False) -> list[Entry] | None:
+        """The `count` oldest ready groups for `step`, or those it took before; None when there are not enough.
+
+        Raises:
+            BrokerError: when `step` is committed, its groups being gone.
+        """
+        if step <= self._committed_step:
+            raise BrokerError(f"step {step} is committed (up to {self._committed_step}); its groups are gone")
+        taken = self.tasks.steps.get(step, [])
+        missing = count - len(taken)
+        if missing > 0:
+            if self.tasks.oldest_ready(missing, in_order) is None:
+                if missing > self._wanted:
+                    self._wanted = missing
+                    self.lease_revision += 1
+                return None
+            self._wanted = self.run.groups_per_step
+            self.tasks.take_oldest(step, missing)
+            self.lease_revision += 1
+        return [self.tasks.living[serial] for serial in self.tasks.steps.get(step, [])]
+
+    def taken_before(self, step: int) -> int:
+        """How many groups `step` has taken so far."""
+        return len(self.tasks.steps.get(step, []))
+
+    def regenerate(self, step: int, serials: Sequence[int]) -> None:
+        """Give up groups that `step` took; those no longer taken by it are ignored (a repeated request).
+
+        Raises:
+            BrokerError: when a serial was never offered, or is committed.
+        """
+        for serial in serials:
+            if serial >= self.tasks.next_serial or serial in self.tasks.history:
+                raise BrokerError(f"task {serial} cannot be generated again: it is not taken by step {step}")
+        for serial in serials:
+            entry = self.tasks.living[serial]
+            if entry.state == TAKEN and entry.step == step:
+                self._discarded_tokens += entry.meta.sampled_tokens if entry.meta else 0
+                self.tasks.give_up(entry)
+                self.event_log.add("regenerate", serial=serial, step=step)
+        self.lease_revision += 1
+
+    def commit(self, step: int) -> int:
+        """Release everything taken by steps <= `step`; returns how many groups that were."""
+        highest = max(self.tasks.steps, default=self._committed_step)
+        count = self.tasks.commit(step)
+        self._committed_step = max(self._committed_step, min(step, highest))
+        if count:
+            self.event_log.add("commit", step=step, groups=count)
+            self.lease_revision += 1
+        return count
+
+    # ---------------------------------------------------------------- nodes
+
+    def register(self, report: NodeReport) -> RunInfo:
+        """A node joins. A new process under a known id loses what the old one held."""
+        now = self._clock()
+        old = self.fleet.nodes.get(report.node_id)
+        replaced = old is not None and not same_process(old.report, report)
+        if old is not None and replaced:
+            self._lose_all(old, f"node {report.node_id} restarted")
+        self.fleet.join(report, now)
+        if old is None or replaced:
+            self.event_log.add("join", node=report.node_id, pid=report.pid, host=report.host)
+        self.lease_revision += 1
+        return self.run
+
+    def lease(self, node_id: str, version: int | None, max_groups: int) -> list[Lease]:
+        """Up to `max_groups` oldest tasks that a node at `version` may start; None: the node's last known version.
+
+        Raises:
+            BrokerError: when the node is not registered.
+        """
+        node = self._node(node_id)
+        if version is not None:
+            node.version = version
+            self._seen(node)
+        leases: list[Lease] = []
+        while len(leases) < max_groups and self._may_lease_oldest(node.version):
+            now = self._clock()
+            token = self._new_token()
+            entry = self.tasks.lease_oldest(node_id, token, now, now + self.run.lease_s)
+            self._lease_deadlines.add(token, entry.deadline)
+            node.tokens.add(token)
+            leases.append(Lease(entry.task, token, entry.attempts, self.run.lease_s))
+        return leases
+
+    def node_alive(self, node_id: str) -> bool:
+        """Whether the node is known and was seen within the lease time."""
+        node = self.fleet.nodes.get(node_id)
+        return node is not None and node.alive
+
+    def heartbeat(self, report: NodeReport, tokens: Sequence[str]) -> HeartbeatReply:
+        """Renew the leases of `tokens`; an unknown node is registered by this."""
+        now = self._clock()
+        node = self.fleet.nodes.get(report.node_id)
+        if node is None or not same_process(node.report, report):
+            self.register(report)
+            node = self.fleet.nodes[report.node_id]
+        self._seen(node)
+        if report.policy_version != node.version:
+            node.version = report.policy_version
+            self.lease_revision += 1
+        node.report = report
+        lost: list[str] = []
+        for token in tokens:
+            entry = self.tasks.leased.get(token)
+            if entry is not None and entry.node == report.node_id:
+                entry.deadline = now + self.run.lease_s
+            elif self._accepted.get(token) != report.node_id:
+                lost.append(token)
+        learner = self.learner.report
+        if learner is None:
+            return HeartbeatReply(lost=lost)
+        return HeartbeatReply(
+            lost=lost,
+            weights_address=learner.weights_address,
+            learner_incarnation=learner.incarnation,
+            drain=learner.state == "done",
+        )
+
+    def complete(self, node_id: str, token: str, meta: GroupMeta, payload: object, payload_bytes: int) -> bool:
+        """Accept a group under a current token, once; a repetition of an accepted one is True, anything else False."""
+        self._seen_if_known(node_id)
+        entry = self.tasks.leased.get(token)
+        if entry is None or entry.node != node_id:
+            if self._accepted.get(token) == node_id:
+                return True
+            self._stale_results += 1
+            self._discarded_tokens += meta.sampled_tokens
+            self.event_log.add("stale_result", node=node_id, tokens=meta.sampled_tokens)
+            return False
+        self._drop_token(entry)
+        self.tasks.accept(entry, meta, payload, payload_bytes)
+        self._accepted[token] = node_id
+        if len(self._accepted) > REMEMBERED_TOKENS:
+            self._accepted.popitem(last=False)
+        return True
+
+    def fail(self, node_id: str, token: str, reason: str) -> None:
+        """The group could not be generated; counts towards death. A token that is not current is ignored."""
+        self._seen_if_known(node_id)
+        entry = self.tasks.leased.get(token)
+        if entry is not None and entry.node == node_id:
+            self.event_log.add("group_failed", serial=entry.serial, node=node_id, reason=reason)
+            self._lose(entry, reason)
+
+    def release(self, node_id: str, tokens: Sequence[str]) -> None:
+        """Take leases back without counting an attempt. Tokens that are not current are ignored."""
+        self._seen_if_known(node_id)
+        for token in tokens:
+            entry = self.tasks.leased.get(token)
+            if entry is not None and entry.node == node_id:
+                self._drop_token(entry)
+                self.tasks.hand_back(entry)
+        self.lease_revision += 1
+
+    def leave(self, node_id: str) -> None:
+        """The node goes; what it still holds is handed back without counting an attempt."""
+        node = self.fleet.nodes.get(node_id)
+        if node is None:
+            return
+        self.release(node_id, list(node.tokens))
+        self.fleet.leave(node_id)
+        self.event_log.add("leave", node=node_id, pid=node.report.pid)
+
+    # ---------------------------------------------------------------- time
+
+    def expire(self) -> None:
+        """Take back leases past their deadline and mark silent nodes dead."""
+        now = self._clock()
+
+        def deadline(token: str) -> float | None:
+            entry = self.tasks.leased.get(token)
+            return entry.deadline if entry is not None else None
+
+        for token in self._lease_deadlines.passed(now, deadline):
+            entry = self.tasks.leased[token]
+            self._lease_expiries += 1
+            self.event_log.add("lease_expired", serial=entry.serial, node=entry.node, attempt=entry.attempts)
+            self._lose(entry, f"lease of node {entry.node} expired")
+        for node_id in self.fleet.newly_dead(now):
+            self.event_log.add("node_lost", node=node_id, silent_s=self.run.lease_s)
+
+    def next_deadline(self) -> float | None:
+        """When `expire` may next have something to do, monotonic seconds; None: never."""
+        times = [t for t in (self._lease_deadlines.next(), self.fleet.next_check()) if t is not None]
+        return min(times, default=None)
+
+    # ---------------------------------------------------------------- observers
+
+    def status(self) -> BrokerStatus:
+        """Counts, learner, nodes."""
+        now = self._clock()
+        tasks = self.tasks
+        return BrokerStatus(
+            pid=self._pid,
+            address=self.address,
+            run=self.run,
+            groups_pending=len(tasks.pending),
+            groups_ready=len(tasks.ready),
+            groups_leased=len(tasks.leased),
+            groups_taken=sum(len(serials) for serials in tasks.steps.values()),
+            groups_committed=tasks.history.committed,
+            groups_dead=tasks.history.dead,
+            bytes_held=tasks.bytes_held,
+            lease_expiries=self._lease_expiries,
+            stale_results=self._stale_results,
+            tokens_generated_total=self.fleet.tokens_generated(),
+            tokens_wasted_total=self.fleet.tokens_wasted() + self._discarded_tokens,
+            learner=self.learner.status(now),
+            learner_last_seen_s=self.learner.silent_s(now),
+            nodes=self.fleet.status(now),
+            oldest_lease_s=max((now - e.leased_at for e in tasks.leased.values()), default=0.0),
+            refused_messages=self.refused_messages,
+        )
+
+    def ledger(self) -> list[LedgerEntry]:
+        """Every task ever offered, ascending by serial."""
+        return self.tasks.ledger()
+
+    def events(self, after: int) -> list[BrokerEvent]:
+        """Recent events with an index greater than `after`."""
+        return self.event_log.after(after)
+
+    # ---------------------------------------------------------------- inside
+
+    def _may_lease_oldest(self, version: int) -> bool:
+        """Admission of the oldest pending task; a node without weights (version -1) gets nothing.
+
+        While what is held and on the way exceeds `max_bytes`, only tasks that the learner's next take may
+        need are leased: those with fewer than that many older ones ready or leased. So memory is bounded
+        and the learner never waits for a task that nobody may start.
+        """
+        tasks = self.tasks
+        if not tasks.pending or version < 0:
+            return False
+        serial = tasks.pending[0]
+        dead = tasks.dead_before(serial)
+        if not may_lease(serial, version, self.run.groups_per_step, self.run.max_staleness, dead):
+            return False
+        return tasks.bytes_expected() <= self.run.max_bytes or tasks.older_in_progress(serial) < self._wanted
+
+    def _node(self, node_id: str) -> Node:
+        node = self.fleet.nodes.get(node_id)
+        if node is None:
+            raise BrokerError(f"node {node_id} is not registered with this broker; register first")
+        return node
+
+    def _seen(self, node: Node) -> None:
+        if self.fleet.seen(node, self._clock()):
+            self.event_log.add("node_back", node=node.report.node_id)
+
+    def _seen_if_known(self, node_id: str) -> None:
+        node = self.fleet.nodes.get(node_id)
+        if node is not None:
+            self._seen(node)
+
+    def _drop_token(self, entry: Entry) -> None:
+        node = self.fleet.nodes.get(entry.node)
+        if node is not None:
+            node.tokens.discard(entry.token)
+
+    def _lose(self, entry: Entry, reason: str) -> None:
+        assert entry.state == LEASED
+        self._drop_token(entry)
+        if self.tasks.lose(entry, reason, self.run.max_attempts):
+            self.event_log.add("task_dead", serial=entry.serial, attempts=entry.attempts, reason=reason)
+        self.lease_revision += 1
+
+    def _lose_all(self, node: Node, reason: str) -> None:
+        for token in list(node.tokens):
+            entry = self.tasks.leased[token]
+            self._lease_expiries += 1
+            self.event_log.add("lease_expired", serial=entry.serial, node=entry.node, attempt=entry.attempts)
+            self._lose(entry, reason)

@@ -1,0 +1,186 @@
+"""All tasks of a run by state, and the moves between states; every move is O(log n).
+
+pending -> leased -> ready -> taken -> committed, and leased -> pending | dead, taken -> pending.
+Policy (who may lease what, when a lease is lost) is in broker/state.py.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from broker.contract import LedgerEntry
+from broker.history import History
+from common.rollouts import GroupMeta, Task
+
+PENDING, LEASED, READY, TAKEN, COMMITTED, DEAD = "pending", "leased", "ready", "taken", "committed", "dead"
+
+
+@dataclass(slots=True)
+class Entry:
+    """A living task. `attempts` counts leases that were not handed back; `failures` what counts towards death."""
+
+    task: Task
+    state: str = PENDING
+    attempts: int = 0
+    failures: int = 0
+    nodes: list[str] = field(default_factory=list[str])
+    token: str = ""
+    node: str = ""
+    leased_at: float = 0.0
+    deadline: float = 0.0
+    meta: GroupMeta | None = None
+    payload: object = None
+    payload_bytes: int = 0
+    step: int | None = None
+    reason: str = ""
+
+    @property
+    def serial(self) -> int:
+        return self.task.serial
+
+    def ledger(self, state: str | None = None) -> LedgerEntry:
+        """This task's line in the ledger."""
+        meta = self.meta
+        return LedgerEntry(
+            serial=self.serial,
+            state=state or self.state,
+            attempts=self.attempts,
+            nodes=list(self.nodes),
+            step=self.step,
+            version_min=meta.version_min if meta else None,
+            version_max=meta.version_max if meta else None,
+            reward_mean=meta.reward_mean if meta else None,
+            reason=self.reason,
+        )
+
+
+class TaskTable:
+    """Living tasks in ordered structures, finished ones in `history`."""
+
+    def __init__(self) -> None:
+        self.living: dict[int, Entry] = {}
+        self.history = History()
+        self.next_serial = 0
+        self.pending: list[int] = []  # heap of serials; a pending task leaves only from the top
+        self.leased: dict[str, Entry] = {}  # by token
+        self.ready: list[int] = []  # sorted serials
+        self.steps: dict[int, list[int]] = {}  # serials taken by each uncommitted step, in the order given out
+        self.bytes_held = 0
+        self._accepted_groups = self._accepted_bytes = 0
+        self._dead: list[int] = []  # sorted serials
+
+    def dead_before(self, serial: int) -> int:
+        """Number of dead tasks with a lower serial."""
+        return bisect_left(self._dead, serial)
+
+    def add(self, task: Task) -> None:
+        """A new pending task."""
+        self.living[task.serial] = Entry(task)
+        heapq.heappush(self.pending, task.serial)
+        self.next_serial = max(self.next_serial, task.serial + 1)
+
+    def lease_oldest(self, node: str, token: str, now: float, deadline: float) -> Entry:
+        """Move the oldest pending task to `node`; raises IndexError when there is none."""
+        entry = self.living[heapq.heappop(self.pending)]
+        entry.state, entry.node, entry.token = LEASED, node, token
+        entry.leased_at, entry.deadline = now, deadline
+        entry.attempts += 1
+        entry.nodes.append(node)
+        self.leased[token] = entry
+        return entry
+
+    def hand_back(self, entry: Entry) -> None:
+        """leased -> pending without counting the attempt."""
+        self._end_lease(entry)
+        entry.attempts -= 1
+        self._requeue(entry)
+
+    def lose(self, entry: Entry, reason: str, max_attempts: int) -> bool:
+        """leased -> pending, or -> dead at the `max_attempts`-th failure. Returns whether it died."""
+        self._end_lease(entry)
+        entry.failures += 1
+        entry.reason = reason
+        if entry.failures < max_attempts:
+            self._requeue(entry)
+            return False
+        del self.living[entry.serial]
+        self.history.add(entry.ledger(DEAD))
+        insort(self._dead, entry.serial)
+        return True
+
+    def accept(self, entry: Entry, meta: GroupMeta, payload: object, payload_bytes: int) -> None:
+        """leased -> ready."""
+        self._end_lease(entry)
+        entry.state = READY
+        entry.meta, entry.payload, entry.payload_bytes = meta, payload, payload_bytes
+        self.bytes_held += payload_bytes
+        self._accepted_groups += 1
+        self._accepted_bytes += payload_bytes
+        insort(self.ready, entry.serial)
+
+    def oldest_ready(self, count: int, in_order: bool) -> list[int] | None:
+        """The `count` oldest ready serials, or None; `in_order`: only when no older task is pending or leased."""
+        if len(self.ready) < count:
+            return None
+        chosen = self.ready[:count]
+        if in_order and chosen:
+            last = chosen[-1]
+            if self.pending and self.pending[0] < last:
+                return None
+            if any(entry.serial < last for entry in self.leased.values()):
+                return None
+        return chosen
+
+    def take_oldest(self, step: int, count: int) -> None:
+        """The `count` oldest ready tasks -> taken by `step`."""
+        chosen = self.ready[:count]
+        del self.ready[:count]
+        for serial in chosen:
+            entry = self.living[serial]
+            entry.state, entry.step = TAKEN, step
+        self.steps.setdefault(step, []).extend(chosen)
+
+    def give_up(self, entry: Entry) -> None:
+        """taken -> pending: its group is dropped and generated again."""
+        assert entry.step is not None
+        self.steps[entry.step].remove(entry.serial)
+        self._drop_group(entry)
+        entry.meta = None
+        entry.step = None
+        self._requeue(entry)
+
+    def commit(self, step: int) -> int:
+        """taken -> committed for everything taken by steps <= `step`. Returns how many groups."""
+        count = 0
+        for taken_step in [s for s in self.steps if s <= step]:
+            for serial in self.steps.pop(taken_step):
+                entry = self.living.pop(serial)
+                self._drop_group(entry)
+                self.history.add(entry.ledger(COMMITTED))
+                count += 1
+        return count
+
+    def bytes_expected(self) -> float:
+        """Bytes held once every leased group has arrived, at the mean size so far."""
+        return self.bytes_held + len(self.leased) * self._accepted_bytes / max(1, self._accepted_groups)
+
+    def older_in_progress(self, serial: int) -> int:
+        """Number of leased and ready tasks older than `serial`."""
+        return bisect_left(self.ready, serial) + sum(e.serial < serial for e in self.leased.values())
+
+    def ledger(self) -> list[LedgerEntry]:
+        """Every task, ascending by serial."""
+        finished = [self.history.get(serial) for serial in self.history.serials()]
+        return sorted([*finished, *(e.ledger() for e in self.living.values())], key=lambda e: e.serial)
+
+    def _end_lease(self, entry: Entry) -> None:
+        del self.leased[entry.token]
+        entry.token = entry.node = ""
+
+    def _requeue(self, entry: Entry) -> None:
+        entry.state = PENDING
+        heapq.heappush(self.pending, entry.serial)
+
+    def _drop_group(self, entry: Entry) -> None:
+        self.bytes_held -= entry.payload_bytes
+        entry.payload, entry.payload_bytes = None, 0
