@@ -208,10 +208,11 @@ class Lead:
             self._ejections = ejections
         self.regenerated = 0
 
-    def close(self, state: str, version: int) -> None:
-        """Tell the broker how it ended and release everything."""
-        self.reporter.set(state, policy_version=version)
-        self.events.add(f"learner_{state}", step=version)
+    def close(self, state: str, version: int, reason: str = "") -> None:
+        """Tell the broker how it ended (done, drained or failed) and release everything."""
+        reported = "draining" if state == "drained" else state
+        self.reporter.set(reported, reason or f"{state} at version {version}", policy_version=version)
+        self.events.add(f"learner_{state}", step=version, reason=reason)
         self.publisher.close()
         self.reporter.stop()
         self.metrics.close()

@@ -66,7 +66,8 @@ class Reporter:
         """Send the last state and end the thread; waits for a sending that is under way, at most `timeout_s`."""
         self._stopping.set()
         self._changed.set()
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         client: ReportSink | None = None

@@ -99,6 +99,7 @@ class Trainer:
             command = self._next_command()
             self._times.learner_idle_s += timed(waited_from)
             if isinstance(command, Drain):
+                self._report("draining", "the checkpoint")
                 self._checkpoint()
                 return "drained"
             if isinstance(command, Fail):

@@ -1,0 +1,218 @@
+"""`python -m learner.main --config FILE [--broker ADDRESS] [key=value ...]`: one rank of the learner.
+
+lead rank: find the newest checkpoint -> connect to the broker -> bind the weight plane
+all ranks: load model and checkpoint -> trainer.run until run.steps or a drain
+lead rank: say how it ended, to the broker and in RUN/learner.json
+"""
+
+import hashlib
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from broker.client import BrokerClient
+from common.config import Config
+from common.config_checks import check_config, resolve_paths
+from common.config_loading import load_config
+from common.errors import BrokerUnreachable, SlipstreamError, UsageError
+from common.lifecycle import alive
+from common.metrics import MetricsWriter
+from common.run_dir import RunDir
+from learner.checkpointing import MODEL_FOLDER, CheckpointFolder, TrainerState
+from learner.lead import Lead
+from learner.process import RankProcess, guard, leave, parse_arguments
+from learner.reporting import Reporter
+from learner.run_files import EventLog, next_incarnation, write_record
+from learner.step_metrics import Totals
+from learner.task_stream import TaskStream
+from learner.tasks import TaskSource
+
+logger = logging.getLogger(__name__)
+
+BROKER_WAIT_S = 30.0
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """Where every rank starts; the lead decides and broadcasts it. `checkpoint` is '' for a new run."""
+
+    checkpoint: str
+    version: int
+    incarnation: int
+    tokens_trained: int
+    tokens_wasted: int
+    dataset_digest: str
+    config_digest: str
+
+
+@dataclass
+class LeadParts:
+    """What the lead rank prepares before the model is loaded."""
+
+    broker: BrokerClient
+    reporter: Reporter
+    events: EventLog
+    checkpoints: CheckpointFolder
+    tasks: TaskStream
+    resume: Resume
+
+
+def find_broker(config: Config, run_dir: RunDir, given: str | None, wait_s: float = BROKER_WAIT_S) -> str:
+    """The broker's address: as given, from the config, or from RUN/broker.json once a living broker wrote it.
+
+    Raises:
+        BrokerUnreachable: no RUN/broker.json within `wait_s`.
+    """
+    if given:
+        return given
+    address = config.broker.address
+    if not address.startswith("tcp://") or urlsplit(address).port:
+        return address
+    end = time.monotonic() + wait_s
+    while True:
+        found = run_dir.broker()
+        over = time.monotonic() >= end
+        if found is not None and (alive(found.pid) or over):  # over: it may run on another machine
+            return found.address
+        if over:
+            raise BrokerUnreachable(
+                f"no broker wrote {run_dir.broker_json} within {wait_s:.0f} s; is `slipstream broker CONFIG` running?"
+            )
+        time.sleep(0.1)
+
+
+def prepare_lead(config: Config, run_dir: RunDir, broker_address: str | None) -> LeadParts:
+    """Find where the run stands and connect to the broker.
+
+    Raises:
+        UsageError: the dataset is not the one that the checkpoint was trained on.
+    """
+    run_dir.prepare(config)
+    checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep)
+    events = EventLog(run_dir.events)
+    for name in checkpoints.remove_incomplete():
+        events.add("incomplete_checkpoint_removed", name=name)
+    newest = checkpoints.newest()
+    path, state = newest or (None, None)
+    source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
+    if state is not None and state.dataset_digest != source.digest:
+        raise UsageError(f"tasks.dataset: {config.tasks.dataset} changed since {path} was written; restore it")
+    incarnation = next_incarnation(run_dir, state.incarnation if state else None)
+    resume = _resume(config, path, state, incarnation, source.digest)
+    address = find_broker(config, run_dir, broker_address)
+    limit = config.broker.max_message_bytes
+    reporter = Reporter(lambda: BrokerClient(address, max_message_bytes=limit), incarnation, resume.version)
+    write_record(run_dir, incarnation, "running", resume.version)
+    events.add("learner_started", incarnation=incarnation, step=resume.version, checkpoint=resume.checkpoint)
+    tasks = TaskStream(source, state.tasks if state else None)
+    return LeadParts(BrokerClient(address, max_message_bytes=limit), reporter, events, checkpoints, tasks, resume)
+
+
+def _resume(config: Config, path: Path | None, state: TrainerState | None, incarnation: int, dataset: str) -> Resume:
+    digest = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:16]
+    if state is None:
+        return Resume("", 0, incarnation, 0, 0, dataset, digest)
+    if state.config_digest != digest:
+        logger.warning("the config changed since %s was written", path)
+    return Resume(
+        str(path),
+        state.policy_version,
+        incarnation,
+        state.tokens_trained_total,
+        state.tokens_wasted_total,
+        dataset,
+        digest,
+    )
+
+
+def train(config: Config, run_dir: RunDir, process: RankProcess, parts: LeadParts | None) -> str:
+    """Load everything and run the loop; returns 'done' or 'drained'. Collective."""
+    publisher = None
+    if parts is not None:
+        from learner.publishing import create_publisher
+
+        parts.reporter.start()
+        parts.reporter.set("starting", "loading the model")
+        publisher = create_publisher(config, parts.resume.incarnation)
+        parts.reporter.set_weights_address(publisher.start())
+
+    from learner.megatron.backend import MegatronBackend  # after the checks: it takes seconds to import
+    from learner.trainer import Start, Trainer
+
+    backend = MegatronBackend(
+        Path(config.model.path),
+        config.model.dtype,
+        config.learner.parallel,
+        config.learner.optimizer,
+        config.run.steps,
+        config.run.seed,
+    )
+    told = backend.broadcast_bytes(msgspec.json.encode(parts.resume) if parts else None)
+    resume = msgspec.json.decode(told, type=Resume)
+    if resume.checkpoint:
+        logger.info("resuming from %s", resume.checkpoint)
+        backend.load_checkpoint(Path(resume.checkpoint) / MODEL_FOLDER)
+    totals = Totals(resume.tokens_trained, resume.tokens_wasted)
+    start = Start(resume.version, resume.incarnation, totals, (resume.dataset_digest, resume.config_digest))
+    lead = None
+    if parts is not None and publisher is not None:
+        metrics = MetricsWriter(run_dir.metrics, keep_before_step=resume.version)
+        lead = Lead(
+            config,
+            parts.broker,
+            publisher,
+            parts.tasks,
+            parts.checkpoints,
+            metrics,
+            parts.events,
+            parts.reporter,
+            process.stop_requested,
+            backend.vocab_size,
+        )
+        lead.attach(resume.version)
+    trainer = Trainer(config, run_dir, backend, start, lead)
+    try:
+        state = trainer.run()
+    except BaseException as error:
+        if lead is not None:
+            write_record(run_dir, resume.incarnation, "failed", trainer.version)
+            lead.close("failed", trainer.version, str(error))
+        raise
+    if lead is not None:
+        write_record(run_dir, resume.incarnation, state, trainer.version)
+        lead.close(state, trainer.version)
+    backend.close()
+    return state
+
+
+def run(arguments: Sequence[str]) -> int:
+    """One rank from start to end; raises SlipstreamError (exit code 1) or UsageError (exit code 2)."""
+    words = parse_arguments("learner.main", arguments)
+    config = resolve_paths(load_config(words.config, words.overrides, Config))
+    check_config(config, str(words.config))
+    run_dir = RunDir(config.run.dir)
+    process = RankProcess.start("learner", run_dir, config.learner.threads, config.telemetry.log_level)
+    parts = prepare_lead(config, run_dir, words.broker) if process.is_lead else None
+    try:
+        state = train(config, run_dir, process, parts)
+    except SlipstreamError as error:
+        if parts is not None:  # once more for errors from before the loop
+            parts.reporter.set("failed", str(error))
+            parts.reporter.stop()
+        raise
+    logger.info("%s", {"done": "trained to run.steps", "drained": "stopped early; start again to go on"}[state])
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code of one rank; errors are logged."""
+    return guard(run, sys.argv[1:] if arguments is None else arguments)
+
+
+if __name__ == "__main__":
+    leave(main())
