@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from broker.client import ObserverClient
+from broker.client import BrokerClient
 from broker.contract import BrokerStatus
 from common.config import Config
 from common.errors import BrokerUnreachable, UsageError
@@ -17,7 +17,7 @@ POLL_S = 0.1
 def ask_status(address: str, timeout_s: float) -> BrokerStatus:
     """What the broker at `address` says; raises UsageError with the reason when none answers in time."""
     try:
-        with ObserverClient(address, timeout_s=timeout_s) as client:
+        with BrokerClient(address, deadline_s=timeout_s, retry_s=0.5) as client:
             return client.status()
     except BrokerUnreachable as error:
         raise UsageError(

@@ -31,16 +31,16 @@ class Observation:
 
 def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
     """Ask the broker; fall back to RUN/status.json. Raises SlipstreamError when there is neither."""
-    from broker.client import ObserverClient
+    from broker.client import BrokerClient
 
     file = run.broker()
-    reason = "no broker has run here yet"
+    reason = _absent(run)
     if file is not None:
         if not alive(file.pid):
             reason = f"broker {file.pid} has ended"
         else:
             try:
-                with ObserverClient(file.address, timeout_s=timeout_s) as client:
+                with BrokerClient(file.address, deadline_s=timeout_s, retry_s=0.5) as client:
                     return Observation(client.status(), live=True)
             except SlipstreamError as error:
                 reason = f"broker not reachable: {error}"
@@ -53,13 +53,13 @@ def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
 
 def observe_ledger(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> list[LedgerEntry]:
     """The delivery ledger, from the broker or from RUN/ledger.json; raises SlipstreamError when there is neither."""
-    from broker.client import ObserverClient
+    from broker.client import BrokerClient
 
     file = run.broker()
-    reason = "no broker has run here yet"
+    reason = _absent(run)
     if file is not None and alive(file.pid):
         try:
-            with ObserverClient(file.address, timeout_s=timeout_s) as client:
+            with BrokerClient(file.address, deadline_s=timeout_s, retry_s=0.5) as client:
                 return client.ledger()
         except SlipstreamError as error:
             reason = f"broker not reachable: {error}"
@@ -69,6 +69,10 @@ def observe_ledger(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Led
         raise SlipstreamError(f"{run.path}: {reason}, and it left no ledger.json") from None
     except msgspec.DecodeError as error:
         raise SlipstreamError(f"{run.ledger_json} cannot be read: {error}") from None
+
+
+def _absent(run: RunDir) -> str:
+    return "the broker has ended" if run.status_json.exists() else "no broker has run here yet"
 
 
 def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:

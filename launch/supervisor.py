@@ -33,6 +33,7 @@ class RoleSpec:
         log: file that gets its stdout and stderr, appended.
         env: added to the environment.
         cores: CPU cores that it and its children may use; None leaves them free.
+        child_cores: cores of the processes that it starts, while it stays free itself.
         max_restarts: times it is started again after a crash.
     """
 
@@ -41,6 +42,7 @@ class RoleSpec:
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
     cores: frozenset[int] | None = None
+    child_cores: frozenset[int] | None = None
     max_restarts: int = 0
 
 
@@ -90,11 +92,13 @@ class Role:
         return True
 
     def scan(self) -> None:
-        """Remember which processes this one started."""
+        """Remember which processes this one started, and pin them to `child_cores`."""
         if self.running and self._process is not None:
             with contextlib.suppress(psutil.Error):
                 for child in psutil.Process(self._process.pid).children(recursive=True):
                     self._descendants.setdefault(child.pid, child)
+                    if self.spec.child_cores is not None:
+                        pin(child.pid, self.spec.child_cores)
 
     def terminate(self) -> None:
         """SIGTERM to the process alone: it drains and tells its own children."""
@@ -199,6 +203,13 @@ class Supervisor:
         role.restart_at = now + wait_s
         self._sink("crashed", {"role": name, "exit_code": code, "restart_in_s": wait_s})
         return True
+
+
+def pin(pid: int, cores: frozenset[int]) -> None:
+    """Bind every thread of a process to `cores`; threads that it starts later inherit that."""
+    with contextlib.suppress(OSError):  # it may end at any moment
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(thread), cores)
 
 
 def describe_exit(code: int | None) -> str:

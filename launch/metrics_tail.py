@@ -1,0 +1,49 @@
+"""Follow RUN/metrics.jsonl: only what was added is read again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class MetricsTail:
+    """Steps seen so far, one entry per step; a resumed learner's rewritten file is read from its start."""
+
+    def __init__(self, path: Path) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._path = path
+        self._offset = 0
+        self._inode = -1
+
+    def update(self) -> bool:
+        """Read what is new; True when there was something."""
+        try:
+            stat = self._path.stat()
+        except OSError:
+            return False
+        if stat.st_ino != self._inode or stat.st_size < self._offset:
+            self.lines, self._offset, self._inode = [], 0, stat.st_ino
+        if stat.st_size == self._offset:
+            return False
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        before = len(self.lines)
+        for line in whole.splitlines():
+            try:
+                loaded = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(loaded, dict):
+                self.lines.append(loaded)
+        return len(self.lines) > before
+
+    def series(self, name: str) -> list[float]:
+        """Values of one metric over the steps that have it."""
+        return [float(line[name]) for line in self.lines if isinstance(line.get(name), int | float)]
+
+
+def mean(values: list[float]) -> float | None:
+    """None of nothing."""
+    return sum(values) / len(values) if values else None
