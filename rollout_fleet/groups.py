@@ -9,6 +9,8 @@ import msgspec
 from common.rollouts import Group, GroupMeta, Sample, Task
 from rollout_fleet.episodes import EpisodeDriver, Progress
 
+NOTHING = GroupMeta(version_min=-1, version_max=-1, reward_mean=0.0, sampled_tokens=0)
+
 
 @dataclass
 class GroupProgress:
@@ -46,9 +48,11 @@ class GroupRunner:
 
         Raises:
             SlipstreamError: the engine failed.
-            ValueError: the task's problem is not a JSON object.
         """
-        problem = _decode_problem(task)
+        try:
+            problem = _decode_problem(task)
+        except ValueError as error:
+            return RolledOut(Group(task.serial, []), NOTHING, 0, str(error))
         started = [0.0] * task.group_size
 
         async def episode(index: int) -> Sample:

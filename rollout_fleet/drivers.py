@@ -1,0 +1,55 @@
+"""From a config to an episode driver."""
+
+import logging
+from pathlib import Path
+
+from common.config import Config
+from common.errors import ConfigError
+from rollout_fleet.environments import registry
+from rollout_fleet.environments.host import EnvironmentHost
+from rollout_fleet.environments.protocol import Budget
+from rollout_fleet.episodes import EpisodeDriver, Sampling, Tokenizer
+from rollout_fleet.sampler_protocol import Sampler
+
+logger = logging.getLogger(__name__)
+
+
+def build_driver(
+    config: Config, sampler: Sampler, host: EnvironmentHost, sampling: Sampling | None = None
+) -> EpisodeDriver:
+    """The driver of the config's environment and budgets.
+
+    Args:
+        config: the job's config.
+        sampler: an engine, started or not.
+        host: where the environments live.
+        sampling: None: rollout.temperature and rollout.top_p.
+
+    Raises:
+        ConfigError: environment, options or tokenizer cannot be used.
+    """
+    rollout, tasks = config.rollout, config.tasks
+    environment = registry.resolve(tasks.environment, tasks.options)
+    return EpisodeDriver(
+        sampler=sampler,
+        tokenizer=load_tokenizer(config.model.path),
+        environment=environment,
+        options=dict(tasks.options),
+        budget=Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len),
+        sampling=sampling or Sampling(rollout.temperature, rollout.top_p),
+        timeout_s=rollout.sample_timeout_s,
+        host=host,
+    )
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder; raises ConfigError naming model.path."""
+    from transformers import AutoTokenizer
+
+    try:
+        if not Path(path).is_dir():
+            raise FileNotFoundError(f"{path} is not a folder")
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError("config", "model.path", "a Hugging Face folder with a tokenizer", reason) from error
