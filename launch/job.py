@@ -115,28 +115,32 @@ class Job:
         """Until the learner is done (True) or the job is to stop (False); raises JobFailed."""
         while not flag.wait(POLL_S):
             for role in self.supervisor.poll():
-                if self._ends_job(role):
-                    return True
+                if role.spec.name == "learner" and role.exit_code == 0:
+                    return self._learner_ended()
+                self._check_end(role)
             self._show()
-            record = learner_record(self.run_dir)
-            if not self.supervisor.roles["learner"].running and record is not None and record.state == "drained":
-                return False
         self._note(f"{flag.reason}: stopping; again to kill everything at once")
         return False
 
-    def _ends_job(self, role: Role) -> bool:
-        """What the end of a role means: True when the job is done, False when it goes on; raises JobFailed."""
-        name, record = role.spec.name, learner_record(self.run_dir)
-        if name == "learner" and role.exit_code == 0:
-            return record is not None and record.state == "done"
+    def _learner_ended(self) -> bool:
+        """A learner ends with exit code 0 when the job is done, and when someone told it to stop."""
+        record = learner_record(self.run_dir)
+        if record is not None and record.state == "done":
+            return True
+        self._note("the learner was told to stop; stopping the job")
+        return False
+
+    def _check_end(self, role: Role) -> None:
+        """Raise JobFailed when the job cannot go on without a role that is not coming back."""
+        name = role.spec.name
         if name in ("learner", "broker"):
             raise self._failure(role)
         if role.exit_code == 0:
-            return False  # a node that was told to leave
-        if not any(self._may_still_work(node) for node in self.nodes):
+            self._note(f"{name} was told to leave")
+        elif any(self._may_still_work(node) for node in self.nodes):
+            self._note(f"{name} failed for good ({describe_exit(role.exit_code)}); the job goes on without it")
+        else:
             raise self._failure(role)
-        self._note(f"{name} failed for good ({describe_exit(role.exit_code)}); the job goes on without it")
-        return False
 
     def _may_still_work(self, name: str) -> bool:
         role = self.supervisor.roles.get(name)

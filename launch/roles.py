@@ -13,7 +13,7 @@ from common.config import Config
 from common.config_loading import load_either
 from common.errors import UsageError
 from common.logs import setup_logging
-from common.run_dir import RunDir, write_atomic
+from common.run_dir import RunDir, write_json
 from launch.access import ask_status, discover_broker
 from launch.targets import checked, find_run, joined_config, load_job, load_sft
 
@@ -28,7 +28,7 @@ def broker(args: argparse.Namespace) -> int:
     setup_logging("broker", "0", run.logs, config.telemetry.log_level)
     from broker.main import run_broker
 
-    return run_broker(config, msgspec.json.encode(config)) or 0
+    return run_broker(config, msgspec.json.encode(config))
 
 
 def learner(args: argparse.Namespace) -> int:
@@ -63,7 +63,7 @@ def rollout(args: argparse.Namespace) -> int:
     os.environ.update(thread_environment(config.rollout.threads))
     from rollout_fleet.main import run_node
 
-    return run_node(config, address, node_id) or 0
+    return run_node(config, address, node_id)
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -80,10 +80,18 @@ def evaluate(args: argparse.Namespace) -> int:
         raise UsageError(f"{model} is not a model folder; has the run finished? --model DIR names another")
     setup_logging("eval", "0", run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))
-    from rollout_fleet.evaluate import evaluate_model
+    from rollout_fleet.evaluate import run_eval
 
-    result = evaluate_model(config, model)
-    write_atomic(run.path / "eval.json", msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    result = run_eval(config, model)
+    write_json(run.path / "eval.json", result)
+    if args.json:
+        print(msgspec.json.encode(result).decode())
+    else:
+        failed = f", {result.failed} episodes failed" if result.failed else ""
+        print(
+            f"{model}: greedy accuracy {result.greedy_accuracy:.3f}, sampled {result.sampled_accuracy:.3f} "
+            f"on {result.problems} held-out problems{failed}"
+        )
     return 0
 
 
