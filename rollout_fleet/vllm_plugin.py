@@ -1,5 +1,27 @@
-"""Entry point of vLLM's general plugins; loaded in every vLLM process of this environment."""
+"""Entry point of vLLM's general plugins; loaded in every vLLM process of this environment, sometimes twice."""
+
+from common.lifecycle import die_with_parent
+
+BACKEND = "slipstream"  # name in vLLM's weight transfer registry
+_registered = False
 
 
 def register() -> None:
-    """Nothing to register yet."""
+    """Add our weight transfer engine and the patches of vllm_compat.py; in engine processes, die with the parent."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    from rollout_fleet import vllm_compat
+
+    vllm_compat.check_version()
+    WeightTransferEngineFactory.register_engine(BACKEND, "rollout_fleet.transfer", "SlipstreamTransferEngine")
+    if current_platform.is_cpu():
+        vllm_compat.keep_cpu_linear_weights_live()
+    if vllm_compat.in_engine_process():
+        die_with_parent()
+        vllm_compat.flip_in_one_call()

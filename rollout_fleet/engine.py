@@ -1,0 +1,254 @@
+"""The rollout engine: vLLM's AsyncLLM behind tokens in, tokens out, with a policy version for every token.
+
+Results that contain tokens of weights which are not proven yet are held back until the proof is there, so
+nothing sampled from wrong weights ever leaves the engine.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+from common.config import Config
+from common.errors import SlipstreamError, UsageError
+from common.rollouts import VersionRun
+from rollout_fleet import engine_environment
+from rollout_fleet.engine_weights import EngineWeights
+from rollout_fleet.sampler_protocol import EngineCounters, FinishReason, Generation
+from rollout_fleet.vllm_plugin import BACKEND
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_S = 2.0  # for the engine process, which holds nothing worth saving
+UNLABELLED = "default"  # vLLM's label before the first version
+
+
+class Engine:
+    """One vLLM engine. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        weights: Literal["random", "folder"] = "random",
+        stop_token_ids: list[int] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            weights: 'random' when they come from a learner: the model folder gives only the architecture, loading
+                is skipped, and `generate` refuses until the first flip. 'folder' loads them (label -1).
+            stop_token_ids: what ends a generation; None: the folder's end-of-sequence tokens.
+            seed: of the sampler; None: the config's. Give every node its own.
+        """
+        self._config = config
+        self._random = weights == "random"
+        self._seed = config.run.seed if seed is None else seed
+        self._stop_token_ids = end_tokens(Path(config.model.path)) if stop_token_ids is None else stop_token_ids
+        self._counters = EngineCounters()
+        self._numbers = itertools.count()
+        self._params: dict[tuple[int, float, float], Any] = {}
+        self._llm: Any = None
+        self._creator: ThreadPoolExecutor | None = None
+        self.weights = EngineWeights(recompute=config.weights.kv_cache == "recompute")
+
+    @property
+    def counters(self) -> EngineCounters:
+        return self._counters
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in the engine; -1: none, or those of the folder."""
+        return self.weights.version
+
+    async def start(self) -> None:
+        """Bring the engine up (seconds to minutes); the event loop stays free meanwhile.
+
+        Raises:
+            UsageError: a config that this engine cannot serve.
+            SlipstreamError: the engine did not come up; the message says why.
+        """
+        if self._config.rollout.engine.tensor_parallel != 1:
+            raise UsageError(
+                "rollout.engine.tensor_parallel: the gloo weight plane serves engines of 1 device, not more"
+            )
+        # The engine process dies with the *thread* that made it, so this one must live as long as the engine.
+        self._creator = ThreadPoolExecutor(1, "vllm-parent")
+        try:
+            self._llm = await asyncio.get_running_loop().run_in_executor(self._creator, self._create)
+            if "generate" not in await self._llm.get_supported_tasks():
+                raise UsageError(f"{self._config.model.path} is no model that generates text; see its config.json")
+        except Exception as error:
+            await self.shutdown()
+            raise SlipstreamError(f"the vLLM engine did not start: {error}") from error
+        await self.weights.attach(self._llm, usable=not self._random)
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+    ) -> Generation:
+        """Continue `prompt_ids` by at most `max_tokens` tokens; temperature 0 is greedy.
+
+        A cancelled call aborts its request in the engine.
+
+        Raises:
+            SlipstreamError: no weights yet, quarantined, engine dead, or the request was refused.
+        """
+        self.weights.check_usable()
+        request_id = str(next(self._numbers))
+        prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": self.weights.label}
+        output = await self._request(request_id, prompt, self._sampling(max_tokens, temperature, top_p))
+        generation = to_generation(output)
+        await self.weights.wait_proven(run.version for run in generation.version_runs)
+        self._counters.requests += 1
+        self._counters.tokens_generated += len(generation.tokens)
+        return generation
+
+    async def shutdown(self) -> None:
+        """Abort what runs and end the engine's processes; safe to call twice."""
+        llm, self._llm = self._llm, None
+        creator, self._creator = self._creator, None
+        loop = asyncio.get_running_loop()
+        if llm is not None:
+            self.weights.detach()
+            await loop.run_in_executor(creator, lambda: llm.shutdown(timeout=SHUTDOWN_S))
+        if creator is not None:
+            await loop.run_in_executor(None, creator.shutdown)
+
+    async def _request(self, request_id: str, prompt: Any, params: Any) -> Any:
+        """The final RequestOutput of one request."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        if self._llm is None:
+            raise SlipstreamError("the engine is not running")
+        try:
+            async for output in self._llm.generate(prompt, params, request_id):
+                if output.finished:
+                    return output
+        except asyncio.CancelledError:
+            self._counters.aborted += 1
+            raise
+        except EngineDeadError as error:
+            raise SlipstreamError("the vLLM engine died; its process's log has the reason") from error
+        except (EngineGenerateError, VLLMClientError, ValueError) as error:
+            raise SlipstreamError(f"the engine refused the request: {error.__cause__ or error}") from error
+        raise SlipstreamError("the engine ended a request without a result")
+
+    def _sampling(self, max_tokens: int, temperature: float, top_p: float) -> Any:
+        """SamplingParams; vLLM copies them per request, so equal ones are made once."""
+        key = (max_tokens, temperature, top_p)
+        params = self._params.get(key)
+        if params is None:
+            from vllm import SamplingParams
+            from vllm.sampling_params import RequestOutputKind
+
+            params = self._params[key] = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                stop_token_ids=self._stop_token_ids,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+        return params
+
+    def _create(self) -> Any:
+        """Build AsyncLLM; blocks for the whole start."""
+        engine_environment.prepare(self._config)
+        import torch
+
+        on_cpu = not torch.cuda.is_available()
+        if on_cpu:
+            engine_environment.prepare_cpu(self._config)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments(on_cpu)))
+
+    def _arguments(self, on_cpu: bool) -> dict[str, Any]:
+        from vllm.config.weight_transfer import WeightTransferConfig
+
+        engine = self._config.rollout.engine
+        arguments: dict[str, Any] = {
+            "model": self._config.model.path,
+            "dtype": self._config.model.dtype,
+            "load_format": "dummy" if self._random else "auto",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # sampling is what the caller says, never a default of the folder
+            "seed": self._seed,
+            "max_model_len": engine.max_model_len,
+            "max_num_seqs": engine.max_num_seqs,
+            "enforce_eager": engine.eager,
+            "gpu_memory_utilization": engine.gpu_memory_utilization,
+            "enable_prefix_caching": True,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+            "worker_extension_cls": "rollout_fleet.transfer.WorkerExtension",
+        }
+        if engine.max_batched_tokens is not None:
+            arguments["max_num_batched_tokens"] = engine.max_batched_tokens
+        if engine.kv_cache_mib is not None:
+            arguments["kv_cache_memory_bytes"] = engine.kv_cache_mib << 20
+        if engine.block_size is not None:
+            arguments["block_size"] = engine.block_size
+        if on_cpu:
+            arguments["distributed_executor_backend"] = "uni"
+        return arguments
+
+
+def to_generation(output: Any) -> Generation:
+    """vLLM's final RequestOutput in our terms.
+
+    Raises:
+        SlipstreamError: tokens without log-probability or without a version.
+    """
+    completion = output.outputs[0]
+    tokens = list(completion.token_ids)
+    logprobs = completion.logprobs.logprobs if completion.logprobs is not None else []
+    if len(logprobs) != len(tokens):
+        raise SlipstreamError(f"the engine gave {len(logprobs)} log-probabilities for {len(tokens)} tokens")
+    runs: list[VersionRun] = []
+    for span in completion.weight_versions or []:
+        version = version_of(span.version)
+        if span.end > span.start and (not runs or runs[-1].version != version):
+            runs.append(VersionRun(span.start, version))
+    if tokens and not runs:
+        raise SlipstreamError("the engine gave tokens without a policy version")
+    reason: FinishReason = completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
+    return Generation(tokens, list(logprobs), runs, reason)
+
+
+def version_of(label: str) -> int:
+    """Policy version of vLLM's label 'incarnation:version'; -1 for weights that no learner sent."""
+    return -1 if label == UNLABELLED else int(label.rpartition(":")[2])
+
+
+def end_tokens(folder: Path) -> list[int]:
+    """End-of-sequence ids of a Hugging Face folder: generation_config.json's, else config.json's.
+
+    Raises:
+        UsageError: the folder has no readable config.json.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except ValueError as error:
+            raise UsageError(f"{path}: not JSON: {error}") from error
+        if found is not None:
+            return [int(x) for x in found] if isinstance(found, list) else [int(found)]
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"model.path: {folder} has no config.json; it must be a Hugging Face model folder")
+    return []

@@ -1,0 +1,166 @@
+"""The weights of a running engine: WeightTarget of weight_client.py over vLLM's weight-transfer calls."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from common.errors import SlipstreamError
+from common.weights.receiving import StagingStatus
+from rollout_fleet.weight_client import Flip, ProofFailed, StagingFailed
+
+logger = logging.getLogger(__name__)
+
+FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02
+PROOF_TIMEOUT_S = 120.0
+
+
+class EngineWeights:
+    """Stages, flips and proves; calls come from one WeightClient, `check_usable` and `wait_proven` from requests."""
+
+    def __init__(self, recompute: bool) -> None:
+        """`recompute`: drop the KV cache at a flip, so that every later token is of the new policy alone."""
+        self.recompute = recompute
+        self._llm: Any = None
+        self._pause_first = False
+        self._usable = False
+        self._broken: str | None = None
+        self._proven = asyncio.Event()
+        self._proven.set()
+        self._unproven_version = -1
+        self.version, self.incarnation = -1, -1
+
+    @property
+    def label(self) -> str:
+        """What requests are salted with: KV blocks are shared only between requests of one version."""
+        return f"{self.incarnation}:{self.version}"
+
+    async def attach(self, llm: Any, usable: bool) -> None:
+        """The engine is up; `usable` when its weights may be sampled from as they are."""
+        self._llm, self._usable = llm, usable
+        config = llm.vllm_config
+        # With batches in flight a label would be one step off: those engines are paused around the flip.
+        self._pause_first = bool(config.scheduler_config.async_scheduling) or config.max_concurrent_batches > 1
+
+    def detach(self) -> None:
+        """The engine goes away; whoever waits for a proof hears it."""
+        self._llm = None
+        self._broken = self._broken or "the engine was shut down"
+        self._proven.set()
+
+    def check_usable(self) -> None:
+        """Raises SlipstreamError when these weights must not be sampled from."""
+        if self._broken is not None:
+            raise SlipstreamError(self._broken)
+        if not self._usable:
+            raise SlipstreamError("the engine has no weights yet; they come from the learner")
+
+    async def wait_proven(self, versions: Iterable[int]) -> None:
+        """Return once the weights behind `versions` are proven; raises SlipstreamError when they are not."""
+        if not self._proven.is_set() and self._unproven_version in versions:
+            await self._proven.wait()
+        if self._broken is not None:
+            raise SlipstreamError(self._broken)
+
+    async def set_layout(self, incarnation: int, welcome: bytes) -> None:
+        """The encoded Welcome of a learner incarnation."""
+        await self._rpc("init_weight_transfer_engine", init_info={"message": welcome})
+
+    async def set_epoch(self, epoch: bytes) -> None:
+        """The encoded Epoch to receive over from here on."""
+        await self._rpc("init_weight_transfer_engine", init_info={"message": epoch})
+
+    async def stage(self, publish: bytes) -> float:
+        """Receive an encoded Publish while generation goes on; returns its seconds. Raises StagingFailed."""
+        try:
+            await self._rpc("slipstream_stage", publish=publish)
+        except SlipstreamError as error:
+            raise StagingFailed(str(error)) from error
+        pause_s = FIRST_POLL_S
+        while True:
+            await asyncio.sleep(pause_s)
+            status = msgspec.msgpack.decode(await self._rpc("slipstream_staging"), type=StagingStatus)
+            if status.state == "staged":
+                return status.receive_s
+            if status.state != "receiving":
+                raise StagingFailed(status.error or "the transfer was given up")
+            pause_s = min(2 * pause_s, LAST_POLL_S)
+
+    async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
+        """Use the staged version from the next token on, then prove it. Raises ProofFailed."""
+        self._unproven_version = version
+        self._proven.clear()
+        try:
+            stall_s = await self._flip(incarnation, version)
+            self.incarnation, self.version, self._usable = incarnation, version, True
+            checksum = await self._proof(incarnation, version)
+            if checksum != expected_checksum:
+                raise ProofFailed(f"version {version}: the engine holds {checksum}, published was {expected_checksum}")
+        except BaseException as error:
+            await self.quarantine(str(error) or type(error).__name__)
+            raise
+        self._proven.set()
+        return Flip(stall_s, checksum)
+
+    async def canary(self, tokens: list[int]) -> list[float]:
+        """[len(tokens) - 1] log-probabilities of `tokens[1:]` at temperature 1 under the current weights."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        request_id = f"canary-{self.label}-{time.monotonic_ns()}"
+        prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": request_id}
+        outputs = [output async for output in self._llm.generate(prompt, params, request_id)]
+        rows = outputs[-1].prompt_logprobs[1:]
+        return [row[token].logprob for row, token in zip(rows, tokens[1:], strict=True)]
+
+    async def quarantine(self, reason: str) -> None:
+        """Generate nothing any more: the engine is paused and every request ends with the reason."""
+        if self._broken is None:
+            self._broken = f"quarantined: {reason}"
+        self._proven.set()
+        if self._llm is not None:
+            await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+
+    async def _flip(self, incarnation: int, version: int) -> float:
+        """Seconds that generation stood still, as the engine or (paused around it) this process measured them."""
+        core = self._llm.engine_core
+        if not self._pause_first:
+            return await core.call_utility_async("slipstream_flip", incarnation, version, self.recompute)
+        started = time.perf_counter()
+        await core.pause_scheduler_async(mode="keep", clear_cache=False)
+        await core.call_utility_async("slipstream_flip", incarnation, version, self.recompute)
+        await core.resume_scheduler_async()
+        return time.perf_counter() - started
+
+    async def _proof(self, incarnation: int, version: int) -> str:
+        """Checksum of what the parameters hold; the worker computes it while generation goes on."""
+        from rollout_fleet.transfer import Proof
+
+        deadline = time.monotonic() + PROOF_TIMEOUT_S
+        while time.monotonic() < deadline:
+            proof = msgspec.msgpack.decode(await self._rpc("slipstream_proof"), type=Proof | None)
+            if proof is not None:
+                if proof.error or (proof.incarnation, proof.version) != (incarnation, version):
+                    raise ProofFailed(proof.error or f"the engine proved version {proof.version}, not {version}")
+                return proof.checksum
+            await asyncio.sleep(FIRST_POLL_S)
+        raise ProofFailed(f"no proof of version {version} within {PROOF_TIMEOUT_S:g} s")
+
+    async def _rpc(self, method: str, **arguments: Any) -> Any:
+        """The single worker's answer; raises SlipstreamError with the worker's reason."""
+        if self._llm is None:
+            raise SlipstreamError("the engine is not running")
+        try:
+            return (await self._llm.collective_rpc(method, kwargs=arguments))[0]
+        except Exception as error:  # vLLM hands worker errors on as bare Exception
+            raise SlipstreamError(f"{method}: {error}") from error

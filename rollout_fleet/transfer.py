@@ -1,0 +1,133 @@
+"""Weights inside the engine's worker: vLLM's weight-transfer interface over the receiver of common/weights.
+
+`init_weight_transfer_engine` hands over the learner's Welcome and Epoch, `slipstream_stage` starts to receive in a
+thread while generation goes on, `update_weights(op=apply)` loads the verified buffer in place, and a second thread
+then proves by reading the live parameters back. All of it is called through collective_rpc, between two steps.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from common.weights import messages, packing
+from common.weights.layout import Layout
+from common.weights.receiving import Receiver
+from rollout_fleet import readback
+
+
+@dataclass
+class SlipstreamInitInfo(WeightTransferInitInfo):
+    """An encoded Welcome (what the weights look like) or Epoch (whom to receive them with)."""
+
+    message: bytes
+
+
+@dataclass
+class SlipstreamUpdateInfo(WeightTransferUpdateInfo):
+    """`op` is 'apply': use the staged version."""
+
+    op: str
+    incarnation: int
+    version: int
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """What the parameters held after a flip to `version`; `error` when that could not be read."""
+
+    incarnation: int
+    version: int
+    checksum: str = ""
+    error: str = ""
+
+
+class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, SlipstreamUpdateInfo]):
+    """Registered as 'slipstream'."""
+
+    init_info_cls = SlipstreamInitInfo
+    update_info_cls = SlipstreamUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.receiver = Receiver()
+        self.proof: Proof | None = None
+        self._proving: threading.Thread | None = None
+        self._applied: tuple[int, int] | None = None
+
+    def init_transfer_engine(self, init_info: SlipstreamInitInfo) -> None:
+        """Take note; the group is formed by the receiving thread, since its members come when they come."""
+        message = messages.decode_from_learner(init_info.message)
+        if isinstance(message, messages.Welcome):
+            self.receiver.set_layout(message.layout)
+        elif isinstance(message, messages.Epoch):
+            self.receiver.set_epoch(message)
+        else:
+            raise ValueError(f"{type(message).__name__} does not set up a transfer")
+
+    def start_weight_update(self) -> None:
+        """The parameters are about to change: let the proof of the last version end first."""
+        if self._proving is not None:
+            self._proving.join()
+        self.proof, self._applied = None, None
+
+    def receive_weights(self, update_info: SlipstreamUpdateInfo) -> None:
+        """Load the staged version into the live parameters; raises ValueError when it is not what is staged."""
+        if update_info.op != "apply":
+            raise ValueError(f"unknown operation {update_info.op!r}")
+        layout = self._layout()
+        flat = self.receiver.take(update_info.incarnation, update_info.version)
+        with torch.no_grad():
+            self.model.load_weights(packing.view(flat, layout))
+        self._applied = (update_info.incarnation, update_info.version)
+        self.receiver.give_back(flat)
+
+    def finish_weight_update(self) -> None:
+        """Begin to prove; generation goes on meanwhile, the engine holds its results back until the proof is there."""
+        if self._applied is None:
+            return
+        self._proving = threading.Thread(target=self._prove, args=(*self._applied, self._layout()), daemon=True)
+        self._proving.start()
+
+    def shutdown(self) -> None:
+        self.receiver.close()
+
+    def _layout(self) -> Layout:
+        if self.receiver.layout is None:
+            raise ValueError("no layout was announced")
+        return self.receiver.layout
+
+    def _prove(self, incarnation: int, version: int, layout: Layout) -> None:
+        try:
+            self.proof = Proof(incarnation, version, readback.checksum(self.model, layout))
+        except Exception as error:  # whatever prevents the proof is the reason not to trust these weights
+            self.proof = Proof(incarnation, version, error=f"{type(error).__name__}: {error}")
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker (worker_extension_cls), so that collective_rpc finds these methods."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+
+    def slipstream_stage(self, publish: bytes) -> None:
+        """Begin to receive an encoded Publish; raises ValueError when it does not fit what was announced."""
+        message = messages.decode_from_learner(publish)
+        if not isinstance(message, messages.Publish):
+            raise ValueError(f"{type(message).__name__} cannot be staged")
+        self.weight_transfer_engine.receiver.start(message)
+
+    def slipstream_staging(self) -> bytes:
+        """Encoded StagingStatus."""
+        return msgspec.msgpack.encode(self.weight_transfer_engine.receiver.status)
+
+    def slipstream_proof(self) -> bytes:
+        """Encoded Proof of the newest flip, or None while it is not there yet."""
+        return msgspec.msgpack.encode(self.weight_transfer_engine.proof)

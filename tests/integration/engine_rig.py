@@ -1,0 +1,107 @@
+"""A real vLLM engine fed by a real publisher, for tests: one engine, one event loop in a thread of its own."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from common.config import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig, WeightsConfig
+from common.weights.messages import Canary
+from learner.publishing import GlooPublisher
+from rollout_fleet.engine import Engine
+from rollout_fleet.weight_client import WeightClient
+
+T = TypeVar("T")
+VOCABULARY = 100  # not a multiple of 64: vLLM pads the embedding
+END = 1
+
+
+def make_model(seed: int) -> Qwen3ForCausalLM:
+    """Tiny Qwen3 with tied embeddings; different seeds disagree by nats."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
+        initializer_range=0.15, eos_token_id=END, pad_token_id=0, bos_token_id=2,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval().requires_grad_(False)
+
+
+def exported(model: Qwen3ForCausalLM) -> list[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, tensor), the tied head once."""
+    return list(model.named_parameters())
+
+
+def logprobs(model: Qwen3ForCausalLM, tokens: list[int], temperature: float = 1.0) -> list[float]:
+    """[len(tokens) - 1] of tokens[1:]."""
+    ids = torch.tensor([tokens])
+    rows = (model(ids).logits[0, :-1].float() / temperature).log_softmax(-1)
+    return rows.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+
+
+def job(folder: Path) -> Config:
+    return Config(
+        run=RunConfig(name="test", dir=str(folder / "run"), steps=1),
+        model=ModelConfig(path=str(folder / "model"), dtype="float32"),
+        tasks=TasksConfig(environment="none", dataset="none"),
+        rollout=RolloutConfig(engine=EngineConfig(max_model_len=512, max_num_seqs=64, kv_cache_mib=64, eager=True)),
+        weights=WeightsConfig(bucket_mib=1),
+    )
+
+
+class RigEngine(Engine):
+    """The engine whose worker can also be told to damage what it loads."""
+
+    def _arguments(self, on_cpu: bool) -> dict[str, Any]:
+        return {**super()._arguments(on_cpu), "worker_extension_cls": "engine_rig_extension.DamagingExtension"}
+
+
+class Rig:
+    def __init__(self, folder: Path) -> None:
+        here = str(Path(__file__).resolve().parent)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+        config = make_model(0).config
+        config.architectures = ["Qwen3ForCausalLM"]
+        config.save_pretrained(folder / "model")
+        self.config = job(folder)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.publisher = GlooPublisher(0, "float32", "127.0.0.1", 16 << 10, 10.0)
+        self.engine = RigEngine(self.config)
+        self.models: dict[int, Qwen3ForCausalLM] = {}
+        started = time.perf_counter()
+        self.run(self.engine.start(), 120)
+        self.start_s = time.perf_counter() - started
+        self.client = self.run(self._client())
+
+    async def _client(self) -> WeightClient:
+        client = WeightClient("rig", self.engine.weights)
+        client.follow(self.publisher.start(), 0)
+        return client
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 60) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
+
+    def publish(self, version: int, canary: Canary | None = None) -> None:
+        """Version v is the model of seed v."""
+        self.models[version] = make_model(version)
+        self.publisher.publish(version, exported(self.models[version]), canary)
+
+    async def active(self, version: int) -> None:
+        while self.client.state.version != version and self.client.state.quarantined is None:
+            await self.client.wait_change(1)
+
+    def close(self) -> None:
+        self.run(self.client.close())
+        self.publisher.close()
+        self.run(self.engine.shutdown())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+        self.loop.close()

@@ -1,0 +1,187 @@
+"""The real vLLM engine, fed over the real weight plane, against Hugging Face in float32.
+
+One engine serves the whole file; tests run in order and the last one breaks it.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from engine_rig import END, Rig, logprobs
+
+from common.errors import SlipstreamError
+from common.weights.messages import Canary
+from rollout_fleet.sampler_protocol import Generation
+
+REQUESTS, TOKENS = 24, 400
+TOLERANCE = 3e-5
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    made = Rig(tmp_path_factory.mktemp("engine"))
+    yield made
+    made.close()
+
+
+def prompt(i: int) -> list[int]:
+    return [(i * 7 + j * 3) % 90 + 4 for j in range(12)]
+
+
+def stop_at(rig: Rig, tokens: list[int]) -> None:
+    rig.engine._stop_token_ids = tokens
+    rig.engine._params.clear()
+
+
+async def flip_in_flight(rig: Rig, version: int) -> list[Generation]:
+    """REQUESTS generations, with a flip to `version` while all of them are being sampled."""
+    stop_at(rig, [])  # every request runs to its end: nothing finishes before the flip
+    tasks = [asyncio.create_task(rig.engine.generate(prompt(i), TOKENS)) for i in range(REQUESTS)]
+    await asyncio.sleep(0.2)
+    await asyncio.to_thread(rig.publish, version)
+    await rig.active(version)
+    assert not any(task.done() for task in tasks), "the flip came after the end of a request"
+    done = await asyncio.gather(*tasks)
+    stop_at(rig, [END])
+    return done
+
+
+def boundary(generation: Generation, old: int, new: int) -> int:
+    """Index of the first token of the new version."""
+    assert [run.version for run in generation.version_runs] == [old, new]
+    return generation.version_runs[1].start
+
+
+def worst(got: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(got, expected, strict=True))
+
+
+def test_nothing_is_sampled_before_weights_came(rig: Rig) -> None:
+    with pytest.raises(SlipstreamError, match="no weights yet"):
+        rig.run(rig.engine.generate([5, 6], 4))
+
+
+def test_the_first_version_is_proven_and_its_canary_agrees(rig: Rig) -> None:
+    from engine_rig import make_model
+
+    tokens = [(i * 11) % 90 + 4 for i in range(32)]
+    rig.publish(1, Canary(tokens, logprobs(make_model(1), tokens), tolerance=1e-4))
+    rig.run(rig.active(1))
+    state = rig.client.state
+    assert state.quarantined is None and state.version == rig.engine.version == 1
+    assert 0 < state.canary_max_difference < 1e-4
+    print(f"start {rig.start_s:.1f} s, canary {state.canary_max_difference:.2e}, stall {1e3 * state.stall_s:.1f} ms")
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.9)])
+def test_logprobs_are_of_the_distribution_sampled_from(rig: Rig, temperature: float, top_p: float) -> None:
+    got = rig.run(rig.engine.generate(prompt(3), 40, temperature, top_p))
+    rows = rig.models[1](torch.tensor([prompt(3) + got.tokens])).logits[0, 11:-1].float() / temperature
+    if top_p < 1:
+        ordered, index = rows.sort(-1)
+        dropped = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+        rows = torch.empty_like(rows).scatter_(-1, index, ordered.masked_fill(dropped, float("-inf")))
+    expected = rows.log_softmax(-1).gather(-1, torch.tensor(got.tokens)[:, None])[:, 0].tolist()
+    assert worst(got.logprobs, expected) < TOLERANCE
+
+
+def test_greedy_follows_hugging_face_and_an_end_token_is_the_last(rig: Rig) -> None:
+    model, tokens = rig.models[1], prompt(5)
+    for _ in range(20):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert rig.run(rig.engine.generate(prompt(5), 20, temperature=0)).tokens == tokens[12:]
+
+    stop_at(rig, [tokens[14]])
+    stopped = rig.run(rig.engine.generate(prompt(5), 20, temperature=0))
+    stop_at(rig, [END])
+    assert stopped.finish_reason == "stop" and stopped.tokens == tokens[12 : 12 + tokens[12:].index(tokens[14]) + 1]
+
+
+def test_a_flip_in_flight_labels_every_token_when_the_cache_is_kept(rig: Rig) -> None:
+    before = rig.client.state.stall_s
+    done = rig.run(flip_in_flight(rig, 2))
+    for i, got in enumerate(done):
+        b = boundary(got, 1, 2)
+        whole = prompt(i) + got.tokens
+        old = logprobs(rig.models[1], whole)[11:]
+        assert worst(got.logprobs[:b], old[:b]) < TOLERANCE
+        # The new side: new weights over the old weights' keys and values.
+        seen = 12 + b - 1  # the forward pass that sampled token b read token b - 1
+        cache = rig.models[1](torch.tensor([whole[:seen]]), use_cache=True).past_key_values
+        rows = rig.models[2](torch.tensor([whole[seen:-1]]), past_key_values=cache).logits[0].float().log_softmax(-1)
+        new = rows.gather(-1, torch.tensor(got.tokens[b:])[:, None])[:, 0].tolist()
+        assert worst(got.logprobs[b:], new) < TOLERANCE
+        assert worst(got.logprobs[b:], old[b:]) > 0.1, "the versions differ enough to be told apart"
+    print(f"{REQUESTS} in flight, cache kept: stall {1e3 * (rig.client.state.stall_s - before):.1f} ms")
+
+
+def test_a_flip_in_flight_is_of_the_new_policy_alone_when_the_cache_is_recomputed(rig: Rig) -> None:
+    rig.engine.weights.recompute = True
+    before = rig.client.state.stall_s
+    done = rig.run(flip_in_flight(rig, 3))
+    rig.engine.weights.recompute = False
+    for i, got in enumerate(done):
+        b = boundary(got, 2, 3)
+        whole = prompt(i) + got.tokens
+        assert worst(got.logprobs[:b], logprobs(rig.models[2], whole)[11 : 11 + b]) < TOLERANCE
+        assert worst(got.logprobs[b:], logprobs(rig.models[3], whole)[11 + b :]) < TOLERANCE
+    print(f"{REQUESTS} in flight, cache recomputed: stall {1e3 * (rig.client.state.stall_s - before):.1f} ms")
+
+
+def test_a_new_request_never_sees_keys_of_an_older_version(rig: Rig) -> None:
+    long = [(i * 13) % 90 + 4 for i in range(300)]  # more than two cache blocks
+    rig.run(rig.engine.generate(long, 4))
+    rig.publish(4)
+    rig.run(rig.active(4))
+    got = rig.run(rig.engine.generate(long, 8))
+    assert worst(got.logprobs, logprobs(rig.models[4], long + got.tokens)[299:]) < TOLERANCE
+
+
+def test_a_cancelled_generate_frees_the_engine(rig: Rig) -> None:
+    async def cancel() -> int:
+        task = asyncio.create_task(rig.engine.generate(prompt(1), 490))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return rig.engine._llm.output_processor.get_num_unfinished_requests()
+
+    stop_at(rig, [])
+    assert rig.run(cancel()) == 0
+    stop_at(rig, [END])
+    assert rig.engine.counters.aborted == 1
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_a_reason(rig: Rig) -> None:
+    with pytest.raises(SlipstreamError, match="512"):
+        rig.run(rig.engine.generate([5] * 600, 4))
+    assert rig.run(rig.engine.generate([5] * 10, 4)).version_runs[0].version == 4
+
+
+def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: Rig) -> None:
+    async def damaged() -> list[object]:
+        await rig.engine._llm.collective_rpc("damage_next_load", args=("down_proj",))
+        running = [asyncio.create_task(rig.engine.generate(prompt(i), 450)) for i in range(4)]
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(rig.publish, 5)
+        await rig.active(5)
+        return await asyncio.gather(*running, return_exceptions=True)
+
+    stop_at(rig, [])
+    results = rig.run(damaged())
+    state = rig.client.state
+    assert state.quarantined is not None and "published" in state.quarantined
+    assert state.version == 4, "the node never says that it runs the damaged version"
+    assert all(isinstance(r, SlipstreamError) for r in results), "nothing that was sampled meanwhile gets out"
+    with pytest.raises(SlipstreamError, match="quarantined"):
+        rig.run(rig.engine.generate([5, 6], 4))
+    deadline = time.monotonic() + 5
+    while rig.publisher.stats().fatal is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert "published" in (rig.publisher.stats().fatal or "")
