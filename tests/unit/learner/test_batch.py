@@ -1,0 +1,176 @@
+"""Batch assembly: what is refused, what expires, and what is counted."""
+
+import math
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+
+from broker.contract import StoredGroup
+from common.arrays import Array
+from common.config import Config
+from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
+from learner.batch import BadGroup, assemble, decode, expired_groups, length_deciles
+
+
+def sample(
+    prompt: int = 2, runs: list[tuple[int, int]] | None = None, reward: float = 0.0, **changes: object
+) -> Sample:
+    """`runs`: (tokens, version) of the sampled part."""
+    runs = [(3, 0)] if runs is None else runs
+    n = prompt + sum(count for count, _ in runs)
+    mask = np.r_[np.zeros(prompt), np.ones(n - prompt)]
+    starts = prompt + np.cumsum([0, *(count for count, _ in runs)])
+    made = Sample(
+        tokens=Array.of(np.arange(n), "int32"),
+        loss_mask=Array.of(mask, "uint8"),
+        behavior_logprobs=Array.of(-mask, "float32"),
+        version_runs=[VersionRun(int(start), version) for start, (_, version) in zip(starts, runs, strict=False)],
+        reward=reward,
+        stop_reason="stop",
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def stored(group: Group) -> StoredGroup:
+    return StoredGroup(group.serial, "node-a", GroupMeta(0, 0, 0.0, 0), encode_group(group))
+
+
+# ---------------------------------------------------------------- decode
+
+
+def test_a_good_group_is_decoded() -> None:
+    group = Group(5, [sample(), sample()])
+    assert decode(stored(group), vocab_size=10, group_size=2) == group
+
+
+@pytest.mark.parametrize(
+    ("group", "reason"),
+    [
+        (Group(5, [sample()]), "1 samples, expected 2"),
+        (
+            Group(5, [sample(), sample(tokens=Array.of([0, 1, 2, 3, 10], "int32"))]),
+            r"sample 1: token ids outside 0\.\.9",
+        ),
+        (Group(5, [sample(), sample(tokens=Array.of([0, 1, 2, 3, -1], "int32"))]), "token ids outside"),
+        (Group(5, [sample(reward=math.nan), sample()]), "sample 0: reward nan"),
+        (
+            Group(5, [sample(behavior_logprobs=Array.of([0, 0, -1, -math.inf, -1], "float32")), sample()]),
+            "behavior_logprobs of sampled tokens are not finite",
+        ),
+        (Group(5, [sample(tokens=Array.of(np.zeros(5), "int64")), sample()]), "tokens is int64, expected int32"),
+        (Group(5, [sample(loss_mask=Array.of([0, 1], "uint8")), sample()]), "loss_mask has 2 entries for 5 tokens"),
+        (Group(5, [sample(version_runs=[]), sample()]), "without a policy version"),
+        (Group(5, [sample(), sample()], schema_version=99), "schema 99"),
+    ],
+)
+def test_what_would_poison_training_is_refused_with_the_reason(group: Group, reason: str) -> None:
+    with pytest.raises(BadGroup, match=rf"group 5 from node node-a: .*{reason}"):
+        decode(stored(group), vocab_size=10, group_size=2)
+
+
+def test_bytes_that_are_no_group_are_refused() -> None:
+    with pytest.raises(BadGroup, match="group 3 from node n"):
+        decode(StoredGroup(3, "n", GroupMeta(0, 0, 0.0, 0), b"\xc1 garbage"), 10, 2)
+
+
+def test_a_group_of_another_task_is_refused() -> None:
+    with pytest.raises(BadGroup, match="payload belongs to task 6"):
+        decode(StoredGroup(5, "n", GroupMeta(0, 0, 0.0, 0), encode_group(Group(6, [sample()]))), 10, 1)
+
+
+def test_a_failed_sample_may_hold_anything() -> None:
+    broken = sample(error="timeout", reward=math.nan, tokens=Array.of([99] * 5, "int32"))
+    decode(stored(Group(5, [broken, sample()])), vocab_size=10, group_size=2)
+
+
+# ---------------------------------------------------------------- staleness and expiry
+
+
+def test_staleness_is_counted_per_token_also_within_a_sample(make_config: Callable[..., Config]) -> None:
+    config = make_config(staleness={"max": 3})
+    group = Group(0, [sample(2, [(2, 4), (3, 6)]), sample(2, [(1, 6)])])
+    batch = assemble([group], step=6, config=config)
+    assert batch.documents[0].staleness[2:].tolist() == [2, 2, 0, 0, 0]
+    assert batch.statistics.staleness_max == 2
+    assert batch.statistics.staleness_mean == pytest.approx(4 / 6)
+    assert batch.statistics.tokens_expired == 0
+
+
+def test_exactly_the_tokens_beyond_the_bound_leave_the_loss(make_config: Callable[..., Config]) -> None:
+    config = make_config(staleness={"max": 1})
+    batch = assemble([Group(0, [sample(2, [(2, 4), (3, 5), (1, 6)]), sample(2, [(1, 6)])])], 6, config)
+    assert batch.documents[0].loss_mask.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert batch.statistics.tokens_expired == 2
+    assert batch.statistics.tokens_trained == 5
+    assert batch.statistics.staleness_max == 1
+
+
+def test_a_sample_without_any_fresh_token_is_not_processed_but_counts_in_the_baseline(
+    make_config: Callable[..., Config],
+) -> None:
+    config = make_config(staleness={"max": 0}, learner={"loss": {"advantage_std": False}})
+    batch = assemble([Group(0, [sample(2, [(2, 0)], reward=1.0), sample(2, [(3, 5)], reward=0.0)])], 5, config)
+    assert len(batch.documents) == 1
+    assert batch.documents[0].advantage == -0.5
+    assert batch.statistics.tokens_expired == 2
+
+
+def test_groups_with_expired_tokens_are_found(make_config: Callable[..., Config]) -> None:
+    fresh, old = Group(1, [sample(2, [(3, 5)])]), Group(2, [sample(2, [(1, 3), (3, 5)])])
+    failed = Group(3, [sample(2, [(3, 0)], error="timeout")])
+    assert expired_groups([fresh, old, failed], step=5, max_staleness=1) == [2]
+    assert expired_groups([fresh, old, failed], step=5, max_staleness=2) == []
+
+
+def test_expired_tokens_are_counted_by_length_of_their_sample() -> None:
+    lengths = list(range(20, 0, -1))
+    counts = [1 if n > 10 else 0 for n in lengths]
+    assert length_deciles(lengths, counts) == (0, 0, 0, 0, 0, 2, 2, 2, 2, 2)
+    assert length_deciles([], []) == (0,) * 10
+    assert sum(length_deciles([5, 5, 5], [1, 2, 3])) == 6
+
+
+# ---------------------------------------------------------------- advantages, failures, figures
+
+
+def test_failed_samples_train_nothing_and_enter_no_baseline(make_config: Callable[..., Config]) -> None:
+    config = make_config(learner={"loss": {"advantage_std": False}})
+    samples = [sample(reward=1.0), sample(reward=9.0, error="environment raised"), sample(reward=0.0)]
+    batch = assemble([Group(0, samples)], 0, config)
+    assert [d.advantage for d in batch.documents] == [0.5, -0.5]
+    figures = batch.statistics
+    assert (figures.samples, figures.samples_failed, figures.failures) == (3, 1, ("environment raised",))
+    assert (figures.reward_mean, figures.reward_std, figures.tokens_failed) == (0.5, 0.5, 3)
+
+
+def test_the_batch_does_not_depend_on_the_order_of_arrival(make_config: Callable[..., Config]) -> None:
+    groups = [Group(n, [sample(reward=float(n)), sample(reward=0.0)]) for n in (2, 0, 1)]
+    one, two = assemble(groups, 0, make_config()), assemble(groups[::-1], 0, make_config())
+    assert [d.advantage for d in one.documents] == [d.advantage for d in two.documents]
+    assert one.statistics == two.statistics
+
+
+def test_the_first_token_is_never_a_target(make_config: Callable[..., Config]) -> None:
+    batch = assemble([Group(0, [sample(0, [(4, 0)]), sample(0, [(1, 0)])])], 0, make_config())
+    assert [d.loss_mask.tolist() for d in batch.documents] == [[0, 1, 1, 1]]
+    assert batch.statistics.tokens_trained == 3
+
+
+def test_environment_text_between_turns_stays_masked(make_config: Callable[..., Config]) -> None:
+    turns = sample(1, [(5, 0)], loss_mask=Array.of([0, 1, 1, 0, 0, 1], "uint8"), turns=2, stop_reason="turn_limit")
+    batch = assemble([Group(0, [turns, sample()])], 0, make_config())
+    assert batch.documents[0].loss_mask.tolist() == [0, 1, 1, 0, 0, 1]
+    assert batch.statistics.turns_mean == 1.5
+    assert batch.statistics.samples_truncated == 1
+
+
+def test_environment_metrics_are_averaged_over_samples_that_have_them(make_config: Callable[..., Config]) -> None:
+    samples = [sample(metrics={"guesses": 3.0, "won": 1.0}), sample(metrics={"guesses": 5.0})]
+    assert assemble([Group(0, samples)], 0, make_config()).statistics.environment == {"guesses": 4.0, "won": 1.0}
+
+
+def test_groups_of_equal_rewards_are_counted(make_config: Callable[..., Config]) -> None:
+    even, uneven = Group(0, [sample(reward=1.0), sample(reward=1.0)]), Group(1, [sample(reward=1.0), sample()])
+    assert assemble([even, uneven], 0, make_config()).statistics.groups_without_signal == 1

@@ -1,0 +1,97 @@
+"""Packing: bounds, balance, determinism and what a microbatch holds. tests/property has the general claim."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import UsageError
+from learner.backend import shapes_agree
+from learner.packing import FILLER, Document, build, microbatches_for, plan
+
+KEY = "learner.micro_batch_tokens"
+
+
+def document(tokens: int, start: int = 0, advantage: float = 0.0) -> Document:
+    ids = np.arange(start, start + tokens, dtype=np.int32)
+    mask = np.ones(tokens, dtype=np.uint8)
+    logprobs = -ids.astype(np.float32)
+    return Document(ids, mask, logprobs, ids % 3, advantage, f"document of {tokens}")
+
+
+def test_a_microbatch_holds_shifted_targets_and_their_own_figures() -> None:
+    (batch,) = build([document(3, 10, 0.5), document(4, 20, -1.0)], [[0, 1]])
+    assert shapes_agree(batch)
+    assert batch.tokens.tolist() == [10, 11, 20, 21, 22]
+    assert batch.targets.tolist() == [11, 12, 21, 22, 23]
+    assert batch.positions.tolist() == [0, 1, 0, 1, 2]
+    assert batch.document_lengths == (2, 3)
+    assert batch.advantages.tolist() == [0.5, 0.5, -1.0, -1.0, -1.0]
+    assert batch.behavior_logprobs.tolist() == [-11, -12, -21, -22, -23]
+    assert batch.staleness.tolist() == [11 % 3, 12 % 3, 21 % 3, 22 % 3, 23 % 3]
+    assert (batch.tokens.dtype, batch.loss_mask.dtype) == (torch.int64, torch.float32)
+
+
+def test_supervised_documents_get_zeros_for_what_they_lack() -> None:
+    (batch,) = build([Document(np.arange(5, dtype=np.int32), np.array([0, 0, 1, 1, 0], dtype=np.uint8))], [[0]])
+    assert batch.loss_mask.tolist() == [0, 1, 1, 0]
+    assert batch.behavior_logprobs.tolist() == batch.advantages.tolist() == [0.0] * 4
+
+
+def test_every_rank_gets_as_many_microbatches_and_fillers_train_nothing() -> None:
+    documents = [document(8), document(8), document(8)]
+    plans = plan(documents, 2, 7, KEY)
+    assert [len(p) for p in plans] == [2, 2]
+    batches = [batch for rank in range(2) for batch in build(documents, plans[rank])]
+    fillers = [batch for batch in batches if batch.loss_mask.sum() == 0]
+    assert len(fillers) == 1 and fillers[0].document_lengths == (FILLER.places,)
+
+
+def test_no_documents_still_give_one_microbatch_per_rank() -> None:
+    assert plan([], 3, 100, KEY) == [[[]], [[]], [[]]]
+
+
+def test_a_document_longer_than_the_bound_names_the_key() -> None:
+    with pytest.raises(UsageError, match=r"document of 12 needs 11 tokens .* learner\.micro_batch_tokens is 10"):
+        microbatches_for([document(5), document(12)], 0, 1, 10)
+
+
+def test_a_document_as_long_as_the_bound_fits() -> None:
+    assert plan([document(11)], 1, 10, KEY) == [[[0]]]
+
+
+def test_loads_are_even_over_ranks_and_microbatches() -> None:
+    draw = np.random.default_rng(0)
+    documents = [document(int(n)) for n in draw.integers(20, 400, 128)]
+    plans = plan(documents, 4, 4096, KEY)
+    totals = [sum(documents[i].places for bin_ in rank for i in bin_) for rank in plans]
+    assert max(totals) < 1.02 * min(totals)
+
+
+def test_the_number_of_microbatches_is_near_the_least_possible() -> None:
+    draw = np.random.default_rng(1)
+    documents = [document(int(n)) for n in draw.integers(100, 1000, 500)]
+    count = len(plan(documents, 1, 4096, KEY)[0])
+    assert count <= 1.1 * sum(d.places for d in documents) / 4096 + 1
+
+
+def test_the_same_documents_give_the_same_plan() -> None:
+    documents = [document(n) for n in (5, 9, 9, 5, 7, 7, 30)]
+    assert plan(documents, 2, 32, KEY) == plan(list(documents), 2, 32, KEY)
+
+
+def test_the_order_of_documents_is_kept_within_a_microbatch() -> None:
+    plans = plan([document(n) for n in (5, 30, 6, 20, 7)], 1, 1000, KEY)
+    assert plans == [[[0, 1, 2, 3, 4]]]
+
+
+def test_packing_a_quickstart_step_takes_milliseconds() -> None:
+    draw = np.random.default_rng(2)
+    documents = [document(int(n)) for n in draw.integers(40, 60, 128)]
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        microbatches_for(documents, 0, 1, 16384)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.02  # about 1 ms on an idle core
