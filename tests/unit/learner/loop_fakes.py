@@ -1,0 +1,263 @@
+"""A one-rank world for the training loop: a real torch model, the real in-memory broker, a fleet without threads."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from broker.contract import LearnerReport, Lease, NodeReport, RunInfo, StoredGroup
+from broker.memory import MemoryBroker, MemoryLearner
+from common.arrays import Array
+from common.config import Config
+from common.metrics import MetricsWriter
+from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
+from common.run_dir import RunDir
+from common.weights.messages import Canary
+from learner.backend import LossFunction, Microbatch, StepResult
+from learner.checkpointing import MODEL_FOLDER, CheckpointFolder
+from learner.lead import Lead
+from learner.publisher_protocol import PublishReceipt, PublishStats
+from learner.reporting import Reporter
+from learner.run_files import EventLog, next_incarnation
+from learner.step_metrics import Totals
+from learner.task_stream import TaskStream
+from learner.tasks import TaskSource
+from learner.trainer import Start, Trainer
+
+VOCAB = 12
+
+
+class BigramBackend:
+    """A table of next-token logits with plain gradient descent; one rank."""
+
+    rank = data_parallel_rank = 0
+    world_size = data_parallel_size = 1
+    vocab_size = VOCAB
+
+    def __init__(self) -> None:
+        self.table = torch.zeros(VOCAB, VOCAB, requires_grad=True)
+        self.fail_at: int | None = None  # the step that never comes back, as after kill -9
+        self.steps = 0
+
+    def train_step(
+        self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False
+    ) -> StepResult:
+        if self.steps == self.fail_at:
+            raise Killed
+        self.steps += 1
+        self.table.grad = None
+        total, sums, maxima = 0.0, {}, {}
+        tokens = int(sum(batch.loss_mask.sum() for batch in microbatches))
+        for batch in microbatches:
+            logprobs = torch.log_softmax(self.table[batch.tokens] / temperature, -1)
+            chosen = logprobs.gather(1, batch.targets[:, None])[:, 0]
+            out = loss(chosen, -(logprobs.exp() * logprobs).sum(-1), batch)
+            (out.loss_sum / tokens).backward()
+            total += out.loss_sum.item()
+            for name, value in out.sums.items():
+                sums[name] = sums.get(name, 0.0) + value.item()
+            for name, value in out.maxima.items():
+                maxima[name] = max(maxima.get(name, 0.0), value.item())
+        with torch.no_grad():
+            self.table -= 0.5 * self.table.grad
+        return StepResult(total / tokens, tokens, self.table.grad.norm().item(), 0.5, sums, maxima)
+
+    def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
+        with torch.no_grad():
+            rows = [torch.log_softmax(self.table[b.tokens] / temperature, -1) for b in microbatches]
+        return [row.gather(1, b.targets[:, None])[:, 0] for row, b in zip(rows, microbatches, strict=True)]
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        yield "table", self.table.detach()
+
+    def save_hf(self, path: Path) -> None:
+        path.mkdir()
+        np.save(path / "table.npy", self.table.detach().numpy())
+
+    def save_checkpoint(self, path: Path) -> None:
+        path.mkdir()
+        np.save(path / "table.npy", self.table.detach().numpy())
+
+    def load_checkpoint(self, path: Path) -> None:
+        self.table = torch.from_numpy(np.load(path / "table.npy")).requires_grad_()
+        self.steps = int(path.parent.name.split("-")[1])
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        assert data is not None
+        return data
+
+
+class Killed(BaseException):
+    """The process was killed: nothing after this line runs."""
+
+
+@dataclass
+class RecordingPublisher:
+    """Keeps every published version; `fatal` is what stats() then says."""
+
+    versions: list[int] = field(default_factory=list)
+    tables: dict[int, Tensor] = field(default_factory=dict)
+    canaries: dict[int, Canary] = field(default_factory=dict)
+    fatal: str | None = None
+    closed: bool = False
+
+    def start(self) -> str:
+        return "memory"
+
+    def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
+        self.tables[version] = dict(named)["table"].clone()
+        self.versions.append(version)
+        if canary is not None:
+            self.canaries[version] = canary
+        return PublishReceipt(version, self.tables[version].nbytes, 0.0)
+
+    def stats(self) -> PublishStats:
+        return PublishStats(published=len(self.versions), fatal=self.fatal)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Fleet:
+    """One node that works only inside the learner's `take`: leases what it may, completes what `ready` lets through.
+
+    Its groups depend on serial and version alone. `lag`: versions that it stays behind the newest published one.
+    """
+
+    def __init__(self, broker: MemoryBroker, publisher: RecordingPublisher, group_size: int, lag: int = 0) -> None:
+        self.node = broker.node()
+        self.publisher, self.group_size, self.lag = publisher, group_size, lag
+        self.held: list[tuple[Lease, int]] = []
+        self.hold_back: Callable[[int, int], bool] = lambda serial, turn: False
+        self.spoil: Callable[[Group], bytes] = encode_group
+        self.turn = 0
+        self.registered = False
+
+    @property
+    def version(self) -> int:
+        return max(0, self.publisher.versions[-1] - self.lag) if self.publisher.versions else -1
+
+    def work(self) -> None:
+        asyncio.run(self._work())
+
+    async def _work(self) -> None:
+        report = NodeReport("fake", 1, "here", "generating", self.version)
+        if not self.registered:
+            await self.node.register(report)
+            self.registered = True
+        await self.node.heartbeat(report, [lease.token for lease, _ in self.held])
+        self.held += [(lease, self.version) for lease in await self.node.lease("fake", self.version, 64, 0.0)]
+        self.turn += 1
+        for lease, version in list(self.held):
+            if not self.hold_back(lease.task.serial, self.turn):
+                self.held.remove((lease, version))
+                group = make_group(lease.task.serial, version, self.group_size)
+                meta = GroupMeta(version, version, float(np.mean([s.reward for s in group.samples])), 8)
+                await self.node.complete("fake", lease.token, meta, self.spoil(group))
+
+
+def make_group(serial: int, version: int, group_size: int) -> Group:
+    """Random samples that depend on the serial; every sampled token carries `version`."""
+    draw = np.random.default_rng(serial)
+    samples = []
+    for _ in range(group_size):
+        tokens = draw.integers(0, VOCAB, 2 + int(draw.integers(2, 6)))
+        mask = np.r_[0, 0, np.ones(len(tokens) - 2)].astype(np.uint8)
+        samples.append(
+            Sample(
+                tokens=Array.of(tokens, "int32"),
+                loss_mask=Array.of(mask, "uint8"),
+                behavior_logprobs=Array.of(mask * -2.0, "float32"),
+                version_runs=[VersionRun(2, version)],
+                reward=float(draw.integers(0, 2)),
+                stop_reason="stop",
+            )
+        )
+    return Group(serial, samples)
+
+
+class FedBroker(MemoryLearner):
+    """The learner's client; the fleet works whenever the learner waits. Notes what it is told, in order."""
+
+    def __init__(self, broker: MemoryBroker, fleet: Fleet, checkpoints: CheckpointFolder) -> None:
+        super().__init__(broker.state)
+        self._fleet, self._checkpoints = fleet, checkpoints
+        self.commits: list[tuple[int, list[str]]] = []  # (step, checkpoints on the disk at that moment)
+
+    def take(self, step: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
+        self._fleet.work()
+        return super().take(step, count, 0.0, in_order)
+
+    def commit(self, step: int) -> None:
+        self.commits.append((step, [path.name for path in self._checkpoints.complete()]))
+        super().commit(step)
+
+
+class NoSink:
+    def report(self, report: LearnerReport) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class World:
+    """Everything of one learner process; `restart` gives the next one on the same run folder and broker."""
+
+    config: Config
+    memory: MemoryBroker
+    publisher: RecordingPublisher
+    fleet: Fleet
+    broker: FedBroker
+    backend: BigramBackend
+    trainer: Trainer
+    lead: Lead
+    stop: list[str]
+
+    def run(self) -> str:
+        state = self.trainer.run()
+        self.lead.close(state, self.trainer.version)
+        return state
+
+    def restart(self, memory: MemoryBroker | None = None) -> "World":
+        return world(self.config, memory or self.memory)
+
+
+def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> World:
+    """A learner as main.py would build it, with fakes where other processes would be."""
+    run_dir = RunDir(config.run.dir)
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep)
+    checkpoints.remove_incomplete()
+    path, state = checkpoints.newest() or (None, None)
+    size, k = config.learner.groups_per_step, config.staleness.max
+    memory = memory or MemoryBroker(RunInfo("test", config.run.dir, size, k, config.tasks.max_attempts, 60.0, 1 << 30))
+    publisher, backend, stop = RecordingPublisher(), BigramBackend(), []
+    fleet = Fleet(memory, publisher, config.rollout.group_size, lag)
+    broker = FedBroker(memory, fleet, checkpoints)
+    source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
+    version = state.policy_version if state else 0
+    if path is not None:
+        backend.load_checkpoint(path / MODEL_FOLDER)
+    incarnation = next_incarnation(run_dir, state.incarnation if state else None)
+    lead = Lead(
+        config,
+        broker,
+        publisher,
+        TaskStream(source, state.tasks if state else None),
+        checkpoints,
+        MetricsWriter(run_dir.metrics, keep_before_step=version),
+        EventLog(run_dir.events),
+        Reporter(NoSink, incarnation, version),
+        lambda: stop[0] if stop else None,
+        backend.vocab_size,
+    )
+    lead.attach(version)
+    totals = Totals(state.tokens_trained_total, state.tokens_wasted_total) if state else Totals()
+    trainer = Trainer(config, run_dir, backend, Start(version, incarnation, totals, (source.digest, "c")), lead)
+    return World(config, memory, publisher, fleet, broker, backend, trainer, lead, stop)

@@ -1,0 +1,341 @@
+"""The training loop on a real in-memory broker: bounds, drains, kills, replays and what it refuses."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from common.config import Config
+from common.errors import SlipstreamError
+from common.metrics import StepMetrics, read_metrics
+from common.rollouts import Group, encode_group
+from common.run_dir import RunDir
+
+MakeConfig = Callable[..., Config]
+
+
+def _load(name: str) -> ModuleType:
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+fakes = _load("loop_fakes")
+
+
+def lines(config: Config) -> list[StepMetrics]:
+    return read_metrics(RunDir(config.run.dir).metrics, StepMetrics)
+
+
+def final_table(config: Config) -> np.ndarray:
+    return np.load(RunDir(config.run.dir).model / "table.npy")
+
+
+def event_kinds(config: Config) -> list[str]:
+    from common.run_dir import read_jsonl
+
+    return [event["kind"] for event in read_jsonl(RunDir(config.run.dir).events)]
+
+
+# ---------------------------------------------------------------- a whole run
+
+
+def test_a_run_trains_every_step_and_leaves_everything(make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": 5})
+    world = fakes.world(config)
+    assert world.run() == "done"
+    found = lines(config)
+    assert [line.step for line in found] == [0, 1, 2, 3, 4]
+    assert [line.policy_version for line in found] == [1, 2, 3, 4, 5]
+    assert all(line.groups == 2 and line.tokens_trained > 0 and line.nodes_live == 1 for line in found)
+    assert found[-1].tokens_trained_total == sum(line.tokens_trained for line in found)
+    np.testing.assert_array_equal(final_table(config), world.backend.table.detach().numpy())
+    assert world.publisher.closed
+
+
+def test_every_offered_group_is_committed_to_exactly_one_step(make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": 5})
+    world = fakes.world(config)
+    world.run()
+    ledger = world.broker.ledger()
+    assert [entry.serial for entry in ledger] == list(range(10))
+    assert {entry.state for entry in ledger} == {"committed"}
+    assert sorted(entry.step for entry in ledger) == sorted([0, 1, 2, 3, 4] * 2)
+
+
+def test_commits_follow_their_durable_checkpoint(make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": 5}, learner={"checkpoint": {"every": 2, "keep": 2}})
+    world = fakes.world(config)
+    world.run()
+    assert world.broker.commits == [
+        (1, ["step-000002"]),
+        (3, ["step-000002", "step-000004"]),
+        (4, ["step-000004", "step-000005"]),
+    ]
+
+
+def test_every_version_but_the_last_is_published_and_the_canary_is_the_published_policy(
+    make_config: MakeConfig,
+) -> None:
+    config = make_config(run={"steps": 5}, weights={"canary_every": 2})
+    world = fakes.world(config)
+    world.run()
+    assert world.publisher.versions == [0, 1, 2, 3, 4]
+    assert sorted(world.publisher.canaries) == [0, 2, 4]
+    canary, table = world.publisher.canaries[4], world.publisher.tables[4]
+    expected = table.log_softmax(-1)[canary.tokens[:-1], canary.tokens[1:]]
+    np.testing.assert_allclose(canary.logprobs, expected, rtol=1e-6)
+
+
+# ---------------------------------------------------------------- staleness
+
+
+@pytest.mark.parametrize(("maximum", "lag"), [(0, 0), (1, 1), (2, 2), (3, 1)])
+def test_staleness_stays_within_the_bound(make_config: MakeConfig, maximum: int, lag: int) -> None:
+    config = make_config(run={"steps": 8}, staleness={"max": maximum})
+    world = fakes.world(config, lag=lag)
+    world.run()
+    assert all(line.staleness_max <= maximum for line in lines(config))
+    assert all(line.tokens_expired == 0 for line in lines(config))
+
+
+def test_zero_staleness_is_synchronous(make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": 6}, staleness={"max": 0})
+    world = fakes.world(config)
+    world.run()
+    for entry in world.broker.ledger():
+        assert entry.version_min == entry.version_max == entry.step == entry.serial // 2
+    assert all(line.ratio_max > 0 and line.staleness_mean == 0 for line in lines(config))
+
+
+def straggling(config: Config, until_step: int) -> object:
+    """Task 0 comes back only when step `until_step` has begun."""
+    world = fakes.world(config)
+    world.fleet.hold_back = lambda serial, turn: serial == 0 and world.trainer.version < until_step
+    return world
+
+
+def test_a_straggler_does_not_block_and_its_expired_tokens_leave_the_loss(make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": 6}, staleness={"max": 1})
+    world = straggling(config, until_step=4)
+    world.run()
+    found = lines(config)
+    assert [line.step for line in found] == list(range(6))
+    assert all(line.staleness_max <= 1 for line in found)
+    straggler = fakes.make_group(0, 0, 2)
+    sampled = sum(int(sample.loss_mask.numpy().sum()) for sample in straggler.samples)
+    assert sum(line.tokens_expired for line in found) == sampled
+    assert sum(sum(line.tokens_expired_by_length_decile) for line in found) == sampled
+    assert found[-1].tokens_wasted_total == sampled
+    assert {entry.state for entry in world.broker.ledger()} == {"committed"}
+
+
+def test_regenerate_trains_the_straggler_on_a_fresh_version(make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": 6}, staleness={"max": 1, "expired": "regenerate"})
+    world = straggling(config, until_step=4)
+    world.run()
+    found = lines(config)
+    assert sum(line.tokens_expired for line in found) == 0
+    assert sum(line.groups_regenerated for line in found) == 1
+    (entry,) = [entry for entry in world.broker.ledger() if entry.serial == 0]
+    assert entry.attempts == 2 and entry.step - entry.version_min <= 1
+
+
+def test_wait_lets_no_group_overtake(make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": 4}, staleness={"max": 1, "expired": "wait"})
+    world = fakes.world(config)
+    world.fleet.hold_back = lambda serial, turn: serial == 0 and turn < 5
+    world.run()
+    assert [entry.step for entry in world.broker.ledger()] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert sum(line.tokens_expired for line in lines(config)) == 0
+    assert world.fleet.turn > 5
+
+
+# ---------------------------------------------------------------- drains, kills, replays
+
+
+def unbroken(make_config: MakeConfig, **sections: object) -> np.ndarray:
+    """The table after the same run without a stop, in a folder of its own."""
+    import shutil
+
+    config = make_config(**sections)
+    fakes.world(config).run()
+    table = final_table(config)
+    shutil.rmtree(config.run.dir)
+    return table
+
+
+def test_a_drain_finishes_the_step_checkpoints_and_commits(make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": 9}, learner={"checkpoint": {"every": 100}})
+    world = fakes.world(config)
+    world.fleet.hold_back = lambda serial, turn: world.stop.append("SIGTERM") if serial == 6 else False
+    assert world.run() == "drained"
+    version = world.trainer.version
+    assert 0 < version < 9
+    assert [line.step for line in lines(config)] == list(range(version))
+    assert world.broker.commits == [(version - 1, [f"step-{version:06d}"])]
+    assert not RunDir(config.run.dir).model.exists()
+
+
+def test_a_drained_run_goes_on_to_the_same_weights(make_config: MakeConfig) -> None:
+    expected = unbroken(make_config, run={"steps": 6})
+    config = make_config(run={"steps": 6})
+    world = fakes.world(config)
+    world.fleet.hold_back = lambda serial, turn: world.stop.append("SIGTERM") if serial == 6 else False
+    assert world.run() == "drained"
+    again = world.restart()
+    assert again.trainer.start.incarnation == 1
+    assert again.run() == "done"
+    np.testing.assert_array_equal(final_table(config), expected)
+    assert [line.step for line in lines(config)] == list(range(6))
+
+
+@pytest.mark.parametrize("killed_at", [0, 1, 3, 4])
+def test_a_killed_run_replays_and_ends_bitwise_equal(make_config: MakeConfig, killed_at: int) -> None:
+    expected = unbroken(make_config, run={"steps": 6})
+    config = make_config(run={"steps": 6})
+    world = fakes.world(config)
+    world.backend.fail_at = killed_at
+    with pytest.raises(fakes.Killed):
+        world.run()
+    assert len(lines(config)) == killed_at
+    again = world.restart()
+    assert again.trainer.version == killed_at // 2 * 2
+    assert again.run() == "done"
+    np.testing.assert_array_equal(final_table(config), expected)
+    found = lines(config)
+    assert [line.step for line in found] == list(range(6))
+    assert found[-1].tokens_trained_total == sum(line.tokens_trained for line in found)
+    assert [entry.state for entry in again.broker.ledger()] == ["committed"] * 12
+    assert "replay" in event_kinds(config)
+
+
+def test_a_kill_between_checkpoint_and_commit_is_made_good_at_the_next_start(make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": 6})
+    world = fakes.world(config)
+
+    def killed(step: int) -> None:
+        raise fakes.Killed
+
+    world.broker.commit = killed
+    with pytest.raises(fakes.Killed):
+        world.run()
+    assert world.broker.status().groups_committed == 0
+    again = world.restart()
+    assert again.broker.status().groups_committed == 4
+    assert again.run() == "done"
+    assert [line.step for line in lines(config)] == list(range(6))
+
+
+def test_a_half_written_checkpoint_is_ignored(make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": 6})
+    world = fakes.world(config)
+
+    def killed(path: Path) -> None:
+        path.mkdir()
+        (path / "table.npy").write_bytes(b"half")
+        raise fakes.Killed
+
+    world.backend.save_checkpoint = killed
+    with pytest.raises(fakes.Killed):
+        world.run()
+    again = world.restart()
+    assert again.trainer.version == 0
+    assert again.run() == "done"
+
+
+def test_a_run_that_is_done_exports_its_model_again_without_training(make_config: MakeConfig) -> None:
+    config = make_config()
+    world = fakes.world(config)
+    world.run()
+    table = final_table(config)
+    again = world.restart()
+    assert again.run() == "done"
+    assert again.backend.steps == 4
+    np.testing.assert_array_equal(final_table(config), table)
+
+
+def test_a_broker_without_memory_still_gets_every_task_once(make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": 8})
+    seen: list[bytes] = []
+    world = fakes.world(config)
+    world.fleet.hold_back = lambda serial, turn: world.stop.append("SIGTERM") if serial == 7 else False
+    assert world.run() == "drained"
+    version = world.trainer.version
+    again = fakes.world(config)
+    task = again.lead.tasks.next
+    again.lead.tasks.next = lambda count: [seen.append(t.problem) or t for t in task(count)]
+    assert again.run() == "done"
+    assert [line.step for line in lines(config)] == list(range(8))
+    assert len(seen) == len(set(seen)) == 2 * (8 - version)
+    assert all(line.staleness_max <= 2 for line in lines(config))
+
+
+# ---------------------------------------------------------------- what cannot be trained on
+
+
+def test_an_unusable_group_is_generated_again(make_config: MakeConfig) -> None:
+    config = make_config()
+    world = fakes.world(config)
+    spoiled: list[int] = []
+
+    def spoil(group: Group) -> bytes:
+        if group.serial == 3 and not spoiled:
+            spoiled.append(group.serial)
+            return b"\xc1"
+        return encode_group(group)
+
+    world.fleet.spoil = spoil
+    assert world.run() == "done"
+    assert spoiled == [3]
+    assert "bad_group" in event_kinds(config)
+    assert [entry.state for entry in world.broker.ledger()] == ["committed"] * 8
+
+
+def test_a_group_that_stays_unusable_stops_the_run_with_the_reason(make_config: MakeConfig) -> None:
+    world = fakes.world(make_config())
+    world.fleet.spoil = lambda group: encode_group(Group(group.serial, group.samples[:1]))
+    with pytest.raises(SlipstreamError, match=r"unusable 3 times: group 0 from node fake: 1 samples, expected 2"):
+        world.run()
+
+
+def test_a_canary_that_fails_everywhere_stops_the_run(make_config: MakeConfig) -> None:
+    world = fakes.world(make_config())
+    world.publisher.fatal = "log-probabilities differ by 3.1, weights.canary_tolerance is 0.5"
+    with pytest.raises(SlipstreamError, match=r"no node may generate .* weights\.canary_tolerance is 0\.5"):
+        world.run()
+
+
+def test_an_environment_that_only_fails_stops_the_run(make_config: MakeConfig) -> None:
+    import msgspec
+
+    config = make_config(run={"steps": 8})
+    world = fakes.world(config)
+
+    def fail(group: Group) -> bytes:
+        samples = [msgspec.structs.replace(s, error="no calculator") for s in group.samples]
+        return encode_group(Group(group.serial, samples))
+
+    world.fleet.spoil = fail
+    with pytest.raises(SlipstreamError, match=r"every sample of the last 3 steps failed; reasons: no calculator"):
+        world.run()
+    assert world.backend.steps == 0
+
+
+def test_a_step_whose_tokens_all_expired_still_counts(make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": 4}, learner={"groups_per_step": 1}, staleness={"max": 0})
+    world = fakes.world(config)
+    world.fleet.spoil = lambda group: encode_group(
+        fakes.make_group(group.serial, -1, 2) if group.serial == 1 else group
+    )
+    assert world.run() == "done"
+    found = lines(config)
+    assert [line.tokens_trained > 0 for line in found] == [True, False, True, True]
+    assert found[1].tokens_expired > 0
