@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained model and its plots, on a machine without a GPU:
+#   launch/quickstart.sh [key=value ...]      overrides of configs/quickstart.yaml, for example run.seed=2 staleness.max=0
+# Running it again goes on where it stopped; a finished run is not repeated. Another run.seed gets folders of its own;
+# anything else that changes what is computed needs a run.dir=... of its own too.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+seed=1
+for word in "$@"; do
+  case "$word" in
+    run.seed=*) seed="${word#run.seed=}" ;;
+    -h|--help) sed -n '2,5s/^# \{0,1\}//p' launch/quickstart.sh; exit 0 ;;
+    *=*) ;;
+    *) echo "quickstart: expected key=value, found '$word'" >&2; exit 2 ;;
+  esac
+done
+case "$seed" in ''|*[!0-9]*) echo "quickstart: run.seed: expected an integer >= 0, found '$seed'" >&2; exit 2 ;; esac
+suffix=""
+[ "$seed" = 1 ] || suffix="-seed$seed"
+assets="runs/assets$suffix" sft="runs/quickstart-sft$suffix"
+overrides=("model.path=$sft/model" "run.dir=runs/quickstart$suffix" "tasks.dataset=$assets/addition/train.jsonl"
+           "tasks.eval_dataset=$assets/addition/held_out.jsonl" "$@")
+run="runs/quickstart$suffix"
+for word in "$@"; do case "$word" in run.dir=*) run="${word#run.dir=}" ;; esac; done
+
+number=0 started=$SECONDS
+step() {  # step TITLE COMMAND...
+  local title="$1" begun=$SECONDS
+  shift
+  number=$((number + 1))
+  printf '\n== %d. %s\n   %s\n' "$number" "$title" "$*"
+  "$@"
+  printf '== %d. done in %d s\n' "$number" $((SECONDS - begun))
+}
+trap 'echo "quickstart: stopped; the same command goes on from here" >&2; exit 1' INT TERM
+
+step "install into .venv" bash launch/setup.sh cpu
+export PATH="$PWD/.venv/bin:$PATH"
+installed=$SECONDS
+step "make the model, the tokenizer and the problems" python -m launch.quickstart_assets --out "$assets" --seed "$seed"
+if [ -f "$sft/model/config.json" ]; then
+  printf '\n== warm start: %s is there already\n' "$sft/model"
+else
+  step "warm start: supervised fine-tuning on the Megatron learner" slipstream sft configs/quickstart-sft.yaml \
+    "run.seed=$seed" "run.dir=$sft" "model.path=$assets/model" "tasks.dataset=$assets/addition/sft.jsonl"
+fi
+step "reinforcement learning: broker, Megatron learner and vLLM node" slipstream up configs/quickstart.yaml "${overrides[@]}"
+if [ ! -f "$run/model/config.json" ]; then
+  echo "quickstart: the job was stopped before it was done; the same command goes on" >&2
+  exit 1
+fi
+step "accuracy on held-out problems" slipstream eval "$run"
+step "report" slipstream report "$run"
+printf '\nquickstart: finished %d s after the installation (%d s in all); plots in %s/report, model in %s/model\n' \
+  $((SECONDS - installed)) $((SECONDS - started)) "$run" "$run"

@@ -1,0 +1,136 @@
+"""slipstream report RUN: a table on the terminal, RUN/report/summary.json and RUN/report/*.png."""
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from common.errors import SlipstreamError, UsageError
+from common.run_dir import RunDir, write_json
+from launch.metrics_tail import MetricsTail, mean
+from launch.targets import config_of, find_run
+
+FIRST_STEPS, LAST_STEPS = 5, 10
+
+
+def command(args: argparse.Namespace) -> int:
+    """Print the table and write the plots of a finished or running job."""
+    run = find_run(args.run)
+    tail = MetricsTail(run.metrics)
+    tail.update()
+    if not tail.lines:
+        raise SlipstreamError(f"{run.metrics} has no steps yet")
+    if "reward_mean" not in tail.lines[0]:
+        raise UsageError(f"{run.path} is a warm start (sft); report draws RL jobs")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("plots need matplotlib, which the extra 'report' brings; launch/setup.sh cpu installs it")
+    summary = summarise(run, tail)
+    write_json(run.report / "summary.json", summary)
+    from launch.plots import draw_all
+
+    written = draw_all(tail, config_of(run), run.report)
+    show(summary, written)
+    return 0
+
+
+def summarise(run: RunDir, tail: MetricsTail) -> dict[str, Any]:
+    """The figures of the whole run: {section: {name: number}}; sections are those of the table."""
+    config = config_of(run)
+    rewards, steps = tail.series("reward_mean"), tail.series("step_s")
+    seconds = wall_clock_s(tail)
+    last = tail.lines[-1]
+    out: dict[str, Any] = {
+        "run": {
+            "name": config.run.name if config else run.path.name,
+            "steps": len(tail.lines),
+            "seconds": seconds,
+            "incarnations": int(last.get("incarnation", 0)) + 1,
+        },
+        "reward": {
+            "first_5_steps": mean(rewards[:FIRST_STEPS]),
+            "last_10_steps": mean(rewards[-LAST_STEPS:]),
+            "best_step": max(rewards),
+            "steps_to_0.9": first_above(rewards, 0.9),
+        },
+        "staleness": {
+            "allowed": config.staleness.max if config else None,
+            "mean": mean(tail.series("staleness_mean")),
+            "max": max(tail.series("staleness_max"), default=None),
+            "tokens_expired": sum(tail.series("tokens_expired")),
+        },
+        "time_per_step_s": {
+            "step": mean(steps),
+            "waiting_for_groups": mean(tail.series("learner_idle_s")),
+            "training": mean(tail.series("train_s")),
+            "publish": mean(tail.series("publish_s")),
+            "generation_stall": mean(tail.series("generation_stall_s")),
+        },
+        "tokens": {
+            "generated": last.get("tokens_generated_total"),
+            "trained": last.get("tokens_trained_total"),
+            "wasted": last.get("tokens_wasted_total"),
+            "trained_per_s": sum(tail.series("tokens_trained")) / seconds if seconds else None,
+        },
+        "off_policy": {
+            "ratio_max": max(tail.series("ratio_max"), default=None),
+            "correction_clip_fraction": mean(tail.series("correction_clip_fraction")),
+            "mismatch_abs_mean": mean(tail.series("mismatch_abs_mean")),
+            "entropy_last_10": mean(tail.series("entropy")[-LAST_STEPS:]),
+        },
+    }
+    evaluation = read_evaluation(run)
+    if evaluation:
+        out["held_out"] = evaluation
+    return out
+
+
+def wall_clock_s(tail: MetricsTail) -> float:
+    """From the start of the first step to the end of the last, restarts included."""
+    first, last = tail.lines[0], tail.lines[-1]
+    return float(last.get("time_s", 0.0)) - float(first.get("time_s", 0.0)) + float(first.get("step_s", 0.0))
+
+
+def first_above(values: list[float], limit: float, window: int = 3) -> int | None:
+    """Steps until the mean of `window` successive values reaches `limit`; None when it never does."""
+    for end in range(window, len(values) + 1):
+        if sum(values[end - window : end]) / window >= limit:
+            return end
+    return None
+
+
+def read_evaluation(run: RunDir) -> dict[str, float] | None:
+    """RUN/eval.json as `slipstream eval` left it."""
+    try:
+        return msgspec.json.decode((run.path / "eval.json").read_bytes(), type=dict[str, float])
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def show(summary: dict[str, Any], written: list[Path]) -> None:
+    """The table for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_column(justify="right")
+    for section, figures in summary.items():
+        title = section.replace("_", " ")
+        for name, value in figures.items():
+            table.add_row(title, name.replace("_", " "), format_figure(value))
+            title = ""
+    console = Console()
+    console.print(table)
+    console.print("plots: " + ", ".join(str(path) for path in written), soft_wrap=True)
+
+
+def format_figure(value: object) -> str:
+    """A number as a person reads it; '-' of None."""
+    if value is None:
+        return "-"
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:,.3f}" if abs(value) >= 0.001 else f"{value:.2e}"
+    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)

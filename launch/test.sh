@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Everything that CI runs: launch/test.sh [pytest arguments]   (arguments replace the whole test suite, the checks still run)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+step() {  # step TITLE COMMAND...
+  local title="$1" begun=$SECONDS
+  shift
+  printf '\n== %s\n' "$title"
+  "$@" || { printf '== FAILED after %d s: %s\n' $((SECONDS - begun)) "$title" >&2; exit 1; }
+  printf '== ok, %d s: %s\n' $((SECONDS - begun)) "$title"
+}
+
+step "environment" bash launch/setup.sh cpu
+export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
+step "ruff check" ruff check .
+step "ruff format" ruff format --check .
+step "pyright" pyright
+step "import contracts" lint-imports
+step "bare base install" bash launch/check_bare_install.sh
+step "tests" python -m pytest -rs --durations=15 "$@"
+printf '\n== all checks passed in %d s\n' "$SECONDS"
