@@ -99,6 +99,10 @@ class Backend(Protocol):
         """Rank 0's bytes to every rank. Collective."""
         ...
 
+    def close(self) -> None:
+        """Leave torch.distributed; the backend is unusable afterwards. Collective."""
+        ...
+
 
 def shapes_agree(batch: Microbatch) -> bool:
     """Whether every array of `batch` has T entries and the documents cover them."""

@@ -1,6 +1,11 @@
 """The Megatron implementation of learner.backend.Backend."""
 
 # ruff: noqa: E402
+import gc
+
+_collecting = gc.isenabled()
+gc.disable()  # hundreds of thousands of objects that stay: walking them while they are made costs a second
+
 from learner.megatron import cpu_compat
 
 cpu_compat.enable()  # before the first import of megatron
@@ -18,9 +23,14 @@ from common.config import OptimizerConfig, ParallelConfig
 from learner.backend import LossFunction, Microbatch, StepResult
 from learner.megatron import checkpoint, parallel
 from learner.megatron.export import Exporter
-from learner.megatron.model import DTYPES, build, check_layout, read_config
+from learner.megatron.hf_folder import check_layout, read_config
+from learner.megatron.model import DTYPES, build
 from learner.megatron.optimizer import Optimizer, wrap_chunks
 from learner.megatron.schedule import Schedule
+
+gc.freeze()  # nor does a later collection walk them
+if _collecting:
+    gc.enable()
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +50,7 @@ class MegatronBackend:
         self,
         model_path: Path,
         dtype: str,
-        parallel_config: ParallelConfig,
+        layout: ParallelConfig,
         optimizer: OptimizerConfig,
         total_steps: int,
         seed: int = 0,
@@ -50,7 +60,7 @@ class MegatronBackend:
         Args:
             model_path: Hugging Face folder.
             dtype: of the parameters, float32 or bfloat16; main gradients and optimizer states are float32.
-            parallel_config: sizes of the model-parallel groups; what remains of the world is data-parallel.
+            layout: sizes of the model-parallel groups; what remains of the world is data-parallel.
             optimizer: AdamW and its schedule.
             total_steps: where the schedule ends unless the optimizer's decay_steps says otherwise.
             seed: of Megatron's random generators.
@@ -59,18 +69,24 @@ class MegatronBackend:
             UsageError: a folder, a layout or a model that cannot be used; naming it.
         """
         hf_config = read_config(Path(model_path))
-        self.model_path, self.layout = Path(model_path), parallel_config
-        check_layout(hf_config, parallel_config, parallel.world_size())
-        parallel.initialize(parallel_config, seed)
+        self.model_path, self.layout = Path(model_path), layout
+        check_layout(hf_config, layout, parallel.world_size())
+        parallel.initialize(layout, seed)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.data_parallel_rank = mpu.get_data_parallel_rank()
         self.data_parallel_size = mpu.get_data_parallel_world_size()
         self.vocab_size = int(hf_config.vocab_size)
-        model = build(self.model_path, hf_config, DTYPES[dtype], parallel_config)
+        model = build(self.model_path, hf_config, DTYPES[dtype], layout)
         self.chunks = wrap_chunks(model)
         self.optimizer = Optimizer(self.chunks, optimizer, DTYPES[dtype], total_steps)
         self.schedule = Schedule(self.chunks, model.config, parallel.device())
         self.exporter = Exporter(model, self.chunks)
+        if self.rank == 0:
+            logger.info(
+                "model %s on %d ranks: tensor %d, pipeline %d x %d, expert %d, data %d; %s, %s",
+                *(self.model_path, self.world_size, layout.tensor, layout.pipeline, layout.virtual_pipeline),
+                *(layout.expert, self.data_parallel_size, dtype, parallel.device().type),
+            )
 
     def train_step(
         self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False

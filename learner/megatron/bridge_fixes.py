@@ -1,6 +1,6 @@
 """Where Megatron-Bridge 0.3.1 gives wrong numbers without an error, on any device; each with its cause.
 
-`prepare_config` before the provider is made, `correct_provider` after, `check_rope` on the built model.
+`hf_folder.give_rope_theta` before the provider is made, `correct_provider` after, `check_rope` on the built model.
 """
 
 import inspect
@@ -44,23 +44,6 @@ def patch_bridge() -> None:
     cls._broadcast_shared_embeddings = broadcast_shared_embeddings
 
 
-def prepare_config(config: Any) -> None:
-    """Give the bridge rope_theta where it looks for it.
-
-    transformers 5 keeps rope_theta in config.rope_parameters; bridge 0.3.1 reads config.rope_theta and silently takes
-    10000 without it. transformers 4 ignores rope_parameters in a file written by 5 and falls back to 10000 itself.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    if int(transformers.__version__.split(".")[0]) < 5 and rope.get("rope_type", "default") != "default":
-        raise UsageError(
-            f"model config has rope_parameters of type {rope['rope_type']!r}, written by transformers 5, which "
-            f"transformers {transformers.__version__} does not read; write the config with transformers 4"
-        )
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if name in rope:
-            setattr(config, name, rope[name])
-
-
 def correct_provider(config: Any, provider: Any) -> None:
     """Set what the bridge translates wrongly."""
     window = getattr(provider, "window_size", None)
@@ -84,7 +67,7 @@ def hf_rotary_table(config: Any) -> tuple[Tensor, float]:
     module = inspect.getmodule(model)
     rotary = next(c for n, c in vars(module).items() if n.endswith("RotaryEmbedding") and inspect.isclass(c))
     instance = rotary(config)
-    return instance.inv_freq.float(), float(instance.attention_scaling)
+    return instance.inv_freq.detach().float().clone(), float(instance.attention_scaling)
 
 
 def check_rope(config: Any, model: torch.nn.Module) -> None:

@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,9 @@ def enable() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     _patch_tensor_type()
-    logging.getLogger("megatron.bridge.utils.fusions").setLevel(logging.ERROR)  # lists CUDA kernels that are missing
+    # what megatron says of the CUDA kernels that are missing, once per module
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
+    logging.getLogger("megatron.bridge.utils.fusions").setLevel(logging.ERROR)
     from learner.megatron import cpu_layers
 
     cpu_layers.register()

@@ -18,15 +18,10 @@ _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpac
 
 
 class Exporter:
-    """Streams the current weights in Hugging Face terms.
-
-    Attributes:
-        tasks: the bridge's conversion tasks, which hold references to the parameters; planned once.
-    """
+    """Streams the current weights in Hugging Face terms."""
 
     def __init__(self, model: Model, chunks: list[Any]) -> None:
         self.model, self.chunks = model, chunks
-        self.tasks = model.bridge.get_conversion_tasks(model.chunks)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, on every rank, in the same order each time. Collective.
@@ -37,7 +32,11 @@ class Exporter:
             if chunk.ddp_config.overlap_param_gather:  # else the shards of other ranks are those before the last step
                 chunk.start_param_sync(force_sync=True)
         yield from self.model.bridge.export_hf_weights(
-            self.model.chunks, cpu=False, show_progress=False, conversion_tasks=self.tasks, merge_adapter_weights=False
+            self.model.chunks,
+            cpu=False,
+            show_progress=False,
+            conversion_tasks=self.model.tasks,
+            merge_adapter_weights=False,
         )
 
     def save(self, source: Path, path: Path) -> None:

@@ -1,7 +1,6 @@
 """A Hugging Face folder to Megatron model chunks, through Megatron-Bridge."""
 
 import functools
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Any
 import torch
 from megatron.bridge import AutoBridge
 from megatron.core.process_groups_config import ProcessGroupCollection
-from transformers import AutoConfig
 
 from common.config import ParallelConfig
 from common.errors import UsageError
-from learner.megatron import bridge_fixes
+from learner.megatron import bridge_fixes, hf_folder
 
 logger = logging.getLogger(__name__)
 
@@ -37,73 +35,14 @@ class Model:
         config: Megatron's TransformerConfig (the provider), shared by the chunks.
         bridge: conversion to and from Hugging Face.
         hf_config: the source's configuration.
+        tasks: the bridge's conversion tasks, planned once; they refer to the chunks' parameters.
     """
 
     chunks: list[torch.nn.Module]
     config: Any
     bridge: AutoBridge
     hf_config: Any
-
-
-def read_config(path: Path) -> Any:
-    """The transformers configuration of a Hugging Face folder.
-
-    Raises:
-        UsageError: there is no such folder, or no usable config.json or weights in it.
-    """
-    if not path.is_dir():
-        raise UsageError(f"model.path: expected a Hugging Face folder, found nothing at {path}")
-    if not (path / "config.json").is_file():
-        raise UsageError(f"model.path: {path} has no config.json")
-    if not any(path.glob("*.safetensors")):
-        raise UsageError(f"model.path: {path} has no *.safetensors")
-    try:
-        architectures = json.loads((path / "config.json").read_text()).get("architectures")
-    except ValueError as error:
-        raise UsageError(f"model.path: {path / 'config.json'} is not JSON: {error}") from None
-    if not architectures:
-        raise UsageError(f"model.path: {path / 'config.json'} names no architectures")
-    config = AutoConfig.from_pretrained(path)
-    bridge_fixes.prepare_config(config)
-    return config
-
-
-def check_layout(config: Any, parallel: ParallelConfig, world_size: int) -> None:
-    """Whether a model of this configuration can be cut that way.
-
-    Raises:
-        UsageError: naming the key that does not fit.
-    """
-    experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
-    later = {"context": parallel.context > 1, "expert_tensor": parallel.expert_tensor > 1}
-    for key, used in later.items():
-        if used:
-            raise UsageError(f"learner.parallel.{key}: only 1 is supported yet, found {getattr(parallel, key)}")
-    if parallel.expert > 1 and not experts:
-        raise UsageError(f"learner.parallel.expert: {parallel.expert} for a model without experts")
-    if experts and parallel.tensor > 1:
-        raise UsageError("learner.parallel.tensor: a model with experts needs sequence parallelism, not supported yet")
-    if world_size % parallel.model_ranks:
-        raise UsageError(
-            f"learner.parallel: tensor x pipeline x context = {parallel.model_ranks} does not divide "
-            f"learner.world_size {world_size}"
-        )
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
-    dimensions = {"attention heads": heads, "key-value heads": kv_heads, "vocabulary entries": config.vocab_size}
-    for what, n in dimensions.items():
-        if n % parallel.tensor:
-            raise UsageError(f"learner.parallel.tensor: {parallel.tensor} does not divide the model's {n} {what}")
-    if experts and experts % parallel.expert:
-        raise UsageError(f"learner.parallel.expert: {parallel.expert} does not divide the model's {experts} experts")
-    stages = parallel.pipeline * parallel.virtual_pipeline
-    key = "virtual_pipeline" if parallel.virtual_pipeline > 1 else "pipeline"
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        raise UsageError("learner.parallel.virtual_pipeline: needs learner.parallel.pipeline of at least 2")
-    if config.num_hidden_layers % stages:
-        raise UsageError(
-            f"learner.parallel.{key}: {stages} pipeline stages do not divide the model's "
-            f"{config.num_hidden_layers} layers"
-        )
+    tasks: list[Any]
 
 
 def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig) -> Model:
@@ -117,7 +56,7 @@ def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConf
         bridge = AutoBridge.from_hf_pretrained(str(path))
     except ValueError as error:
         raise UsageError(f"model.path: {path}: {error}") from None
-    bridge_fixes.prepare_config(bridge.hf_pretrained.config)
+    hf_folder.give_rope_theta(bridge.hf_pretrained.config)
     provider = bridge.to_megatron_provider(load_weights=False)
     bridge_fixes.correct_provider(hf_config, provider)
     _configure(provider, dtype, parallel)
@@ -127,8 +66,23 @@ def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConf
     chunks = [provider.provide(vp_stage=i if virtual > 1 else None) for i in range(virtual)]
     for chunk in chunks:
         bridge_fixes.check_rope(hf_config, chunk)
-    bridge.load_hf_weights(chunks, str(path))
-    return Model(chunks, provider, bridge, hf_config)
+    tasks = bridge.get_conversion_tasks(chunks)
+    _check_tasks(path, chunks, tasks)
+    bridge.load_hf_weights(chunks)
+    return Model(chunks, provider, bridge, hf_config, tasks)
+
+
+def _check_tasks(path: Path, chunks: list[torch.nn.Module], tasks: list[Any]) -> None:
+    """The bridge only logs a parameter that it has no source for, and leaves it random."""
+    planned = {(task.vp_stage, task.param_name) for task in tasks if task is not None and task.param_weight is not None}
+    missing = []
+    for stage, chunk in enumerate(chunks):
+        for name, _ in chunk.named_parameters():
+            tied = chunk.share_embeddings_and_output_weights and name.startswith("output_layer.")
+            if (stage, name) not in planned and not tied:
+                missing.append(name)
+    if missing:
+        raise UsageError(f"model.path: {path} has no weights for {', '.join(missing[:5])} ({len(missing)} in all)")
 
 
 def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> None:

@@ -91,6 +91,8 @@ class Optimizer:
         rate = learning_rate(self.steps, self.config, self.total_steps)
         for group in self.megatron.param_groups:
             group["lr"] = rate
+            # norms and biases have wd_mult 0; applying it is the job of Megatron's scheduler, whose place this takes
+            group["weight_decay"] = self.config.weight_decay * group.get("wd_mult", 1.0)
         self.megatron.step_with_ready_grads()
         self.steps += 1
         return norm, rate

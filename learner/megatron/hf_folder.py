@@ -1,0 +1,96 @@
+"""What a Hugging Face folder and a parallel layout must satisfy; checked without megatron, before any group is made."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from common.config import ParallelConfig
+from common.errors import UsageError
+
+
+def read_config(path: Path) -> Any:
+    """The transformers configuration of a Hugging Face folder.
+
+    Raises:
+        UsageError: there is no such folder, or no usable config.json or weights in it.
+    """
+    if not path.is_dir():
+        raise UsageError(f"model.path: expected a Hugging Face folder, found nothing at {path}")
+    if not (path / "config.json").is_file():
+        raise UsageError(f"model.path: {path} has no config.json")
+    if not any(path.glob("*.safetensors")):  # the bridge reads no other format
+        raise UsageError(f"model.path: {path} has no *.safetensors")
+    try:
+        architectures = json.loads((path / "config.json").read_text()).get("architectures")
+    except ValueError as error:
+        raise UsageError(f"model.path: {path / 'config.json'} is not JSON: {error}") from None
+    if not architectures:
+        raise UsageError(f"model.path: {path / 'config.json'} names no architectures")
+    from transformers import AutoConfig  # seconds; the checks above need none of it
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"model.path: {path / 'config.json'}: {error}") from None
+    give_rope_theta(config)
+    return config
+
+
+def check_layout(config: Any, parallel: ParallelConfig, world_size: int) -> None:
+    """Whether a model of this configuration can be cut that way.
+
+    Raises:
+        UsageError: naming the key that does not fit.
+    """
+    experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
+    later = {"context": parallel.context > 1, "expert_tensor": parallel.expert_tensor > 1}
+    for key, used in later.items():
+        if used:
+            raise UsageError(f"learner.parallel.{key}: only 1 is supported yet, found {getattr(parallel, key)}")
+    if parallel.expert > 1 and not experts:
+        raise UsageError(f"learner.parallel.expert: {parallel.expert} for a model without experts")
+    if experts and parallel.tensor > 1:
+        raise UsageError("learner.parallel.tensor: a model with experts needs sequence parallelism, not supported yet")
+    if world_size % parallel.model_ranks:
+        raise UsageError(
+            f"learner.parallel: tensor x pipeline x context = {parallel.model_ranks} does not divide "
+            f"learner.world_size {world_size}"
+        )
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    dimensions = {"attention heads": heads, "key-value heads": kv_heads, "vocabulary entries": config.vocab_size}
+    for what, n in dimensions.items():
+        if n % parallel.tensor:
+            raise UsageError(f"learner.parallel.tensor: {parallel.tensor} does not divide the model's {n} {what}")
+    if experts and experts % parallel.expert:
+        raise UsageError(f"learner.parallel.expert: {parallel.expert} does not divide the model's {experts} experts")
+    stages = parallel.pipeline * parallel.virtual_pipeline
+    key = "virtual_pipeline" if parallel.virtual_pipeline > 1 else "pipeline"
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise UsageError("learner.parallel.virtual_pipeline: needs learner.parallel.pipeline of at least 2")
+    if config.num_hidden_layers % stages:
+        raise UsageError(
+            f"learner.parallel.{key}: {stages} pipeline stages do not divide the model's "
+            f"{config.num_hidden_layers} layers"
+        )
+
+
+def give_rope_theta(config: Any) -> None:
+    """Put rope_theta where megatron-bridge 0.3.1 looks for it.
+
+    transformers 5 keeps rope_theta in config.rope_parameters; bridge 0.3.1 reads config.rope_theta and silently takes
+    10000 without it. transformers 4 ignores rope_parameters in a file written by 5 and falls back to 10000 itself.
+
+    Raises:
+        UsageError: a scaled rotary embedding that this transformers cannot read.
+    """
+    import transformers
+
+    rope = getattr(config, "rope_parameters", None) or {}
+    if int(transformers.__version__.split(".")[0]) < 5 and rope.get("rope_type", "default") != "default":
+        raise UsageError(
+            f"model config has rope_parameters of type {rope['rope_type']!r}, written by transformers 5, which "
+            f"transformers {transformers.__version__} does not read; write the config with transformers 4"
+        )
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            setattr(config, name, rope[name])
