@@ -205,6 +205,8 @@ def run(arguments: Sequence[str]) -> int:
             parts.reporter.set("failed", str(error))
             parts.reporter.stop()
         raise
+    if parts is not None:
+        parts.broker.close()
     logger.info("%s", {"done": "trained to run.steps", "drained": "stopped early; start again to go on"}[state])
     return 0
 

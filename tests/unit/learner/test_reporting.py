@@ -1,0 +1,81 @@
+"""The reporter: sends at every change and about once a second, survives a broker that is away."""
+
+import time
+from collections.abc import Callable
+
+from broker.contract import LearnerReport
+from common.errors import BrokerUnreachable
+from learner.reporting import Reporter
+
+LIMIT_S = 10.0
+
+
+class Sink:
+    def __init__(self, failures: int = 0) -> None:
+        self.reports: list[LearnerReport] = []
+        self.failures = failures
+        self.closed = False
+
+    def report(self, report: LearnerReport) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise BrokerUnreachable("away")
+        self.reports.append(report)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def test_a_change_of_state_is_sent_at_once_and_the_last_one_always() -> None:
+    sink = Sink()
+    reporter = Reporter(lambda: sink, incarnation=3, policy_version=7)
+    reporter.start()
+    reporter.set("training", "the optimizer step 7", policy_version=7)
+    assert eventually(lambda: any(r.state == "training" for r in sink.reports))
+    reporter.set("done", policy_version=8)
+    reporter.stop()
+    last = sink.reports[-1]
+    assert (last.state, last.policy_version, last.incarnation) == ("done", 8, 3)
+    assert sink.closed
+
+
+def test_since_starts_over_only_with_another_state() -> None:
+    reporter = Reporter(Sink, 0, 0)
+    reporter.set("waiting", "groups: 1 of 4")
+    time.sleep(0.05)
+    reporter.set("waiting", "groups: 2 of 4")
+    assert reporter.snapshot().since_s >= 0.05
+    assert reporter.snapshot().waiting_on == "groups: 2 of 4"
+    reporter.set("training")
+    assert reporter.snapshot().since_s < 0.05
+
+
+def test_the_weights_address_stays_through_changes_of_state() -> None:
+    reporter = Reporter(Sink, 0, 0)
+    reporter.set_weights_address("tcp://127.0.0.1:5")
+    reporter.set("waiting")
+    assert reporter.snapshot().weights_address == "tcp://127.0.0.1:5"
+
+
+def test_a_broker_that_is_away_is_tried_again() -> None:
+    sink = Sink(failures=2)
+    reporter = Reporter(lambda: sink, 0, 0)
+    reporter.start()
+    for state in ("waiting", "training", "publishing"):
+        reporter.set(state)
+        time.sleep(0.02)
+    assert eventually(lambda: bool(sink.reports))
+    reporter.stop()
+
+
+def test_stopping_one_that_never_started_returns() -> None:
+    Reporter(Sink, 0, 0).stop()

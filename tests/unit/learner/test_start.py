@@ -1,0 +1,88 @@
+"""How a learner finds its broker, its incarnation and its dataset again."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from common.config import Config
+from common.errors import BrokerUnreachable, UsageError
+from common.run_dir import BrokerFile, RunDir, write_json
+from learner.checkpointing import CheckpointFolder, TrainerState
+from learner.main import find_broker, prepare_lead
+from learner.run_files import next_incarnation, read_record, write_record
+from learner.task_stream import StreamState
+
+MakeConfig = Callable[..., Config]
+
+
+def test_a_given_address_comes_first_then_the_config(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(broker={"address": "tcp://127.0.0.1:7000"})
+    assert find_broker(config, RunDir(tmp_path), "tcp://127.0.0.1:9") == "tcp://127.0.0.1:9"
+    assert find_broker(config, RunDir(tmp_path), None) == "tcp://127.0.0.1:7000"
+    assert find_broker(make_config(broker={"address": "ipc:///x"}), RunDir(tmp_path), None) == "ipc:///x"
+
+
+def test_the_file_of_a_living_broker_is_waited_for(make_config: MakeConfig, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    write_json(run_dir.broker_json, BrokerFile(_dead_pid(), "tcp://127.0.0.1:1", 0.0))
+
+    def appear() -> None:
+        time.sleep(0.3)
+        write_json(run_dir.broker_json, BrokerFile(os.getpid(), "tcp://127.0.0.1:2", 0.0))
+
+    thread = threading.Thread(target=appear)
+    thread.start()
+    assert find_broker(make_config(), run_dir, None, wait_s=10.0) == "tcp://127.0.0.1:2"
+    thread.join(10)
+
+
+def test_no_broker_is_an_error_after_a_bounded_wait(make_config: MakeConfig, tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(BrokerUnreachable, match=r"no broker wrote .*broker\.json within 0 s"):
+        find_broker(make_config(), RunDir(tmp_path), None, wait_s=0.2)
+    assert time.monotonic() - began < 5
+
+
+def _dead_pid() -> int:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
+
+
+def test_incarnations_count_over_records_and_checkpoints(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert next_incarnation(run_dir, None) == 0
+    write_record(run_dir, 0, "running", 0)
+    assert next_incarnation(run_dir, None) == 1
+    assert next_incarnation(run_dir, 4) == 5
+    run_dir.learner_json.write_text("{torn")
+    assert read_record(run_dir) is None
+    assert next_incarnation(run_dir, 4) == 5
+
+
+def test_another_dataset_is_refused_at_resume(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config()
+    run_dir = RunDir(config.run.dir)
+    folder = CheckpointFolder(run_dir.checkpoints, 2)
+    folder.begin(2).mkdir()
+    folder.finish(TrainerState(policy_version=2, incarnation=0, tasks=StreamState(), dataset_digest="other"))
+    with pytest.raises(UsageError, match=r"tasks\.dataset: .* changed since .*step-000002"):
+        prepare_lead(config, run_dir, "tcp://127.0.0.1:9")
+
+
+def test_the_config_may_be_changed_where_that_is_harmless(make_config: MakeConfig) -> None:
+    config = make_config()
+    run_dir = RunDir(config.run.dir)
+    run_dir.prepare(config)
+    longer = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=100))
+    parts = prepare_lead(longer, run_dir, "tcp://127.0.0.1:9")
+    assert parts.resume.version == 0
+    parts.broker.close()
+    parts.events.close()
