@@ -30,7 +30,7 @@ requirements="requirements/$role.txt"
 torch_pin="$(grep -E '^torch==' "$requirements")"
 
 stamp="$venv/.slipstream-$role"
-wanted="$(cat "$requirements" pyproject.toml launch/setup.sh | sha256sum | cut -d' ' -f1) $PWD"
+wanted="$(cat requirements/"$role"*.txt pyproject.toml launch/setup.sh | sha256sum | cut -d' ' -f1) $PWD"
 if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   say "$venv is up to date"
   exit 0
@@ -58,23 +58,32 @@ say "creating $venv with $("$python" -V)"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-say "installing $torch_pin"
-if ! pip install --quiet --no-deps "$torch_pin" 2>"$venv/pip-torch.log"; then
-  case "$torch_pin" in
-    *+cpu) say "not on the configured index; using PyTorch's CPU wheel index"
-           pip install --quiet --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch_pin" ;;
-    *) cat "$venv/pip-torch.log" >&2; fail "$torch_pin could not be installed" ;;
-  esac
-fi
-
-say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements"
-if ! pip install --quiet --no-deps -r "$requirements" 2>"$venv/pip.log"; then
+# pip_install ARGUMENTS: quietly; on failure the end of what pip said, without its remarks about configured indexes
+pip_install() {
+  pip install --quiet "$@" 2>"$venv/pip.log" && return 0
   grep -v '^WARNING: Location' "$venv/pip.log" | tail -n 20 >&2
-  fail "pip could not install $requirements; the whole log is $venv/pip.log"
+  fail "pip install failed; the whole log is $venv/pip.log"
+}
+
+if [ "$role" = cpu ]; then
+  say "installing $torch_pin"
+  if ! pip install --quiet --no-deps "$torch_pin" 2>"$venv/pip.log"; then
+    say "not on the configured index; using PyTorch's CPU wheel index"
+    pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch_pin"
+  fi
+  say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements"
+  pip_install --no-deps -r "$requirements"
+else
+  say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements, and torch's CUDA libraries"
+  pip_install -r "$requirements"
+fi
+if [ -f "requirements/$role-no-deps.txt" ]; then
+  say "installing requirements/$role-no-deps.txt (compiles for several minutes)"
+  pip_install --no-deps --no-build-isolation -r "requirements/$role-no-deps.txt"
 fi
 
 say "installing slipstream itself"
-pip install --quiet --no-deps --no-build-isolation --editable . 2>"$venv/pip.log" || { tail -n 20 "$venv/pip.log" >&2; fail "the package did not install"; }
+pip_install --no-deps --no-build-isolation --editable .
 
 say "checking that everything imports"
 case "$role" in
