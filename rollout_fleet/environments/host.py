@@ -14,20 +14,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PROBE_S = 5.0
+CLOSE_S = 1.0
 
 
 class EnvironmentHost:
     """The thread that environments live on; use from one event loop."""
 
     def __init__(self) -> None:
-        self._loop = self._start()
+        self._loop, self._thread = _start()
         self._probing = False
-
-    @staticmethod
-    def _start() -> asyncio.AbstractEventLoop:
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
-        return loop
 
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Call `function` and await what it returns, both on the environment thread.
@@ -69,11 +64,31 @@ class EnvironmentHost:
             self._probing = False
             if not answered.is_set() and self._loop is loop:
                 logger.error("an environment blocks its thread; later episodes run on a new one")
-                loop.call_soon_threadsafe(loop.stop)
-                self._loop = self._start()
+                loop.call_soon_threadsafe(loop.stop)  # for when it unblocks
+                self._loop, self._thread = _start()
 
         asyncio.get_running_loop().call_later(PROBE_S, check)
 
     def close(self) -> None:
         """End the thread; an environment that still blocks keeps it until the process ends."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+
+
+def _start() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=_serve, args=(loop,), name="environments", daemon=True)
+    thread.start()
+    return loop, thread
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run until stopped; what is left is cancelled."""
+    loop.run_forever()
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    if left:
+        loop.run_until_complete(asyncio.wait(left, timeout=CLOSE_S))
+    loop.close()

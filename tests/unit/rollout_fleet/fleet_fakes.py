@@ -1,0 +1,209 @@
+"""A scripted sampler, a scripted weight feed and a character tokenizer: the fleet's edges without an engine."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from broker.contract import HeartbeatReply, LearnerReport, NodeBroker, NodeReport, RunInfo
+from common.rollouts import Task, VersionRun
+from rollout_fleet.environments.host import EnvironmentHost
+from rollout_fleet.environments.protocol import Budget
+from rollout_fleet.episodes import EpisodeDriver, Sampling
+from rollout_fleet.sampler_protocol import EngineCounters, FinishReason, Generation, WeightsState
+
+EOS = 0
+
+
+class CharacterTokenizer:
+    """One token per character: its code point."""
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        self.encoded.append(text)
+        return [ord(c) for c in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def say(text: str, version: int = 0, ended: bool = True, runs: list[VersionRun] | None = None) -> Generation:
+    """A generation of `text`, closed by the end token unless cut off; log-probabilities -1, -2, ..."""
+    tokens = [ord(c) for c in text] + ([EOS] if ended else [])
+    reason: FinishReason = "stop" if ended else "length"
+    logprobs = [-float(i + 1) for i in range(len(tokens))]
+    return Generation(tokens, logprobs, runs or [VersionRun(0, version)], reason)
+
+
+@dataclass
+class Call:
+    prompt: list[int]
+    max_tokens: int
+    temperature: float
+    top_p: float
+
+
+class ScriptedSampler:
+    """Answers each call with `respond(text of the prompt)`, after `delay_s` and after `gate` opened."""
+
+    def __init__(self, respond: Callable[[str], Generation | Exception], delay_s: float = 0.0) -> None:
+        self._respond, self._delay_s = respond, delay_s
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.calls: list[Call] = []
+        self.cancelled = 0
+        self.now = 0
+        self.most_at_once = 0
+        self.counters = EngineCounters()
+
+    async def generate(
+        self, prompt_ids: list[int], max_tokens: int, temperature: float = 1.0, top_p: float = 1.0
+    ) -> Generation:
+        self.calls.append(Call(list(prompt_ids), max_tokens, temperature, top_p))
+        self.now += 1
+        self.most_at_once = max(self.most_at_once, self.now)
+        try:
+            await asyncio.sleep(self._delay_s)
+            await self.gate.wait()
+            answer = self._respond("".join(map(chr, prompt_ids)))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.now -= 1
+        if isinstance(answer, Exception):
+            raise answer
+        self.counters.tokens_generated += len(answer.tokens)
+        return answer
+
+
+def in_turn(*answers: Generation) -> Callable[[str], Generation]:
+    """Each call gets the next answer."""
+    left: Iterator[Generation] = iter(answers)
+    return lambda _: next(left)
+
+
+HOSTS: list[EnvironmentHost] = []  # closed after each test
+
+
+def new_host() -> EnvironmentHost:
+    """An environments' thread that ends with the test."""
+    HOSTS.append(EnvironmentHost())
+    return HOSTS[-1]
+
+
+def make_driver(
+    sampler: ScriptedSampler,
+    environment: type,
+    options: dict[str, object] | None = None,
+    budget: Budget | None = None,
+    timeout_s: float = 5.0,
+    host: EnvironmentHost | None = None,
+    tokenizer: CharacterTokenizer | None = None,
+) -> EpisodeDriver:
+    """A driver over the scripted sampler."""
+    return EpisodeDriver(
+        sampler,
+        tokenizer or CharacterTokenizer(),
+        environment,
+        options or {},
+        budget or Budget(max_turns=8, max_tokens=100, max_context=1000),
+        Sampling(),
+        timeout_s,
+        host or new_host(),
+    )
+
+
+@dataclass
+class ScriptedFeed:
+    """A WeightFeed whose state the test sets."""
+
+    state: WeightsState = field(default_factory=WeightsState)
+    followed: list[tuple[str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def set(self, **changes: object) -> None:
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+        self._changed.set()
+
+    def follow(self, address: str, incarnation: int) -> None:
+        self.followed.append((address, incarnation))
+
+    async def wait_change(self, timeout_s: float) -> WeightsState:
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        return self.state
+
+    async def close(self) -> None:
+        return None
+
+
+class InOwnerLoop:
+    """A node's broker client for another thread: every call runs in the loop that made this."""
+
+    def __init__(self, broker: NodeBroker) -> None:
+        self._broker, self._loop = broker, asyncio.get_running_loop()
+        self.threads: set[str] = set()
+
+    async def __aenter__(self) -> "InOwnerLoop":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def heartbeat(self, report: NodeReport, tokens: list[str]) -> HeartbeatReply:
+        self.threads.add(threading.current_thread().name)
+        call = self._broker.heartbeat(report, tokens)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))  # type: ignore[arg-type]
+
+
+def run_info(groups_per_step: int = 4, max_staleness: int = 1, lease_s: float = 30.0) -> RunInfo:
+    return RunInfo(
+        name="test",
+        run_dir="/nowhere",
+        groups_per_step=groups_per_step,
+        max_staleness=max_staleness,
+        max_attempts=3,
+        lease_s=lease_s,
+        max_bytes=1 << 30,
+    )
+
+
+def learner_report(state: str = "waiting", version: int = 0, incarnation: int = 0) -> LearnerReport:
+    return LearnerReport(
+        pid=1, incarnation=incarnation, state=state, policy_version=version, weights_address="tcp://127.0.0.1:1"
+    )
+
+
+def addition_task(serial: int, group_size: int = 2) -> Task:
+    problem = f'{{"question": "{serial}+1", "answer": "{serial + 1}"}}'.encode()
+    return Task(serial=serial, problem=problem, seed=100 * serial, group_size=group_size)
+
+
+def add(prompt: str) -> Generation:
+    """The right answer to an addition prompt."""
+    a, b = prompt.removeprefix("Q: ").removesuffix("=? A:").split("+")
+    return say(f" {a}+{b} ={int(a) + int(b)}")
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Return once `condition` holds; raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def run(work: Awaitable[None], timeout_s: float = 20.0) -> None:
+    """asyncio.run with a bound."""
+
+    async def bounded() -> None:
+        await asyncio.wait_for(work, timeout_s)
+
+    asyncio.run(bounded())

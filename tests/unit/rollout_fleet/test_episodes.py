@@ -1,0 +1,273 @@
+"""The episode driver: masks, versions, budgets, and environments that misbehave."""
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from fleet_fakes import EOS, CharacterTokenizer, ScriptedSampler, in_turn, make_driver, run, say
+
+from common.errors import SlipstreamError
+from common.rollouts import Group, Sample, VersionRun, decode_group, encode_group
+from rollout_fleet.environments.addition import Addition
+from rollout_fleet.environments.number_guessing import NumberGuessing
+from rollout_fleet.environments.protocol import Action, Budget, StepResult
+from rollout_fleet.episodes import Progress
+from rollout_fleet.sampler_protocol import Generation
+
+SUM = {"question": "1+2", "answer": "3"}
+
+
+def play(driver: Any, problem: dict[str, Any], progress: Progress | None = None) -> Sample:
+    samples: list[Sample] = []
+
+    async def once() -> None:
+        samples.append(await driver.run(problem, 7, progress))
+
+    run(once())
+    return samples[0]
+
+
+def text_of(sample: Sample, trained: int) -> str:
+    pairs = zip(sample.tokens.numpy(), sample.loss_mask.numpy(), strict=True)
+    return "".join(chr(t) for t, m in pairs if m == trained)
+
+
+class Base:
+    """Asks once, pays 1, ends."""
+
+    def __init__(self, problem: dict[str, Any], *, seed: int) -> None:
+        self.problem, self.seed = problem, seed
+
+    async def reset(self) -> Any:
+        return "go"
+
+    async def step(self, action: Action) -> Any:
+        return StepResult(reward=1.0)
+
+
+def test_a_single_turn_is_prompt_masked_and_answer_trained_with_its_end_token() -> None:
+    sampler = ScriptedSampler(in_turn(say(" =3", version=5)))
+    sample = play(make_driver(sampler, Addition), SUM)
+    assert text_of(sample, 0) == "Q: 1+2=? A:"
+    assert text_of(sample, 1) == " =3" + chr(EOS)
+    assert sample.behavior_logprobs.numpy().tolist() == [0.0] * 11 + [-1.0, -2.0, -3.0, -4.0]
+    assert (sample.reward, sample.turn_rewards, sample.turns, sample.error) == (1.0, [1.0], 1, None)
+    assert sample.stop_reason == "stop"
+    assert sample.version_runs == [VersionRun(11, 5)]
+
+
+def test_turns_share_one_growing_context_and_environment_text_is_masked() -> None:
+    sampler = ScriptedSampler(in_turn(say("16"), say("24"), say("20")))
+    sample = play(make_driver(sampler, NumberGuessing), {"number": 20})
+    assert text_of(sample, 0) == "Guess 1-31\n higher 17-31\n lower 17-23\n"
+    assert text_of(sample, 1) == f"16{chr(EOS)}24{chr(EOS)}20{chr(EOS)}"
+    tokens = sample.tokens.numpy().tolist()
+    assert [tokens[: len(c.prompt)] for c in sampler.calls] == [c.prompt for c in sampler.calls]
+    assert sampler.calls[1].prompt == [ord(c) for c in "Guess 1-31\n16"] + [EOS] + [ord(c) for c in " higher 17-31\n"]
+    assert (sample.turn_rewards, sample.stop_reason, sample.metrics["guesses"]) == ([0, 0, 1], "environment_done", 3)
+
+
+def test_version_runs_are_offsets_into_the_whole_sample_and_equal_neighbours_merge() -> None:
+    first = say("16", runs=[VersionRun(0, 3), VersionRun(2, 4)])
+    second = say("24", version=4)
+    third = say("20", runs=[VersionRun(0, 4), VersionRun(1, 6)])
+    sample = play(make_driver(ScriptedSampler(in_turn(first, second, third)), NumberGuessing), {"number": 20})
+    # "Guess 1-31\n" is 11 tokens, "16<eos>" 3, " higher 17-31\n" 14, "24<eos>" 3, " lower 17-23\n" 13, "20<eos>" 3
+    assert sample.version_runs == [VersionRun(11, 3), VersionRun(13, 4), VersionRun(45, 6)]
+    sampled = sample.token_versions()[sample.loss_mask.numpy() == 1]
+    assert sampled.tolist() == [3, 3, 4, 4, 4, 4, 4, 6, 6]
+
+
+def test_a_sample_survives_the_wire() -> None:
+    sample = play(make_driver(ScriptedSampler(in_turn(say("16"), say("20"))), NumberGuessing), {"number": 20})
+    decoded = decode_group(encode_group(Group(3, [sample]))).samples[0]
+    assert decoded == sample
+    assert decoded.tokens.numpy().dtype == np.int32
+
+
+def test_the_token_budget_counts_sampled_tokens_of_all_turns() -> None:
+    sampler = ScriptedSampler(in_turn(say("16"), say("24"), say("2", ended=False)))
+    driver = make_driver(sampler, NumberGuessing, budget=Budget(max_turns=8, max_tokens=7, max_context=1000))
+    sample = play(driver, {"number": 20})
+    assert [c.max_tokens for c in sampler.calls] == [7, 4, 1]
+    assert (sample.stop_reason, sample.reward, sample.error) == ("length", 0.0, None)
+
+
+def test_a_turn_that_ends_exactly_at_the_budget_keeps_no_observation_behind_it() -> None:
+    sampler = ScriptedSampler(in_turn(say("16"), say("24")))
+    driver = make_driver(sampler, NumberGuessing, budget=Budget(max_turns=8, max_tokens=6, max_context=1000))
+    sample = play(driver, {"number": 20})
+    assert sample.stop_reason == "length"
+    assert sample.loss_mask.numpy()[-1] == 1
+    assert len(sampler.calls) == 2
+
+
+def test_the_context_bounds_turns_and_text_together() -> None:
+    sampler = ScriptedSampler(in_turn(say("16"), say("24", ended=False)))
+    driver = make_driver(sampler, NumberGuessing, budget=Budget(max_turns=8, max_tokens=100, max_context=30))
+    sample = play(driver, {"number": 20})
+    assert [c.max_tokens for c in sampler.calls] == [19, 2]
+    assert len(sample.tokens.numpy()) == 30
+    assert sample.stop_reason == "length"
+
+
+def test_the_turn_limit_ends_an_episode_that_would_go_on() -> None:
+    driver = make_driver(ScriptedSampler(in_turn(say("1"), say("2"))), NumberGuessing, budget=Budget(2, 100, 1000))
+    sample = play(driver, {"number": 20})
+    assert (sample.stop_reason, sample.turns, sample.error) == ("turn_limit", 2, None)
+    assert sample.loss_mask.numpy()[-1] == 1
+
+
+def test_a_prompt_that_does_not_fit_fails_the_sample_with_both_numbers() -> None:
+    driver = make_driver(ScriptedSampler(in_turn()), Addition, budget=Budget(1, 10, 11))
+    sample = play(driver, SUM)
+    assert sample.stop_reason == "environment_error"
+    assert sample.error == "the prompt has 11 tokens, the context holds 11"
+
+
+def test_equal_text_is_tokenised_once() -> None:
+    tokenizer = CharacterTokenizer()
+    driver = make_driver(ScriptedSampler(lambda _: say(" =3")), Addition, tokenizer=tokenizer)
+    assert play(driver, SUM) == play(driver, SUM)
+    assert tokenizer.encoded == ["Q: 1+2=? A:"]
+
+
+def test_an_observation_of_token_ids_is_used_as_it_is() -> None:
+    class Ids(Base):
+        async def reset(self) -> list[int]:
+            return [5, 6, 7]
+
+    sampler = ScriptedSampler(in_turn(say("x")))
+    play(make_driver(sampler, Ids), {})
+    assert sampler.calls[0].prompt == [5, 6, 7]
+
+
+def test_options_and_seed_reach_the_constructor() -> None:
+    seen: list[Any] = []
+
+    class Curious(Base):
+        def __init__(self, problem: dict[str, Any], *, seed: int, level: int) -> None:
+            seen.append((problem, seed, level))
+
+    play(make_driver(ScriptedSampler(in_turn(say("x"))), Curious, {"level": 3}), {"a": 1})
+    assert seen == [({"a": 1}, 7, 3)]
+
+
+@pytest.mark.parametrize("where", ["__init__", "reset", "step"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("boom"), TimeoutError("boom"), SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()]
+)
+def test_an_environment_that_raises_fails_its_sample_with_a_reason(where: str, error: BaseException) -> None:
+    async def bad(self: Any, *_: Any) -> Any:
+        raise error
+
+    def bad_init(self: Any, problem: Any, *, seed: int) -> None:
+        raise error
+
+    environment = type("Bad", (Base,), {where: bad_init if where == "__init__" else bad})
+    driver = make_driver(ScriptedSampler(lambda _: say("x")), environment)
+    sample = play(driver, {})
+    assert sample.stop_reason == "environment_error"
+    assert (sample.error is not None and "raise" in sample.error) or "cancelled itself" in str(sample.error)
+    assert play(make_driver(ScriptedSampler(lambda _: say(" =3")), Addition), SUM).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (None, "AttributeError"),
+        (StepResult(reward=float("nan")), "not finite"),
+        (StepResult(reward="lots"), "could not convert"),  # type: ignore[arg-type]
+        (StepResult(observation=3.5, done=False), "TypeError"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_answer_that_makes_no_sense_fails_the_sample(result: Any, reason: str) -> None:
+    class Nonsense(Base):
+        async def step(self, action: Action) -> Any:
+            return result
+
+    sample = play(make_driver(ScriptedSampler(lambda _: say("x")), Nonsense), {})
+    assert sample.stop_reason == "environment_error"
+    assert reason in str(sample.error)
+
+
+def test_a_hanging_environment_times_out_and_keeps_what_was_sampled() -> None:
+    class Hangs(Base):
+        async def step(self, action: Action) -> StepResult:
+            await asyncio.sleep(60)
+            return StepResult()
+
+    started = time.monotonic()
+    sample = play(make_driver(ScriptedSampler(in_turn(say("x"))), Hangs, timeout_s=0.1), {})
+    assert time.monotonic() - started < 5
+    assert (sample.stop_reason, text_of(sample, 1)) == ("timeout", "x" + chr(EOS))
+    assert "within 0.1 s" in str(sample.error)
+
+
+def test_a_blocking_environment_does_not_stop_the_event_loop() -> None:
+    class Blocks(Base):
+        async def step(self, action: Action) -> StepResult:
+            time.sleep(1.0)
+            return StepResult()
+
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    async def once() -> None:
+        ticking = asyncio.create_task(tick())
+        driver = make_driver(ScriptedSampler(in_turn(say("x"))), Blocks, timeout_s=0.3)
+        assert (await driver.run({}, 0)).stop_reason == "timeout"
+        ticking.cancel()
+
+    run(once())
+    assert ticks >= 10
+
+
+def test_an_aborted_request_is_a_cancelled_sample() -> None:
+    aborted = Generation([65], [-1.0], [VersionRun(0, 0)], "abort")
+    sample = play(make_driver(ScriptedSampler(in_turn(aborted)), Addition), SUM)
+    assert (sample.stop_reason, sample.error) == ("cancelled", "the engine aborted the request")
+
+
+def test_a_request_that_the_engine_refuses_fails_its_sample_only() -> None:
+    sampler = ScriptedSampler(lambda _: ValueError("token 999 is outside the vocabulary"))
+    sample = play(make_driver(sampler, Addition), SUM)
+    assert sample.stop_reason == "environment_error"
+    assert "outside the vocabulary" in str(sample.error)
+
+
+def test_a_dead_engine_is_not_the_samples_fault() -> None:
+    driver = make_driver(ScriptedSampler(lambda _: SlipstreamError("engine died")), Addition)
+    with pytest.raises(SlipstreamError, match="engine died"):
+        play(driver, SUM)
+
+
+def test_cancelling_an_episode_cancels_its_request_and_the_progress_stays_known() -> None:
+    answers = in_turn(say("16"), say("24"))
+
+    async def once() -> None:
+        sampler = ScriptedSampler(answers)
+        progress = Progress()
+        driver = make_driver(sampler, NumberGuessing)
+
+        def second(prompt: str) -> Generation:
+            sampler.gate.clear()
+            return answers(prompt)
+
+        sampler._respond = second
+        episode = asyncio.create_task(driver.run({"number": 20}, 0, progress))
+        while len(sampler.calls) < 2:
+            await asyncio.sleep(0.005)
+        episode.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await episode
+        assert (sampler.cancelled, progress.sampled_tokens) == (1, 3)
+
+    run(once())

@@ -1,0 +1,85 @@
+"""Environment names: built-in, by import path, and every way to get them wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from rollout_fleet.environments.addition import Addition
+from rollout_fleet.environments.registry import BUILT_IN, resolve
+
+SOURCE = """
+class Fine:
+    def __init__(self, problem, *, seed, level=1): ...
+    async def reset(self): return "?"
+    async def step(self, action): ...
+
+class Blocking:
+    def reset(self): return "?"
+    async def step(self, action): ...
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_environments.py").write_text(SOURCE)
+    (tmp_path / "my_broken.py").write_text("raise RuntimeError('half installed')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for module in ("my_environments", "my_broken"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    return tmp_path
+
+
+def refusal(name: str, options: dict[str, object] | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        resolve(name, options, file="job.yaml")
+    assert caught.value.file == "job.yaml"
+    return caught.value
+
+
+def test_built_in_names_resolve() -> None:
+    assert resolve("addition") is Addition
+    assert all(resolve(name, {}) for name in BUILT_IN)
+
+
+def test_a_class_beside_the_job_is_found_by_import_path(user_folder: Path) -> None:
+    assert resolve("my_environments:Fine", {"level": 3}).__name__ == "Fine"
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "hint"),
+    [
+        ("additon", "'additon'", "nearest built-in: 'addition'"),
+        ("guess_number", "'guess_number'", "nearest built-in: 'number_guessing'"),
+        ("no_such_module:Thing", "No module named 'no_such_module'", "built in are"),
+        ("my_broken:Thing", "RuntimeError: half installed", "built in are"),
+        ("my_environments:Fin", "has no 'Fin'", "built in are"),
+        ("my_environments:NUMBER", "which is a int", ""),
+        ("my_environments:Blocking", "without it", ""),
+    ],
+)
+def test_a_wrong_name_says_what_was_found_and_what_is_near(user_folder: Path, name: str, found: str, hint: str) -> None:
+    error = refusal(name)
+    assert error.key == "tasks.environment"
+    assert found in error.found
+    assert hint in (error.hint or "")
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    error = refusal("number_guessing", {"guesss": 3})
+    assert (error.key, error.hint) == ("tasks.options", "did you mean 'guesses'?")
+    assert "highest, guesses" in error.expected
+
+
+def test_resolving_imports_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys; from rollout_fleet.environments.registry import resolve; resolve('addition'); "
+        "resolve('number_guessing'); print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
