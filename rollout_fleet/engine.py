@@ -118,6 +118,7 @@ class Engine:
         if llm is not None:
             self.weights.detach()
             await loop.run_in_executor(creator, lambda: llm.shutdown(timeout=SHUTDOWN_S))
+            llm.shutdown = lambda timeout=None: None  # AsyncLLM.__del__ calls it again, when its imports may be gone
         if creator is not None:
             await loop.run_in_executor(None, creator.shutdown)
 
@@ -153,6 +154,7 @@ class Engine:
                 max_tokens=max_tokens,
                 temperature=temperature,
                 top_p=top_p,
+                ignore_eos=True,  # the end tokens are ours to say, whatever the folder has
                 stop_token_ids=self._stop_token_ids,
                 logprobs=0,
                 flat_logprobs=True,
