@@ -1,0 +1,87 @@
+"""What a node says of itself."""
+
+import pytest
+from fleet_fakes import run_info
+
+from rollout_fleet.board import Board, explain
+from rollout_fleet.patience import BrokerLost, Patience
+from rollout_fleet.sampler_protocol import EngineCounters, WeightsState
+
+HELD = WeightsState(version=12, incarnation=0, waiting_on="")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("weights", "learner", "episodes", "leased", "state", "waiting_on"),
+    [
+        (WeightsState(), None, 0, False, "joining", "learner (none is attached)"),
+        (WeightsState(), 0, 0, False, "joining", "weights from learner"),
+        (HELD, 0, 0, False, "waiting", "tasks (learner has offered none)"),
+        (HELD, 0, 0, True, "waiting", "task window: version 12 may lease to serial 239"),
+        (HELD, None, 0, True, "waiting", "learner (none is attached)"),
+        (HELD, 1, 0, True, "waiting", "weights from learner (it restarted as incarnation 1)"),
+        (HELD, 0, 5, True, "generating", ""),
+        (WeightsState(version=12, incarnation=0, flipping=True), 0, 5, True, "flipping", ""),
+        (WeightsState(version=12, quarantined="canary differs by 3"), 0, 5, True, "quarantined", "canary differs by 3"),
+    ],
+)
+def test_the_explanation_names_who_unblocks_the_node(
+    weights: WeightsState, learner: int | None, episodes: int, leased: bool, state: str, waiting_on: str
+) -> None:
+    run = run_info(groups_per_step=16, max_staleness=2)
+    assert explain(weights, learner, episodes, leased, run) == (state, waiting_on)
+
+
+def test_since_counts_from_the_change_of_state_not_of_reason() -> None:
+    clock = Clock()
+    board = Board("n", clock)
+    clock.now = 5.0
+    board.show("waiting", "a")
+    clock.now = 7.0
+    board.show("waiting", "b")
+    clock.now = 9.0
+    report = board.report()
+    assert (report.state, report.waiting_on, report.since_s) == ("waiting", "b", 4.0)
+
+
+def test_a_report_carries_engine_weights_and_waste() -> None:
+    clock = Clock()
+    board = Board("n", clock)
+    weights = WeightsState(version=3, incarnation=1, flips=4, stall_s=0.5, canary_max_difference=0.01)
+    board.measure(weights, EngineCounters(tokens_generated=100, tokens_aborted=7), ["a", "b"], 9)
+    board.waste(5)
+    clock.now = 2.0
+    report = board.report()
+    assert (report.policy_version, report.flips, report.generation_stall_s) == (3, 4, 0.5)
+    assert (report.tokens_generated, report.tokens_wasted, report.tokens_per_s) == (100, 12, 50.0)
+    assert (report.episodes_running, report.canary_max_difference, board.leases) == (9, 0.01, ["a", "b"])
+
+
+def test_the_rate_covers_the_time_since_the_last_report() -> None:
+    clock = Clock()
+    board = Board("n", clock)
+    for now, tokens, rate in ((1.0, 100, 100.0), (3.0, 120, 10.0), (3.1, 500, 10.0), (4.0, 500, 380.0)):
+        clock.now = now
+        board.measure(HELD, EngineCounters(tokens_generated=tokens), [], 0)
+        assert board.report().tokens_per_s == pytest.approx(rate)
+
+
+def test_patience_ends_after_the_limit_and_any_answer_renews_it() -> None:
+    clock = Clock()
+    patience = Patience(60.0, "tcp://x", clock)
+    patience.failed(RuntimeError("silent"))
+    clock.now = 59.0
+    patience.failed(RuntimeError("silent"))
+    patience.answered()
+    clock.now = 100.0
+    patience.failed(RuntimeError("silent"))
+    clock.now = 160.0
+    with pytest.raises(BrokerLost, match=r"tcp://x has not answered for 60 s: silent"):
+        patience.failed(RuntimeError("silent"))

@@ -1,0 +1,115 @@
+"""Groups: concurrency, seeds, figures for the ledger, failures."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from fleet_fakes import ScriptedSampler, add, addition_task, make_driver, run, say
+
+from common.errors import SlipstreamError
+from common.rollouts import Task, VersionRun
+from rollout_fleet.environments.addition import Addition
+from rollout_fleet.environments.protocol import Action, StepResult
+from rollout_fleet.groups import GroupProgress, GroupRunner, RolledOut
+
+
+def roll(runner: GroupRunner, *tasks: Task) -> list[RolledOut]:
+    found: list[RolledOut] = []
+
+    async def once() -> None:
+        found.extend(await asyncio.gather(*(runner.run(t, GroupProgress()) for t in tasks)))
+
+    run(once())
+    return found
+
+
+def test_a_group_has_one_sample_per_seed_and_its_figures() -> None:
+    seeds: list[int] = []
+
+    class Seeded(Addition):
+        def __init__(self, problem: dict[str, Any], *, seed: int) -> None:
+            super().__init__(problem, seed=seed)
+            seeds.append(seed)
+
+    answers = iter([say(" =4", 6), say(" =9", 7), say(" =4", runs=[VersionRun(0, 7), VersionRun(2, 8)])])
+    sampler = ScriptedSampler(lambda _: next(answers))
+    (done,) = roll(GroupRunner(make_driver(sampler, Seeded), 8), addition_task(3, group_size=3))
+    assert (done.group.serial, sorted(seeds)) == (3, [300, 301, 302])
+    meta = done.meta
+    assert (meta.version_min, meta.version_max, meta.sampled_tokens, meta.failed_samples) == (6, 8, 12, 0)
+    assert meta.reward_mean == pytest.approx(2 / 3)
+    assert meta.generation_s > 0
+    assert done.failure is None
+
+
+def test_concurrency_bounds_episodes_over_all_groups() -> None:
+    sampler = ScriptedSampler(add, delay_s=0.01)
+    runner = GroupRunner(make_driver(sampler, Addition), 5)
+    done = roll(runner, *(addition_task(i, group_size=4) for i in range(5)))
+    assert len(sampler.calls) == 20
+    assert sampler.most_at_once == 5
+    assert [d.meta.reward_mean for d in done] == [1.0] * 5
+    assert runner.episodes_running == 0
+
+
+def test_a_failed_sample_is_counted_and_leaves_the_reward_mean() -> None:
+    class Moody(Addition):
+        def __init__(self, problem: dict[str, Any], *, seed: int) -> None:
+            super().__init__(problem, seed=seed)
+            self.seed = seed
+
+        async def step(self, action: Action) -> StepResult:
+            if self.seed % 2:
+                raise RuntimeError("bad day")
+            return await super().step(action)
+
+    (done,) = roll(GroupRunner(make_driver(ScriptedSampler(add), Moody), 8), addition_task(2, group_size=4))
+    assert (done.meta.failed_samples, done.meta.reward_mean, done.failure) == (2, 1.0, None)
+    assert done.failed_tokens == 2 * len(" 2+1 =3\0")
+
+
+def test_a_group_of_failures_says_why() -> None:
+    sampler = ScriptedSampler(lambda _: ValueError("no"))
+    (done,) = roll(GroupRunner(make_driver(sampler, Addition), 8), addition_task(0))
+    assert done.failure is not None
+    assert "environment_error" in done.failure and "no" in done.failure
+
+
+@pytest.mark.parametrize("problem", [b"{", b"[1]", b""])
+def test_a_problem_that_is_no_object_fails_the_group(problem: bytes) -> None:
+    task = Task(serial=4, problem=problem, seed=0, group_size=2)
+    (done,) = roll(GroupRunner(make_driver(ScriptedSampler(add), Addition), 8), task)
+    assert done.failure is not None and "task 4" in done.failure
+
+
+def test_a_dead_engine_ends_the_group_and_its_other_episodes() -> None:
+    async def once() -> None:
+        sampler = ScriptedSampler(lambda _: SlipstreamError("engine died"), delay_s=0.01)
+        runner = GroupRunner(make_driver(sampler, Addition), 8)
+        with pytest.raises(SlipstreamError, match="engine died"):
+            await runner.run(addition_task(0, group_size=4), GroupProgress())
+        assert runner.episodes_running == 0
+
+    run(once())
+
+
+def test_cancelling_a_group_frees_its_slots_and_keeps_its_progress() -> None:
+    async def once() -> None:
+        sampler = ScriptedSampler(add)
+        sampler.gate.clear()
+        runner = GroupRunner(make_driver(sampler, Addition), 2)
+        first, second = GroupProgress(), GroupProgress()
+        group = asyncio.create_task(runner.run(addition_task(0), first))
+        waiting = asyncio.create_task(runner.run(addition_task(1), second))
+        while len(sampler.calls) < 2:
+            await asyncio.sleep(0.005)
+        assert (first.started, second.started) == (True, False)
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+        assert sampler.cancelled == 2
+        sampler.gate.set()
+        assert (await waiting).meta.reward_mean == 1.0
+        assert second.started
+
+    run(once())

@@ -1,0 +1,381 @@
+"""The node loop over the in-memory broker and a scripted sampler."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fleet_fakes import (
+    InOwnerLoop,
+    ScriptedFeed,
+    ScriptedSampler,
+    add,
+    addition_task,
+    learner_report,
+    make_driver,
+    run,
+    run_info,
+    until,
+)
+
+from broker.memory import MemoryBroker
+from common.errors import EXIT_DONE, EXIT_FAILED, BrokerUnreachable, SlipstreamError
+from common.rollouts import decode_group
+from rollout_fleet.board import Board
+from rollout_fleet.environments.addition import Addition
+from rollout_fleet.groups import GroupRunner
+from rollout_fleet.heartbeat import Heartbeat
+from rollout_fleet.node import Node, NodeParts
+from rollout_fleet.patience import BrokerLost, Patience
+
+
+class Site:
+    """One node against one in-memory broker, with a real heartbeat thread."""
+
+    def __init__(
+        self,
+        concurrency: int = 4,
+        drain_s: float = 2.0,
+        lease_s: float = 30.0,
+        wrap: Callable[[Any], Any] = lambda broker: broker,
+        respond: Callable[[str], Any] = add,
+        patience_s: float = 30.0,
+        name: str = "n0",
+        broker: MemoryBroker | None = None,
+    ) -> None:
+        self.info = run_info(lease_s=lease_s)
+        self.broker = broker or MemoryBroker(self.info)
+        self.learner = self.broker.learner()
+        self.sampler = ScriptedSampler(respond)
+        self.feed = ScriptedFeed()
+        self.board = Board(name)
+        client = wrap(self.broker.node())
+        patience = Patience(patience_s, "memory")
+        self.link = InOwnerLoop(self.broker.node())
+        self.beat = Heartbeat(
+            lambda: self.link,  # type: ignore[arg-type,return-value]
+            self.board,
+            patience,
+            0.05,
+            lambda reply: self.node.on_heartbeat(reply),
+            lambda error: self.node.fail(error),
+        )
+        runner = GroupRunner(make_driver(self.sampler, Addition), concurrency)
+        self.parts = NodeParts(
+            client, self.feed, runner, self.board, patience, lambda: self.sampler.counters, self.beat.beat_now
+        )
+        self.node = Node(self.parts, self.info, concurrency, drain_s)
+
+    async def __aenter__(self) -> "Site":
+        await self.broker.node().register(self.board.report())
+        self.beat.start()
+        self.running = asyncio.create_task(self.node.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await self.beat.stop()
+
+    def attach(self, tasks: int, version: int | None = 0, group_size: int = 2) -> None:
+        self.learner.attach(learner_report())
+        self.learner.offer([addition_task(i, group_size) for i in range(tasks)])
+        if version is not None:
+            self.feed.set(version=version, incarnation=0, waiting_on="")
+
+    def states(self) -> list[str]:
+        return [entry.state for entry in self.learner.ledger()]
+
+
+def test_it_leases_what_the_window_allows_and_hands_in_every_group() -> None:
+    async def once() -> None:
+        async with Site() as site:
+            site.attach(tasks=20)
+            await until(lambda: site.states()[:8] == ["ready"] * 8)
+            await until(lambda: site.board.report().state == "waiting")
+            assert site.board.report().waiting_on == "task window: version 0 may lease to serial 7"
+            assert site.states()[8:] == ["pending"] * 12
+            groups = site.learner.take(0, 4, 0.0)
+            assert groups is not None
+            assert [g.serial for g in groups] == [0, 1, 2, 3]
+            decoded = decode_group(groups[3].payload)
+            assert [s.reward for s in decoded.samples] == [1.0, 1.0]
+            assert groups[3].meta.reward_mean == 1.0
+
+    run(once())
+
+
+def test_a_new_version_opens_the_window_at_once() -> None:
+    async def once() -> None:
+        async with Site() as site:
+            site.attach(tasks=20)
+            await until(lambda: site.states()[:8] == ["ready"] * 8)
+            site.feed.set(version=1)
+            await until(lambda: site.states()[:12] == ["ready"] * 12, 0.8)
+            assert site.states()[12] == "pending"
+
+    run(once())
+
+
+def test_without_weights_it_leases_nothing_and_says_so() -> None:
+    async def once() -> None:
+        async with Site() as site:
+            await until(lambda: site.board.report().waiting_on == "learner (none is attached)")
+            site.attach(tasks=4, version=None)
+            await until(lambda: site.board.report().waiting_on == "weights from learner")
+            assert site.board.report().state == "joining"
+            assert site.feed.followed[-1] == ("tcp://127.0.0.1:1", 0)
+            assert site.states() == ["pending"] * 4
+
+    run(once())
+
+
+def test_weights_of_an_earlier_incarnation_lease_nothing() -> None:
+    async def once() -> None:
+        async with Site() as site:
+            site.learner.attach(learner_report(incarnation=3))
+            site.learner.offer([addition_task(0)])
+            await until(lambda: bool(site.feed.followed))
+            site.feed.set(version=5, incarnation=2)
+            await until(lambda: "restarted as incarnation 3" in site.board.report().waiting_on)
+            assert site.states() == ["pending"]
+            site.feed.set(version=0, incarnation=3)
+            await until(lambda: site.states() == ["ready"])
+
+    run(once())
+
+
+def test_it_leases_ahead_but_no_further_than_two_groups() -> None:
+    async def once() -> None:
+        async with Site(concurrency=4) as site:
+            site.sampler.gate.clear()
+            site.attach(tasks=8)
+            await until(lambda: site.states().count("leased") == 4)
+            await asyncio.sleep(0.1)
+            assert site.states().count("leased") == 4  # two groups of two run, two wait
+            assert len(site.sampler.calls) == 4
+            await until(lambda: site.board.report().state == "generating")
+            site.sampler.gate.set()
+            await until(lambda: site.states() == ["ready"] * 8)
+            assert site.sampler.most_at_once == 4
+
+    run(once())
+
+
+def test_heartbeats_come_from_a_thread_of_their_own_and_keep_leases() -> None:
+    async def once() -> None:
+        async with Site(lease_s=0.4) as site:
+            site.sampler.gate.clear()
+            site.attach(tasks=1)
+            await until(lambda: site.states() == ["leased"])
+            await asyncio.sleep(1.0)
+            assert site.states() == ["leased"]
+            assert site.learner.status().lease_expiries == 0
+            assert site.link.threads == {"heartbeat"}
+            site.sampler.gate.set()
+            await until(lambda: site.states() == ["ready"])
+
+    run(once())
+
+
+def test_a_lost_lease_cancels_its_episodes_and_counts_the_waste() -> None:
+    async def once() -> None:
+        site = Site()
+
+        async def one_of_two(problem: dict[str, Any], seed: int, progress: Any) -> None:
+            progress.sampled_tokens += 5
+            await asyncio.sleep(60)
+
+        site.parts.runner._driver.run = one_of_two  # type: ignore[assignment,method-assign]
+        async with site:
+            site.attach(tasks=1)
+            await until(lambda: site.states() == ["leased"])
+            await until(lambda: len(site.board.leases) == 1)
+            token = site.board.leases[0]
+            await site.broker.node().release("n0", [token])
+            await until(lambda: site.board.report().tokens_wasted == 10)
+            await until(lambda: site.board.leases != [token])
+            assert site.learner.status().stale_results == 0
+
+    run(once())
+
+
+def test_a_result_under_an_old_token_is_refused_and_the_task_done_once() -> None:
+    class Slow:
+        """Completes only after the broker gave the lease to someone else."""
+
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+            self.first = True
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        async def complete(self, node_id: str, token: str, meta: Any, payload: bytes) -> bool:
+            if self.first:
+                self.first = False
+                await self._inner.release(node_id, [token])
+                assert await self._inner.complete(node_id, token, meta, payload) is False
+                return False
+            return await self._inner.complete(node_id, token, meta, payload)
+
+    async def once() -> None:
+        async with Site(wrap=Slow) as site:
+            site.attach(tasks=1)
+            await until(lambda: site.states() == ["ready"])
+            assert site.learner.status().stale_results == 1
+
+    run(once())
+
+
+def test_a_group_whose_samples_all_fail_counts_as_an_attempt_with_the_reason() -> None:
+    async def once() -> None:
+        async with Site(respond=lambda _: ValueError("token outside the vocabulary")) as site:
+            site.attach(tasks=1)
+            await until(lambda: site.states() == ["dead"])
+            entry = site.learner.ledger()[0]
+            assert entry.attempts == 3
+            assert "token outside the vocabulary" in entry.reason
+
+    run(once())
+
+
+def test_a_drain_finishes_what_runs_and_returns_what_has_not_started() -> None:
+    async def once() -> None:
+        async with Site(concurrency=4) as site:
+            site.sampler.gate.clear()
+            site.attach(tasks=8)
+            await until(lambda: site.states().count("leased") == 4 and len(site.sampler.calls) == 4)
+            site.node.request_drain("SIGTERM")
+            await until(lambda: site.states().count("pending") == 6)
+            assert site.board.report().state == "draining"
+            site.sampler.gate.set()
+            assert await site.running == EXIT_DONE
+            assert site.states() == ["ready"] * 2 + ["pending"] * 6
+            assert [e.attempts for e in site.learner.ledger()][2:] == [0] * 6
+
+    run(once())
+
+
+def test_a_drain_is_bounded_and_gives_running_groups_back() -> None:
+    async def once() -> None:
+        async with Site(drain_s=0.2) as site:
+            site.sampler.gate.clear()
+            site.attach(tasks=1)
+            await until(lambda: len(site.sampler.calls) == 2)
+            site.node.request_drain("SIGTERM")
+            assert await asyncio.wait_for(site.running, 3) == EXIT_DONE
+            assert site.states() == ["pending"]
+            assert site.sampler.cancelled == 2
+
+    run(once())
+
+
+def test_a_finished_learner_drains_the_node_without_waiting() -> None:
+    async def once() -> None:
+        async with Site(drain_s=60) as site:
+            site.sampler.gate.clear()
+            site.attach(tasks=1)
+            await until(lambda: len(site.sampler.calls) == 2)
+            site.learner.report(learner_report(state="done"))
+            assert await asyncio.wait_for(site.running, 3) == EXIT_DONE
+
+    run(once())
+
+
+def test_a_quarantined_node_gives_everything_back_says_why_and_fails() -> None:
+    async def once() -> None:
+        async with Site() as site:
+            site.sampler.gate.clear()
+            site.attach(tasks=4)
+            await until(lambda: len(site.sampler.calls) == 4)
+            site.feed.set(quarantined="canary differs by 3.2")
+            assert await asyncio.wait_for(site.running, 3) == EXIT_FAILED
+            assert site.states() == ["pending"] * 4
+            told = site.learner.status().nodes[0].report
+            assert (told.state, told.waiting_on) == ("quarantined", "canary differs by 3.2")
+
+    run(once())
+
+
+def test_an_engine_that_refuses_because_of_its_quarantine_counts_as_quarantined() -> None:
+    async def once() -> None:
+        async with Site(respond=lambda _: SlipstreamError("quarantined: bad sum")) as site:
+            site.attach(tasks=1)
+            await until(lambda: bool(site.sampler.calls))
+            site.feed.set(quarantined="bad sum")
+            assert await asyncio.wait_for(site.running, 3) == EXIT_FAILED
+
+    run(once())
+
+
+def test_a_dead_engine_ends_the_node_with_its_reason_and_returns_the_leases() -> None:
+    async def once() -> None:
+        async with Site(respond=lambda _: SlipstreamError("the engine died")) as site:
+            site.attach(tasks=3)
+            with pytest.raises(SlipstreamError, match="the engine died"):
+                await asyncio.wait_for(site.running, 5)
+            await site.broker.node().leave("n0")
+            assert site.states() == ["pending"] * 3
+
+    run(once())
+
+
+class Flaky:
+    """Every kind of call fails its first `failures` times."""
+
+    failures = 1
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._seen: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            self._seen[name] = self._seen.get(name, 0) + 1
+            if self._seen[name] <= self.failures:
+                raise BrokerUnreachable("no answer")
+            return await getattr(self._inner, name)(*arguments)
+
+        return call
+
+
+def test_a_broker_that_is_away_for_a_moment_loses_nothing() -> None:
+    async def once() -> None:
+        async with Site(wrap=Flaky) as site:
+            site.attach(tasks=3)
+            await until(lambda: site.states() == ["ready"] * 3)
+            assert [e.attempts for e in site.learner.ledger()] == [1, 1, 1]
+
+    run(once())
+
+
+def test_a_broker_that_stays_away_ends_the_node_with_the_reason() -> None:
+    class Gone(Flaky):
+        failures = 10**9
+
+    async def once() -> None:
+        site = Site(wrap=Gone, patience_s=0.3)
+        site.beat.start = lambda: None  # type: ignore[method-assign]
+        site.beat.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
+        async with site:
+            site.attach(tasks=1)
+            with pytest.raises(BrokerLost, match="has not answered for"):
+                await asyncio.wait_for(site.running, 5)
+
+    run(once())
+
+
+def test_two_nodes_share_the_window() -> None:
+    async def once() -> None:
+        first = Site(concurrency=64)
+        second = Site(concurrency=64, name="n1", broker=first.broker)
+        async with first, second:
+            for site in (first, second):
+                site.sampler.gate.clear()
+                site.feed.set(version=0, incarnation=0)
+            first.attach(tasks=8)
+            await until(lambda: first.states() == ["leased"] * 8)
+            assert {e.nodes[-1] for e in first.learner.ledger()} == {"n0", "n1"}
+
+    run(once())
