@@ -1,0 +1,170 @@
+"""A learner killed with -9, or drained, and started again ends with bitwise the weights of one that was not."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from broker.client import BrokerClient
+from common.metrics import StepMetrics, read_metrics
+from common.run_dir import RunDir
+
+HERE = Path(__file__).parent
+LIMIT_S = 120
+STEPS, GROUPS, GROUP_SIZE, VOCABULARY = 8, 4, 4, 128
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+BUILD = """
+import sys
+from pathlib import Path
+from launch.quickstart_assets import ModelShape, build_model
+build_model(ModelShape(64, 128, 2, 4, 2, 16, 256, 0.05), 1, Path(sys.argv[1]))
+"""
+BROKER = """
+import sys
+from pathlib import Path
+import msgspec
+from broker.main import run_broker
+from common.config_loading import load_config
+from common.lifecycle import die_with_parent
+die_with_parent()
+config = load_config(Path(sys.argv[1]))
+sys.exit(run_broker(config, msgspec.json.encode(config)))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("assets") / "model"
+    subprocess.run([sys.executable, "-c", BUILD, str(folder)], check=True, timeout=LIMIT_S, env=ENVIRONMENT)
+    return folder
+
+
+class Job:
+    """A run folder with its broker and a node that hands in recorded groups."""
+
+    def __init__(self, folder: Path, model: Path, learner: str = "") -> None:
+        folder.mkdir()
+        (folder / "tasks.jsonl").write_text(
+            "".join(f'{{"question": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(9))
+        )
+        self.config = folder / "job.yaml"
+        self.config.write_text(
+            f"run: {{name: resume, dir: {folder}/run, steps: {STEPS}, seed: 3}}\n"
+            f"model: {{path: {model}, dtype: float32}}\n"
+            f"tasks: {{environment: addition, dataset: {folder}/tasks.jsonl}}\n"
+            f"learner: {{groups_per_step: {GROUPS}, optimizer: {{lr: 1.0e-3}}, checkpoint: {{every: 3}}{learner}}}\n"
+            f"rollout: {{group_size: {GROUP_SIZE}, max_tokens: 64, engine: {{max_model_len: 128}}}}\n"
+        )
+        self.run = RunDir(folder / "run")
+
+    @contextmanager
+    def served(self) -> Iterator[BrokerClient]:
+        """While active, a broker process and a node process serve the learner."""
+        with process([sys.executable, "-c", BROKER, str(self.config)]) as broker:
+            wait_for(lambda: self.run.broker() is not None, broker)
+            address = self.run.broker().address
+            words = [address, str(VOCABULARY), str(GROUP_SIZE), str(GROUPS)]
+            with process([sys.executable, str(HERE / "recorded_node.py"), *words]), BrokerClient(address) as client:
+                yield client
+
+    def learner(self, ranks: int = 1) -> list[str]:
+        command = [sys.executable]
+        if ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        return [*command, "-m", "learner.main", "--config", str(self.config)]
+
+    def finish(self, ranks: int = 1) -> None:
+        done = subprocess.run(
+            self.learner(ranks), capture_output=True, text=True, timeout=LIMIT_S, env=ENVIRONMENT, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    def lines(self) -> list[StepMetrics]:
+        return read_metrics(self.run.metrics, StepMetrics)
+
+    def weights(self) -> str:
+        return hashlib.sha256((self.run.model / "model.safetensors").read_bytes()).hexdigest()
+
+
+@contextmanager
+def process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A child that is gone afterwards, whatever happens."""
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(20)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait(20)
+        child.stderr.close()
+
+
+def wait_for(condition: Callable[[], bool], child: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert child.poll() is None, child.stderr.read()[-3000:]
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.01)
+
+
+def assert_delivered_once(client: BrokerClient) -> None:
+    ledger = client.ledger()
+    assert [entry.serial for entry in ledger] == list(range(STEPS * GROUPS))
+    assert {entry.state for entry in ledger} == {"committed"}
+    assert [entry.step for entry in ledger] == [n // GROUPS for n in range(STEPS * GROUPS)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, model: Path) -> str:
+    job = Job(tmp_path_factory.mktemp("unbroken") / "job", model)
+    with job.served() as client:
+        job.finish()
+        assert_delivered_once(client)
+    assert [line.step for line in job.lines()] == list(range(STEPS))
+    return job.weights()
+
+
+def test_killed_with_9_between_checkpoints_it_replays_and_ends_bitwise_equal(
+    tmp_path: Path, model: Path, unbroken: str
+) -> None:
+    job = Job(tmp_path / "job", model)
+    with job.served() as client:
+        with process(job.learner()) as learner:
+            wait_for(lambda: len(job.lines()) >= 5, learner)
+            learner.kill()
+            assert learner.wait(20) == -signal.SIGKILL
+        assert not job.run.model.exists()
+        job.finish()
+        assert_delivered_once(client)
+        assert client.status().learner.incarnation == 1
+    assert [line.step for line in job.lines()] == list(range(STEPS))
+    assert {line.incarnation for line in job.lines()} == {0, 1}
+    assert job.weights() == unbroken
+
+
+def test_two_ranks_drain_on_sigterm_and_go_on_where_they_stopped(tmp_path: Path, model: Path) -> None:
+    job = Job(tmp_path / "job", model, ", world_size: 2, parallel: {tensor: 2}")
+    with job.served() as client:
+        with process(job.learner(ranks=2)) as learner:
+            wait_for(lambda: len(job.lines()) >= 2, learner)
+            learner.send_signal(signal.SIGTERM)
+            learner.wait(60)
+        stopped = len(job.lines())
+        assert 2 <= stopped < STEPS
+        assert job.run.checkpoints.joinpath(f"step-{stopped:06d}").is_dir()
+        assert client.status().groups_committed == stopped * GROUPS
+        job.finish(ranks=2)
+        assert_delivered_once(client)
+    assert [line.step for line in job.lines()] == list(range(STEPS))
+    assert all(line.staleness_max <= 2 for line in job.lines())
