@@ -91,7 +91,7 @@ case "$role" in
   learner) modules="torch transformers megatron.core transformer_engine.pytorch zmq msgspec" ;;
   rollout) modules="torch vllm transformers zmq msgspec" ;;
 esac
-"$venv/bin/python" - $modules <<'PY' || fail "the environment is broken (see above)"
+"$venv/bin/python" -W ignore - $modules <<'PY' || fail "the environment is broken (see above)"
 import importlib, sys
 for name in sys.argv[1:]:
     try:

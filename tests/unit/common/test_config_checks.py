@@ -1,0 +1,193 @@
+"""Checks that need more than one key or the disk: each problem names its key and the way out."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from common.config import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, TasksConfig
+from common.config_checks import check_config, is_loopback, problems, resolve_paths, split_address
+from common.config_loading import build_config
+from common.errors import ConfigError
+
+SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+ENGINE = {"max_model_len": 512}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(SHAPE))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    return tmp_path
+
+
+def job(folder: Path, **sections: object) -> Config:
+    document = {
+        "run": {"name": "demo", "dir": str(folder / "run"), "steps": 5},
+        "model": {"path": str(folder / "model")},
+        "tasks": {"environment": "addition", "dataset": str(folder / "train.jsonl")},
+        "rollout": {"max_tokens": 100, "engine": ENGINE},
+    }
+    for name, section in sections.items():
+        document[name] = {**document.get(name, {}), **section}  # type: ignore[dict-item]
+    return build_config(document, "job.yaml")
+
+
+def refused(config: Config | SftConfig, key: str, *words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, "job.yaml")
+    assert caught.value.key == key
+    assert caught.value.file == "job.yaml"
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_sound_config_passes(folder):
+    assert list(problems(job(folder))) == []
+    check_config(job(folder), "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("learner", "key", "word"),
+    [
+        ({"world_size": 3, "parallel": {"tensor": 2}}, "learner.world_size", "a multiple of 2"),
+        ({"world_size": 2, "parallel": {"pipeline": 2, "context": 2}}, "learner.world_size", "a multiple of 4"),
+        ({"world_size": 2, "parallel": {"expert": 4}}, "learner.world_size", "a multiple of 4"),
+        ({"world_size": 8, "parallel": {"tensor": 8}}, "learner.parallel.tensor", "4 attention heads"),
+        ({"world_size": 4, "parallel": {"tensor": 4}}, "learner.parallel.tensor", "2 key-value heads"),
+        ({"world_size": 3, "parallel": {"pipeline": 3}}, "learner.parallel.pipeline", "4 layers"),
+        (
+            {"world_size": 2, "parallel": {"pipeline": 2, "virtual_pipeline": 3}},
+            "learner.parallel.virtual_pipeline",
+            "4 layers",
+        ),
+        ({"parallel": {"virtual_pipeline": 2}}, "learner.parallel.virtual_pipeline", "1 while pipeline is 1"),
+        ({"world_size": 2, "parallel": {"expert": 2}}, "learner.parallel.expert", "no experts"),
+    ],
+)
+def test_parallel_sizes_must_divide_world_and_model(folder, learner, key, word):
+    refused(job(folder, learner=learner), key, word)
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {}])
+def test_fitting_parallel_sizes_pass(folder, parallel):
+    check_config(job(folder, learner={"world_size": 2, "parallel": parallel}), "job.yaml")
+
+
+def test_missing_model_folder_is_refused(folder):
+    refused(job(folder, model={"path": str(folder / "nothing")}), "model.path", "does not exist", "slipstream sft")
+
+
+def test_model_path_to_a_file_is_refused(folder):
+    refused(job(folder, model={"path": str(folder / "train.jsonl")}), "model.path", "is a file")
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("config.json", "config.json"), ("tokenizer.json", "tokenizer"), ("model.safetensors", "safetensors")],
+)
+def test_incomplete_model_folder_is_refused(folder, name, word):
+    (folder / "model" / name).unlink()
+    refused(job(folder), "model.path", word)
+
+
+def test_unreadable_model_config_is_refused(folder):
+    (folder / "model" / "config.json").write_text("{")
+    refused(job(folder), "model.path", "readable config.json")
+
+
+def test_missing_dataset_is_refused(folder):
+    refused(job(folder, tasks={"dataset": str(folder / "no.jsonl")}), "tasks.dataset", "does not exist")
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "not json\n", "[1, 2]\n"])
+def test_dataset_that_is_no_jsonl_is_refused(folder, text):
+    (folder / "train.jsonl").write_text(text)
+    refused(job(folder), "tasks.dataset", "a JSON object on every line")
+
+
+def test_missing_eval_dataset_is_refused(folder):
+    refused(job(folder, tasks={"eval_dataset": "nowhere.jsonl"}), "tasks.eval_dataset", "does not exist")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "key", "word"),
+    [
+        ({"group_size": 1}, "rollout.group_size", "every advantage would be zero"),
+        ({"max_tokens": 512, "engine": ENGINE}, "rollout.max_tokens", "max_model_len (512)"),
+        ({"engine": {"max_model_len": 4096}}, "rollout.engine.max_model_len", "1024"),
+        ({"concurrency": 4}, "rollout.concurrency", "rollout.group_size (8)"),
+        ({"temperature": 0.001}, "rollout.temperature", "at least 0.01"),
+        ({"engine": {**ENGINE, "tensor_parallel": 3}}, "rollout.engine.tensor_parallel", "4 attention heads"),
+    ],
+)
+def test_rollout_settings_must_fit_together(folder, rollout, key, word):
+    refused(job(folder, rollout=rollout), key, word)
+
+
+def test_publishing_less_often_than_the_window_allows_would_stall(folder):
+    weights = {"publish_every": 4}
+    refused(job(folder, weights=weights, staleness={"max": 2}), "weights.publish_every", "staleness.max + 1 = 3")
+    check_config(job(folder, weights=weights, staleness={"max": 3}), "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "key", "word"),
+    [
+        ("broker", {"address": "127.0.0.1:5555"}, "broker.address", "tcp://HOST:PORT"),
+        ("broker", {"address": "tcp://127.0.0.1"}, "broker.address", "tcp://HOST:PORT"),
+        ("broker", {"address": "tcp://127.0.0.1:high"}, "broker.address", "tcp://HOST:PORT"),
+        ("broker", {"address": "tcp://127.0.0.1:99999"}, "broker.address", "tcp://HOST:PORT"),
+        ("broker", {"address": "tcp://0.0.0.0:5555"}, "broker.address", "loopback"),
+        ("broker", {"address": "tcp://10.0.0.4:5555"}, "broker.address", "authentication"),
+        ("weights", {"address": "0.0.0.0"}, "weights.address", "loopback"),
+        ("broker", {"lease_s": 5.0, "heartbeat_s": 2.0}, "broker.lease_s", "heartbeat_s"),
+        ("broker", {"max_bytes": 10, "max_message_bytes": 20}, "broker.max_message_bytes", "broker.max_bytes"),
+    ],
+)
+def test_network_settings_are_safe(folder, section, value, key, word):
+    refused(job(folder, **{section: value}), key, word)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://localhost:5555", "tcp://[::1]:5555", "ipc:///tmp/b"])
+def test_local_addresses_pass(folder, address):
+    check_config(job(folder, broker={"address": address}), "job.yaml")
+
+
+def test_addresses_are_split():
+    assert split_address("tcp://[::1]:7") == ("::1", 7)
+    assert split_address("ipc:///tmp/x") == ("", None)
+    assert is_loopback("127.8.0.1")
+    assert not is_loopback("example.org")
+
+
+def test_warm_start_is_checked_too(folder):
+    config = SftConfig(
+        run=RunConfig(name="warm", dir="x", steps=1),
+        model=ModelConfig(path=str(folder / "model")),
+        tasks=SftTasksConfig(dataset=str(folder / "train.jsonl")),
+    )
+    check_config(config, "sft.yaml")
+    broken = msgspec.structs.replace(config, tasks=SftTasksConfig(dataset="nowhere"))
+    refused_sft = pytest.raises(ConfigError, match=r"tasks\.dataset")
+    with refused_sft:
+        check_config(broken, "sft.yaml")
+
+
+def test_relative_paths_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = Config(
+        run=RunConfig(name="a", dir="runs/a", steps=1),
+        model=ModelConfig(path="~/model"),
+        tasks=TasksConfig(environment="addition", dataset="../d.jsonl", eval_dataset="e.jsonl"),
+    )
+    resolved = resolve_paths(config)
+    assert resolved.run.dir == str(tmp_path / "runs/a")
+    assert resolved.model.path == str(Path.home() / "model")
+    assert resolved.tasks.dataset == str(tmp_path.parent / "d.jsonl")
+    assert resolved.tasks.eval_dataset == str(tmp_path / "e.jsonl")

@@ -1,0 +1,204 @@
+"""Loading a config: what is accepted, and how each mistake is named."""
+
+from pathlib import Path
+
+import pytest
+
+from common.config import Config, SftConfig
+from common.config_loading import OVERRIDE, dump_yaml, key_paths, load_config, load_either, nearest
+from common.errors import EXIT_USAGE, ConfigError, UsageError
+
+MINIMAL = """
+run: {name: demo, dir: runs/demo, steps: 10}
+model: {path: some/model}
+tasks: {environment: addition, dataset: train.jsonl}
+"""
+SFT = """
+run: {name: warm, dir: runs/warm, steps: 10}
+model: {path: some/model}
+tasks: {dataset: sft.jsonl}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def _write(text: str, name: str = "job.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return _write
+
+
+def error_of(path: Path, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value
+
+
+def test_missing_keys_take_their_defaults(write):
+    config = load_config(write(MINIMAL))
+    assert config == Config(run=config.run, model=config.model, tasks=config.tasks)
+    assert config.run.steps == 10
+
+
+def test_exponent_without_a_dot_is_a_number(write):
+    config = load_config(write(MINIMAL + "learner: {optimizer: {lr: 3e-4, eps: 1E-6}}"))
+    assert config.learner.optimizer.lr == 3e-4
+    assert config.learner.optimizer.eps == 1e-6
+
+
+def test_dumped_config_reads_back_equal(write):
+    config = load_config(write(MINIMAL), ["learner.optimizer.lr=1e-7", "tasks.options.limit=3", "run.name=on"])
+    assert load_config(write(dump_yaml(config), "again.yaml")) == config
+    assert config.run.name == "on"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("run.steps=25", "run.steps", 25),
+        ("run.name=2026", "run.name", "2026"),
+        ("run.name=null", "run.name", "null"),
+        ("staleness.max=0", "staleness.max", 0),
+        ("learner.loss.advantage_std=false", "learner.loss.advantage_std", False),
+        ("rollout.temperature=1", "rollout.temperature", 1.0),
+        ("tasks.eval_dataset=null", "tasks.eval_dataset", None),
+        ("learner.parallel={tensor: 2}", "learner.parallel.tensor", 2),
+        ("tasks.options.prompt=a=b", "tasks.options", {"prompt": "a=b"}),
+    ],
+)
+def test_override_is_typed_by_yaml_and_schema(write, override, key, value):
+    found: object = load_config(write(MINIMAL), [override])
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_later_override_wins(write):
+    assert load_config(write(MINIMAL), ["run.steps=1", "run.steps=2"]).run.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "expected", "found", "hint"),
+    [
+        ("rum: 1", "rum", "known key", "'rum'", "did you mean 'run'?"),
+        ("learner: {paralel: {}}", "learner.paralel", "known key", "'paralel'", "did you mean 'parallel'?"),
+        ("learner: {parallel: {tensr: 2}}", "learner.parallel.tensr", "known key", "tensr", "did you mean 'tensor'?"),
+        ("model: {path: m, group_size: 4}", "model.group_size", "known key", "group_size", "'rollout.group_size'"),
+        ("rollout: {zzz: 1}", "rollout.zzz", "known key", "zzz", "known keys here: nodes, group_size"),
+        ("rollout: {group_size: many}", "rollout.group_size", "an integer >= 1", "'many' (text)", ""),
+        ("rollout: {group_size: 2.5}", "rollout.group_size", "an integer >= 1", "2.5 (number)", ""),
+        ("rollout: {group_size: true}", "rollout.group_size", "an integer >= 1", "true", ""),
+        ("rollout: {group_size: 0}", "rollout.group_size", "an integer >= 1", "0 (integer)", ""),
+        ("rollout: {temperature: 0}", "rollout.temperature", "a number > 0", "0", ""),
+        ("rollout: {top_p: 1.5}", "rollout.top_p", "> 0 and <= 1", "1.5", ""),
+        ("rollout: {temperature: .inf}", "rollout.temperature", "a number > 0", "inf", ""),
+        ("rollout: {temperature: .nan}", "rollout.temperature", "a number > 0", "nan", ""),
+        ("weights: {kv_cache: kep}", "weights.kv_cache", "one of keep, recompute", "'kep'", "did you mean 'keep'?"),
+        ("staleness: {expired: drop}", "staleness.expired", "one of mask, regenerate, wait", "'drop'", ""),
+        ("rollout: 3", "rollout", "a section with the keys nodes, group_size", "3 (integer)", ""),
+        ("rollout: [1]", "rollout", "a section", "a list", ""),
+        ("rollout: {group_size: }", "rollout.group_size", "an integer >= 1", "nothing", ""),
+        ("run: {name: '', dir: x, steps: 1}", "run.name", "text", "''", ""),
+        ("run: {name: x, dir: y}", "run.steps", "an integer >= 1", "nothing", "required"),
+        ("tasks: {environment: e, dataset: d, options: {a: [1]}}", "tasks.options.a", "text or", "a list", ""),
+        ("tasks: {environment: e, dataset: d, options: 3}", "tasks.options", "a mapping", "3", ""),
+    ],
+)
+def test_error_names_key_expected_found_and_hint(write, text, key, expected, found, hint):
+    section = text.partition(":")[0]
+    kept = "\n".join(line for line in MINIMAL.splitlines() if not line.startswith(f"{section}:"))
+    path = write(f"{kept}\n{text}\n")
+    error = error_of(path)
+    assert (error.file, error.key) == (str(path), key)
+    assert expected in error.expected
+    assert found in error.found
+    assert hint in (error.hint or "")
+    assert error.exit_code == EXIT_USAGE
+    assert str(path) in str(error)
+
+
+def test_missing_section_is_named(write):
+    error = error_of(write("run: {name: a, dir: b, steps: 1}\ntasks: {environment: e, dataset: d}"))
+    assert (error.key, error.hint) == ("model", "this key is required")
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "problem"),
+    [
+        ("run: {name: a\nmodel: }{", "line 2", "expected"),
+        ("run:\n  name: a\n  name: b\n", "line 3", "'name' stands twice"),
+        ("run: [1, 2\n", "line 2", ""),
+        ("1: 2\n", "line 1", "not text"),
+        ("a: &x 1\nb: !!python/object:os.system {}\n", "line 2", "could not determine a constructor"),
+        ("just text\n", "the document", "str"),
+        ("", "the document", "nothing"),
+    ],
+)
+def test_malformed_document_is_refused_with_its_line(write, text, where, problem):
+    error = error_of(write(text))
+    assert where in error.key
+    assert problem in error.found
+
+
+def test_override_of_an_unknown_key_names_the_nearest(write):
+    error = error_of(write(MINIMAL), "rollout.groupsize=4")
+    assert (error.file, error.key, error.hint) == (OVERRIDE, "rollout.groupsize", "did you mean 'group_size'?")
+
+
+def test_wrong_value_of_an_override_is_blamed_on_the_override(write):
+    assert error_of(write(MINIMAL), "run.steps=soon").file == OVERRIDE
+    assert error_of(write(MINIMAL), "learner.parallel={tensor: 0}").key == "learner.parallel.tensor"
+
+
+def test_override_below_a_value_is_refused(write):
+    error = error_of(write(MINIMAL), "run.steps.more=1")
+    assert (error.file, error.key) == (OVERRIDE, "run.steps.more")
+
+
+@pytest.mark.parametrize("word", ["run.steps", "=3", ".a=3", "run..steps=3"])
+def test_override_without_key_and_value_is_a_usage_error(write, word):
+    with pytest.raises(UsageError, match=r"key\.path=value"):
+        load_config(write(MINIMAL), [word])
+
+
+def test_override_with_broken_yaml_is_refused(write):
+    assert error_of(write(MINIMAL), "tasks.options={a: ").expected == "a YAML value"
+
+
+def test_missing_file_names_the_nearest_one(write):
+    path = write(MINIMAL, "quickstart.yaml")
+    with pytest.raises(UsageError, match=r"does not exist; did you mean .*quickstart\.yaml"):
+        load_config(path.with_name("quikstart.yaml"))
+
+
+def test_folder_instead_of_a_file_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="is a folder"):
+        load_config(tmp_path)
+
+
+def test_binary_file_is_refused(tmp_path):
+    (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_config(tmp_path / "job.yaml")
+
+
+def test_warm_start_config_is_recognised(write):
+    path = write(SFT)
+    assert isinstance(load_either(path), SftConfig)
+    assert isinstance(load_either(write(MINIMAL, "rl.yaml")), Config)
+    with pytest.raises(UsageError, match="slipstream sft"):
+        load_config(path)
+
+
+def test_nearest_is_silent_when_nothing_is_close():
+    assert nearest("Tensor", ["tensor", "pipeline"]) == "tensor"
+    assert nearest("quux", ["tensor", "pipeline"]) is None
+
+
+def test_schema_stays_within_its_budget_of_keys():
+    leaves = [p for p in key_paths(Config) if not any(q.startswith(p + ".") for q in key_paths(Config))]
+    assert len(leaves) == len(set(leaves))
+    assert len(leaves) <= 120
