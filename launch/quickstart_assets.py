@@ -57,7 +57,7 @@ PRESETS = {
     # 5 M parameters, answers of 92 tokens in the mean and at most 384
     "long": Preset(
         ModelShape(256, 1024, 5, 8, 4, 32, 1024, 0.03),
-        data.AdditionPlan(digits=36, median_digits=6.5, spread=0.8, clean=38400, sloppy=3200),
+        data.AdditionPlan(digits=34, median_digits=7.2, spread=0.8, clean=38400, sloppy=3200),
         data.GuessingPlan(),
     ),
 }
