@@ -1,12 +1,17 @@
-"""Ranks of test_megatron_parity.py: `python megatron_workers.py FOLDER SPECS`, with torchrun's environment.
+"""The ranks behind test_megatron_parity.py, with torchrun's environment.
 
-Results go to FOLDER as safetensors and JSON, which the test process compares; nothing is asserted here.
+Results go to a folder as safetensors and JSON, which the test process compares; nothing is asserted here. Importing
+Megatron costs seconds of CPU per process, so one process imports it and forks the ranks, which share no other state.
 """
 
 # ruff: noqa: E402
 import json
 import os
+import signal
+import socket
 import sys
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ torch.set_num_threads(1)
 from safetensors.torch import save_file
 
 from common.config import OptimizerConfig, ParallelConfig
+from common.lifecycle import die_with_parent
 from learner.backend import LossOutput, Microbatch
 
 VOCABULARY = 128
@@ -248,11 +254,69 @@ def _write(path: Path, backend: Any, tensors: dict[str, torch.Tensor], result: d
     (path / f"{backend.rank}.json").write_text(json.dumps(result))
 
 
-if __name__ == "__main__":
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    jobs = {"reference": job_reference, "layout": job_layout, "resume": job_resume}
-    for job_spec in json.loads(sys.argv[2]):
-        jobs[job_spec["job"]](Path(sys.argv[1]), job_spec)
+def _run_rank(folder: Path, group: dict[str, Any], rank: int, port: int) -> None:
+    """The life of one rank, in a process of its own."""
+    die_with_parent()
+    log = os.open(folder / f"{group['job']}-{group['ranks']}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(group["ranks"])}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job = {"reference": job_reference, "layout": job_layout, "resume": job_resume}[group["job"]]
+    for spec in group["specs"]:
+        job(folder, spec)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+def _fork_rank(folder: Path, group: dict[str, Any], rank: int, port: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        _run_rank(folder, group, rank, port)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run_stage(folder: Path, stage: list[dict[str, Any]], deadline: float) -> bool:
+    """All groups of a stage at once; whether every rank ended well. A failed rank ends the others."""
+    running: set[int] = set()
+    for group in stage:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        running |= {_fork_rank(folder, group, rank, port) for rank in range(group["ranks"])}
+    good = True
+    while running and good:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            running.discard(pid)
+            good = status == 0
+        elif time.monotonic() > deadline:
+            good = False
+        else:
+            time.sleep(0.02)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return good
+
+
+def main() -> int:
+    """Import Megatron once, then fork the ranks of each stage: `FOLDER STAGES TIMEOUT_S`."""
+    folder, stages, timeout_s = Path(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3])
+    import learner.megatron.backend  # noqa: F401
+
+    deadline = time.monotonic() + timeout_s
+    return 0 if all(_run_stage(folder, stage, deadline) for stage in stages) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
