@@ -1,0 +1,124 @@
+"""The run folder: atomic files, and which config may continue which run."""
+
+import json
+import os
+
+import msgspec
+import pytest
+
+from common.config import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, TasksConfig
+from common.config_loading import load_config
+from common.errors import UsageError
+from common.run_dir import RunDir, differences, read_jsonl, source_revision, write_atomic, write_json
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    return Config(
+        run=RunConfig(name="demo", dir=str(tmp_path / "run"), steps=5, seed=1),
+        model=ModelConfig(path="m"),
+        tasks=TasksConfig(environment="addition", dataset="d"),
+    )
+
+
+def changed(config, **overrides):
+    document = msgspec.to_builtins(config)
+    for key, value in overrides.items():
+        section, _, name = key.partition("__")
+        document[section][name] = value
+    return msgspec.convert(document, type(config))
+
+
+def test_prepare_writes_resolved_config_and_origin(config):
+    run = RunDir(config.run.dir)
+    run.prepare(config)
+    assert load_config(run.config) == config
+    origin = json.loads(run.run_json.read_text())
+    assert origin["name"] == "demo"
+    assert {"source_revision", "host", "python", "started_s"} <= origin.keys()
+    assert run.logs.is_dir()
+
+
+def test_origin_of_the_first_start_stays(config):
+    run = RunDir(config.run.dir)
+    run.prepare(config)
+    first = run.run_json.read_text()
+    run.prepare(config)
+    assert run.run_json.read_text() == first
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("run__seed", 2), ("model__path", "other"), ("rollout__group_size", 4), ("staleness__max", 0)]
+)
+def test_run_of_another_config_is_refused_with_the_key(config, key, value):
+    RunDir(config.run.dir).prepare(config)
+    with pytest.raises(UsageError, match=key.replace("__", r"\.") + " was"):
+        RunDir(config.run.dir).prepare(changed(config, **{key: value}))
+    assert load_config(RunDir(config.run.dir).config) == config
+
+
+@pytest.mark.parametrize(("key", "value"), [("run__steps", 9), ("rollout__nodes", 2), ("telemetry__refresh_s", 3.0)])
+def test_run_may_be_continued_longer_or_with_more_nodes(config, key, value):
+    run = RunDir(config.run.dir)
+    run.prepare(config)
+    longer = changed(config, **{key: value})
+    run.prepare(longer)
+    assert load_config(run.config) == longer
+
+
+def test_warm_start_does_not_continue_an_rl_run(config):
+    RunDir(config.run.dir).prepare(config)
+    warm = SftConfig(run=config.run, model=config.model, tasks=SftTasksConfig(dataset="d"))
+    with pytest.raises(UsageError, match="already holds an RL job"):
+        RunDir(config.run.dir).prepare(warm)
+
+
+def test_differences_are_found_at_every_depth():
+    old, new = {"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "e": 5}
+    assert list(differences(old, new)) == [("a.c", 2, 4), ("d", 3, None), ("e", None, 5)]
+
+
+def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path):
+    target = tmp_path / "deep" / "file"
+    write_atomic(target, b"one")
+    write_atomic(target, b"two")
+    assert target.read_bytes() == b"two"
+    assert os.listdir(target.parent) == ["file"]
+
+
+def test_failed_atomic_write_keeps_the_old_content(tmp_path, monkeypatch):
+    target = tmp_path / "file"
+    write_atomic(target, b"old")
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomic(target, b"new")
+    assert target.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_broker_file_is_read_or_absent(tmp_path):
+    run = RunDir(tmp_path)
+    assert run.broker() is None
+    run.broker_json.write_text("{")
+    assert run.broker() is None
+    write_json(run.broker_json, {"pid": 7, "address": "tcp://127.0.0.1:1", "started_s": 1.0})
+    found = run.broker()
+    assert found is not None
+    assert (found.pid, found.address) == (7, "tcp://127.0.0.1:1")
+
+
+def test_torn_last_line_of_jsonl_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert list(read_jsonl(path)) == []
+    path.write_text('{"step": 0}\n[1]\n{"step": 1}\n{"st')
+    assert list(read_jsonl(path)) == [{"step": 0}, {"step": 1}]
+
+
+def test_source_revision_is_a_commit_of_this_checkout():
+    revision, modified = source_revision()
+    assert revision is None or len(revision) == 40
+    assert isinstance(modified, bool)
