@@ -1,0 +1,454 @@
+"""The delivery contract, the same for every backend."""
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from broker.async_client import AsyncBrokerClient
+from broker.client import BrokerClient
+from broker.contract import LearnerBroker, LearnerReport, NodeBroker, NodeReport, RunInfo
+from broker.event_log import EventLog
+from broker.memory import MemoryBroker
+from broker.server import BrokerServer
+from broker.state import DeliveryState
+from common.errors import BrokerError
+from common.rollouts import GroupMeta, Task
+
+META = GroupMeta(version_min=0, version_max=1, reward_mean=0.5, sampled_tokens=10)
+GROUPS_PER_STEP = 2
+
+
+class Backend:
+    """One broker under test, its clients, and an event loop for the nodes."""
+
+    def __init__(self, runner: asyncio.Runner, learner: Callable[[], Any], node: Callable[[], Any]) -> None:
+        self._runner, self._new_node = runner, node
+        self.new_learner = learner
+        self.learner = learner()
+        self.node: NodeBroker = node()
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._runner.run(asyncio.wait_for(work, 20))
+
+    def join(self, node_id: str = "n0", pid: int = 1, version: int = 0) -> None:
+        self.run(self.node.register(node_report(node_id, pid, version)))
+
+    def lease(self, count: int, node_id: str = "n0", version: int = 0, wait_s: float = 0.0) -> list[Any]:
+        return self.run(self.node.lease(node_id, version, count, wait_s))
+
+    def complete(self, lease: Any, node_id: str = "n0", payload: bytes | None = None) -> bool:
+        data = payload if payload is not None else b"group %d" % lease.task.serial
+        return self.run(self.node.complete(node_id, lease.token, META, data))
+
+    def states(self) -> dict[int, str]:
+        return {e.serial: e.state for e in self.learner.ledger()}
+
+
+def node_report(node_id: str = "n0", pid: int = 1, version: int = 0, generated: int = 0, wasted: int = 0) -> NodeReport:
+    return NodeReport(node_id, pid, "host", "generating", version, tokens_generated=generated, tokens_wasted=wasted)
+
+
+def learner_report(state: str = "training", incarnation: int = 1, step: int = 0) -> LearnerReport:
+    return LearnerReport(pid=5, incarnation=incarnation, state=state, policy_version=step, step=step)
+
+
+def tasks(*serials: int) -> list[Task]:
+    return [Task(serial=s, problem=b"{}", seed=s, group_size=4) for s in serials]
+
+
+def run_info(lease_s: float, max_bytes: int) -> RunInfo:
+    return RunInfo("test", "/nowhere", GROUPS_PER_STEP, 1, 2, lease_s, max_bytes, b'{"a": 1}')
+
+
+def memory(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
+    broker = MemoryBroker(run)
+    yield Backend(runner, broker.learner, broker.node)
+
+
+def zeromq(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
+    state = DeliveryState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog())
+    server = BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    opened: list[Any] = []
+
+    def learner() -> LearnerBroker:
+        opened.append(BrokerClient(server.address, deadline_s=5))
+        return opened[-1]
+
+    def node() -> NodeBroker:
+        opened.append(AsyncBrokerClient(server.address, deadline_s=5))
+        return opened[-1]
+
+    try:
+        yield Backend(runner, learner, node)
+    finally:
+        for client in opened:
+            closing = client.close()
+            if closing is not None:
+                runner.run(closing)
+        server.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+BACKENDS = {"memory": memory, "zeromq": zeromq}
+
+
+@pytest.fixture(params=sorted(BACKENDS))
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Backend]]:
+    with asyncio.Runner() as runner:
+        started: list[Iterator[Backend]] = []
+
+        def factory(lease_s: float = 30.0, max_bytes: int = 1 << 30) -> Backend:
+            started.append(BACKENDS[request.param](run_info(lease_s, max_bytes), runner))
+            return next(started[-1])
+
+        yield factory
+        for generator in started:
+            assert next(generator, None) is None
+
+
+@pytest.fixture
+def backend(make: Callable[..., Backend]) -> Backend:
+    return make()
+
+
+def test_register_tells_a_node_about_the_run(backend: Backend) -> None:
+    run = backend.run(backend.node.register(node_report()))
+    assert (run.name, run.groups_per_step, run.config) == ("test", GROUPS_PER_STEP, b'{"a": 1}')
+
+
+def test_offering_known_serials_again_adds_nothing(backend: Backend) -> None:
+    assert backend.learner.attach(learner_report()) == 0
+    assert backend.learner.offer(tasks(0, 1, 2)) == 3
+    assert backend.learner.offer(tasks(1, 2, 3)) == 1
+    assert backend.learner.attach(learner_report()) == 4
+
+
+def test_offering_with_a_gap_is_refused_and_adds_nothing(backend: Backend) -> None:
+    with pytest.raises(BrokerError, match="task 2 was offered, the next serial is 1"):
+        backend.learner.offer(tasks(0, 2))
+    assert backend.learner.ledger() == []
+
+
+def test_leases_are_the_oldest_tasks_inside_the_staleness_window(backend: Backend) -> None:
+    backend.learner.offer(tasks(*range(10)))
+    backend.join()
+    assert [le.task.serial for le in backend.lease(3)] == [0, 1, 2]
+    assert [le.task.serial for le in backend.lease(10)] == [3]  # 2 groups a step, one step ahead: serials 0 to 3
+    assert backend.lease(10) == []
+    assert [le.task.serial for le in backend.lease(10, version=2)] == [4, 5, 6, 7]
+
+
+def test_a_node_without_weights_gets_no_lease(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join(version=-1)
+    assert backend.lease(1, version=-1) == []
+
+
+def test_a_node_that_never_registered_gets_an_error(backend: Backend) -> None:
+    with pytest.raises(BrokerError, match="node n0 is not registered"):
+        backend.lease(1)
+
+
+def test_a_waiting_lease_is_served_when_a_task_is_offered(backend: Backend) -> None:
+    backend.join()
+
+    async def scenario() -> list[Any]:
+        waiting = asyncio.create_task(backend.node.lease("n0", 0, 4, 10))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(backend.learner.offer, tasks(0))
+        return await waiting
+
+    started = time.monotonic()
+    assert [le.task.serial for le in backend.run(scenario())] == [0]
+    assert time.monotonic() - started < 5
+
+
+def test_a_heartbeat_with_a_newer_version_serves_a_waiting_lease(backend: Backend) -> None:
+    backend.learner.offer(tasks(*range(6)))
+    backend.join()
+    assert len(backend.lease(10)) == 4
+
+    async def scenario() -> list[Any]:
+        waiting = asyncio.create_task(backend.node.lease("n0", 0, 4, 10))
+        await asyncio.sleep(0.1)
+        await backend.node.heartbeat(node_report(version=1), [])
+        return await waiting
+
+    assert [le.task.serial for le in backend.run(scenario())] == [4, 5]
+
+
+def test_take_gives_the_oldest_ready_groups_with_their_payloads(backend: Backend) -> None:
+    backend.learner.offer(tasks(0, 1, 2))
+    backend.join()
+    leases = backend.lease(3)
+    for lease in reversed(leases):
+        assert backend.complete(lease)
+    taken = backend.learner.take(0, 2, 1.0)
+    assert [(g.serial, g.node_id, g.meta, g.payload) for g in taken] == [
+        (0, "n0", META, b"group 0"),
+        (1, "n0", META, b"group 1"),
+    ]
+
+
+def test_a_straggler_does_not_hold_up_a_step_unless_in_order(backend: Backend) -> None:
+    backend.learner.offer(tasks(0, 1, 2))
+    backend.join()
+    leases = backend.lease(3)
+    backend.complete(leases[1])
+    backend.complete(leases[2])
+    assert backend.learner.take(0, 2, 0.05, in_order=True) is None
+    assert [g.serial for g in backend.learner.take(0, 2, 0.0)] == [1, 2]
+    assert backend.states()[0] == "leased"
+
+
+def test_in_order_waits_until_nothing_older_is_missing(backend: Backend) -> None:
+    backend.learner.offer(tasks(0, 1, 2))
+    backend.join()
+    leases = backend.lease(3)
+    for lease in (leases[1], leases[2], leases[0]):
+        backend.complete(lease)
+    assert [g.serial for g in backend.learner.take(0, 2, 0.0, in_order=True)] == [0, 1]
+
+
+def test_taking_a_step_again_gives_the_same_groups_in_the_same_order(backend: Backend) -> None:
+    backend.learner.offer(tasks(*range(4)))
+    backend.join()
+    leases = backend.lease(4)
+    for lease in (leases[1], leases[3]):
+        backend.complete(lease)
+    first = backend.learner.take(0, 2, 0.0)
+    for lease in (leases[0], leases[2]):
+        backend.complete(lease)
+    restarted = backend.new_learner()
+    restarted.attach(learner_report(incarnation=2))
+    assert restarted.take(0, 2, 0.0) == first
+    assert [g.serial for g in restarted.take(1, 2, 0.0)] == [0, 2]
+
+
+def test_take_returns_none_when_its_wait_is_over(backend: Backend) -> None:
+    started = time.monotonic()
+    assert backend.learner.take(0, 1, 0.2) is None
+    assert 0.15 < time.monotonic() - started < 3
+
+
+def test_commit_releases_the_groups_and_may_be_repeated(backend: Backend) -> None:
+    backend.learner.offer(tasks(*range(4)))
+    backend.join()
+    for lease in backend.lease(4):
+        backend.complete(lease)
+    backend.learner.take(0, 2, 0.0)
+    backend.learner.take(1, 2, 0.0)
+    held = backend.learner.status().bytes_held
+    backend.learner.commit(0)
+    backend.learner.commit(0)
+    assert backend.states() == {0: "committed", 1: "committed", 2: "taken", 3: "taken"}
+    assert backend.learner.status().bytes_held == held // 2
+    with pytest.raises(BrokerError, match="step 0 is committed"):
+        backend.learner.take(0, 2, 0.0)
+    assert [g.serial for g in backend.learner.take(1, 2, 0.0)] == [2, 3]
+
+
+def test_a_lost_lease_goes_to_another_node_oldest_first(make: Callable[..., Backend]) -> None:
+    backend = make(lease_s=1.0)
+    backend.learner.offer(tasks(0, 1))
+    backend.join("dies")
+    assert [le.task.serial for le in backend.lease(1, "dies")] == [0]
+    time.sleep(1.1)
+    backend.join("lives")
+    leases = backend.lease(2, "lives", wait_s=5)
+    assert [(le.task.serial, le.attempt) for le in leases] == [(0, 2), (1, 1)]
+    status = backend.learner.status()
+    assert status.lease_expiries == 1
+    assert {n.report.node_id: n.alive for n in status.nodes} == {"dies": False, "lives": True}
+    assert backend.learner.ledger()[0].nodes == ["dies", "lives"]
+
+
+def test_heartbeats_keep_a_lease_and_its_node_alive(make: Callable[..., Backend]) -> None:
+    backend = make(lease_s=1.2)
+    backend.learner.offer(tasks(0))
+    backend.join()
+    lease = backend.lease(1)[0]
+    for _ in range(6):
+        time.sleep(0.3)
+        reply = backend.run(backend.node.heartbeat(node_report(), [lease.token]))
+        assert reply.lost == []
+    assert backend.complete(lease)
+
+
+def test_a_result_with_an_old_token_is_refused_and_counted(make: Callable[..., Backend]) -> None:
+    backend = make(lease_s=0.2)
+    backend.learner.offer(tasks(0))
+    backend.join("slow")
+    old = backend.lease(1, "slow")[0]
+    time.sleep(0.3)
+    backend.join("fast")
+    new = backend.lease(1, "fast", wait_s=5)[0]
+    assert not backend.complete(old, "slow")
+    assert backend.complete(new, "fast", b"the one")
+    assert not backend.complete(old, "slow")
+    assert backend.run(backend.node.heartbeat(node_report("slow"), [old.token])).lost == [old.token]
+    status = backend.learner.status()
+    assert (status.stale_results, status.tokens_wasted_total) == (2, 2 * META.sampled_tokens)
+    assert [g.payload for g in backend.learner.take(0, 1, 0.0)] == [b"the one"]
+
+
+def test_a_repeated_result_is_accepted_once_and_answered_with_true(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join()
+    lease = backend.lease(1)[0]
+    assert backend.complete(lease)
+    assert backend.complete(lease)
+    assert backend.run(backend.node.heartbeat(node_report(), [lease.token])).lost == []
+    status = backend.learner.status()
+    assert (status.groups_ready, status.stale_results) == (1, 0)
+
+
+def test_another_nodes_token_is_refused(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join("owner")
+    backend.join("thief")
+    lease = backend.lease(1, "owner")[0]
+    assert not backend.complete(lease, "thief")
+    assert backend.complete(lease, "owner")
+    assert not backend.complete(lease, "thief")
+
+
+def test_a_failed_group_is_tried_again_and_dead_after_max_attempts(backend: Backend) -> None:
+    backend.learner.offer(tasks(0, 1))
+    backend.join()
+    for reason in ("first", "second"):
+        lease = backend.lease(1)[0]
+        assert lease.task.serial == 0
+        backend.run(backend.node.fail("n0", lease.token, reason))
+    entry = backend.learner.ledger()[0]
+    assert (entry.state, entry.attempts, entry.reason) == ("dead", 2, "second")
+    assert backend.lease(1)[0].task.serial == 1
+
+
+def test_a_dead_task_gives_its_place_in_the_window_to_the_next(backend: Backend) -> None:
+    backend.learner.offer(tasks(*range(6)))
+    backend.join()
+    leases = backend.lease(4)
+    assert backend.lease(4) == []
+    backend.run(backend.node.fail("n0", leases[1].token, "bad"))
+    backend.run(backend.node.fail("n0", backend.lease(4)[0].token, "bad"))
+    assert [le.task.serial for le in backend.lease(4)] == [4]
+
+
+def test_released_leases_do_not_count_as_attempts(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join()
+    for _ in range(4):
+        lease = backend.lease(1)[0]
+        assert lease.attempt == 1
+        backend.run(backend.node.release("n0", [lease.token]))
+    assert backend.states() == {0: "pending"}
+
+
+def test_a_node_that_leaves_hands_back_its_leases(backend: Backend) -> None:
+    backend.learner.offer(tasks(0, 1))
+    backend.join()
+    lease = backend.lease(2)[0]
+    backend.run(backend.node.leave("n0"))
+    assert backend.states() == {0: "pending", 1: "pending"}
+    assert backend.learner.status().nodes == []
+    assert not backend.complete(lease)
+
+
+def test_a_restarted_node_loses_the_leases_of_its_former_process_at_once(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join(pid=1)
+    old = backend.lease(1)[0]
+    backend.join(pid=2)
+    assert [(le.task.serial, le.attempt) for le in backend.lease(1)] == [(0, 2)]
+    assert not backend.complete(old)
+
+
+def test_regenerated_groups_are_replaced_and_come_back_later(backend: Backend) -> None:
+    backend.learner.offer(tasks(*range(4)))
+    backend.join()
+    for lease in backend.lease(4):
+        backend.complete(lease)
+    backend.learner.take(0, 2, 0.0)
+    backend.learner.regenerate(0, [0])
+    backend.learner.regenerate(0, [0])
+    assert [g.serial for g in backend.learner.take(0, 2, 0.0)] == [1, 2]
+    again = backend.lease(1)[0]
+    assert again.task.serial == 0
+    assert backend.complete(again, payload=b"fresh")
+    assert [(g.serial, g.payload) for g in backend.learner.take(1, 2, 0.0)] == [(0, b"fresh"), (3, b"group 3")]
+    assert backend.learner.status().tokens_wasted_total == META.sampled_tokens
+
+
+def test_a_full_broker_leases_only_what_the_next_step_needs_and_drops_nothing(make: Callable[..., Backend]) -> None:
+    backend = make(max_bytes=1000)
+    backend.learner.offer(tasks(*range(40)))
+    backend.join()
+    committed = 0
+    most_bytes = 0
+    for step in range(20):
+        while leases := backend.lease(10, version=step):
+            assert all(backend.complete(le, payload=bytes(600)) for le in leases)
+            most_bytes = max(most_bytes, backend.learner.status().bytes_held)
+        taken = backend.learner.take(step, 2, 0.0)
+        assert taken is not None, "the learner must always get its next step"
+        if step % 4 == 3:
+            backend.learner.commit(step)
+            committed += 8
+    assert backend.learner.status().groups_committed == committed
+    # 4 uncommitted steps of 2 groups, and one step more: less than the window of groups would allow without a bound
+    assert most_bytes <= 10 * 600
+
+
+def test_drain_is_told_once_the_learner_is_done(backend: Backend) -> None:
+    backend.join()
+    backend.learner.attach(learner_report("starting"))
+    for state, drain in (("training", False), ("failed", False), ("done", True)):
+        backend.learner.report(learner_report(state))
+        assert backend.run(backend.node.heartbeat(node_report(), [])).drain is drain
+
+
+def test_a_replaced_learner_is_fenced(backend: Backend) -> None:
+    backend.learner.attach(learner_report(incarnation=1))
+    successor = backend.new_learner()
+    successor.attach(learner_report(incarnation=2))
+    for action in (
+        lambda: backend.learner.take(0, 1, 0.0),
+        lambda: backend.learner.commit(0),
+        lambda: backend.learner.offer(tasks(0)),
+        lambda: backend.learner.report(learner_report(incarnation=1)),
+    ):
+        with pytest.raises(BrokerError, match="incarnation 1 was replaced by incarnation 2"):
+            action()
+    assert successor.offer(tasks(0)) == 1
+
+
+def test_token_totals_survive_a_nodes_restart_and_leave(backend: Backend) -> None:
+    backend.join(pid=1)
+    backend.run(backend.node.heartbeat(node_report(pid=1, generated=100, wasted=7), []))
+    backend.join(pid=2)
+    backend.run(backend.node.heartbeat(node_report(pid=2, generated=50), []))
+    backend.run(backend.node.leave("n0"))
+    status = backend.learner.status()
+    assert (status.tokens_generated_total, status.tokens_wasted_total) == (150, 7)
+
+
+def test_events_tell_what_happened_in_order(backend: Backend) -> None:
+    backend.learner.attach(learner_report())
+    backend.learner.offer(tasks(0))
+    backend.join()
+    lease = backend.lease(1)[0]
+    backend.run(backend.node.fail("n0", lease.token, "why"))
+    backend.run(backend.node.leave("n0"))
+    events = backend.learner.events(-1)
+    assert [e.kind for e in events] == ["learner_attached", "join", "group_failed", "leave"]
+    assert events[2].detail == {"serial": 0, "node": "n0", "reason": "why"}
+    assert [e.kind for e in backend.learner.events(events[1].index)] == ["group_failed", "leave"]

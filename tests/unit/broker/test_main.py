@@ -1,0 +1,88 @@
+"""The broker process: what it leaves in the run directory, and how it ends."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from broker import main
+from broker.client import BrokerClient
+from broker.contract import BrokerStatus, LearnerReport, LedgerEntry
+from broker.server import BrokerServer
+from common.config import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
+from common.errors import UsageError
+from common.rollouts import Task
+
+
+def job(run_dir: Path, address: str = "tcp://127.0.0.1:0") -> Config:
+    return Config(
+        run=RunConfig(name="unit", dir=str(run_dir), steps=1),
+        model=ModelConfig(path="none"),
+        tasks=TasksConfig(environment="none", dataset="none"),
+        broker=BrokerConfig(address=address),
+    )
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> list[BrokerServer]:
+    """The servers that run_broker makes, so that a test can stop them without a signal."""
+    made: list[BrokerServer] = []
+
+    class Remembered(BrokerServer):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            made.append(self)
+
+    monkeypatch.setattr(main, "BrokerServer", Remembered)
+    return made
+
+
+def address_of(run_dir: Path) -> str:
+    end = time.monotonic() + 10
+    while not (run_dir / "broker.json").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return json.loads((run_dir / "broker.json").read_text())["address"]
+
+
+def test_a_run_directory_tells_where_the_broker_is_and_what_it_saw(tmp_path: Path, servers: list[BrokerServer]) -> None:
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(main.run_broker(job(tmp_path), b'{"k": 1}')))
+    thread.start()
+    with BrokerClient(address_of(tmp_path), deadline_s=5) as learner:
+        assert json.loads((tmp_path / "broker.json").read_text())["pid"] == os.getpid()
+        learner.attach(LearnerReport(7, 1, "starting", 0))
+        learner.offer([Task(0, b"{}", 0, 4)])
+        assert learner.status().run.config == b'{"k": 1}'
+        with pytest.raises(UsageError, match="already has a broker"):
+            main.run_broker(job(tmp_path), b"")
+        with pytest.raises(UsageError, match="is in use"):
+            main.run_broker(job(tmp_path / "other", learner.status().address), b"")
+    servers[0].stop()
+    thread.join(10)
+    assert codes == [0]
+    assert not (tmp_path / "broker.json").exists()
+    ledger = msgspec.json.decode((tmp_path / "ledger.json").read_bytes(), type=list[LedgerEntry])
+    assert [(e.serial, e.state) for e in ledger] == [(0, "pending")]
+    status = msgspec.json.decode((tmp_path / "status.json").read_bytes(), type=BrokerStatus)
+    assert status.learner == LearnerReport(7, 1, "starting", 0)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [e["kind"] for e in events] == ["learner_attached"]
+
+
+def test_a_stale_broker_file_is_no_obstacle(tmp_path: Path) -> None:
+    for content in (b"not json", msgspec.json.encode(main.BrokerFile(2**22 + 1, "tcp://127.0.0.1:9", 0.0))):
+        (tmp_path / "broker.json").write_bytes(content)
+        main.refuse_second_broker(tmp_path)
+
+
+def test_the_broker_file_of_a_reused_process_id_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "ALIVE_CHECK_S", 0.2)
+    file = main.BrokerFile(os.getpid(), "tcp://127.0.0.1:9", 0.0)
+    (tmp_path / "broker.json").write_bytes(msgspec.json.encode(file))
+    main.refuse_second_broker(tmp_path)

@@ -1,0 +1,292 @@
+"""The ZeroMQ server: strange messages, lost replies, gone clients, addresses."""
+
+import asyncio
+import secrets
+import socket as posix_socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from broker import wire
+from broker.async_client import AsyncBrokerClient
+from broker.client import BrokerClient
+from broker.contract import LearnerReport, NodeReport, RunInfo
+from broker.event_log import EventLog
+from broker.server import BrokerServer
+from broker.state import DeliveryState
+from common.errors import BrokerError, BrokerUnreachable, UsageError
+from common.rollouts import GroupMeta, Task
+
+META = GroupMeta(version_min=0, version_max=0, reward_mean=0.5, sampled_tokens=10)
+NODE = NodeReport("n0", 1, "host", "generating", 0)
+MAX_MESSAGE_BYTES = 1 << 20
+
+
+def new_state(lease_s: float = 30.0) -> DeliveryState:
+    run = RunInfo("test", "/nowhere", 2, 1, 3, lease_s, 1 << 30)
+    return DeliveryState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog())
+
+
+@contextmanager
+def serving(address: str = "tcp://127.0.0.1:0", lease_s: float = 30.0) -> Iterator[BrokerServer]:
+    server = BrokerServer(new_state(lease_s), address, MAX_MESSAGE_BYTES)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def dealer(address: str, identity: bytes = b"raw") -> Iterator["zmq.Socket[bytes]"]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.ROUTING_ID, identity)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, 5000)
+        socket.connect(address)
+        yield socket
+
+
+def ask(socket: "zmq.Socket[bytes]", request: wire.Request, *payloads: bytes) -> wire.AnyReply:
+    socket.send_multipart([wire.encode(request), *payloads])
+    header, *rest = socket.recv_multipart()
+    return wire.decode_reply(header, len(rest))
+
+
+def offer(address: str, count: int) -> None:
+    with BrokerClient(address, deadline_s=5) as learner:
+        learner.offer([Task(i, b"{}", i, 4) for i in range(count)])
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.02)
+    return value
+
+
+def test_malformed_messages_are_refused_counted_and_answered_and_the_broker_goes_on() -> None:
+    bad = [
+        [b""],
+        [b"not msgpack"],
+        [b"\xc1" * 50, b"payload"],
+        [b"\x91" * 50_000],
+        [wire.encode(wire.AskStatus(id=1)), b"unexpected payload"],
+        [wire.encode(wire.Complete(id=2, node_id="n", token="t", meta=META))],
+        [msgspec.msgpack.encode({"type": "status", "id": 3, "schema": 99})],
+        [b"a"] * 200,
+    ]
+    with serving() as server, dealer(server.address) as socket:
+        for frames in bad:
+            socket.send_multipart(frames)
+            reply = wire.decode_reply(socket.recv(), 0)
+            assert isinstance(reply, wire.Refused), frames[0][:20]
+            assert reply.reason
+        status = ask(socket, wire.AskStatus(id=7))
+        assert isinstance(status, wire.StatusReply)
+        assert status.status.refused_messages == len(bad)
+
+
+def test_a_message_without_any_frame_behind_the_identity_does_no_harm() -> None:
+    with serving() as server, zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(server.address)
+        socket.send(b"hello from a REQ socket")
+        with BrokerClient(server.address, deadline_s=5) as observer:
+            eventually(lambda: observer.status().refused_messages == 1)
+
+
+def test_an_oversized_group_is_refused_with_the_limit() -> None:
+    with serving() as server, dealer(server.address) as socket:
+        request = wire.Complete(id=4, node_id="n0", token="t", meta=META)
+        reply = ask(socket, request, bytes(MAX_MESSAGE_BYTES + 1))
+        assert isinstance(reply, wire.Refused)
+        assert (reply.id, "broker.max_message_bytes is 1048576" in reply.reason) == (4, True)
+
+
+def test_a_message_far_beyond_the_limit_costs_only_its_sender() -> None:
+    with serving() as server, dealer(server.address) as socket, BrokerClient(server.address, deadline_s=5) as observer:
+        header = wire.encode(wire.Complete(id=4, node_id="n0", token="t", meta=META))
+        socket.send_multipart([header, bytes(4 * MAX_MESSAGE_BYTES)])
+        assert observer.status().groups_ready == 0
+        assert socket.poll(200) == 0
+
+
+def test_the_client_refuses_an_oversized_group_before_sending_it() -> None:
+    async def scenario() -> None:
+        async with AsyncBrokerClient("tcp://127.0.0.1:9", max_message_bytes=100) as node:
+            with pytest.raises(BrokerError, match=r"101 bytes exceeds broker.max_message_bytes \(100\)"):
+                await node.complete("n0", "t", META, bytes(101))
+
+    asyncio.run(scenario())
+
+
+def test_a_repeated_lease_request_gets_the_same_leases() -> None:
+    with serving() as server, dealer(server.address) as socket:
+        offer(server.address, 4)
+        ask(socket, wire.Register(id=0, report=NODE))
+        request = wire.AskLease(id=1, node_id="n0", version=0, max_groups=2, wait_s=0)
+        first, second = ask(socket, request), ask(socket, request)
+        assert isinstance(first, wire.Leased)
+        assert [le.task.serial for le in first.leases] == [0, 1]
+        assert second == first
+
+
+def test_a_repeated_offer_is_answered_as_the_first_time() -> None:
+    with serving() as server, dealer(server.address) as socket:
+        request = wire.Offer(id=1, tasks=[Task(0, b"{}", 0, 4)])
+        assert ask(socket, request) == ask(socket, request) == wire.Offered(id=1, new=1)
+
+
+def test_leases_for_a_client_that_is_gone_go_back_without_an_attempt() -> None:
+    with serving() as server:
+        with dealer(server.address) as socket:
+            ask(socket, wire.Register(id=0, report=NODE))
+            socket.send(wire.encode(wire.AskLease(id=1, node_id="n0", version=0, max_groups=2, wait_s=30)))
+            assert socket.poll(200) == 0
+        time.sleep(0.3)
+        offer(server.address, 2)
+        with BrokerClient(server.address, deadline_s=5) as observer:
+            eventually(lambda: observer.status().groups_pending == 2)
+            assert [e.attempts for e in observer.ledger()] == [0, 0]
+
+
+def test_a_cancelled_lease_leaks_nothing() -> None:
+    async def scenario(address: str) -> None:
+        async with AsyncBrokerClient(address, deadline_s=5) as node:
+            await node.register(NODE)
+            waiting = asyncio.create_task(node.lease("n0", 0, 4, 30))
+            await asyncio.sleep(0.1)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await asyncio.to_thread(offer, address, 2)
+            assert [le.task.serial for le in await node.lease("n0", 0, 4, 5)] == [0, 1]
+
+    with serving() as server:
+        asyncio.run(scenario(server.address))
+
+
+def test_a_lease_cancelled_while_its_answer_is_under_way_is_handed_back() -> None:
+    async def scenario(address: str) -> None:
+        async with AsyncBrokerClient(address, deadline_s=5) as node:
+            await node.register(NODE)
+            for _ in range(20):  # the answer comes before, during or after the cancellation
+                waiting = asyncio.create_task(node.lease("n0", 0, 4, 30))
+                await asyncio.sleep(0)
+                time.sleep(0.005)
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+                again = await node.lease("n0", 0, 4, 5)
+                assert [le.task.serial for le in again] == [0, 1]
+                await node.release("n0", [le.token for le in again])
+
+    with serving() as server:
+        offer(server.address, 2)
+        asyncio.run(scenario(server.address))
+
+
+def test_many_requests_are_in_flight_at_once() -> None:
+    async def scenario(address: str) -> None:
+        async with AsyncBrokerClient(address, deadline_s=5) as node:
+            await node.register(NODE)
+            waiting = asyncio.create_task(node.lease("n0", 0, 4, 3))
+            beats = await asyncio.gather(*(node.heartbeat(NODE, []) for _ in range(200)))
+            assert len(beats) == 200
+            assert not waiting.done()
+            await node.leave("n0")
+            assert await asyncio.wait_for(waiting, 5) == []
+
+    with serving() as server:
+        asyncio.run(scenario(server.address))
+
+
+def test_a_request_waits_for_a_broker_that_comes_back_at_the_same_address(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/broker"
+    with BrokerClient(address, deadline_s=15, retry_s=0.2) as learner, ThreadPoolExecutor(1) as pool:
+        with serving(address):
+            assert pool.submit(learner.status).result(10).address == address
+        attached = pool.submit(learner.attach, LearnerReport(1, 1, "starting", 0))
+        time.sleep(0.5)
+        assert not attached.done()
+        with serving(address):
+            assert attached.result(10) == 0
+
+
+def test_no_broker_means_broker_unreachable_naming_the_address_within_the_deadline() -> None:
+    async def node() -> None:
+        async with AsyncBrokerClient("tcp://127.0.0.1:9", deadline_s=0.3) as client:
+            await client.register(NODE)
+
+    started = time.monotonic()
+    said = r"tcp://127.0.0.1:9 cannot be connected to; is it running\?"
+    with BrokerClient("tcp://127.0.0.1:9", deadline_s=0.3) as learner, pytest.raises(BrokerUnreachable, match=said):
+        learner.status()
+    with pytest.raises(BrokerUnreachable, match=said):
+        asyncio.run(node())
+    assert time.monotonic() - started < 5
+
+
+def test_a_broker_that_does_not_answer_is_told_apart_from_none() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+        silent.setsockopt(zmq.LINGER, 0)
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
+        said = pytest.raises(BrokerUnreachable, match="is connected but does not answer")
+        with BrokerClient(f"tcp://127.0.0.1:{port}", deadline_s=0.5) as learner, said:
+            learner.status()
+
+
+def test_stopping_answers_what_is_parked() -> None:
+    with serving() as server, dealer(server.address) as socket:
+        socket.send(wire.encode(wire.Take(id=5, step=0, count=1, wait_s=60)))
+        assert socket.poll(200) == 0
+        server.stop()
+        assert wire.decode_reply(socket.recv(), 0) == wire.Taken(id=5, groups=None)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_two_brokers_at_one_address_is_a_usage_error_that_says_what_to_do(scheme: str, tmp_path: Path) -> None:
+    with serving("tcp://127.0.0.1:0" if scheme == "tcp" else f"ipc://{tmp_path}/broker") as server:
+        with pytest.raises(UsageError, match="is in use; stop the process") as error:
+            BrokerServer(new_state(), server.address, MAX_MESSAGE_BYTES)
+        assert server.address in str(error.value)
+        assert error.value.exit_code == 2
+        with BrokerClient(server.address, deadline_s=5) as observer:
+            assert observer.status().address == server.address
+
+
+def test_a_left_over_ipc_path_is_taken_over(tmp_path: Path) -> None:
+    with posix_socket.socket(posix_socket.AF_UNIX) as dead:
+        dead.bind(f"{tmp_path}/broker")
+    with serving(f"ipc://{tmp_path}/broker") as server, BrokerClient(server.address, deadline_s=5) as observer:
+        assert observer.status().groups_ready == 0
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:5555", "tcp://10.0.0.1:5555", "tcp://example.org:1"])
+def test_addresses_beyond_loopback_are_refused(address: str) -> None:
+    with pytest.raises(UsageError, match=r"broker\.address: .* reaches beyond this machine"):
+        BrokerServer(new_state(), address, MAX_MESSAGE_BYTES)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:5", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "udp://x:1", "ipc://"])
+def test_addresses_that_are_none_are_refused(address: str) -> None:
+    with pytest.raises(UsageError, match=r"broker\.address: expected tcp://HOST:PORT or ipc://PATH"):
+        BrokerServer(new_state(), address, MAX_MESSAGE_BYTES)
+
+
+@pytest.mark.parametrize("address", ["tcp://localhost:0", "tcp://127.0.0.2:0"])
+def test_loopback_addresses_are_allowed(address: str) -> None:
+    with serving(address) as server, BrokerClient(server.address, deadline_s=5) as observer:
+        assert observer.status().groups_ready == 0

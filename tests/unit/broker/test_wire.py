@@ -1,0 +1,109 @@
+"""The wire format: what decodes, what is refused and with which words."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker import wire
+from broker.contract import LearnerReport, NodeReport
+from common.rollouts import GroupMeta, Task
+
+META = GroupMeta(version_min=3, version_max=4, reward_mean=0.5, sampled_tokens=10)
+LEARNER = LearnerReport(pid=1, incarnation=2, state="training", policy_version=3)
+NODE = NodeReport("n0", 1, "host", "generating", 0)
+REQUESTS = [
+    (wire.Attach(id=0, report=LEARNER), 0),
+    (wire.Offer(id=1, incarnation=2, tasks=[Task(0, b"{}", 1, 4)]), 0),
+    (wire.Take(id=2, step=1, count=2, wait_s=0.5), 0),
+    (wire.Regenerate(id=3, step=1, serials=[1]), 0),
+    (wire.Commit(id=4, step=1), 0),
+    (wire.Report(id=5, report=LEARNER), 0),
+    (wire.Register(id=6, report=NODE), 0),
+    (wire.AskLease(id=7, node_id="n0", version=-1, max_groups=1, wait_s=0), 0),
+    (wire.Cancel(id=8, target=7), 0),
+    (wire.Heartbeat(id=9, report=NODE, tokens=["t"]), 0),
+    (wire.Complete(id=10, node_id="n0", token="t", meta=META), 1),
+    (wire.Fail(id=11, node_id="n0", token="t", reason="r"), 0),
+    (wire.Release(id=12, node_id="n0", tokens=["t"]), 0),
+    (wire.Leave(id=13, node_id="n0"), 0),
+    (wire.AskStatus(id=14), 0),
+    (wire.AskLedger(id=15), 0),
+    (wire.AskEvents(id=16, after=-1), 0),
+]
+
+
+@pytest.mark.parametrize(("request_", "payloads"), REQUESTS, ids=lambda x: type(x).__name__)
+def test_every_request_survives_the_round_trip(request_: wire.AnyRequest, payloads: int) -> None:
+    assert wire.decode_request(wire.encode(request_), payloads) == request_
+    with pytest.raises(wire.WireError, match=f"came with {payloads + 1} payload frames, not {payloads}") as error:
+        wire.decode_request(wire.encode(request_), payloads + 1)
+    assert error.value.request_id == request_.id
+
+
+def test_every_request_type_has_an_example_here() -> None:
+    assert {type(r) for r, _ in REQUESTS} == set(wire.AnyRequest.__args__)
+
+
+def test_golden_bytes_of_a_lease_request_do_not_change() -> None:
+    request = wire.AskLease(id=7, node_id="n0", version=3, max_groups=2, wait_s=0.5)
+    golden = (
+        b"\x87\xa4type\xa5lease\xa2id\x07\xa6schema\x01\xa7node_id\xa2n0\xa7version\x03\xaamax_groups\x02"
+        b"\xa6wait_s\xcb?\xe0\x00\x00\x00\x00\x00\x00"
+    )
+    assert wire.encode(request) == golden
+    assert wire.decode_request(golden, 0) == request
+
+
+def test_fields_of_a_later_release_are_ignored() -> None:
+    later = msgspec.msgpack.encode({"type": "status", "id": 3, "schema": 1, "verbose": True})
+    assert wire.decode_request(later, 0) == wire.AskStatus(id=3)
+
+
+def test_another_schema_is_refused_by_number_even_when_nothing_else_fits() -> None:
+    for body in ({"type": "status"}, {"type": "new thing"}, {"kind": "lease"}):
+        header = msgspec.msgpack.encode({**body, "id": 9, "schema": 2})
+        with pytest.raises(wire.WireError, match="schema 2, this side speaks 1") as error:
+            wire.decode_request(header, 0)
+        assert error.value.request_id == 9
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"type": "lease", "id": 1}, "missing required field `node_id`"),
+        ({"type": "lease", "id": 1, "node_id": "", "version": 0, "max_groups": 1, "wait_s": 0}, "length >= 1"),
+        ({"type": "lease", "id": 1, "node_id": "n", "version": 0, "max_groups": 0, "wait_s": 0}, ">= 1"),
+        ({"type": "take", "id": 1, "step": "one", "count": 1, "wait_s": 0}, "Expected `int`, got `str`"),
+        ({"type": "steal", "id": 1}, "Invalid value 'steal'"),
+    ],
+)
+def test_what_does_not_fit_the_schema_is_refused_with_the_reason(body: dict[str, object], reason: str) -> None:
+    with pytest.raises(wire.WireError, match=reason) as error:
+        wire.decode_request(msgspec.msgpack.encode(body), 0)
+    assert error.value.request_id == 1
+
+
+@given(st.binary(max_size=300), st.integers(0, 3))
+def test_random_bytes_raise_nothing_but_wire_errors(data: bytes, payloads: int) -> None:
+    for decode in (wire.decode_request, wire.decode_reply):
+        with pytest.raises(wire.WireError):
+            decode(data, payloads)
+
+
+@given(st.sampled_from(REQUESTS), st.data())
+def test_mutated_requests_decode_or_raise_wire_errors(
+    example: tuple[wire.AnyRequest, int], data: st.DataObject
+) -> None:
+    header = bytearray(wire.encode(example[0]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        wire.decode_request(bytes(header[: data.draw(st.integers(0, len(header)))]), example[1])
+    except wire.WireError as error:
+        assert str(error)
+
+
+def test_deeply_nested_bytes_are_refused() -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode_request(b"\x91" * 100_000, 0)
