@@ -58,6 +58,8 @@ def build_config(document: Document, file: str, overrides: Sequence[str] = (), s
     """A config from what YAML or JSON gave; `file` is named in errors. Arguments and raises as `load_config`."""
     if schema is Config and _looks_like_sft(document):
         raise UsageError(f"{file} is a config of `slipstream sft`: tasks has no environment and there is no rollout")
+    if schema is SftConfig and "rollout" in document:
+        raise UsageError(f"{file} is a config of `slipstream up`: a warm start has no rollout")
     overridden = {_apply_override(document, word, schema) for word in overrides}
     _check_struct(document, schema, "", _Source(file, overridden, schema))
     try:

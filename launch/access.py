@@ -6,6 +6,7 @@ from collections.abc import Callable
 from broker.client import BrokerClient
 from broker.contract import BrokerStatus
 from common.config import Config
+from common.config_checks import split_address
 from common.errors import BrokerUnreachable, UsageError
 from common.lifecycle import alive
 from common.run_dir import RunDir
@@ -23,6 +24,18 @@ def ask_status(address: str, timeout_s: float) -> BrokerStatus:
         raise UsageError(
             f"no broker answered at {address} within {timeout_s:g} s ({error}); is the job running?"
         ) from None
+
+
+def check_join_address(address: str) -> None:
+    """Raise UsageError when `address` cannot be a broker's."""
+    try:
+        _, port = split_address(address)
+    except ValueError as error:
+        raise UsageError(f"--join: {error}, found {address!r}") from None
+    if port == 0:
+        raise UsageError(
+            f"--join: {address} names no port; RUN/broker.json and `slipstream status RUN` have the address"
+        )
 
 
 def discover_broker(config: Config, run: RunDir, timeout_s: float) -> str:

@@ -14,7 +14,7 @@ from common.config_loading import load_either
 from common.errors import UsageError
 from common.logs import setup_logging
 from common.run_dir import RunDir, write_json
-from launch.access import ask_status, discover_broker
+from launch.access import ask_status, check_join_address, discover_broker
 from launch.targets import checked, find_run, joined_config, load_job, load_sft
 
 # torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
@@ -49,6 +49,8 @@ def rollout(args: argparse.Namespace) -> int:
     """Run a node until the job is done or it is told to stop."""
     if args.config is None and args.join is None:
         raise UsageError("a node needs a CONFIG, or the address of a running job's broker: --join tcp://HOST:PORT")
+    if args.join is not None:
+        check_join_address(args.join)
     if args.config is None:
         status = ask_status(args.join, args.join_timeout_s)
         config, run = checked(joined_config(status.run.config, args.join, args.overrides), f"the job at {args.join}")

@@ -1,0 +1,230 @@
+"""The command line: every bad input ends with exit code 2 and a line that says what to do."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.errors import EXIT_USAGE
+from launch import cli
+from launch.cli import HANDLERS, main, missing_package_hint, parse
+
+SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 1024}
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(SHAPE))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    document = {
+        "run": {"name": "demo", "dir": str(tmp_path / "run"), "steps": 5},
+        "model": {"path": str(model), "dtype": "float32"},
+        "tasks": {"environment": "addition", "dataset": str(tmp_path / "train.jsonl")},
+        "rollout": {"max_tokens": 16, "engine": {"max_model_len": 64}},
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def refusal(capsys, *words: str) -> str:
+    """Run a command that must be refused; returns its one line on stderr."""
+    assert main(words) == EXIT_USAGE
+    err = capsys.readouterr().err.strip()
+    assert err.startswith(f"slipstream {words[0]}: ")
+    assert len(err.splitlines()) == 1
+    assert "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize("command", ["up", "broker", "learner", "rollout"])
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.groupsize=8", ["<override>", "rollout.groupsize", "did you mean 'group_size'?"]),
+        ("run.steps=many", ["run.steps", "an integer >= 1", "'many'"]),
+        ("rollout.top_p=2", ["rollout.top_p", "<= 1", "2"]),
+        ("model.path=nowhere", ["model.path", "does not exist"]),
+        ("learner.world_size=3", ["learner.world_size", "multiple of 2"]),
+        ("learner.parallel.tensor=4", ["learner.world_size"]),
+        ("rollout.group_size=1", ["rollout.group_size", "every advantage would be zero"]),
+        ("broker.address=tcp://0.0.0.0:5000", ["broker.address", "loopback"]),
+    ],
+)
+def test_bad_config_is_refused_by_every_role(job, capsys, command, override, words):
+    err = refusal(capsys, command, str(job), "learner.parallel.tensor=2", "learner.world_size=2", override)
+    for word in words:
+        assert word in err
+
+
+def test_unknown_key_in_the_file_names_file_and_nearest_key(job, capsys):
+    job.write_text(job.read_text().replace("max_tokens", "max_token"))
+    err = refusal(capsys, "up", str(job))
+    assert str(job) in err
+    assert "rollout.max_token:" in err
+    assert "did you mean 'max_tokens'?" in err
+
+
+def test_model_folder_without_tokenizer_is_refused(job, capsys):
+    (job.parent / "model" / "tokenizer.json").unlink()
+    assert "tokenizer" in refusal(capsys, "up", str(job))
+
+
+@pytest.mark.parametrize("command", ["up", "rollout"])
+@pytest.mark.parametrize("name", ["no_such_module:Thing", "json:NoSuchClass", "adition", "json:loads"])
+def test_environment_that_cannot_be_used_is_refused(job, capsys, command, name):
+    err = refusal(capsys, command, str(job), f"tasks.environment={name}")
+    assert "tasks.environment" in err
+    assert str(job) in err
+
+
+def test_missing_config_file_is_refused(job, capsys):
+    assert "does not exist; did you mean" in refusal(capsys, "up", str(job.parent / "jop.yaml"))
+
+
+def test_warm_start_config_is_refused_by_up_and_rl_config_by_sft(job, capsys, tmp_path):
+    sft = tmp_path / "sft.yaml"
+    document = yaml.safe_load(job.read_text())
+    del document["tasks"]["environment"], document["rollout"]
+    sft.write_text(yaml.safe_dump(document))
+    assert "slipstream sft" in refusal(capsys, "up", str(sft))
+    assert "slipstream up" in refusal(capsys, "sft", str(job))
+
+
+def test_address_in_use_is_refused(job, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        err = run_cli("broker", str(job), f"broker.address={address}")
+    assert err.returncode == EXIT_USAGE
+    assert address in err.stderr
+    assert "in use" in err.stderr
+    assert "Traceback" not in err.stderr
+
+
+def test_address_in_use_ends_up_with_the_reason(job):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        done = run_cli("up", str(job), f"broker.address={address}")
+    assert done.returncode == EXIT_USAGE, done.stderr
+    assert "in use" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_join_to_nothing_waits_a_bounded_time_and_says_why(job, capsys):
+    started = time.monotonic()
+    err = refusal(capsys, "rollout", str(job), "--join", free_address(), "--join-timeout-s", "1")
+    assert "running" in err
+    assert time.monotonic() - started < 10
+
+
+def test_join_without_a_config_to_nothing(capsys):
+    address = free_address()
+    assert address in refusal(capsys, "rollout", "--join", address, "--join-timeout-s", "0.5")
+
+
+@pytest.mark.parametrize(("address", "word"), [("somewhere", "tcp://HOST:PORT"), ("tcp://127.0.0.1:0", "no port")])
+def test_join_to_nonsense_is_refused(capsys, address, word):
+    assert word in refusal(capsys, "rollout", "--join", address)
+
+
+def test_node_without_config_and_address_is_refused(capsys):
+    assert "--join" in refusal(capsys, "rollout")
+
+
+def test_node_of_a_job_without_broker_waits_a_bounded_time(job, capsys):
+    err = refusal(capsys, "rollout", str(job), "--join-timeout-s", "0.3")
+    assert "broker.json" in err
+
+
+@pytest.mark.parametrize("command", ["status", "ledger", "report", "top"])
+def test_run_that_does_not_exist_is_refused(capsys, command, tmp_path):
+    assert "neither the folder of a run nor a config" in refusal(capsys, command, str(tmp_path / "nothing"))
+
+
+def test_folder_that_is_no_run_is_refused(capsys, tmp_path):
+    assert "not the folder of a run" in refusal(capsys, "status", str(tmp_path))
+
+
+def test_config_whose_run_has_not_started_is_refused(job, capsys):
+    assert "does not exist yet" in refusal(capsys, "status", str(job))
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["unknown"], ["up"], ["status"], ["up", "c.yaml", "--nope"], ["up", "c.yaml", "x"]]
+)
+def test_bad_usage_exits_with_two(words):
+    done = run_cli(*words)
+    assert done.returncode == EXIT_USAGE
+    assert "Traceback" not in done.stderr
+
+
+def test_overrides_stand_before_and_after_options():
+    args = parse(["up", "c.yaml", "a.b=1", "--plain", "c.d=2"])
+    assert args.overrides == ["a.b=1", "c.d=2"]
+    assert args.plain
+
+
+def test_join_without_config_takes_overrides():
+    args = parse(["rollout", "--join", "tcp://127.0.0.1:1", "rollout.concurrency=4"])
+    assert (args.config, args.overrides) == (None, ["rollout.concurrency=4"])
+
+
+def test_help_names_every_command_and_imports_nothing_heavy():
+    code = (
+        "import sys; from launch.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "names = ('torch', 'vllm', 'megatron', 'transformers', 'rich', 'matplotlib', 'numpy', 'zmq')\n"
+        "heavy = set(names) & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in HANDLERS:
+        assert f"\n    {command}" in done.stdout
+
+
+def test_help_takes_less_than_a_second():
+    def seconds() -> float:
+        started = time.perf_counter()
+        assert run_cli("--help").returncode == 0
+        return time.perf_counter() - started
+
+    assert min(seconds() for _ in range(3)) < 1.0
+
+
+def test_missing_package_is_explained(monkeypatch, job, capsys):
+    assert missing_package_hint("torch.distributed") is not None
+    assert missing_package_hint("launch.nothing") is None
+
+    def fail(_args):
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+    monkeypatch.setitem(cli.HANDLERS, "up", "launch.up:command")
+    monkeypatch.setattr("launch.up.command", fail)
+    assert "launch/setup.sh" in refusal(capsys, "up", str(job))
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launch.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

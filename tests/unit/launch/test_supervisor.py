@@ -1,0 +1,219 @@
+"""The supervisor, on small real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.lifecycle import alive
+from launch import supervisor as module
+from launch.cores import plan_cores
+from launch.supervisor import RoleSpec, Supervisor, describe_exit
+
+WAIT_S = 20.0
+DRAINING = (
+    "import os, signal, sys, time\n"
+    "signal.signal(signal.SIGTERM, lambda *_: (open(sys.argv[1], 'a').write(sys.argv[2] + '\\n'), sys.exit(0)))\n"
+    "print('ready', flush=True)\n"
+    "time.sleep(60)\n"
+)
+STUBBORN = (
+    "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(60)\n"
+)
+PARENT = (
+    "import subprocess, sys, time\n"
+    "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+    "print(p.pid, flush=True)\n"
+    "time.sleep(60)\n"
+)
+
+
+@pytest.fixture
+def events() -> list[tuple[str, dict]]:
+    return []
+
+
+@pytest.fixture
+def supervisor(events):
+    made = Supervisor(lambda kind, detail: events.append((kind, dict(detail))))
+    yield made
+    made.kill_all()
+
+
+def spec(tmp_path: Path, name: str, code: str, *words: str, **options) -> RoleSpec:
+    return RoleSpec(name, [sys.executable, "-c", code, *words], tmp_path / f"{name}.log", **options)
+
+
+def until(condition: Callable[[], object], supervisor: Supervisor | None = None):
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        if supervisor is not None:
+            supervisor.poll()
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.01)
+    raise AssertionError("the condition never held")
+
+
+def printed(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def kinds(events) -> list[str]:
+    return [kind for kind, _ in events]
+
+
+def test_output_goes_to_the_log_and_success_is_no_crash(supervisor, tmp_path, events):
+    role = supervisor.start(
+        spec(tmp_path, "a", "import sys; print('out'); print('err', file=sys.stderr)", max_restarts=3)
+    )
+    until(lambda: not role.running, supervisor)
+    assert role.exit_code == 0
+    assert sorted(printed(tmp_path / "a.log").split()) == ["err", "out"]
+    assert kinds(events) == ["started", "ended"]
+
+
+def test_crashed_role_is_restarted_until_it_works(supervisor, tmp_path, events, monkeypatch):
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.05)
+    code = (
+        "import os, sys, time; path = sys.argv[1]; n = len(open(path).read()) if os.path.exists(path) else 0\n"
+        "open(path, 'a').write('x')\n"
+        "if n < 2: os.kill(os.getpid(), 9)\n"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    role = supervisor.start(spec(tmp_path, "a", code, str(tmp_path / "count"), max_restarts=3))
+    until(lambda: "up" in printed(tmp_path / "a.log"), supervisor)
+    assert role.restarts == 2
+    assert kinds(events) == ["started", "crashed", "restarted", "crashed", "restarted"]
+    assert events[1][1]["exit_code"] == -9
+
+
+def test_role_that_keeps_crashing_is_given_up(supervisor, tmp_path, events, monkeypatch):
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.02)
+    role = supervisor.start(spec(tmp_path, "a", "raise SystemExit(3)", max_restarts=2))
+    ended = until(supervisor.poll)
+    assert ended == [role]
+    assert (role.restarts, role.exit_code) == (2, 3)
+    assert kinds(events).count("restarted") == 2
+    assert kinds(events)[-1] == "gave_up"
+    assert supervisor.poll() == []  # said once
+
+
+def test_usage_error_is_not_retried(supervisor, tmp_path, events):
+    role = supervisor.start(spec(tmp_path, "a", "raise SystemExit(2)", max_restarts=5))
+    assert until(supervisor.poll) == [role]
+    assert role.restarts == 0
+
+
+def test_stop_lets_roles_drain_in_the_order_asked_for(supervisor, tmp_path):
+    record = tmp_path / "order"
+    for name in ("broker", "learner", "node"):
+        supervisor.start(spec(tmp_path, name, DRAINING, str(record), name))
+    until(lambda: all("ready" in printed(tmp_path / f"{n}.log") for n in ("broker", "learner", "node")))
+    assert supervisor.stop(["node", "learner"], WAIT_S) == []
+    assert sorted(record.read_text().split()) == ["learner", "node"]
+    assert supervisor.roles["broker"].running
+    assert supervisor.stop(["broker"], WAIT_S) == []
+    assert record.read_text().split()[-1] == "broker"
+    assert [r.exit_code for r in supervisor.roles.values()] == [0, 0, 0]
+
+
+def test_role_that_does_not_drain_is_killed(supervisor, tmp_path, events):
+    role = supervisor.start(spec(tmp_path, "a", STUBBORN))
+    until(lambda: "ready" in printed(tmp_path / "a.log"))
+    assert supervisor.stop(["a"], 0.2) == ["a"]
+    assert role.exit_code == -signal.SIGKILL
+    assert kinds(events)[-1] == "killed"
+
+
+def test_crash_while_stopping_is_not_restarted(supervisor, tmp_path):
+    role = supervisor.start(spec(tmp_path, "a", "import time; time.sleep(60)", max_restarts=3))
+    supervisor.stop(["a"], WAIT_S)
+    supervisor.poll()
+    assert role.exit_code == -signal.SIGTERM
+    assert role.restarts == 0
+    assert not role.running
+
+
+def test_children_of_a_killed_role_die_with_it(supervisor, tmp_path):
+    role = supervisor.start(spec(tmp_path, "a", PARENT))
+    child = int(until(lambda: printed(tmp_path / "a.log").strip()))
+    role.scan()
+    os.kill(role.pid, signal.SIGKILL)
+    until(lambda: not role.running, supervisor)
+    until(lambda: not alive(child))
+
+
+def test_kill_all_leaves_nothing(supervisor, tmp_path):
+    roles = [supervisor.start(spec(tmp_path, name, PARENT)) for name in ("a", "b")]
+    children = [int(until(lambda n=n: printed(tmp_path / f"{n}.log").strip())) for n in ("a", "b")]
+    supervisor.kill_all()
+    assert not any(role.running for role in roles)
+    for child in children:
+        until(lambda child=child: not alive(child))
+
+
+def test_terminal_interrupt_does_not_reach_the_roles(supervisor, tmp_path):
+    role = supervisor.start(spec(tmp_path, "a", "import time; time.sleep(60)"))
+    assert os.getpgid(role.pid) == role.pid != os.getpgid(0)
+
+
+def test_cores_bind_a_role_and_child_cores_its_children(supervisor, tmp_path):
+    core = min(os.sched_getaffinity(0))
+    bound = supervisor.start(spec(tmp_path, "a", "import time; time.sleep(60)", cores=frozenset({core})))
+    assert os.sched_getaffinity(bound.pid) == {core}
+    free = supervisor.start(spec(tmp_path, "b", PARENT, child_cores=frozenset({core})))
+    child = int(until(lambda: printed(tmp_path / "b.log").strip()))
+    free.scan()
+    assert os.sched_getaffinity(child) == {core}
+    assert os.sched_getaffinity(free.pid) == os.sched_getaffinity(0)
+
+
+def test_roles_end_when_the_supervisor_is_killed(tmp_path):
+    role = (
+        "from common.lifecycle import join_supervisor; join_supervisor()\n"
+        "print('ready', flush=True); import time; time.sleep(60)"
+    )
+    code = (
+        "import sys, time, pathlib\nfrom launch.supervisor import RoleSpec, Supervisor\n"
+        "supervisor = Supervisor(lambda *_: None)\n"
+        f"specs = [RoleSpec(n, [sys.executable, '-c', {role!r}], pathlib.Path({str(tmp_path)!r}) / n) for n in 'ab']\n"
+        "print(*[supervisor.start(s).pid for s in specs], flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        until(lambda: all("ready" in printed(tmp_path / n) for n in "ab"))
+        process.kill()
+    assert len(pids) == 2
+    for pid in pids:
+        until(lambda pid=pid: not psutil.pid_exists(pid) or not alive(pid))
+
+
+def test_exits_are_described():
+    assert describe_exit(-9) == "killed by SIGKILL"
+    assert describe_exit(1) == "exit code 1"
+    assert describe_exit(None) == "still running"
+
+
+@pytest.mark.parametrize(
+    ("cores", "learner", "nodes", "expected"),
+    [
+        ([0, 1], 1, [1], ({0}, [{1}])),
+        ([2, 5, 7, 9], 2, [1, 1], ({2, 5}, [{7}, {9}])),
+        ([0, 1], 1, [1, 1], (None, [None, None])),
+        ([0], 1, [1], (None, [None])),
+        ([0, 1], 1, [], (None, [])),
+        (list(range(64)), 1, [1], (None, [None])),
+    ],
+)
+def test_cores_are_given_out_only_when_everyone_fits(cores, learner, nodes, expected):
+    plan = plan_cores(cores, learner, nodes)
+    assert (plan.learner, list(plan.nodes)) == expected
