@@ -82,7 +82,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     environment: Annotated[dict[str, float], metric("", "mean", "the environment's own numbers, per sample")] = {}
 
     step_s: Annotated[float, metric("s", "mean", "from the end of the step before to the end of this one")]
-    learner_idle_s: Annotated[float, metric("s", "mean", "of it, waiting for groups")]
+    learner_idle_s: Annotated[float, metric("s", "mean", "of it, getting groups: next to nothing when they are ready")]
     train_s: Annotated[float, metric("s", "mean", "of it, forward, backward and optimizer")] = 0.0
     batch_s: Annotated[float, metric("s", "mean", "of it, decoding, advantages and packing")] = 0.0
     snapshot_s: Annotated[float, metric("s", "mean", "of it, exporting the weights to the publisher")] = 0.0

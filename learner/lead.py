@@ -4,10 +4,8 @@ Other ranks have no Lead; they learn what to do from the commands that the train
 """
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from broker.contract import BrokerStatus, LearnerBroker, ObserverBroker, StoredGroup
@@ -33,20 +31,19 @@ class LeadBroker(LearnerBroker, ObserverBroker, Protocol):
     """What the lead asks of its broker client."""
 
 
-@dataclass
 class StallMeter:
     """Seconds of paused generation over all nodes, from running totals of nodes that come and go."""
 
-    _seen: dict[str, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._seen: dict[str, float] | None = None
 
     def advance(self, status: BrokerStatus) -> float:
-        """Seconds since the last call; a node that restarted counts from zero."""
-        total = 0.0
-        for node in status.nodes:
-            key = f"{node.report.node_id}/{node.report.pid}"
-            total += max(0.0, node.report.generation_stall_s - self._seen.get(key, 0.0))
-            self._seen[key] = node.report.generation_stall_s
-        return total
+        """Seconds since the last call; 0 at the first, whatever earlier learners have caused."""
+        now = {f"{n.report.node_id}/{n.report.pid}": n.report.generation_stall_s for n in status.nodes}
+        before, self._seen = self._seen, now if self._seen is None else {**self._seen, **now}
+        if before is None:
+            return 0.0
+        return sum(max(0.0, total - before.get(node, 0.0)) for node, total in now.items())
 
 
 class Lead:
@@ -91,7 +88,7 @@ class Lead:
             self.events.add("tasks_renumbered", step=version)
             logger.warning("the broker knows less than the checkpoint; tasks not yet consumed are offered again")
         if version > 0:
-            self.broker.commit(version - 1)
+            self.broker.commit(version - 1)  # the last learner may have been killed just before it
         taken = self.broker.status().groups_taken
         self._replays_below = version + taken // self.config.learner.groups_per_step
         if self._replays_below > version:
@@ -217,8 +214,3 @@ class Lead:
         self.reporter.stop()
         self.metrics.close()
         self.events.close()
-
-
-def timed(start_s: float) -> float:
-    """Seconds since a time.monotonic() reading."""
-    return time.monotonic() - start_s

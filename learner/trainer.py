@@ -39,7 +39,7 @@ from learner.backend import Backend, StepResult
 from learner.batch import TrainingBatch, assemble, decode
 from learner.checkpointing import TrainerState
 from learner.commands import Command, Drain, Fail, Train
-from learner.lead import Lead, timed
+from learner.lead import Lead
 from learner.losses import policy_loss
 from learner.packing import Document, build, microbatches_for
 from learner.step_metrics import Times, Totals, check_finite, step_metrics
@@ -250,6 +250,11 @@ class Trainer:
     def _report(self, state: str, waiting_on: str) -> None:
         if self.lead is not None:
             self.lead.reporter.set(state, waiting_on, policy_version=self.version)
+
+
+def timed(start_s: float) -> float:
+    """Seconds since a time.monotonic() reading."""
+    return time.monotonic() - start_s
 
 
 def canary_from(document: Document, tokens: int) -> list[int]:

@@ -77,7 +77,7 @@ class Job:
     def learner(self, ranks: int = 1) -> list[str]:
         command = [sys.executable]
         if ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            command += ["-m", "learner.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
         return [*command, "-m", "learner.main", "--config", str(self.config)]
 
     def finish(self, ranks: int = 1) -> None:
@@ -159,7 +159,7 @@ def test_two_ranks_drain_on_sigterm_and_go_on_where_they_stopped(tmp_path: Path,
         with process(job.learner(ranks=2)) as learner:
             wait_for(lambda: len(job.lines()) >= 2, learner)
             learner.send_signal(signal.SIGTERM)
-            learner.wait(60)
+            assert learner.wait(60) == 0, learner.stderr.read()[-3000:]
         stopped = len(job.lines())
         assert 2 <= stopped < STEPS
         assert job.run.checkpoints.joinpath(f"step-{stopped:06d}").is_dir()

@@ -26,6 +26,11 @@ def python(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def sft(config: Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    words = ["--standalone", "--nproc-per-node", str(ranks), "-m", "learner.sft_main", "--config", str(config)]
+    return python("-m", "learner.torchrun", *words)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("assets") / "model"
@@ -71,8 +76,7 @@ for prompt in sys.argv[2:]:
 
 def test_two_ranks_learn_the_rows_and_the_model_says_them_back(tmp_path: Path, model: Path) -> None:
     config = write_config(tmp_path, model, as_rows(PAIRS), world_size=2)
-    done = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "learner.sft_main",
-                  "--config", str(config))  # fmt: skip
+    done = sft(config, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl", SftMetrics)
     assert [line.step for line in lines] == list(range(60))
@@ -84,7 +88,7 @@ def test_two_ranks_learn_the_rows_and_the_model_says_them_back(tmp_path: Path, m
 
 def test_a_row_longer_than_the_bound_ends_with_code_2_and_names_the_key(tmp_path: Path, model: Path) -> None:
     config = write_config(tmp_path, model, as_rows([("a" * 50, "b")]), micro_batch_tokens=32)
-    done = python("-m", "learner.sft_main", "--config", str(config))
+    done = sft(config)
     assert done.returncode == 2, done.stderr
     assert "tasks.dataset row 1 needs 51 tokens" in done.stderr
     assert "learner.micro_batch_tokens is 32" in done.stderr

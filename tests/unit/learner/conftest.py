@@ -1,7 +1,10 @@
 """Configs for the learner's unit tests."""
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -34,3 +37,13 @@ def make_config(tmp_path: Path) -> Callable[..., Config]:
         return msgspec.convert(document, Config)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def fakes() -> ModuleType:
+    """The module loop_fakes.py: a world for the training loop."""
+    spec = importlib.util.spec_from_file_location("loop_fakes", Path(__file__).with_name("loop_fakes.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["loop_fakes"] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,7 +1,5 @@
 """The training loop on a real in-memory broker: bounds, drains, kills, replays and what it refuses."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,18 +14,6 @@ from common.rollouts import Group, encode_group
 from common.run_dir import RunDir
 
 MakeConfig = Callable[..., Config]
-
-
-def _load(name: str) -> ModuleType:
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-fakes = _load("loop_fakes")
 
 
 def lines(config: Config) -> list[StepMetrics]:
@@ -47,7 +33,7 @@ def event_kinds(config: Config) -> list[str]:
 # ---------------------------------------------------------------- a whole run
 
 
-def test_a_run_trains_every_step_and_leaves_everything(make_config: MakeConfig) -> None:
+def test_a_run_trains_every_step_and_leaves_everything(fakes: ModuleType, make_config: MakeConfig) -> None:
     config = make_config(run={"steps": 5})
     world = fakes.world(config)
     assert world.run() == "done"
@@ -60,7 +46,7 @@ def test_a_run_trains_every_step_and_leaves_everything(make_config: MakeConfig) 
     assert world.publisher.closed
 
 
-def test_every_offered_group_is_committed_to_exactly_one_step(make_config: MakeConfig) -> None:
+def test_every_offered_group_is_committed_to_exactly_one_step(fakes: ModuleType, make_config: MakeConfig) -> None:
     config = make_config(run={"steps": 5})
     world = fakes.world(config)
     world.run()
@@ -70,7 +56,7 @@ def test_every_offered_group_is_committed_to_exactly_one_step(make_config: MakeC
     assert sorted(entry.step for entry in ledger) == sorted([0, 1, 2, 3, 4] * 2)
 
 
-def test_commits_follow_their_durable_checkpoint(make_config: MakeConfig) -> None:
+def test_commits_follow_their_durable_checkpoint(fakes: ModuleType, make_config: MakeConfig) -> None:
     config = make_config(run={"steps": 5}, learner={"checkpoint": {"every": 2, "keep": 2}})
     world = fakes.world(config)
     world.run()
@@ -82,6 +68,7 @@ def test_commits_follow_their_durable_checkpoint(make_config: MakeConfig) -> Non
 
 
 def test_every_version_but_the_last_is_published_and_the_canary_is_the_published_policy(
+    fakes: ModuleType,
     make_config: MakeConfig,
 ) -> None:
     config = make_config(run={"steps": 5}, weights={"canary_every": 2})
@@ -98,7 +85,7 @@ def test_every_version_but_the_last_is_published_and_the_canary_is_the_published
 
 
 @pytest.mark.parametrize(("maximum", "lag"), [(0, 0), (1, 1), (2, 2), (3, 1)])
-def test_staleness_stays_within_the_bound(make_config: MakeConfig, maximum: int, lag: int) -> None:
+def test_staleness_stays_within_the_bound(fakes: ModuleType, make_config: MakeConfig, maximum: int, lag: int) -> None:
     config = make_config(run={"steps": 8}, staleness={"max": maximum})
     world = fakes.world(config, lag=lag)
     world.run()
@@ -106,7 +93,7 @@ def test_staleness_stays_within_the_bound(make_config: MakeConfig, maximum: int,
     assert all(line.tokens_expired == 0 for line in lines(config))
 
 
-def test_zero_staleness_is_synchronous(make_config: MakeConfig) -> None:
+def test_zero_staleness_is_synchronous(fakes: ModuleType, make_config: MakeConfig) -> None:
     config = make_config(run={"steps": 6}, staleness={"max": 0})
     world = fakes.world(config)
     world.run()
@@ -115,16 +102,18 @@ def test_zero_staleness_is_synchronous(make_config: MakeConfig) -> None:
     assert all(line.ratio_max > 0 and line.staleness_mean == 0 for line in lines(config))
 
 
-def straggling(config: Config, until_step: int) -> object:
+def straggling(fakes: ModuleType, config: Config, until_step: int) -> object:
     """Task 0 comes back only when step `until_step` has begun."""
     world = fakes.world(config)
     world.fleet.hold_back = lambda serial, turn: serial == 0 and world.trainer.version < until_step
     return world
 
 
-def test_a_straggler_does_not_block_and_its_expired_tokens_leave_the_loss(make_config: MakeConfig) -> None:
+def test_a_straggler_does_not_block_and_its_expired_tokens_leave_the_loss(
+    fakes: ModuleType, make_config: MakeConfig
+) -> None:
     config = make_config(run={"steps": 6}, staleness={"max": 1})
-    world = straggling(config, until_step=4)
+    world = straggling(fakes, config, until_step=4)
     world.run()
     found = lines(config)
     assert [line.step for line in found] == list(range(6))
@@ -137,9 +126,9 @@ def test_a_straggler_does_not_block_and_its_expired_tokens_leave_the_loss(make_c
     assert {entry.state for entry in world.broker.ledger()} == {"committed"}
 
 
-def test_regenerate_trains_the_straggler_on_a_fresh_version(make_config: MakeConfig) -> None:
+def test_regenerate_trains_the_straggler_on_a_fresh_version(fakes: ModuleType, make_config: MakeConfig) -> None:
     config = make_config(run={"steps": 6}, staleness={"max": 1, "expired": "regenerate"})
-    world = straggling(config, until_step=4)
+    world = straggling(fakes, config, until_step=4)
     world.run()
     found = lines(config)
     assert sum(line.tokens_expired for line in found) == 0
@@ -148,7 +137,7 @@ def test_regenerate_trains_the_straggler_on_a_fresh_version(make_config: MakeCon
     assert entry.attempts == 2 and entry.step - entry.version_min <= 1
 
 
-def test_wait_lets_no_group_overtake(make_config: MakeConfig) -> None:
+def test_wait_lets_no_group_overtake(fakes: ModuleType, make_config: MakeConfig) -> None:
     config = make_config(run={"steps": 4}, staleness={"max": 1, "expired": "wait"})
     world = fakes.world(config)
     world.fleet.hold_back = lambda serial, turn: serial == 0 and turn < 5
@@ -161,7 +150,7 @@ def test_wait_lets_no_group_overtake(make_config: MakeConfig) -> None:
 # ---------------------------------------------------------------- drains, kills, replays
 
 
-def unbroken(make_config: MakeConfig, **sections: object) -> np.ndarray:
+def unbroken(fakes: ModuleType, make_config: MakeConfig, **sections: object) -> np.ndarray:
     """The table after the same run without a stop, in a folder of its own."""
     import shutil
 
@@ -172,7 +161,7 @@ def unbroken(make_config: MakeConfig, **sections: object) -> np.ndarray:
     return table
 
 
-def test_a_drain_finishes_the_step_checkpoints_and_commits(make_config: MakeConfig) -> None:
+def test_a_drain_finishes_the_step_checkpoints_and_commits(fakes: ModuleType, make_config: MakeConfig) -> None:
     config = make_config(run={"steps": 9}, learner={"checkpoint": {"every": 100}})
     world = fakes.world(config)
     world.fleet.hold_back = lambda serial, turn: world.stop.append("SIGTERM") if serial == 6 else False
@@ -184,8 +173,8 @@ def test_a_drain_finishes_the_step_checkpoints_and_commits(make_config: MakeConf
     assert not RunDir(config.run.dir).model.exists()
 
 
-def test_a_drained_run_goes_on_to_the_same_weights(make_config: MakeConfig) -> None:
-    expected = unbroken(make_config, run={"steps": 6})
+def test_a_drained_run_goes_on_to_the_same_weights(fakes: ModuleType, make_config: MakeConfig) -> None:
+    expected = unbroken(fakes, make_config, run={"steps": 6})
     config = make_config(run={"steps": 6})
     world = fakes.world(config)
     world.fleet.hold_back = lambda serial, turn: world.stop.append("SIGTERM") if serial == 6 else False
@@ -198,8 +187,10 @@ def test_a_drained_run_goes_on_to_the_same_weights(make_config: MakeConfig) -> N
 
 
 @pytest.mark.parametrize("killed_at", [0, 1, 3, 4])
-def test_a_killed_run_replays_and_ends_bitwise_equal(make_config: MakeConfig, killed_at: int) -> None:
-    expected = unbroken(make_config, run={"steps": 6})
+def test_a_killed_run_replays_and_ends_bitwise_equal(
+    fakes: ModuleType, make_config: MakeConfig, killed_at: int
+) -> None:
+    expected = unbroken(fakes, make_config, run={"steps": 6})
     config = make_config(run={"steps": 6})
     world = fakes.world(config)
     world.backend.fail_at = killed_at
@@ -217,7 +208,9 @@ def test_a_killed_run_replays_and_ends_bitwise_equal(make_config: MakeConfig, ki
     assert "replay" in event_kinds(config)
 
 
-def test_a_kill_between_checkpoint_and_commit_is_made_good_at_the_next_start(make_config: MakeConfig) -> None:
+def test_a_kill_between_checkpoint_and_commit_is_made_good_at_the_next_start(
+    fakes: ModuleType, make_config: MakeConfig
+) -> None:
     config = make_config(run={"steps": 6})
     world = fakes.world(config)
 
@@ -234,7 +227,7 @@ def test_a_kill_between_checkpoint_and_commit_is_made_good_at_the_next_start(mak
     assert [line.step for line in lines(config)] == list(range(6))
 
 
-def test_a_half_written_checkpoint_is_ignored(make_config: MakeConfig) -> None:
+def test_a_half_written_checkpoint_is_ignored(fakes: ModuleType, make_config: MakeConfig) -> None:
     config = make_config(run={"steps": 6})
     world = fakes.world(config)
 
@@ -251,7 +244,9 @@ def test_a_half_written_checkpoint_is_ignored(make_config: MakeConfig) -> None:
     assert again.run() == "done"
 
 
-def test_a_run_that_is_done_exports_its_model_again_without_training(make_config: MakeConfig) -> None:
+def test_a_run_that_is_done_exports_its_model_again_without_training(
+    fakes: ModuleType, make_config: MakeConfig
+) -> None:
     config = make_config()
     world = fakes.world(config)
     world.run()
@@ -262,7 +257,7 @@ def test_a_run_that_is_done_exports_its_model_again_without_training(make_config
     np.testing.assert_array_equal(final_table(config), table)
 
 
-def test_a_broker_without_memory_still_gets_every_task_once(make_config: MakeConfig) -> None:
+def test_a_broker_without_memory_still_gets_every_task_once(fakes: ModuleType, make_config: MakeConfig) -> None:
     config = make_config(run={"steps": 8})
     seen: list[bytes] = []
     world = fakes.world(config)
@@ -281,7 +276,7 @@ def test_a_broker_without_memory_still_gets_every_task_once(make_config: MakeCon
 # ---------------------------------------------------------------- what cannot be trained on
 
 
-def test_an_unusable_group_is_generated_again(make_config: MakeConfig) -> None:
+def test_an_unusable_group_is_generated_again(fakes: ModuleType, make_config: MakeConfig) -> None:
     config = make_config()
     world = fakes.world(config)
     spoiled: list[int] = []
@@ -299,21 +294,21 @@ def test_an_unusable_group_is_generated_again(make_config: MakeConfig) -> None:
     assert [entry.state for entry in world.broker.ledger()] == ["committed"] * 8
 
 
-def test_a_group_that_stays_unusable_stops_the_run_with_the_reason(make_config: MakeConfig) -> None:
+def test_a_group_that_stays_unusable_stops_the_run_with_the_reason(fakes: ModuleType, make_config: MakeConfig) -> None:
     world = fakes.world(make_config())
     world.fleet.spoil = lambda group: encode_group(Group(group.serial, group.samples[:1]))
     with pytest.raises(SlipstreamError, match=r"unusable 3 times: group 0 from node fake: 1 samples, expected 2"):
         world.run()
 
 
-def test_a_canary_that_fails_everywhere_stops_the_run(make_config: MakeConfig) -> None:
+def test_a_canary_that_fails_everywhere_stops_the_run(fakes: ModuleType, make_config: MakeConfig) -> None:
     world = fakes.world(make_config())
     world.publisher.fatal = "log-probabilities differ by 3.1, weights.canary_tolerance is 0.5"
     with pytest.raises(SlipstreamError, match=r"no node may generate .* weights\.canary_tolerance is 0\.5"):
         world.run()
 
 
-def test_an_environment_that_only_fails_stops_the_run(make_config: MakeConfig) -> None:
+def test_an_environment_that_only_fails_stops_the_run(fakes: ModuleType, make_config: MakeConfig) -> None:
     import msgspec
 
     config = make_config(run={"steps": 8})
@@ -329,7 +324,7 @@ def test_an_environment_that_only_fails_stops_the_run(make_config: MakeConfig) -
     assert world.backend.steps == 0
 
 
-def test_a_step_whose_tokens_all_expired_still_counts(make_config: MakeConfig) -> None:
+def test_a_step_whose_tokens_all_expired_still_counts(fakes: ModuleType, make_config: MakeConfig) -> None:
     config = make_config(run={"steps": 4}, learner={"groups_per_step": 1}, staleness={"max": 0})
     world = fakes.world(config)
     world.fleet.spoil = lambda group: encode_group(

@@ -1,0 +1,44 @@
+"""torchrun with the exit codes of a role: `python -m learner.torchrun [OPTIONS] -m learner.main --config FILE`.
+
+torchrun itself ends with code 1 whatever its ranks ended with, also after a signal that they obeyed. Here a drain
+is 0, and an error has the code of the rank that failed first (2 for bad usage).
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as run_torchrun
+
+from common.config_loading import load_either
+from common.errors import EXIT_DONE, EXIT_FAILED
+from common.run_dir import RunDir
+from learner.process import leave
+from learner.run_files import read_record
+
+
+def main(words: Sequence[str]) -> int:
+    """Start the ranks and wait for them; returns the exit code that a person expects."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have logged what is wrong
+    try:
+        run_torchrun(list(words))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else EXIT_FAILED
+    except SignalException as error:
+        return EXIT_DONE if _ended_well(words) else 128 + int(error.sigval)
+    return EXIT_DONE
+
+
+def _ended_well(words: Sequence[str]) -> bool:
+    """Whether the ranks, told to stop, wrote that they drained or were done."""
+    config = load_either(Path(words[list(words).index("--config") + 1]))
+    record = read_record(RunDir(config.run.dir))
+    return record is not None and record.state in ("drained", "done")
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
