@@ -105,23 +105,25 @@ class _LogProbs(torch.autograd.Function):
             sums[0] *= scale
             sums[1] *= mine
             _reduce(sums, dist.ReduceOp.SUM, group)
-        log_z = highest + sums[0].log()
-        entropy = log_z - (highest + sums[2] / sums[0]) if with_entropy else torch.zeros_like(log_z)
-        ctx.save_for_backward(logits, index, mine, log_z, entropy)
+        # log Z = highest + log_sum; kept apart, since large logits would swallow the small part
+        log_sum = sums[0].log()
+        entropy = log_sum - sums[2] / sums[0] if with_entropy else torch.zeros_like(log_sum)
+        ctx.save_for_backward(logits, index, mine, highest, log_sum, entropy)
         ctx.options = temperature, chunk_elements
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         ctx.with_entropy = with_entropy
-        return sums[1] - log_z, entropy
+        return (sums[1] - highest) - log_sum, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        logits, index, mine, log_z, entropy = ctx.saved_tensors
+        logits, index, mine, highest, log_sum, entropy = ctx.saved_tensors
         temperature, chunk_elements = ctx.options
         grad = torch.empty_like(logits)
         for rows in _chunks(logits, chunk_elements):
-            log_p = logits[rows].to(log_z.dtype, copy=True).div_(temperature).sub_(log_z[rows, None])
+            log_p = logits[rows].to(highest.dtype, copy=True).div_(temperature)
+            log_p.sub_(highest[rows, None]).sub_(log_sum[rows, None])
             p = log_p.exp()
             scale = (-grad_logprobs[rows] / temperature)[:, None]
             if ctx.with_entropy:

@@ -1,0 +1,125 @@
+"""The learning-rate schedule, the CPU attention, the rotary check and the CPU mode; see test_megatron_process.py."""
+
+# ruff: noqa: E402
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from learner.megatron import cpu_compat
+
+cpu_compat.enable()
+
+import megatron.core.parallel_state as mpu
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from transformers import Qwen3Config
+
+from common.config import OptimizerConfig
+from common.errors import UsageError
+from learner.megatron import bridge_fixes
+from learner.megatron.cpu_attention import SDPACoreAttention
+from learner.megatron.optimizer import learning_rate
+
+LENGTHS = (5, 40, 1, 17, 16, 33, 2)
+
+
+def test_the_rate_warms_up_and_stays() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps=4)
+    assert [learning_rate(s, config, 10) for s in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_the_rate_decays_linearly_to_its_floor_at_the_last_step() -> None:
+    config = OptimizerConfig(lr=2.0, schedule="linear", min_lr_fraction=0.5)
+    assert [learning_rate(s, config, 4) for s in range(6)] == [2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
+
+
+def test_the_rate_follows_a_cosine_after_the_warmup() -> None:
+    config = OptimizerConfig(lr=1.0, schedule="cosine", warmup_steps=2, decay_steps=6)
+    rates = [learning_rate(s, config, 100) for s in range(8)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8535533906, 0.5, 0.1464466094, 0.0, 0.0])
+
+
+def _attention(window: tuple[int, int] | None) -> SDPACoreAttention:
+    config = SimpleNamespace(
+        attention_dropout=0.0,
+        softmax_type="vanilla",
+        apply_query_key_layer_scaling=False,
+        context_parallel_size=1,
+        window_size=window,
+        window_attn_skip_freq=None,
+    )
+    return SDPACoreAttention(config, 1, AttnMaskType.causal, "self", k_channels=8)
+
+
+def _by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int) -> torch.Tensor:
+    """One document after the other, from the definition."""
+    rows, at = [], 0
+    for n in LENGTHS:
+        a, b, c = q[at : at + n], *(x[at : at + n].repeat_interleave(2, 1) for x in (k, v))
+        i, j = torch.arange(n)[:, None], torch.arange(n)[None]
+        scores = torch.einsum("ind,jnd->nij", a, b) / 8**0.5
+        weights = scores.masked_fill((j > i) | (j < i - left), float("-inf")).softmax(-1)
+        rows.append(torch.einsum("nij,jnd->ind", weights, c).flatten(1))
+        at += n
+    return torch.cat(rows)
+
+
+def _pack() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PackedSeqParams]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(sum(LENGTHS), heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    return q, k, v, PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+
+
+@pytest.mark.parametrize("window", [None, (3, 0)])
+def test_packed_documents_attend_as_they_would_alone(window: tuple[int, int] | None) -> None:
+    q, k, v, packed = _pack()
+    found = _attention(window)(q, k, v, None, packed_seq_params=packed)
+    wanted = _by_hand(q, k, v, window[0] if window else 1000)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    direction = torch.randn_like(wanted)
+    gradients = [torch.autograd.grad((output * direction).sum(), (q, k, v)) for output in (found, wanted)]
+    for mine, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-9, atol=1e-9)
+
+
+def test_bounds_that_do_not_cover_the_pack_are_refused() -> None:
+    q, k, v, packed = _pack()
+    with pytest.raises(ValueError, match="documents cover 114 tokens, the pack has 113"):
+        _attention(None)(q[:-1], k[:-1], v[:-1], None, packed_seq_params=packed)
+
+
+def test_wrong_rotary_frequencies_are_replaced_by_hugging_faces() -> None:
+    config = Qwen3Config(head_dim=16, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
+    config.architectures = ["Qwen3ForCausalLM"]
+    rotary = torch.nn.Module()
+    rotary.inv_freq = 1.0 / 10000 ** (torch.arange(0, 16, 2) / 16)
+    bridge_fixes.check_rope(config, SimpleNamespace(rotary_pos_emb=rotary))
+    torch.testing.assert_close(rotary.inv_freq, 1.0 / 1e6 ** (torch.arange(0, 16, 2) / 16))
+
+
+def test_a_rotary_embedding_that_megatron_cannot_be_given_is_refused() -> None:
+    rope = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config = Qwen3Config(head_dim=16, rope_parameters=rope)
+    config.architectures = ["Qwen3ForCausalLM"]
+    rotary = torch.nn.Module()
+    rotary.inv_freq = 1.0 / 1e6 ** (torch.arange(0, 16, 2) / 16)
+    with pytest.raises(UsageError, match="'yarn'"):
+        bridge_fixes.check_rope(config, SimpleNamespace(rotary_pos_emb=rotary))
+
+
+def test_torch_is_left_alone_and_megatron_sees_its_own_view() -> None:
+    cpu_compat.enable()  # a second call does nothing
+    assert torch is sys.modules["torch"]
+    assert not isinstance(torch, cpu_compat._View)
+    assert isinstance(mpu.torch, cpu_compat._View)
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    assert "transformer_engine" not in sys.modules
+
+
+def test_another_version_of_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cpu_compat.VERIFIED, "megatron-core", "0.15.0")
+    with pytest.raises(UsageError, match=r"needs megatron-core 0\.15\.0, found 0\.16\.1"):
+        cpu_compat._check_versions()
