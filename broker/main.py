@@ -38,7 +38,8 @@ def run_broker(config: Config, config_json: bytes) -> int:
     """Serve the run until SIGTERM or SIGINT; returns the exit code.
 
     RUN/broker.json exists while the broker listens. RUN/events.jsonl grows by one line per event.
-    RUN/ledger.json and RUN/status.json are written every few seconds and at the end.
+    RUN/ledger.json and RUN/status.json are written every few seconds and at the end; the ledger of an
+    earlier broker of the run is kept beside it.
 
     Raises:
         UsageError: the address is refused or in use, or this run has a living broker.
@@ -61,6 +62,7 @@ def run_broker(config: Config, config_json: bytes) -> int:
         snapshots = Snapshots(run_dir, state)
         broker = config.broker
         server = BrokerServer(state, broker.address, broker.max_message_bytes, snapshots.tick)
+        keep_former_ledger(run_dir)
         here = BrokerFile(os.getpid(), server.address, time.time())
         write_atomically(run_dir / "broker.json", msgspec.json.encode(here))
         logger.info("broker of run %s listens on %s", config.run.name, server.address)
@@ -108,6 +110,17 @@ def refuse_second_broker(run_dir: Path) -> None:
             f"run.dir: {run_dir} already has a broker (process {known.pid}, {known.address}); "
             "stop it first, or choose another run.dir"
         )
+
+
+def keep_former_ledger(run_dir: Path) -> None:
+    """Move the ledger of an earlier broker of this run aside, to ledger-1.json and so on: it is a record."""
+    former = run_dir / "ledger.json"
+    if not former.exists() or former.stat().st_size <= len("[]"):
+        return
+    number = 1
+    while (run_dir / f"ledger-{number}.json").exists():
+        number += 1
+    former.rename(run_dir / f"ledger-{number}.json")
 
 
 class Snapshots:

@@ -61,14 +61,21 @@ class DeliveryState:
         self._lease_deadlines = Deadlines()
         self._accepted: OrderedDict[str, str] = OrderedDict()  # token -> node of the newest accepted results
         self._committed_step = -1
+        self._first_step = 0  # the step at which task 0 is due
         self._wanted = run.groups_per_step  # groups that the learner needs to go on
         self._lease_expiries = self._stale_results = self._discarded_tokens = 0
 
     # ---------------------------------------------------------------- learner
 
     def attach(self, report: LearnerReport) -> int:
-        """A learner (re)starts; returns one past the highest serial ever offered. Raises BrokerError when fenced."""
+        """A learner (re)starts; returns one past the highest serial ever offered. Raises BrokerError when fenced.
+
+        Where no task was ever offered, task 0 is due at the step that the learner resumes at: so the staleness
+        bound holds for a learner that continues from a checkpoint with a new broker.
+        """
         self.report(report)
+        if self.tasks.next_serial == 0:
+            self._first_step = report.step
         self.event_log.add("learner_attached", incarnation=report.incarnation, pid=report.pid, step=report.step)
         return self.tasks.next_serial
 
@@ -338,7 +345,8 @@ class DeliveryState:
             return False
         serial = tasks.pending[0]
         dead = tasks.dead_before(serial)
-        if not may_lease(serial, version, self.run.groups_per_step, self.run.max_staleness, dead):
+        steps = version - self._first_step
+        if not may_lease(serial, steps, self.run.groups_per_step, self.run.max_staleness, dead):
             return False
         return tasks.bytes_expected() <= self.run.max_bytes or tasks.older_in_progress(serial) < self._wanted
 

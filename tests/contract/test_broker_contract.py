@@ -431,6 +431,17 @@ def test_a_replaced_learner_is_fenced(backend: Backend) -> None:
     assert successor.offer(tasks(0)) == 1
 
 
+def test_the_window_starts_at_the_step_of_a_learner_that_resumes_with_a_new_broker(backend: Backend) -> None:
+    assert backend.learner.attach(learner_report(step=40)) == 0
+    backend.learner.offer(tasks(*range(10)))
+    backend.learner.commit(39)
+    backend.join()
+    assert backend.lease(10, version=38) == []
+    assert [le.task.serial for le in backend.lease(10, version=40)] == [0, 1, 2, 3]
+    backend.learner.attach(learner_report(incarnation=2, step=41))
+    assert [le.task.serial for le in backend.lease(10, version=41)] == [4, 5]
+
+
 def test_token_totals_survive_a_nodes_restart_and_leave(backend: Backend) -> None:
     backend.join(pid=1)
     backend.run(backend.node.heartbeat(node_report(pid=1, generated=100, wasted=7), []))

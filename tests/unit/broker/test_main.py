@@ -75,6 +75,16 @@ def test_a_run_directory_tells_where_the_broker_is_and_what_it_saw(tmp_path: Pat
     assert [e["kind"] for e in events] == ["learner_attached"]
 
 
+def test_the_ledger_of_an_earlier_broker_is_kept(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / "ledger.json").write_text(f"[{number}]")
+        main.keep_former_ledger(tmp_path)
+        assert (tmp_path / f"ledger-{number}.json").read_text() == f"[{number}]"
+    (tmp_path / "ledger.json").write_text("[]")
+    main.keep_former_ledger(tmp_path)
+    assert not (tmp_path / "ledger-3.json").exists()
+
+
 def test_a_stale_broker_file_is_no_obstacle(tmp_path: Path) -> None:
     for content in (b"not json", msgspec.json.encode(main.BrokerFile(2**22 + 1, "tcp://127.0.0.1:9", 0.0))):
         (tmp_path / "broker.json").write_bytes(content)

@@ -1,0 +1,128 @@
+"""The parts of the delivery state: history, deadlines, events, fleet, learner record."""
+
+import pytest
+
+from broker.contract import LearnerReport, LedgerEntry, NodeReport
+from broker.deadlines import Deadlines
+from broker.event_log import RING_EVENTS, EventLog
+from broker.fleet import FORGET_AFTER_S, Fleet
+from broker.history import History
+from broker.learner_record import LOST_AFTER_S, LearnerRecord
+from broker.tasks import TaskTable
+from common.rollouts import GroupMeta, Task
+
+
+def test_history_gives_back_what_it_was_given_in_any_order() -> None:
+    committed = LedgerEntry(5, "committed", 2, ["a", "b"], 3, 1, 2, 0.25, "lease of node a expired")
+    dead = LedgerEntry(2, "dead", 3, ["a", "a", "b"], None, None, None, None, "bad")
+    history = History()
+    history.add(committed)
+    history.add(dead)
+    assert (history.get(5), history.get(2)) == (committed, dead)
+    assert list(history.serials()) == [2, 5]
+    assert (3 in history, 5 in history, 6 in history) == (False, True, False)
+    assert (history.committed, history.dead) == (1, 1)
+    with pytest.raises(KeyError):
+        history.get(3)
+
+
+def test_history_of_many_groups_is_compact() -> None:
+    history = History()
+    for serial in range(20_000):
+        history.add(LedgerEntry(serial, "committed", 1, ["n0"], serial // 16, 3, 4, 0.5))
+    columns = [v for v in vars(history).values() if hasattr(v, "itemsize")]
+    assert sum(len(c) * c.itemsize for c in columns) <= 32 * 20_000
+    assert len(history._node_lists) == 1  # pyright: ignore[reportPrivateUsage]
+
+
+def test_renewed_deadlines_come_up_only_when_they_have_passed() -> None:
+    true = {"a": 1.0, "b": 1.0, "gone": 1.0}
+    deadlines = Deadlines()
+    for key in true:
+        deadlines.add(key, true[key])
+        deadlines.add(key, true[key])
+    true["a"] = 3.0
+    del true["gone"]
+    assert list(deadlines.passed(2.0, true.get)) == ["b"]
+    assert deadlines.next() == 3.0
+    assert list(deadlines.passed(3.0, true.get)) == ["a"]
+    assert deadlines.next() is None
+
+
+def test_a_deadline_that_moves_forward_in_time_is_noticed() -> None:
+    deadlines = Deadlines()
+    deadlines.add("a", 10.0)
+    deadlines.add("a", 1.0)
+    assert list(deadlines.passed(1.0, lambda key: 1.0)) == ["a"]
+    assert list(deadlines.passed(20.0, lambda key: 1.0)) == []
+
+
+def test_the_event_ring_is_bounded_and_the_sink_sees_everything() -> None:
+    seen: list[int] = []
+    log = EventLog(lambda event: seen.append(event.index), wall_clock=lambda: 1.0)
+    for number in range(RING_EVENTS + 10):
+        log.add("tick", number=number)
+    assert seen == list(range(RING_EVENTS + 10))
+    assert [e.index for e in log.after(-1)] == list(range(10, RING_EVENTS + 10))
+    assert [e.detail["number"] for e in log.after(RING_EVENTS + 8)] == [RING_EVENTS + 9]
+    assert log.after(RING_EVENTS + 9) == []
+
+
+def node_report(pid: int = 1, generated: int = 0) -> NodeReport:
+    return NodeReport("n", pid, "h", "generating", 0, tokens_generated=generated)
+
+
+def test_a_silent_node_dies_once_revives_when_seen_and_is_forgotten_long_after() -> None:
+    fleet = Fleet(silent_s=5.0)
+    node = fleet.join(node_report(generated=7), 0.0)
+    assert fleet.newly_dead(4.0) == []
+    fleet.seen(node, 4.0)
+    assert fleet.newly_dead(8.0) == []
+    assert fleet.newly_dead(9.5) == ["n"]
+    assert fleet.newly_dead(10.0) == []
+    assert fleet.seen(node, 11.0)
+    assert fleet.newly_dead(17.0) == ["n"]
+    assert [n.alive for n in fleet.status(17.0)] == [False]
+    assert fleet.newly_dead(12.0 + FORGET_AFTER_S) == []
+    assert fleet.nodes == {}
+    assert fleet.tokens_generated() == 7
+
+
+def test_a_node_that_leaves_and_joins_again_is_watched_again() -> None:
+    fleet = Fleet(silent_s=5.0)
+    fleet.join(node_report(pid=1), 0.0)
+    fleet.leave("n")
+    fleet.join(node_report(pid=2), 1.0)
+    assert fleet.newly_dead(5.5) == []
+    assert fleet.newly_dead(6.5) == ["n"]
+    assert list(fleet.nodes) == ["n"]
+
+
+def test_a_silent_learner_is_shown_as_lost_unless_it_ended() -> None:
+    record = LearnerRecord()
+    assert (record.status(100.0), record.silent_s(100.0)) == (None, 0.0)
+    record.update(LearnerReport(1, 1, "training", 4), 0.0)
+    on_time = record.status(LOST_AFTER_S)
+    assert on_time is not None
+    assert on_time.state == "training"
+    late = record.status(LOST_AFTER_S + 2)
+    assert late is not None
+    assert (late.state, late.policy_version, late.waiting_on) == ("lost", 4, "not seen for 12 s, was training")
+    record.seen(20.0)
+    back = record.status(21.0)
+    assert back is not None
+    assert back.state == "training"
+    record.update(LearnerReport(1, 1, "done", 5), 30.0)
+    ended = record.status(1000.0)
+    assert ended is not None
+    assert ended.state == "done"
+
+
+def test_bytes_on_the_way_are_foreseen_at_the_mean_size() -> None:
+    table = TaskTable()
+    for serial in range(3):
+        table.add(Task(serial, b"", 0, 1))
+    first = table.lease_oldest("n", "a", 0.0, 1.0)
+    table.accept(first, GroupMeta(0, 0, 0.0, 1), b"", 100)
+    table.lease_oldest("n", "b", 0.0, 1.0)
+    assert (table.bytes_held, table.bytes_expected()) == (100, 200)
