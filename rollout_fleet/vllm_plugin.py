@@ -25,3 +25,6 @@ def register() -> None:
     if vllm_compat.in_engine_process():
         die_with_parent()
         vllm_compat.flip_in_one_call()
+        vllm_compat.send_only_finished_outputs()
+    else:
+        vllm_compat.take_in_logprobs_at_once()

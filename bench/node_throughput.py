@@ -1,0 +1,198 @@
+"""Tokens per second of a node's engine against bare LLM.generate: same prompts, same cores, in turns.
+
+bare: vllm.LLM in one process, none of our plugins, as a user would call it for RL (log-probability of every token,
+no text). node: rollout_fleet's Engine, one `generate` per sample, `--concurrency` of them at a time, as the node
+loop drives it. Each side runs in a process of its own, warms up, then serves rounds; sides alternate.
+Wall-clock suffers from other work on the machine; tokens per CPU second, over all processes of a side, does not.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def prompts(arguments: argparse.Namespace) -> list[list[int]]:
+    """Each prompt `group` times in a row, as a group of samples asks for them."""
+    return [
+        [(i * 7 + j * 3 + 5 * i * j) % 90 + 4 for j in range(arguments.prompt)]
+        for i in range(arguments.requests // arguments.group)
+        for _ in range(arguments.group)
+    ]
+
+
+def make_model(folder: Path, hidden: int, layers: int) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=128, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=hidden // 4, max_position_embeddings=2048,
+        tie_word_embeddings=True, initializer_range=0.08, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def cpu_seconds() -> dict[str, float]:
+    import psutil
+
+    me = psutil.Process()
+    found = {}
+    for process in [me, *me.children(recursive=True)]:
+        times = process.cpu_times()
+        found["front" if process.pid == me.pid else f"child {process.pid}"] = times.user + times.system
+    return found
+
+
+def measure(rounds: int, tokens: int, serve) -> list[dict]:
+    """`serve()` generates `tokens` tokens."""
+    results = []
+    for _ in range(rounds):
+        before, started = cpu_seconds(), time.perf_counter()
+        serve()
+        wall, after = time.perf_counter() - started, cpu_seconds()
+        spent = {name: after[name] - before.get(name, 0.0) for name in after}
+        results.append({"wall_s": wall, "cpu_s": sum(spent.values()), "front_cpu_s": spent["front"], "tokens": tokens})
+    return results
+
+
+def bare(arguments: argparse.Namespace) -> list[dict]:
+    os.environ.update(VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        arguments.model, dtype=arguments.dtype, enforce_eager=True, max_model_len=1024, max_num_seqs=256,
+        kv_cache_memory_bytes=256 << 20, logprobs_mode="processed_logprobs", skip_tokenizer_init=True,
+    )  # fmt: skip
+    options = {"flat_logprobs": True} if arguments.bare_flat else {}
+    params = SamplingParams(
+        max_tokens=arguments.tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False, **options
+    )
+    asked = [{"prompt_token_ids": p} for p in prompts(arguments)]
+
+    def serve() -> None:
+        done = llm.generate(asked, params, use_tqdm=False)
+        assert sum(len(x.outputs[0].token_ids) for x in done) == len(asked) * arguments.tokens
+
+    serve()
+    return measure(arguments.rounds, len(asked) * arguments.tokens, serve)
+
+
+def node(arguments: argparse.Namespace) -> list[dict]:
+    from common.config import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+    from rollout_fleet.engine import Engine
+
+    engine_config = EngineConfig(max_model_len=1024, max_num_seqs=256, kv_cache_mib=256, eager=True)
+    config = Config(
+        run=RunConfig(name="bench", dir="unused", steps=1),
+        model=ModelConfig(path=arguments.model, dtype=arguments.dtype),
+        tasks=TasksConfig(environment="none", dataset="none"),
+        rollout=RolloutConfig(concurrency=arguments.concurrency, engine=engine_config),
+    )
+    loop = asyncio.new_event_loop()
+    engine = Engine(config, weights="folder", stop_token_ids=[])
+    loop.run_until_complete(engine.start())
+
+    async def all_of_them() -> None:
+        free = asyncio.Semaphore(arguments.concurrency)
+
+        async def one(prompt: list[int]) -> None:
+            async with free:
+                done = await engine.generate(prompt, arguments.tokens)
+                assert len(done.tokens) == arguments.tokens
+
+        await asyncio.gather(*(one(p) for p in prompts(arguments)))
+
+    def serve() -> None:
+        loop.run_until_complete(all_of_them())
+
+    serve()
+    if arguments.profile:
+        import cProfile
+        import pstats
+
+        profile = cProfile.Profile()
+        profile.runcall(serve)
+        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+    found = measure(arguments.rounds, arguments.requests * arguments.tokens, serve)
+    loop.run_until_complete(engine.shutdown())
+    return found
+
+
+def run_side(side: str, arguments: argparse.Namespace) -> list[dict]:
+    command = [sys.executable, __file__, "--side", side, "--out", arguments.out]
+    for name in ("model", "dtype", "requests", "group", "prompt", "tokens", "concurrency", "rounds"):
+        command += [f"--{name}", str(getattr(arguments, name))]
+    command += ["--bare-flat"] if arguments.bare_flat else []
+    pinned = ["taskset", "-c", arguments.cores] if arguments.cores else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}"}
+    done = subprocess.run(pinned + command, env=environment, capture_output=True, text=True, timeout=600)
+    if done.returncode != 0:
+        raise SystemExit(f"{side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def summary(rounds: list[dict]) -> dict:
+    return {
+        "tokens_per_s": round(statistics.median(r["tokens"] / r["wall_s"] for r in rounds)),
+        "tokens_per_cpu_s": round(statistics.median(r["tokens"] / r["cpu_s"] for r in rounds)),
+        "front_cpu_us_per_token": round(statistics.median(1e6 * r["front_cpu_s"] / r["tokens"] for r in rounds), 1),
+        "rounds": [{k: round(v, 3) for k, v in r.items()} for r in rounds],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="", help="Hugging Face folder; default: a new one")
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--concurrency", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--cores", default="", help="as for taskset -c; default: all")
+    parser.add_argument("--bare-flat", action="store_true", help="give the bare side flat_logprobs too")
+    parser.add_argument("--profile", action="store_true", help="with --side node: where the front process's time goes")
+    parser.add_argument("--side", choices=["bare", "node"])
+    parser.add_argument("--out", default=str(ROOT / "bench/results/node_throughput.json"))
+    arguments = parser.parse_args()
+    if arguments.side:
+        print(json.dumps({"bare": bare, "node": node}[arguments.side](arguments)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if not arguments.model:
+            arguments.model = folder
+            make_model(Path(folder), arguments.hidden, arguments.layers)
+        sides: dict[str, list[dict]] = {"bare": [], "node": []}
+        for _ in range(arguments.pairs):
+            for side, found in sides.items():
+                found += run_side(side, arguments)
+    result = {name: summary(found) for name, found in sides.items()}
+    for figure in ("tokens_per_s", "tokens_per_cpu_s"):
+        result[f"ratio_{figure}"] = round(result["node"][figure] / result["bare"][figure], 3)
+    result["arguments"] = {k: v for k, v in vars(arguments).items() if k not in ("side", "out", "model", "profile")}
+    result["machine"] = machine.describe()
+    Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in result.items() if k.startswith("ratio")}))
+    for name in sides:
+        print(name, {k: v for k, v in result[name].items() if k != "rounds"})
+
+
+if __name__ == "__main__":
+    main()
