@@ -54,5 +54,11 @@ def test_the_wait_names_who_unblocks_it(make_config: Callable[..., Config], fake
     world.lead.next_command(0)
     report = world.lead.reporter.snapshot()
     assert (report.state, report.waiting_on) == ("waiting", "groups for step 0: 0 of 2 ready, no node is connected")
+    world.fleet.work()  # the node registers; it has no weights yet
+    world.memory.state.fleet.nodes["fake"].report = NodeReport("fake", 1, "h", "starting", -1, "the engine's start")
+    world.lead.next_command(0)
+    assert world.lead.reporter.snapshot().waiting_on.endswith(
+        "none being generated: fake is starting (the engine's start)"
+    )
     world.trainer.run()
     assert world.lead.reporter.snapshot().state == "checkpointing"
