@@ -1,0 +1,118 @@
+"""Layout, packing and checksums of the flat buffer, and the receiver's refusals."""
+
+import pytest
+import torch
+
+from common.weights import messages, packing
+from common.weights.collectives import bucket_timeout, reason_of
+from common.weights.layout import ALIGNMENT, Layout
+from common.weights.messages import Epoch, Publish
+from common.weights.receiving import Receiver, receive_buckets
+
+NAMED = [("a", torch.arange(5.0)), ("b", torch.arange(6.0).view(2, 3) / 7), ("c", torch.tensor(2.5))]
+
+
+def layout_of(dtype: str) -> Layout:
+    return Layout.of([(name, dtype, tuple(t.shape)) for name, t in NAMED])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_packed_tensors_come_back_in_the_layouts_dtype(dtype: str) -> None:
+    layout = layout_of(dtype)
+    flat = packing.pack(NAMED, layout)
+    back = dict(packing.view(flat, layout))
+    for name, tensor in NAMED:
+        assert torch.equal(back[name], tensor.to(packing.DTYPES[dtype]))
+    assert all(e.offset % ALIGNMENT == 0 for e in layout.entries)
+    assert layout.total_bytes == flat.numel() == 3 * ALIGNMENT
+
+
+def test_tensors_that_do_not_follow_the_layout_are_refused() -> None:
+    layout = layout_of("float32")
+    with pytest.raises(ValueError, match=r"b .* does not follow the layout, which has a"):
+        packing.pack(NAMED[1:], layout)
+    with pytest.raises(ValueError, match="tensor c of the layout was not given"):
+        packing.pack(NAMED[:2], layout)
+
+
+def test_any_changed_bit_changes_the_checksum_of_its_bucket_only() -> None:
+    layout = layout_of("float32")
+    flat = packing.pack(NAMED, layout)
+    before = packing.bucket_checksums(flat, layout, ALIGNMENT)
+    flat[ALIGNMENT + 3] ^= 1
+    after = packing.bucket_checksums(flat, layout, ALIGNMENT)
+    assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, True]
+
+
+def test_the_layouts_digest_sees_names_shapes_and_types() -> None:
+    base = [("a", "float32", (2, 3))]
+    others = [[("b", "float32", (2, 3))], [("a", "bfloat16", (2, 3))], [("a", "float32", (3, 2))]]
+    assert len({Layout.of(x).digest for x in [base, *others]}) == 4
+
+
+class Replay:
+    """A group that hands out recorded buckets."""
+
+    def __init__(self, flat: torch.Tensor, bucket: int) -> None:
+        self.parts, self.timeouts = list(flat.clone().split(bucket)), list[float]()
+
+    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
+        self.timeouts.append(timeout_s)
+        bucket.copy_(self.parts.pop(0))
+
+    def close(self) -> None: ...
+
+
+def publish_of(flat: torch.Tensor, layout: Layout, epoch: int = 1) -> Publish:
+    return Publish(
+        0, 7, epoch, layout.digest, ALIGNMENT, packing.bucket_checksums(flat, layout, ALIGNMENT),
+        packing.checksum(flat), 8.0,
+    )  # fmt: skip
+
+
+def test_a_bad_bucket_is_named_after_the_whole_broadcast_was_followed() -> None:
+    layout = layout_of("float32")
+    flat = packing.pack(NAMED, layout)
+    group = Replay(flat, ALIGNMENT)
+    group.parts[1][0] ^= 1
+    with pytest.raises(ValueError, match="bucket 1 of 3"):
+        receive_buckets(group, torch.zeros_like(flat), layout, publish_of(flat, layout))
+    assert group.timeouts == [bucket_timeout(8.0)] * 3, "leaving early would break the others' broadcast"
+
+
+def test_a_receiver_refuses_what_was_not_announced() -> None:
+    layout = layout_of("float32")
+    flat = packing.pack(NAMED, layout)
+    receiver = Receiver(lambda epoch: Replay(flat, ALIGNMENT))
+    with pytest.raises(ValueError, match="another layout"):
+        receiver.start(publish_of(flat, layout))
+    receiver.set_layout(layout)
+    receiver.set_epoch(Epoch(1, 1, 2, "127.0.0.1", 1, 5.0))
+    with pytest.raises(ValueError, match="epoch 2, which this node is not in"):
+        receiver.start(publish_of(flat, layout, epoch=2))
+    with pytest.raises(ValueError, match="not staged"):
+        receiver.take(0, 7)
+
+
+def test_every_message_survives_the_wire() -> None:
+    layout = layout_of("bfloat16")
+    for message in (
+        messages.Join("n", 1), messages.Staged("n", 0, 1, 0.5), messages.Active("n", 0, 1, 0.1, "x", 0.2),
+        messages.Rejected("n", 0, 1, "why", True), messages.Leave("n"), messages.Pong("n"),
+    ):  # fmt: skip
+        assert messages.decode_from_node(messages.encode(message)) == message
+    for message in (
+        messages.Welcome(3, layout), Epoch(1, 1, 2, "h", 5, 1.0), messages.Activate(0, 1), messages.Ping(),
+        messages.Eject("why"), publish_of(packing.pack(NAMED, layout), layout),
+    ):  # fmt: skip
+        assert messages.decode_from_learner(messages.encode(message)) == message
+    with pytest.raises(ValueError):
+        messages.decode_from_node(messages.encode(messages.Ping()))
+
+
+def test_a_collectives_error_is_cut_to_what_a_person_needs() -> None:
+    text = (
+        "[/x/third_party/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:5. This is typically caused by a bug"
+    )
+    assert reason_of(RuntimeError(text)) == "Connection closed by peer [127.0.0.1]:5"
+    assert reason_of(RuntimeError()) == "RuntimeError"
