@@ -1,0 +1,83 @@
+"""Evaluation over the episode driver."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_fakes import ScriptedSampler, add, make_driver, new_host, run, say
+
+from common.config import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+from common.errors import ConfigError, UsageError
+from common.rollouts import Sample
+from rollout_fleet import evaluate as module
+from rollout_fleet.environments.addition import Addition
+from rollout_fleet.episodes import Sampling
+
+PROBLEMS = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(10)]
+
+
+def config(eval_dataset: str | None = None, concurrency: int = 3) -> Config:
+    return Config(
+        run=RunConfig(name="t", dir="unset", steps=1),
+        model=ModelConfig(path="unset"),
+        tasks=TasksConfig(environment="addition", dataset="unset", eval_dataset=eval_dataset),
+        rollout=RolloutConfig(concurrency=concurrency, temperature=0.7, engine=EngineConfig(max_model_len=64)),
+    )
+
+
+def evaluated(monkeypatch: pytest.MonkeyPatch, sampler: ScriptedSampler, greedy: bool) -> tuple[list[Sample], Any]:
+    asked: list[Sampling | None] = []
+
+    def build(config: Config, sampler: Any, host: Any, sampling: Sampling | None) -> Any:
+        asked.append(sampling)
+        return make_driver(sampler, Addition, host=host)
+
+    monkeypatch.setattr(module, "build_driver", build)
+    found: list[Sample] = []
+
+    async def once() -> None:
+        found.extend(await module.evaluate(sampler, config(), PROBLEMS, greedy, new_host()))
+
+    run(once())
+    return found, asked[0]
+
+
+def test_each_problem_is_played_once_in_order_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = ScriptedSampler(lambda p: add(p) if "7+" not in p else say(" =0"), delay_s=0.005)
+    samples, _ = evaluated(monkeypatch, sampler, greedy=False)
+    assert [s.reward for s in samples] == [1.0] * 7 + [0.0] + [1.0] * 2
+    assert module.accuracy(samples) == 0.9
+    assert sampler.most_at_once == 3
+
+
+def test_greedy_is_temperature_zero_and_sampling_is_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert evaluated(monkeypatch, ScriptedSampler(add), greedy=True)[1] == Sampling(temperature=0.0)
+    assert evaluated(monkeypatch, ScriptedSampler(add), greedy=False)[1] is None
+
+
+def test_failed_episodes_count_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = ScriptedSampler(lambda p: add(p) if "3+" not in p else ValueError("no"))
+    samples, _ = evaluated(monkeypatch, sampler, greedy=True)
+    assert module.accuracy(samples) == 0.9
+
+
+def test_problems_are_objects_one_per_line(tmp_path: Path) -> None:
+    path = tmp_path / "held_out.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert module.read_problems(path, "tasks.eval_dataset") == [{"a": 1}, {"a": 2}]
+    path.write_text('{"a": 1}\n[2]\n')
+    with pytest.raises(ConfigError, match="held_out.jsonl line 2"):
+        module.read_problems(path, "tasks.eval_dataset")
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="has none"):
+        module.read_problems(path, "tasks.eval_dataset")
+    with pytest.raises(ConfigError, match="No such file"):
+        module.read_problems(tmp_path / "absent", "tasks.eval_dataset")
+
+
+def test_evaluation_needs_held_out_problems_and_a_model(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="names no held-out problems"):
+        module.run_eval(config(), tmp_path)
+    (tmp_path / "held_out.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(UsageError, match="is not a model folder"):
+        module.run_eval(config(str(tmp_path / "held_out.jsonl")), tmp_path / "absent")
