@@ -1,7 +1,7 @@
 """Microbatches of packed documents through Megatron's forward-backward schedule."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import msgspec
@@ -37,9 +37,9 @@ class _Packed:
 def _pack(batch: Microbatch, device: torch.device) -> _Packed:
     if not batch.document_lengths:
         batch = _nothing()
-    arrays = ("tokens", "targets", "positions", "loss_mask", "advantages", "behavior_logprobs")
     if device.type != "cpu":
-        moved = {name: getattr(batch, name).to(device, non_blocking=True) for name in arrays}
+        values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        moved = {n: x.to(device, non_blocking=True) for n, x in values.items() if isinstance(x, Tensor)}
         batch = replace(batch, **moved)
     lengths = torch.tensor(batch.document_lengths)
     bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)]).to(device)
