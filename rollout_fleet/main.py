@@ -85,7 +85,9 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         node = Node(parts, run, config.rollout.concurrency)
         heart.attach(node)
         drain.attach(node)
-        return await node.run()
+        code = await node.run()
+        logger.info("node %s is finished with code %d; the engine stops", node_id, code)
+        return code
 
 
 async def _register(broker: AsyncBrokerClient, board: Board, address: str) -> RunInfo:
@@ -101,6 +103,7 @@ async def _leave(broker: AsyncBrokerClient, board: Board) -> None:
     try:
         await broker.heartbeat(board.report(), [])
         await broker.leave(board.node_id)
+        logger.info("left the job")
     except SlipstreamError as error:
         logger.warning("left without a word: %s", error)
 

@@ -66,7 +66,7 @@ def test_problems_are_objects_one_per_line(tmp_path: Path) -> None:
     path.write_text('{"a": 1}\n\n{"a": 2}\n')
     assert module.read_problems(path, "tasks.eval_dataset") == [{"a": 1}, {"a": 2}]
     path.write_text('{"a": 1}\n[2]\n')
-    with pytest.raises(ConfigError, match="held_out.jsonl line 2"):
+    with pytest.raises(ConfigError, match=r"held_out\.jsonl line 2"):
         module.read_problems(path, "tasks.eval_dataset")
     path.write_text("\n")
     with pytest.raises(ConfigError, match="has none"):
