@@ -22,7 +22,6 @@ from common.rollouts import GroupMeta
 logger = logging.getLogger(__name__)
 
 LONG_POLL_S = 5.0  # a longer wait is asked for in pieces, each a sign of life
-ZERO_COPY_BYTES = 1 << 20  # below this a copy is cheaper than handing the buffer over and being told of its end
 SEND_PAUSE_S = 0.02  # before another attempt while there is no connection
 
 R = TypeVar("R", bound=wire.AnyReply)
@@ -224,7 +223,7 @@ class AsyncBrokerClient:
         if self._socket is None:
             raise BrokerUnreachable(f"the connection to the broker at {self.address} was closed")
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < ZERO_COPY_BYTES)
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
         return True
