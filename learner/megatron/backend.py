@@ -1,6 +1,7 @@
 """The Megatron implementation of learner.backend.Backend."""
 
 # ruff: noqa: E402
+import atexit
 import gc
 
 _collecting = gc.isenabled()
@@ -29,6 +30,7 @@ from learner.megatron.optimizer import Optimizer, wrap_chunks
 from learner.megatron.schedule import Schedule
 
 gc.freeze()  # nor does a later collection walk them
+atexit.register(gc.unfreeze)  # else extension modules complain of leaks when the process ends
 if _collecting:
     gc.enable()
 
