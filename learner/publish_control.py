@@ -70,7 +70,7 @@ class PublishControl:
         self._epochs = 0
         self._pinged = 0.0
         self._stopping = False
-        self._silence_s = min(1.5, timeout_s / 4)  # pings are answered at once, even while weights flow
+        self._silence_s = min(3.0, timeout_s / 4)  # pings are answered at once, even while weights flow
         self._stats_lock = threading.Lock()
         self._stats = PublishStats()
 

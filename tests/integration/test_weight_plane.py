@@ -81,7 +81,7 @@ class Plane:
         self.closing: list[Callable[[], None]] = []
 
     def publisher(
-        self, incarnation: int = 0, timeout_s: float = 4.0, factory: GroupFactory = GlooGroup
+        self, incarnation: int = 0, timeout_s: float = 20.0, factory: GroupFactory = GlooGroup
     ) -> GlooPublisher:
         publisher = GlooPublisher(incarnation, "float32", "127.0.0.1", BUCKET, timeout_s, factory)
         self.closing.append(publisher.close)
@@ -185,7 +185,7 @@ def test_a_corrupted_bucket_is_rejected_sent_again_and_never_activated(plane: Pl
     until(lambda: publisher.stats().nodes == 2)
     publisher.publish(1, weights(1), None)
     failed = bad.wait("failed", version=1)
-    assert "checksum mismatch in bucket 4" in str(failed["reason"])
+    assert "checksum mismatch in bucket 4" in str(failed["reason"]), failed
     assert not [e for e in bad.events if e["event"] == "active"]
     assert bad.wait("active", version=1)["value"] == 1.0
     assert good.wait("active", version=1)["value"] == 1.0
