@@ -7,7 +7,7 @@ socket is read until it is empty after every signal and after every send.
 import asyncio
 import itertools
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import zmq
@@ -37,7 +37,8 @@ class _Call:
     end: float
     future: "asyncio.Future[wire.AnyReply]"
     timer: asyncio.TimerHandle | None = None
-    connected: bool = field(default=False)
+    connected: bool = False
+    lease_for: str = ""  # the node that asks for leases
 
 
 class AsyncBrokerClient:
@@ -144,6 +145,7 @@ class AsyncBrokerClient:
             id=next(self._ids), node_id=node_id, version=version, max_groups=max_groups, wait_s=wait_s
         )
         call = self._start(request, wait_s)
+        call.lease_for = node_id
         try:
             return checked(await call.future, wire.Leased).leases
         except asyncio.CancelledError:
@@ -245,6 +247,8 @@ class AsyncBrokerClient:
         if call is not None:
             if not call.future.done():
                 call.future.set_result(reply)
+            elif call.future.cancelled() and call.lease_for:  # before the cancelled task had its turn
+                self._hand_back(call.lease_for, reply)
             return
         node_id = self._cancelled_leases.pop(reply.id, None)
         if node_id is not None:

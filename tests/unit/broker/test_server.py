@@ -188,13 +188,31 @@ def test_a_lease_cancelled_while_its_answer_is_under_way_is_handed_back() -> Non
                 await asyncio.sleep(0)
                 time.sleep(0.005)
                 waiting.cancel()
-                await asyncio.gather(waiting, return_exceptions=True)
+                [got] = await asyncio.gather(waiting, return_exceptions=True)
+                if not isinstance(got, asyncio.CancelledError):  # it was quicker than the cancellation
+                    await node.release("n0", [le.token for le in got])
                 again = await node.lease("n0", 0, 4, 5)
                 assert [le.task.serial for le in again] == [0, 1]
                 await node.release("n0", [le.token for le in again])
 
     with serving() as server:
         offer(server.address, 2)
+        asyncio.run(scenario(server.address))
+
+
+def test_an_answer_read_between_a_cancellation_and_the_cancelled_tasks_turn_is_handed_back() -> None:
+    async def scenario(address: str) -> None:
+        async with AsyncBrokerClient(address, deadline_s=5) as node:
+            await node.register(NODE)
+            waiting = asyncio.create_task(node.lease("n0", 0, 4, 30))
+            await asyncio.sleep(0.1)
+            waiting.cancel()
+            offer(address, 2)  # blocks this loop, so that the cancelled task cannot run yet
+            eventually(lambda: (node._read(), node._calls)[1] == {})  # what the loop would do
+            await asyncio.gather(waiting, return_exceptions=True)
+            assert [le.task.serial for le in await node.lease("n0", 0, 4, 5)] == [0, 1]
+
+    with serving() as server:
         asyncio.run(scenario(server.address))
 
 
