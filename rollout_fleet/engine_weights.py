@@ -31,6 +31,8 @@ class EngineWeights:
         self._proven = asyncio.Event()
         self._proven.set()
         self._unproven_version = -1
+        self._one_flip = asyncio.Lock()
+        self._flipping: asyncio.Future[Flip] | None = None
         self.version, self.incarnation = -1, -1
 
     @property
@@ -90,20 +92,30 @@ class EngineWeights:
             pause_s = min(2 * pause_s, LAST_POLL_S)
 
     async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
-        """Use the staged version from the next token on, then prove it. Raises ProofFailed."""
-        self._unproven_version = version
-        self._proven.clear()
-        try:
-            stall_s = await self._flip(incarnation, version)
-            self.incarnation, self.version, self._usable = incarnation, version, True
-            checksum = await self._proof(incarnation, version)
-            if checksum != expected_checksum:
-                raise ProofFailed(f"version {version}: the engine holds {checksum}, published was {expected_checksum}")
-        except BaseException as error:
-            await self.quarantine(str(error) or type(error).__name__)
-            raise
-        self._proven.set()
-        return Flip(stall_s, checksum)
+        """Use the staged version from the next token on, then prove it. Raises ProofFailed.
+
+        A cancelled call (the node turns to a restarted learner) leaves the flip to finish by itself.
+        """
+        self._flipping = asyncio.ensure_future(self._flip_and_prove(incarnation, version, expected_checksum))
+        return await asyncio.shield(self._flipping)
+
+    async def _flip_and_prove(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
+        async with self._one_flip:
+            self._unproven_version = version
+            self._proven.clear()
+            try:
+                stall_s = await self._flip(incarnation, version)
+                self.incarnation, self.version, self._usable = incarnation, version, True
+                checksum = await self._proof(incarnation, version)
+                if checksum != expected_checksum:
+                    raise ProofFailed(
+                        f"version {version}: the engine holds {checksum}, published was {expected_checksum}"
+                    )
+            except BaseException as error:
+                await self.quarantine(str(error) or type(error).__name__)
+                raise
+            self._proven.set()
+            return Flip(stall_s, checksum)
 
     async def canary(self, tokens: list[int]) -> list[float]:
         """[len(tokens) - 1] log-probabilities of `tokens[1:]` at temperature 1 under the current weights."""

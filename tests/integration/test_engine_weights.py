@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from engine_rig import END, Rig, logprobs
 from common.errors import SlipstreamError
 from common.weights.messages import Canary
 from rollout_fleet.sampler_protocol import Generation
+from rollout_fleet.weight_client import Flip
 
 REQUESTS, TOKENS = 24, 400
 TOLERANCE = 3e-5
@@ -158,10 +160,35 @@ def test_a_cancelled_generate_frees_the_engine(rig: Rig) -> None:
     assert rig.engine.counters.aborted == 1
 
 
+def test_a_flip_whose_caller_goes_away_is_finished_and_proven(rig: Rig) -> None:
+    async def abandoned() -> None:
+        flip = rig.engine.weights._flip_and_prove
+        started = asyncio.Event()
+
+        async def slow(*arguments: Any) -> Flip:
+            started.set()
+            await asyncio.sleep(0.1)
+            return await flip(*arguments)
+
+        rig.engine.weights._flip_and_prove = slow  # type: ignore[method-assign]
+        await asyncio.to_thread(rig.publish, 6)
+        await started.wait()
+        rig.client.follow(rig.client._address, rig.client._incarnation + 1)  # as after a learner's restart
+        rig.engine.weights._flip_and_prove = flip  # type: ignore[method-assign]
+        while rig.engine.version != 6:
+            await asyncio.sleep(0.01)
+        await rig.active(6)  # sent again: the learner never heard that it was active
+
+    rig.run(abandoned())
+    assert rig.client.state.quarantined is None
+    got = rig.run(rig.engine.generate(prompt(9), 8))
+    assert worst(got.logprobs, logprobs(rig.models[6], prompt(9) + got.tokens)[11:]) < TOLERANCE
+
+
 def test_a_prompt_longer_than_the_context_is_refused_with_a_reason(rig: Rig) -> None:
     with pytest.raises(SlipstreamError, match="512"):
         rig.run(rig.engine.generate([5] * 600, 4))
-    assert rig.run(rig.engine.generate([5] * 10, 4)).version_runs[0].version == 4
+    assert rig.run(rig.engine.generate([5] * 10, 4)).version_runs[0].version == 6
 
 
 def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: Rig) -> None:
@@ -177,7 +204,7 @@ def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: Ri
     results = rig.run(damaged())
     state = rig.client.state
     assert state.quarantined is not None and "published" in state.quarantined
-    assert state.version == 4, "the node never says that it runs the damaged version"
+    assert state.version == 6, "the node never says that it runs the damaged version"
     assert all(isinstance(r, SlipstreamError) for r in results), "nothing that was sampled meanwhile gets out"
     with pytest.raises(SlipstreamError, match="quarantined"):
         rig.run(rig.engine.generate([5, 6], 4))
