@@ -31,13 +31,13 @@ class EnvironmentHost:
             Exception: whatever the environment raises; RuntimeError in place of what would end a thread or task.
             asyncio.CancelledError: the caller was cancelled; the call is cancelled as well.
         """
-        given_up = False
 
         async def run() -> T:
             try:
                 return await function()
             except asyncio.CancelledError:
-                if given_up:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # the caller gave up
                     raise
                 raise RuntimeError("the environment cancelled itself") from None
             except (SystemExit, KeyboardInterrupt) as error:
@@ -47,7 +47,6 @@ class EnvironmentHost:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            given_up = True
             future.cancel()
             self._probe()
             raise
