@@ -4,7 +4,8 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ import msgspec
 from common.config import Config
 from common.config_loading import load_either
 from common.errors import UsageError
-from common.logs import setup_logging
+from common.logs import log_path, setup_logging
 from common.run_dir import RunDir, write_json
 from launch.access import ask_status, check_join_address, discover_broker
 from launch.targets import checked, find_run, joined_config, load_job, load_sft
@@ -82,9 +83,10 @@ def evaluate(args: argparse.Namespace) -> int:
         raise UsageError(f"{model} is not a model folder; has the run finished? --model DIR names another")
     setup_logging("eval", "0", run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))
-    from rollout_fleet.evaluate import run_eval
+    with output_to(log_path(run.logs, "eval", "0")):
+        from rollout_fleet.evaluate import run_eval
 
-    result = run_eval(config, model)
+        result = run_eval(config, model)
     write_json(run.path / "eval.json", result)
     if args.json:
         print(msgspec.json.encode(result).decode())
@@ -97,9 +99,26 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """Send what this process and its children print to a file, so that libraries do not talk over the result."""
+    saved = os.dup(1), os.dup(2)
+    sys.stdout.flush()
+    with path.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(saved[0], 1)
+        os.dup2(saved[1], 2)
+
+
 def torchrun_command(module: str, run: RunDir, ranks: int) -> list[str]:
     """Command line that starts `ranks` processes of `python -m module --config RUN/config.yaml` on this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", "learner.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["--max-restarts", "0", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
     return [*command, "-m", module, "--config", str(run.config)]
 

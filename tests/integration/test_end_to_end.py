@@ -1,0 +1,150 @@
+"""Whole jobs with every real part: ZeroMQ broker, Megatron learner under torchrun, vLLM nodes."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.job_rig import (
+    Command,
+    descendants,
+    events,
+    kill,
+    ledger,
+    make_assets,
+    metrics,
+    slipstream,
+    status,
+    survivors,
+    until,
+    write_config,
+)
+
+START_S = 120.0  # an engine and a learner starting on two busy cores
+JOB_S = 240.0
+STALENESS = 1
+GROUPS = 4
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory) -> Path:
+    return make_assets(tmp_path_factory.mktemp("assets") / "assets")
+
+
+def assert_trained_exactly_once(run_dir: Path, steps: int) -> None:
+    """Every step is there once, within the staleness bound, and every group is in exactly one of them."""
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(steps))
+    assert all(line["staleness_max"] <= STALENESS for line in lines)
+    assert all(line["groups"] == GROUPS for line in lines)
+    committed = [entry for entry in ledger(run_dir) if entry["state"] == "committed"]
+    serials = [entry["serial"] for entry in committed]
+    assert len(serials) == len(set(serials)) == steps * GROUPS
+    per_step = {step: sum(entry["step"] == step for entry in committed) for step in range(steps)}
+    assert set(per_step.values()) == {GROUPS}
+    for entry in committed:
+        assert entry["version_min"] <= entry["version_max"] <= entry["step"]
+        if (
+            entry["step"] - entry["version_min"] > STALENESS
+        ):  # overtaken: its old tokens left the loss, and were counted
+            assert lines[entry["step"]]["tokens_expired"] > 0
+
+
+def test_job_survives_kills_of_node_and_learner(assets, tmp_path):
+    run_dir, steps = tmp_path / "run", 12
+    config = write_config(tmp_path / "job.yaml", assets, run_dir, steps)
+    with Command(tmp_path, "up", "up", str(config)) as up:
+        until("second step", lambda: len(metrics(run_dir)) >= 2, START_S, up)
+        running = status(run_dir)
+        assert running["live"]
+        assert {"pid", "state", "policy_version", "waiting_on", "since_s"} <= running["learner"].keys()
+        assert {"pid", "address", "groups_ready", "groups_leased"} <= running["broker"].keys()
+        (node,) = running["nodes"]
+        assert {"id", "pid", "state", "policy_version", "leases"} <= node.keys()
+        assert node["id"] == "node-0"
+        assert any(entry["state"] == "committed" for entry in until("commit", lambda: ledger(run_dir), 30, up))
+
+        kill(node["pid"])
+        reached = metrics(run_dir)[-1]["step"]
+        until("steps after the node came back", lambda: len(metrics(run_dir)) > reached + 4, START_S, up)
+        second = status(run_dir)
+        assert [n["id"] for n in second["nodes"] if n["state"] != "gone"] == ["node-0"]
+        assert all(n["pid"] != node["pid"] for n in second["nodes"] if n["state"] != "gone")
+
+        kill(second["learner"]["pid"])
+        processes = descendants(up.process.pid)
+        assert up.wait(JOB_S) == 0, up.output()
+    assert survivors(processes) == []
+    assert_trained_exactly_once(run_dir, steps)
+    assert metrics(run_dir)[-1]["incarnation"] == 1
+    kinds = [event["kind"] for event in events(run_dir)]
+    assert kinds.count("role_crashed") == kinds.count("role_restarted") == 2
+    assert "done: 12 of 12 steps" in up.output()
+    assert (run_dir / "model" / "model.safetensors").is_file()
+    ended = status(run_dir)
+    assert (ended["live"], ended["learner"]["state"]) == (False, "done")
+    assert "is finished" in slipstream("up", str(config))
+    slipstream("report", str(run_dir))
+    assert (run_dir / "report" / "overview.png").stat().st_size > 10_000
+
+
+def test_interrupted_job_drains_and_the_same_command_goes_on(assets, tmp_path):
+    run_dir, steps = tmp_path / "run", 6
+    config = write_config(tmp_path / "job.yaml", assets, run_dir, steps, learner={"checkpoint": {"every": 50}})
+    with Command(tmp_path, "first", "up", str(config)) as up:
+        until("second step", lambda: len(metrics(run_dir)) >= 2, START_S, up)
+        processes = descendants(up.process.pid)
+        up.signal(signal.SIGINT)
+        assert up.wait(60) == 0, up.output()
+    assert survivors(processes) == []
+    assert "stopped; the same command goes on" in up.output()
+    done = len(metrics(run_dir))
+    assert 2 <= done < steps
+    assert (run_dir / "checkpoints" / f"step-{done:06d}").is_dir()
+    assert not [entry for entry in ledger(run_dir) if entry["state"] == "leased"]
+    assert [entry["state"] for entry in ledger(run_dir)].count("committed") == done * GROUPS
+    with Command(tmp_path, "second", "up", str(config)) as up:
+        assert up.wait(JOB_S) == 0, up.output()
+    assert [line["step"] for line in metrics(run_dir)] == list(range(steps))
+    assert metrics(run_dir)[-1]["incarnation"] == 1
+    assert all(line["staleness_max"] <= STALENESS for line in metrics(run_dir))
+
+
+def test_roles_started_separately_train_a_second_node_joins_and_each_drains(assets, tmp_path):
+    run_dir = tmp_path / "run"
+    config = str(write_config(tmp_path / "job.yaml", assets, run_dir, 2000))
+    with (
+        Command(tmp_path, "first", "rollout", config, "--node-id", "first") as first,  # waits for its broker
+        Command(tmp_path, "broker", "broker", config) as broker,
+        Command(tmp_path, "learner", "learner", config) as learner,
+    ):
+        until("broker", (run_dir / "broker.json").exists, 30, broker)
+        until("first step", lambda: metrics(run_dir), START_S, first, broker, learner)
+        address = status(run_dir)["broker"]["address"]
+        with Command(tmp_path, "second", "rollout", "--join", address, "--node-id", "second") as second:
+
+            def trained_by_both() -> bool:
+                return {n for e in ledger(run_dir) if e["state"] == "committed" for n in e["nodes"]} == {
+                    "first",
+                    "second",
+                }
+
+            until("work of the second node", trained_by_both, START_S, first, second, broker, learner)
+            assert {n["id"] for n in status(run_dir)["nodes"] if n["state"] != "gone"} == {"first", "second"}
+            for command in (second, learner, first, broker):
+                command.signal(signal.SIGTERM)
+                assert command.wait(60) == 0, command.output()
+    assert status(run_dir)["learner"]["policy_version"] == len(metrics(run_dir))
+    assert not [entry for entry in ledger(run_dir) if entry["state"] == "leased"]
+    assert_trained_exactly_once(run_dir, len(metrics(run_dir)))
+
+
+def test_nothing_survives_a_killed_supervisor(assets, tmp_path):
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "job.yaml", assets, run_dir, 500)
+    with Command(tmp_path, "up", "up", str(config)) as up:
+        until("first step", lambda: metrics(run_dir), START_S, up)
+        processes = descendants(up.process.pid)
+        assert len(processes) >= 5  # broker, torchrun, a rank, node, engine
+        kill(up.process.pid)
+        assert survivors(processes) == []
