@@ -1,0 +1,146 @@
+"""report, export and the record of a finished run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.config import Config, ModelConfig, RunConfig, StalenessConfig, TasksConfig
+from common.errors import EXIT_FAILED, EXIT_USAGE
+from common.run_dir import RunDir, write_json
+from launch.cli import main
+from launch.learner_record import finished
+from launch.metrics_tail import MetricsTail
+from launch.report import first_above, format_figure
+
+STEPS = 20
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    return Config(
+        run=RunConfig(name="demo", dir=str(tmp_path / "run"), steps=STEPS),
+        model=ModelConfig(path="m"),
+        tasks=TasksConfig(environment="addition", dataset="d"),
+        staleness=StalenessConfig(max=2),
+    )
+
+
+@pytest.fixture
+def run(config) -> RunDir:
+    made = RunDir(config.run.dir)
+    made.prepare(config)
+    with made.metrics.open("w") as file:
+        for step in range(STEPS):
+            file.write(json.dumps(line(step)) + "\n")
+    return made
+
+
+def line(step: int) -> dict[str, float]:
+    return {
+        "step": step, "policy_version": step + 1, "time_s": 1000.0 + 2.0 * step, "reward_mean": step / STEPS,
+        "staleness_mean": 1.0, "staleness_max": min(step, 2), "tokens_expired": 1, "step_s": 2.0, "learner_idle_s": 0.5,
+        "train_s": 1.0, "publish_s": 0.25, "generation_stall_s": 0.01, "entropy": 1.0 / (step + 1), "ratio_mean": 1.0,
+        "ratio_max": 1.0 + step, "mismatch_abs_mean": 1e-6, "drift_abs_mean": 1e-3, "correction_clip_fraction": 0.0,
+        "tokens_trained": 100, "tokens_generated_total": 120 * (step + 1), "tokens_trained_total": 100 * (step + 1),
+        "tokens_wasted_total": 5, "incarnation": 0,
+    }  # fmt: skip
+
+
+def test_summary_has_the_figures_of_the_run(run, capsys):
+    write_json(run.path / "eval.json", {"greedy_accuracy": 0.99, "problems": 10})
+    assert main(["report", str(run.path)]) == 0
+    summary = json.loads((run.report / "summary.json").read_text())
+    assert summary["run"]["steps"] == STEPS
+    assert summary["run"]["seconds"] == pytest.approx(40.0)
+    assert summary["reward"]["first_5_steps"] == pytest.approx(0.1)
+    assert summary["reward"]["last_10_steps"] == pytest.approx(0.725)
+    assert summary["reward"]["steps_to_0.9"] == 20
+    assert summary["staleness"] == {"allowed": 2, "mean": 1.0, "max": 2.0, "tokens_expired": 20.0}
+    assert summary["time_per_step_s"]["waiting_for_groups"] == 0.5
+    assert summary["tokens"] == {"generated": 2400, "trained": 2000, "wasted": 5, "trained_per_s": 50.0}
+    assert summary["held_out"]["greedy_accuracy"] == 0.99
+    out = capsys.readouterr().out
+    for word in ("first 5 steps", "0.100", "greedy accuracy", "overview.png"):
+        assert word in out
+
+
+def test_plots_are_png_files_that_show_something(run):
+    assert main(["report", str(run.path)]) == 0
+    names = {path.name for path in run.report.glob("*.png")}
+    assert {"overview.png", "reward.png", "staleness.png", "step_time.png", "tokens_per_s.png", "entropy.png"} <= names
+    for path in run.report.glob("*.png"):
+        data = path.read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert len(data) > 5_000, path.name
+
+
+def test_report_works_while_the_first_step_is_the_only_one(run):
+    run.metrics.write_text(json.dumps(line(0)) + "\n" + '{"step": 1, "rew')
+    assert main(["report", str(run.path)]) == 0
+    assert json.loads((run.report / "summary.json").read_text())["run"]["steps"] == 1
+
+
+def test_report_without_steps_fails_with_the_reason(run, capsys):
+    run.metrics.unlink()
+    assert main(["report", str(run.path)]) == EXIT_FAILED
+    assert "has no steps yet" in capsys.readouterr().err
+
+
+def test_report_of_a_warm_start_is_refused(run, capsys):
+    run.metrics.write_text('{"step": 0, "loss": 1.0}\n')
+    assert main(["report", str(run.path)]) == EXIT_USAGE
+    assert "warm start" in capsys.readouterr().err
+
+
+def test_report_without_matplotlib_says_what_to_install(run, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["report", str(run.path)]) == EXIT_USAGE
+    assert "matplotlib" in capsys.readouterr().err
+
+
+def test_export_copies_the_model(run, tmp_path, capsys):
+    target = tmp_path / "out"
+    assert main(["export", str(run.path), str(target)]) == EXIT_USAGE
+    run.model.mkdir()
+    (run.model / "config.json").write_text("{}")
+    assert main(["export", str(run.path), str(target)]) == 0
+    assert (target / "config.json").read_text() == "{}"
+    assert main(["export", str(run.path), str(target)]) == EXIT_USAGE
+    assert "not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("record", "model", "expected"),
+    [
+        ({"state": "done", "policy_version": STEPS}, True, True),
+        ({"state": "done", "policy_version": STEPS - 1}, True, False),
+        ({"state": "drained", "policy_version": STEPS}, True, False),
+        ({"state": "done", "policy_version": STEPS}, False, False),
+        (None, True, False),
+    ],
+)
+def test_run_is_finished_with_all_steps_and_a_model(config, run, record, model, expected):
+    if record is not None:
+        write_json(run.learner_json, record)
+    if model:
+        run.model.mkdir()
+        (run.model / "config.json").write_text("{}")
+    assert finished(run, config) is expected
+
+
+def test_steps_until_a_reward_is_kept():
+    assert first_above([0.0, 1.0, 0.0, 0.9, 0.9, 0.9], 0.9) == 6
+    assert first_above([0.5] * 9, 0.9) is None
+
+
+def test_figures_are_readable():
+    assert format_figure(None) == "-"
+    assert format_figure(1234567) == "1,234,567"
+    assert format_figure(0.25) == "0.250"
+    assert format_figure(2.5e-7) == "2.50e-07"
+    assert format_figure("demo") == "demo"
+
+
+def test_tail_of_nothing(tmp_path: Path):
+    assert MetricsTail(tmp_path / "none").series("x") == []
