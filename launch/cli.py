@@ -8,9 +8,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from common.errors import EXIT_FAILED, EXIT_USAGE, SlipstreamError
-from common.lifecycle import join_supervisor
+from common.lifecycle import join_supervisor, leave
 
 DESCRIPTION = """Asynchronous GRPO: a Megatron learner, an elastic fleet of vLLM nodes and a broker between them.
 
@@ -55,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"slipstream {args.command}: {hint}", file=sys.stderr)
         return EXIT_USAGE
+
+
+def run() -> NoReturn:
+    """The console script: `main`, then a prompt end of the process."""
+    leave(main())
 
 
 def missing_package_hint(name: str) -> str | None:
@@ -136,4 +142,4 @@ def _with_run(commands: Commands, name: str, text: str) -> argparse.ArgumentPars
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

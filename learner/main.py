@@ -21,12 +21,12 @@ from common.config import Config
 from common.config_checks import check_config, resolve_paths
 from common.config_loading import load_config
 from common.errors import BrokerUnreachable, SlipstreamError, UsageError
-from common.lifecycle import alive
+from common.lifecycle import alive, leave
 from common.metrics import MetricsWriter
 from common.run_dir import RunDir
 from learner.checkpointing import MODEL_FOLDER, CheckpointFolder, TrainerState
 from learner.lead import Lead
-from learner.process import RankProcess, guard, leave, parse_arguments
+from learner.process import RankProcess, guard, parse_arguments
 from learner.reporting import Reporter
 from learner.run_files import EventLog, next_incarnation, write_record
 from learner.step_metrics import Totals

@@ -4,13 +4,11 @@ import argparse
 import logging
 import os
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from common.errors import EXIT_FAILED, SlipstreamError
 from common.lifecycle import DrainFlag, die_with_parent
@@ -91,14 +89,6 @@ def guard(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
     except Exception:
         logger.exception("the rank failed")
         return EXIT_FAILED
-
-
-def leave(code: int) -> NoReturn:
-    """End the process without tearing the interpreter down, which takes seconds and prints leaks of C++ libraries."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _quieten_libraries() -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 from common.config import SftConfig
 from common.config_checks import check_config, resolve_paths
 from common.config_loading import load_config
+from common.lifecycle import leave
 from common.metrics import MetricsWriter
 from common.run_dir import RunDir
-from learner.process import RankProcess, guard, leave, parse_arguments
+from learner.process import RankProcess, guard, parse_arguments
 from learner.sft import run_sft
 from learner.sft_data import SftDataset, load_tokenizer
 

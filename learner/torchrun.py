@@ -15,8 +15,8 @@ from torch.distributed.run import main as run_torchrun
 
 from common.config_loading import load_either
 from common.errors import EXIT_DONE, EXIT_FAILED
+from common.lifecycle import leave
 from common.run_dir import RunDir
-from learner.process import leave
 from learner.run_files import read_record
 
 

@@ -98,7 +98,8 @@ class Engine:
         A cancelled call aborts its request in the engine.
 
         Raises:
-            SlipstreamError: no weights yet, quarantined, engine dead, or the request was refused.
+            SlipstreamError: no weights yet, quarantined, or the engine is dead.
+            ValueError: the engine refused this request, for example for a token outside the vocabulary.
         """
         self.weights.check_usable()
         request_id = str(next(self._numbers))
@@ -138,8 +139,13 @@ class Engine:
             raise
         except EngineDeadError as error:
             raise SlipstreamError("the vLLM engine died; its process's log has the reason") from error
-        except (EngineGenerateError, VLLMClientError, ValueError) as error:
-            raise SlipstreamError(f"the engine refused the request: {error.__cause__ or error}") from error
+        except (VLLMClientError, ValueError) as error:
+            raise ValueError(f"the engine refused the request: {error}") from error
+        except EngineGenerateError as error:
+            cause = error.__cause__
+            if isinstance(cause, (VLLMClientError, ValueError)):
+                raise ValueError(f"the engine refused the request: {cause}") from error
+            raise SlipstreamError(f"the engine failed on a request: {cause or error}") from error
         raise SlipstreamError("the engine ended a request without a result")
 
     def _sampling(self, max_tokens: int, temperature: float, top_p: float) -> Any:
