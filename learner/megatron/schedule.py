@@ -95,6 +95,7 @@ class Schedule:
 
         outputs = [logprobs for logprobs, _ in self._forward_backward(microbatches, loss_of, forward_only=True)]
         sizes = [len(batch.targets) for batch in microbatches]
+        outputs = outputs[: len(sizes)]
         if mpu.get_pipeline_model_parallel_world_size() == 1:
             return [x[:n].cpu() for x, n in zip(outputs, sizes, strict=True)]
         flat = torch.cat([x[:n] for x, n in zip(outputs, sizes, strict=True)]) if outputs else None
@@ -108,10 +109,16 @@ class Schedule:
         loss_of: Callable[[Tensor, Microbatch], tuple[Tensor, Any]],
         forward_only: bool,
     ) -> list[tuple[Any, Tensor]]:
-        """(second result of `loss_of`, loss tokens) per microbatch on the last stage, [] elsewhere."""
+        """(second result of `loss_of`, loss tokens) per microbatch on the last stage, [] elsewhere.
+
+        Under a virtual pipeline empty microbatches may follow, to fill the last round.
+        """
         if not microbatches:
             raise ValueError("a step needs at least one microbatch on every data-parallel rank")
-        packed = [_pack(batch, self.device) for batch in microbatches]
+        stages = mpu.get_pipeline_model_parallel_world_size()
+        # The interleaved schedule refuses a last round with fewer microbatches than stages.
+        fill = -len(microbatches) % stages if len(self.chunks) > 1 else 0
+        packed = [_pack(batch, self.device) for batch in [*microbatches, *[_nothing()] * fill]]
 
         def forward_step(iterator: Iterator[_Packed], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             item = next(iterator)

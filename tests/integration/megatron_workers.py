@@ -179,6 +179,10 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     logprobs = backend.logprobs(mine, TEMPERATURE)
     for i, values in enumerate(logprobs):
         tensors[f"logprobs.{i * backend.data_parallel_size + backend.data_parallel_rank}"] = values
+    lone = backend.schedule.train(mine[:1], policy_loss, TEMPERATURE, entropy=True)
+    result |= dict(lone_tokens=lone.loss_tokens, lone_given=int(mine[0].loss_mask.sum()))
+    result["data_parallel_rank"] = backend.data_parallel_rank
+    tensors[f"lone.{backend.data_parallel_rank}"] = backend.logprobs(mine[:1], TEMPERATURE)[0]
     backend.optimizer.zero_grad()
     totals = backend.schedule.train(mine, policy_loss, TEMPERATURE, entropy=True)
     tensors.update({f"gradient.{n}": t for n, t in _gradients(backend).items()})

@@ -121,6 +121,16 @@ def test_logprobs_equal_hugging_face(folder: Path, spec: dict[str, Any]) -> None
         torch.testing.assert_close(found.section("logprobs")[name], values, rtol=0, atol=2e-5)
 
 
+@layouts(TWO + FOUR)
+def test_a_single_microbatch_runs_under_every_layout(folder: Path, spec: dict[str, Any]) -> None:
+    found, expected = outcome(folder, spec)
+    lone = found.section("lone")
+    for rank, values in lone.items():  # the canary's case: fewer microbatches than pipeline stages
+        torch.testing.assert_close(values, expected.section("logprobs")[rank], rtol=0, atol=2e-5)
+    given = {rank["data_parallel_rank"]: rank["lone_given"] for rank in found.ranks}
+    assert {rank["lone_tokens"] for rank in found.ranks} == {sum(given.values())}
+
+
 @layouts(EXACT)
 def test_every_gradient_equals_hugging_face(folder: Path, spec: dict[str, Any]) -> None:
     found, expected = outcome(folder, spec)
