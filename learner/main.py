@@ -152,6 +152,7 @@ def train(config: Config, run_dir: RunDir, process: RankProcess, parts: LeadPart
         config.run.steps,
         config.run.seed,
     )
+    process.drain_on_signals()
     told = backend.broadcast_bytes(msgspec.json.encode(parts.resume) if parts else None)
     resume = msgspec.json.decode(told, type=Resume)
     if resume.checkpoint:

@@ -17,6 +17,8 @@ from common.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -51,28 +53,37 @@ class RankProcess:
 
     @classmethod
     def start(cls, role: str, run_dir: RunDir, threads: int, log_level: str) -> "RankProcess":
-        """Tie the process to its parent, set up logs, threads and the drain on SIGTERM and SIGINT.
-
-        torchrun passes a Ctrl-C on although the terminal has sent it to every process already, so unlike elsewhere a
-        second signal does not kill: the drain ends by itself, or torchrun ends it.
-        """
+        """Tie the process to its parent, set up logs, threads and, alone in its world, the drain on signals."""
         rank = int(os.environ.get("RANK", "0"))
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
         setup_logging(role, str(rank), run_dir.logs, log_level)
         _quieten_libraries()
-        flag = DrainFlag()
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            flag.set(signal.Signals(number).name)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, on_signal)
+        process = cls(rank, DrainFlag())
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            # A rank that waits for the others to join runs no Python, so a handler would keep torchrun from ending it.
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+        else:
+            process.drain_on_signals()
 
         import torch
 
         torch.set_num_threads(threads)
-        return cls(rank, flag)
+        return process
+
+    def drain_on_signals(self) -> None:
+        """From here on SIGTERM and SIGINT ask for a drain; called when every rank has joined the world.
+
+        torchrun passes a Ctrl-C on although the terminal has sent it to every process already, so unlike elsewhere a
+        second signal does not kill: the drain ends by itself, or torchrun ends it.
+        """
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self._flag.set(signal.Signals(number).name)
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, on_signal)
 
     def stop_requested(self) -> str | None:
         """Name of the signal that asked this process to stop; None while there was none."""

@@ -38,6 +38,7 @@ def run(arguments: Sequence[str]) -> int:
         config.run.steps,
         config.run.seed,
     )
+    process.drain_on_signals()
     metrics = MetricsWriter(run_dir.metrics) if process.is_lead else None
     run_sft(config, backend, dataset, metrics, process.stop_requested)
     save_model(backend, run_dir.model, process.is_lead)

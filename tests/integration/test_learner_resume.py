@@ -78,6 +78,7 @@ class Job:
         command = [sys.executable]
         if ranks > 1:
             command += ["-m", "learner.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
+            command += ["--shutdown-timeout", "300"]
         return [*command, "-m", "learner.main", "--config", str(self.config)]
 
     def finish(self, ranks: int = 1) -> None:
@@ -168,3 +169,14 @@ def test_two_ranks_drain_on_sigterm_and_go_on_where_they_stopped(tmp_path: Path,
         assert_delivered_once(client)
     assert [line.step for line in job.lines()] == list(range(STEPS))
     assert all(line.staleness_max <= 2 for line in job.lines())
+
+
+def test_a_lead_that_cannot_begin_ends_the_ranks_that_wait_for_it(tmp_path: Path, model: Path) -> None:
+    job = Job(tmp_path / "job", model, ", world_size: 2, parallel: {tensor: 2}")
+    with (job.config.parent / "tasks.jsonl").open("a") as dataset:
+        dataset.write("{not JSON\n")  # only the lead reads beyond the first line
+    done = subprocess.run(  # far sooner than torchrun kills
+        job.learner(ranks=2), capture_output=True, text=True, timeout=LIMIT_S, env=ENVIRONMENT, check=False
+    )
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "line 10 is not JSON" in done.stderr
