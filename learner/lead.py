@@ -24,6 +24,7 @@ from learner.task_stream import TaskStream
 logger = logging.getLogger(__name__)
 
 TAKE_WAIT_S = 1.0  # bound on one turn of the loop without a batch, so that no rank waits longer in a broadcast
+DEAD_STEPS = 3  # steps' worth of tasks that may die without one step in between, before the run stops
 BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
 
 
@@ -80,6 +81,7 @@ class Lead:
         self._stalls = StallMeter()
         self._ejections = 0
         self._replays_below = 0
+        self._dead_at_last_take = 0
 
     def attach(self, version: int) -> None:
         """Say to the broker that this incarnation trains from `version` on; everything before is durable."""
@@ -89,8 +91,9 @@ class Lead:
             logger.warning("the broker knows less than the checkpoint; tasks not yet consumed are offered again")
         if version > 0:
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
-        taken = self.broker.status().groups_taken
-        self._replays_below = version + taken // self.config.learner.groups_per_step
+        status = self.broker.status()
+        self._dead_at_last_take = status.groups_dead
+        self._replays_below = version + status.groups_taken // self.config.learner.groups_per_step
         if self._replays_below > version:
             logger.info("steps %d to %d replay the groups they had", version, self._replays_below - 1)
 
@@ -108,13 +111,20 @@ class Lead:
         return Wait() if taken is None else Train(step, taken)
 
     def _gather(self, step: int) -> list[StoredGroup] | None:
-        """Offer tasks, take groups, give back what cannot be trained on; None: not enough groups yet."""
-        self._offer(step)
+        """Offer tasks, take groups, give back what cannot be trained on; None: not enough groups yet.
+
+        Raises:
+            SlipstreamError: tasks only die, a group stays unusable, or the broker is gone.
+        """
+        status = self.refresh()
+        self._check_deaths(status)
+        self._offer(step, status)
         self._explain(step)
         in_order = self.config.staleness.expired == "wait"
         taken = self.broker.take(step, self.config.learner.groups_per_step, TAKE_WAIT_S, in_order)
         if taken is None:
             return None
+        self._dead_at_last_take = status.groups_dead
         usable, refused = self._decode(taken)
         if self.config.staleness.expired == "regenerate":
             refused += expired_groups(usable, step, self.config.staleness.max)
@@ -129,12 +139,22 @@ class Lead:
         self.tasks.consume([group.serial for group in taken])
         return taken
 
-    def _offer(self, step: int) -> None:
+    def _check_deaths(self, status: BrokerStatus) -> None:
+        """Raise SlipstreamError when tasks do nothing but die, as when every episode of the environment fails."""
+        died = status.groups_dead - self._dead_at_last_take
+        if died < DEAD_STEPS * self.config.learner.groups_per_step:
+            return
+        last = max((e for e in self.broker.ledger() if e.state == "dead"), key=lambda e: e.serial)
+        raise SlipstreamError(
+            f"{died} tasks died since the last step, each after {self.config.tasks.max_attempts} failed attempts; "
+            f"the last was task {last.serial}: {last.reason}"
+        )
+
+    def _offer(self, step: int, status: BrokerStatus) -> None:
         """Keep the window full: B(k + 1) tasks that may be leased and, while the broker counts with us, B more.
 
         Never more than the rest of the run consumes, so every group that is generated is trained on.
         """
-        status = self.refresh()
         size = self.config.learner.groups_per_step
         ahead = self.config.staleness.max + (1 if self.tasks.renumbered else 2)
         wanted = size * min(ahead, self.config.run.steps - step)

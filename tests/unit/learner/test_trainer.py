@@ -324,6 +324,20 @@ def test_an_environment_that_only_fails_stops_the_run(fakes: ModuleType, make_co
     assert world.backend.steps == 0
 
 
+def test_tasks_that_only_die_stop_the_run_with_the_last_reason(fakes: ModuleType, make_config: MakeConfig) -> None:
+    world = fakes.world(make_config(run={"steps": 8}))
+    node = world.fleet.node
+
+    async def fail(node_id: str, token: str, meta: object, payload: bytes) -> bool:
+        await node.fail(node_id, token, "reset raised OSError: no calculator")
+        return False
+
+    node.complete = fail
+    with pytest.raises(SlipstreamError, match=r"[6-9] tasks died .* 3 failed attempts; .* no calculator"):
+        world.run()
+    assert world.backend.steps == 0
+
+
 def test_a_step_whose_tokens_all_expired_still_counts(fakes: ModuleType, make_config: MakeConfig) -> None:
     config = make_config(run={"steps": 4}, learner={"groups_per_step": 1}, staleness={"max": 0})
     world = fakes.world(config)
