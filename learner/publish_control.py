@@ -347,11 +347,9 @@ class PublishControl:
         live = [m for m in self._members.values() if not m.quarantined]
         bad = [m.quarantined for m in self._members.values() if m.quarantined]
         sent = min((m.version for m in live), default=self.stats().version_sent)
-        self._change_stats(
-            nodes=len(live),
-            version_sent=max(sent, self.stats().version_sent),
-            fatal=bad[0] if bad and not live else None,
-        )
+        # A quarantined node leaves within a second: what it said stands until some other node may generate.
+        fatal = None if live else (bad[0] if bad else self.stats().fatal)
+        self._change_stats(nodes=len(live), version_sent=max(sent, self.stats().version_sent), fatal=fatal)
 
     def _change_stats(self, **changes: Any) -> None:
         with self._stats_lock:

@@ -212,6 +212,9 @@ def test_a_canary_out_of_tolerance_stops_the_node(plane: Plane) -> None:
     publisher.publish(1, weights(1), Canary([1, 2], [float("nan")], tolerance=10.0))
     assert "canary" in str(node.wait("quarantined")["reason"])
     until(lambda: "canary" in (publisher.stats().fatal or ""))
+    node.close()
+    time.sleep(2.5)  # pings find the closed connection; a learner that looks only then must still hear why
+    assert "canary" in (publisher.stats().fatal or "")
 
 
 def test_the_newest_version_wins_when_publishes_outrun_the_transfer(plane: Plane) -> None:
