@@ -15,6 +15,7 @@ class Node:
     seen_at: float
     tokens: set[str] = field(default_factory=set[str])  # its leases
     alive: bool = True
+    has_leased: bool = False  # this process of the node
 
 
 class Fleet:
@@ -30,9 +31,11 @@ class Fleet:
     def join(self, report: NodeReport, now: float) -> Node:
         """Add a node, or a new process of one; the record's leases are kept for the caller to end."""
         old = self.nodes.get(report.node_id)
-        if old is not None and not same_process(old.report, report):
+        goes_on = old is not None and same_process(old.report, report)
+        if old is not None and not goes_on:
             self._remember_totals(old)
         node = Node(report, report.policy_version, now, old.tokens if old else set())
+        node.has_leased = old is not None and goes_on and old.has_leased
         self.nodes[report.node_id] = node
         self._deadlines.add(report.node_id, now + self._silent_s)
         return node

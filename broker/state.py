@@ -191,6 +191,9 @@ class DeliveryState:
             self._lease_deadlines.add(token, entry.deadline)
             node.tokens.add(token)
             leases.append(Lease(entry.task, token, entry.attempts, self.run.lease_s))
+        if leases and not node.has_leased:
+            node.has_leased = True
+            self.event_log.add("first_lease", node=node_id, version=node.version)
         return leases
 
     def node_alive(self, node_id: str) -> bool:
@@ -199,12 +202,20 @@ class DeliveryState:
         return node is not None and node.alive
 
     def heartbeat(self, report: NodeReport, tokens: Sequence[str]) -> HeartbeatReply:
-        """Renew the leases of `tokens`; an unknown node is registered by this."""
+        """Renew the leases of `tokens`; an unknown node is registered by this.
+
+        Raises:
+            BrokerError: another process has registered under this id; two that took it from each other in turn would
+                lose each other's leases until the tasks are dead.
+        """
         now = self._clock()
         node = self.fleet.nodes.get(report.node_id)
-        if node is None or not same_process(node.report, report):
+        if node is None:
             self.register(report)
             node = self.fleet.nodes[report.node_id]
+        elif not same_process(node.report, report):
+            holder = f"process {node.report.pid} on {node.report.host or 'this host'}"
+            raise BrokerError(f"node id {report.node_id!r} belongs to {holder} now; every node needs an id of its own")
         self._seen(node)
         if report.policy_version != node.version:
             node.version = report.policy_version

@@ -460,6 +460,6 @@ def test_events_tell_what_happened_in_order(backend: Backend) -> None:
     backend.run(backend.node.fail("n0", lease.token, "why"))
     backend.run(backend.node.leave("n0"))
     events = backend.learner.events(-1)
-    assert [e.kind for e in events] == ["learner_attached", "join", "group_failed", "leave"]
-    assert events[2].detail == {"serial": 0, "node": "n0", "reason": "why"}
-    assert [e.kind for e in backend.learner.events(events[1].index)] == ["group_failed", "leave"]
+    assert [e.kind for e in events] == ["learner_attached", "join", "first_lease", "group_failed", "leave"]
+    assert events[3].detail == {"serial": 0, "node": "n0", "reason": "why"}
+    assert [e.kind for e in backend.learner.events(events[2].index)] == ["group_failed", "leave"]
