@@ -179,6 +179,13 @@ def _rollout(config: Config, shape: dict[str, object] | None) -> Iterator[Proble
     if positions and engine.max_model_len > positions:
         expected = f"at most the model's max_position_embeddings ({positions})"
         yield "rollout.engine.max_model_len", expected, str(engine.max_model_len), None
+    longest = engine.max_model_len - 1  # a sequence trains one place fewer than it has tokens
+    if config.learner.micro_batch_tokens < longest:
+        expected = f"at least rollout.engine.max_model_len - 1 ({longest}), or a long sample could not be trained on"
+        yield "learner.micro_batch_tokens", expected, str(config.learner.micro_batch_tokens), None
+    if config.weights.canary_tokens > longest:
+        expected = f"at most rollout.engine.max_model_len - 1 ({longest})"
+        yield "weights.canary_tokens", expected, str(config.weights.canary_tokens), None
     if rollout.concurrency < rollout.group_size:
         expected = f"at least rollout.group_size ({rollout.group_size}), or no group could finish"
         yield "rollout.concurrency", expected, str(rollout.concurrency), None

@@ -130,6 +130,19 @@ def test_rollout_settings_must_fit_together(folder, rollout, key, word):
     refused(job(folder, rollout=rollout), key, word)
 
 
+@pytest.mark.parametrize(
+    ("section", "value", "key"),
+    [
+        ("learner", {"micro_batch_tokens": 510}, "learner.micro_batch_tokens"),
+        ("weights", {"canary_tokens": 512}, "weights.canary_tokens"),
+    ],
+)
+def test_the_longest_sequence_must_fit_where_it_goes(folder, section, value, key):
+    refused(job(folder, **{section: value}), key, "max_model_len - 1 (511)")
+    (name,) = value
+    check_config(job(folder, **{section: {name: 511}}), "job.yaml")
+
+
 def test_publishing_less_often_than_the_window_allows_would_stall(folder):
     weights = {"publish_every": 4}
     refused(job(folder, weights=weights, staleness={"max": 2}), "weights.publish_every", "staleness.max + 1 = 3")
