@@ -39,9 +39,10 @@ def main() -> None:
     parser.add_argument("--config", default="configs/quickstart.yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--name", default="async_gain")
+    parser.add_argument("--runs", type=Path, help="where to put the runs (default: a temporary folder)")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    scratch = Path(tempfile.mkdtemp(prefix="slipstream-bench-"))
+    scratch = args.runs or Path(tempfile.mkdtemp(prefix="slipstream-bench-"))
     pairs = []
     for i, seed in enumerate(args.seeds):
         runs = {}
