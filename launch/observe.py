@@ -9,6 +9,7 @@ from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeStatus
 from common.errors import SlipstreamError
 from common.lifecycle import alive
 from common.run_dir import RunDir
+from launch.ledger_history import former_ledgers, whole_ledger
 
 ANSWER_TIMEOUT_S = 3.0
 LEARNER_SILENT_S = 10.0  # the learner reports about once a second, also while it trains
@@ -52,7 +53,18 @@ def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
 
 
 def observe_ledger(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> list[LedgerEntry]:
-    """The delivery ledger, from the broker or from RUN/ledger.json; raises SlipstreamError when there is neither."""
+    """The run's delivery ledger, over all its brokers; raises SlipstreamError when there is none.
+
+    The newest broker's part comes from itself while it runs, else from RUN/ledger.json.
+    """
+    newest = _newest_ledger(run, timeout_s)
+    try:
+        return whole_ledger(former_ledgers(run), newest)
+    except msgspec.DecodeError as error:
+        raise SlipstreamError(f"{run.path}: the ledger of an earlier broker cannot be read: {error}") from None
+
+
+def _newest_ledger(run: RunDir, timeout_s: float) -> list[LedgerEntry]:
     from broker.client import BrokerClient
 
     file = run.broker()
