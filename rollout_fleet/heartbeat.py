@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from broker.contract import HeartbeatReply, NodeBroker
-from common.errors import SlipstreamError
+from common.errors import BrokerError, SlipstreamError
 from rollout_fleet.board import Board
 from rollout_fleet.patience import BrokerLost, Patience
 
@@ -59,7 +59,7 @@ class Heartbeat:
     def _run(self) -> None:
         try:
             asyncio.run(self._beat_for_ever())
-        except BrokerLost as error:
+        except (BrokerError, BrokerLost) as error:  # refused: another process has this node's id
             self._tell(self._on_lost, error)
         except Exception as error:
             logger.exception("heartbeats ended")
@@ -79,6 +79,8 @@ class Heartbeat:
     async def _beat(self, broker: NodeBroker) -> None:
         try:
             reply = await broker.heartbeat(self._board.report(), self._board.leases)
+        except BrokerError:
+            raise
         except SlipstreamError as error:
             logger.warning("heartbeat failed: %s", error)
             self._patience.failed(error)

@@ -372,6 +372,16 @@ def test_a_restarted_node_loses_the_leases_of_its_former_process_at_once(backend
     assert not backend.complete(old)
 
 
+def test_a_process_whose_node_id_was_taken_hears_it_and_takes_nothing_back(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join(pid=1)
+    backend.join(pid=2)
+    lease = backend.lease(1)[0]
+    with pytest.raises(BrokerError, match="'n0' belongs to process 2 on host now; every node needs an id of its own"):
+        backend.run(backend.node.heartbeat(node_report(pid=1), []))
+    assert backend.run(backend.node.heartbeat(node_report(pid=2), [lease.token])).lost == []
+
+
 def test_regenerated_groups_are_replaced_and_come_back_later(backend: Backend) -> None:
     backend.learner.offer(tasks(*range(4)))
     backend.join()

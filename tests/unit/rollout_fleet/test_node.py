@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from fleet_fakes import (
     InOwnerLoop,
@@ -19,7 +20,7 @@ from fleet_fakes import (
 )
 
 from broker.memory import MemoryBroker
-from common.errors import EXIT_DONE, EXIT_FAILED, BrokerUnreachable, SlipstreamError
+from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from common.rollouts import decode_group
 from rollout_fleet.board import Board
 from rollout_fleet.environments.addition import Addition
@@ -158,6 +159,16 @@ def test_it_leases_ahead_but_no_further_than_two_groups() -> None:
             site.sampler.gate.set()
             await until(lambda: site.states() == ["ready"] * 8)
             assert site.sampler.most_at_once == 4
+
+    run(once())
+
+
+def test_a_node_whose_id_was_taken_by_another_process_stops() -> None:
+    async def once() -> None:
+        async with Site() as site:
+            await site.broker.node().register(msgspec.structs.replace(site.board.report(), pid=-1))
+            with pytest.raises(BrokerError, match="every node needs an id of its own"):
+                await asyncio.wait_for(site.running, 10)
 
     run(once())
 
