@@ -54,7 +54,10 @@ def read_record(run_dir: RunDir) -> LearnerRecord | None:
 
 
 def write_record(run_dir: RunDir, incarnation: int, state: str, policy_version: int) -> None:
-    """Replace the record atomically."""
+    """Replace the record atomically, unless a later learner has taken over: a replaced one ends behind it."""
+    newest = read_record(run_dir)
+    if newest is not None and newest.incarnation > incarnation:
+        return
     record = LearnerRecord(
         pid=os.getpid(), incarnation=incarnation, state=state, policy_version=policy_version, time_s=time.time()
     )

@@ -86,3 +86,12 @@ def test_the_config_may_be_changed_where_that_is_harmless(make_config: MakeConfi
     assert parts.resume.version == 0
     parts.broker.close()
     parts.events.close()
+
+
+def test_a_replaced_learner_leaves_the_record_of_its_successor_alone(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    write_record(run_dir, 1, "running", 20)
+    write_record(run_dir, 0, "failed", 22)
+    record = read_record(run_dir)
+    assert record is not None
+    assert (record.incarnation, record.state) == (1, "running")
