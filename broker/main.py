@@ -19,19 +19,13 @@ from broker.server import BrokerServer
 from broker.state import DeliveryState
 from common.config import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
+from common.lifecycle import alive
+from common.run_dir import BrokerFile, RunDir, write_atomic
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_S = 5.0  # at the most often; a snapshot may use a fiftieth of the time
 ALIVE_CHECK_S = 5.0
-
-
-class BrokerFile(msgspec.Struct, frozen=True):
-    """RUN/broker.json: where the living broker of a run is found."""
-
-    pid: int
-    address: str
-    started_s: float  # Unix time
 
 
 def run_broker(config: Config, config_json: bytes) -> int:
@@ -64,7 +58,7 @@ def run_broker(config: Config, config_json: bytes) -> int:
         server = BrokerServer(state, broker.address, broker.max_message_bytes, snapshots.tick)
         keep_former_ledger(run_dir)
         here = BrokerFile(os.getpid(), server.address, time.time())
-        write_atomically(run_dir / "broker.json", msgspec.json.encode(here))
+        write_atomic(run_dir / "broker.json", msgspec.json.encode(here))
         logger.info("broker of run %s listens on %s", config.run.name, server.address)
         try:
             with stopping_on_signals(server):
@@ -92,18 +86,14 @@ def run_info(config: Config, config_json: bytes) -> RunInfo:
 
 def refuse_second_broker(run_dir: Path) -> None:
     """Raise UsageError when RUN/broker.json names a broker that is alive and answers."""
-    path = run_dir / "broker.json"
-    try:
-        known = msgspec.json.decode(path.read_bytes(), type=BrokerFile)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return
-    if not _process_exists(known.pid):
+    known = RunDir(run_dir).broker()
+    if known is None or not alive(known.pid):
         return
     try:
         with BrokerClient(known.address, deadline_s=ALIVE_CHECK_S) as client:
             status = client.status()
     except (BrokerError, BrokerUnreachable, UsageError):
-        logger.warning("%s names process %d, which does not answer; taking its place", path, known.pid)
+        logger.warning("broker.json names process %d, which does not answer; taking its place", known.pid)
         return
     if Path(status.run.run_dir).resolve() == run_dir.resolve():
         raise UsageError(
@@ -142,8 +132,8 @@ class Snapshots:
     def write(self) -> None:
         """Write both now; a failure is logged, since serving matters more."""
         try:
-            write_atomically(self._run_dir / "ledger.json", msgspec.json.encode(self._state.ledger()))
-            write_atomically(self._run_dir / "status.json", msgspec.json.encode(self._state.status()))
+            write_atomic(self._run_dir / "ledger.json", msgspec.json.encode(self._state.ledger()))
+            write_atomic(self._run_dir / "status.json", msgspec.json.encode(self._state.status()))
         except OSError as error:
             logger.error("snapshot not written: %s", error)
 
@@ -165,20 +155,3 @@ class stopping_on_signals:
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._server.stop()
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` in one step, so that no reader sees half of it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_bytes(data)
-    part.replace(path)
-
-
-def _process_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

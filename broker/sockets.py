@@ -1,12 +1,12 @@
 """Where the broker listens, and the one module that knows ZeroMQ's socket options."""
 
 import errno
-import ipaddress
 import socket as posix_socket
 from pathlib import Path
 
 import zmq
 
+from common.config_checks import is_loopback
 from common.errors import UsageError
 
 HEADER_BYTES_FLOOR = 1 << 20  # a header may always be this large
@@ -19,7 +19,7 @@ def check_address(address: str) -> None:
     host, separator, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://") or not separator or not port.isdigit() or int(port) > 65535:
         raise UsageError(f"broker.address: expected tcp://HOST:PORT or ipc://PATH, found {address!r}")
-    if not _is_loopback(host.strip("[]")):
+    if not is_loopback(host.strip("[]")):
         raise UsageError(
             f"broker.address: {address} reaches beyond this machine, and connections are not authenticated; "
             "use a loopback address such as tcp://127.0.0.1:0"
@@ -80,15 +80,6 @@ def frame_limit(max_message_bytes: int) -> int:
 def _set_heartbeats(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _ipc_in_use(path: str) -> bool:
