@@ -39,6 +39,7 @@ class Member:
     node_id: str
     last_heard: float
     version: int = -1
+    canary_version: int = -1  # newest version at which it compared a canary
     welcomed: bool = False
     attempts: int = 0
     attempted_version: int = -1
@@ -68,6 +69,7 @@ class PublishControl:
         self._current: Snapshot | None = None
         self._kept: tuple[frozenset[bytes], messages.Epoch, Group] | None = None
         self._epochs = 0
+        self._canary_version = -1  # newest version with a canary
         self._pinged = 0.0
         self._stopping = False
         self._silence_s = min(3.0, timeout_s / 4)  # pings are answered at once, even while weights flow
@@ -122,6 +124,8 @@ class PublishControl:
             if self._current is not None:
                 self._current.release()
             self._current = item
+            if item.canary is not None:
+                self._canary_version = item.version
             self._change_stats(published=self.stats().published + 1)
         else:
             self._sent(*item)
@@ -190,6 +194,7 @@ class PublishControl:
         transfer.flipping.discard(member.identity)
         member.transfer = None
         if message.canary_max_difference is not None:
+            member.canary_version = message.version
             self._change_stats(canary_max_difference=message.canary_max_difference)
         if transfer.finished and not transfer.newcomers:
             now = time.perf_counter()
@@ -349,7 +354,9 @@ class PublishControl:
         sent = min((m.version for m in live), default=self.stats().version_sent)
         # A quarantined node leaves within a second: what it said stands until some other node may generate.
         fatal = None if live else (bad[0] if bad else self.stats().fatal)
-        self._change_stats(nodes=len(live), version_sent=max(sent, self.stats().version_sent), fatal=fatal)
+        owed = any(m.version >= self._canary_version > m.canary_version for m in live)
+        version_sent = max(sent, self.stats().version_sent)
+        self._change_stats(nodes=len(live), version_sent=version_sent, fatal=fatal, canary_owed=owed)
 
     def _change_stats(self, **changes: Any) -> None:
         with self._stats_lock:

@@ -10,7 +10,7 @@
                |  ranks wait for each other inside the backend's collectives
                v
     all:    export -> lead: publisher.publish(version), every weights.publish_every steps
-               |  waits for the copy and for an earlier publish, at most weights.timeout_s; sending goes on behind
+               |  waits for the copy only; sending goes on behind, and a newer version replaces one that waits
                v
     lead:   metrics line
     all:    checkpoint every learner.checkpoint.every steps, at a drain and at the end -> lead: commit
@@ -165,11 +165,9 @@ class Trainer:
 
     def _publish(self) -> None:
         """Hand this version to the weight plane. Collective: every rank takes part in export and canary."""
-        self._report("publishing", "the copy of the weights, and an earlier publish if one is under way")
+        self._report("publishing", "the copy of the weights")
         began = time.monotonic()
-        every = self.config.weights.canary_every
-        due = self._published == 0 or (every > 0 and self._published % every == 0)
-        canary = self._canary() if due else None
+        canary = self._canary() if self._canary_due() else None
         self._published += 1
         if self.lead is None:
             for _ in self.backend.export():
@@ -178,6 +176,16 @@ class Trainer:
             receipt = self.lead.publisher.publish(self.version, self.backend.export(), canary)
             self.lead.events.add("publish", version=receipt.version, bytes=receipt.payload_bytes)
         self._times.snapshot_s = timed(began)
+
+    def _canary_due(self) -> bool:
+        """Every weights.canary_every publishes, and when a node has missed the newest canary. Collective."""
+        every = self.config.weights.canary_every
+        if self._published == 0 or (every > 0 and self._published % every == 0):
+            return True
+        owed = self.lead is not None and self.lead.publisher.stats().canary_owed
+        if self.backend.world_size == 1:
+            return owed
+        return self.backend.broadcast_bytes((b"+" if owed else b"-") if self.lead else None) == b"+"
 
     def _canary(self) -> Canary:
         """Log-probabilities of the canary sequence under the current weights. Collective."""

@@ -217,6 +217,26 @@ def test_a_canary_out_of_tolerance_stops_the_node(plane: Plane) -> None:
     assert "canary" in (publisher.stats().fatal or "")
 
 
+def test_a_node_that_joins_after_the_canary_is_owed_one(plane: Plane) -> None:
+    publisher = plane.publisher()
+    address = publisher.start()
+    first, late = plane.nodes("n0", "late")
+    first.wait("up")
+    first.follow(address)
+    publisher.publish(1, weights(1), Canary([1, 2], [-0.5], tolerance=0.1))
+    first.wait("active", version=1)
+    publisher.publish(2, weights(2), None)
+    first.wait("active", version=2)
+    assert not publisher.stats().canary_owed
+    late.wait("up")
+    late.follow(address)
+    late.wait("active", version=2)
+    until(lambda: publisher.stats().canary_owed)
+    publisher.publish(3, weights(3), Canary([1, 2], [-0.5], tolerance=0.1))
+    late.wait("active", version=3)
+    until(lambda: not publisher.stats().canary_owed)
+
+
 def test_the_newest_version_wins_when_publishes_outrun_the_transfer(plane: Plane) -> None:
     class SlowGroup(GlooGroup):
         def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:

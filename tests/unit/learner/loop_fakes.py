@@ -103,6 +103,7 @@ class RecordingPublisher:
     tables: dict[int, Tensor] = field(default_factory=dict)
     canaries: dict[int, Canary] = field(default_factory=dict)
     fatal: str | None = None
+    canary_owed: bool = False
     closed: bool = False
 
     def start(self) -> str:
@@ -116,7 +117,7 @@ class RecordingPublisher:
         return PublishReceipt(version, self.tables[version].nbytes, 0.0)
 
     def stats(self) -> PublishStats:
-        return PublishStats(published=len(self.versions), fatal=self.fatal)
+        return PublishStats(published=len(self.versions), fatal=self.fatal, canary_owed=self.canary_owed)
 
     def close(self) -> None:
         self.closed = True

@@ -81,6 +81,16 @@ def test_every_version_but_the_last_is_published_and_the_canary_is_the_published
     np.testing.assert_allclose(canary.logprobs, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("owed", "versions"), [(False, [0]), (True, [0, 1, 2, 3])])
+def test_a_node_that_missed_the_canary_gets_one_with_the_next_publish(
+    fakes: ModuleType, make_config: MakeConfig, owed: bool, versions: list[int]
+) -> None:
+    world = fakes.world(make_config(weights={"canary_every": 0}))
+    world.publisher.canary_owed = owed
+    world.run()
+    assert sorted(world.publisher.canaries) == versions
+
+
 # ---------------------------------------------------------------- staleness
 
 
