@@ -114,17 +114,23 @@ def keep_former_ledger(run_dir: Path) -> None:
 
 
 class Snapshots:
-    """RUN/ledger.json and RUN/status.json, so that they can be read when the broker is gone."""
+    """RUN/ledger.json and RUN/status.json, so that they can be read when the broker is gone.
+
+    They are written at every commit too: what a broker killed with -9 leaves behind then lacks no step that the
+    next learner does not train again.
+    """
 
     def __init__(self, run_dir: Path, state: DeliveryState) -> None:
         self._run_dir, self._state = run_dir, state
         self._next_at = 0.0
+        self._committed_step = state.committed_step
 
     def tick(self) -> None:
-        """Write when it is time again."""
+        """Write when it is time again, or something was committed."""
         started = time.monotonic()
-        if started < self._next_at:
+        if started < self._next_at and self._committed_step == self._state.committed_step:
             return
+        self._committed_step = self._state.committed_step
         self.write()
         now = time.monotonic()
         self._next_at = now + max(SNAPSHOT_S, 50 * (now - started))

@@ -60,7 +60,7 @@ class DeliveryState:
         self._clock, self._new_token, self._pid = clock, new_token, pid
         self._lease_deadlines = Deadlines()
         self._accepted: OrderedDict[str, str] = OrderedDict()  # token -> node of the newest accepted results
-        self._committed_step = -1
+        self.committed_step = -1
         self._first_step = 0  # the step at which task 0 is due
         self._wanted = run.groups_per_step  # groups that the learner needs to go on
         self._lease_expiries = self._stale_results = self._discarded_tokens = 0
@@ -112,8 +112,8 @@ class DeliveryState:
         Raises:
             BrokerError: when `step` is committed, its groups being gone.
         """
-        if step <= self._committed_step:
-            raise BrokerError(f"step {step} is committed (up to {self._committed_step}); its groups are gone")
+        if step <= self.committed_step:
+            raise BrokerError(f"step {step} is committed (up to {self.committed_step}); its groups are gone")
         taken = self.tasks.steps.get(step, [])
         missing = count - len(taken)
         if missing > 0:
@@ -150,9 +150,9 @@ class DeliveryState:
 
     def commit(self, step: int) -> int:
         """Release everything taken by steps <= `step`; returns how many groups that were."""
-        highest = max(self.tasks.steps, default=self._committed_step)
+        highest = max(self.tasks.steps, default=self.committed_step)
         count = self.tasks.commit(step)
-        self._committed_step = max(self._committed_step, min(step, highest))
+        self.committed_step = max(self.committed_step, min(step, highest))
         if count:
             self.event_log.add("commit", step=step, groups=count)
             self.lease_revision += 1

@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 
 from broker import main
 from broker.client import BrokerClient
-from broker.contract import BrokerStatus, LearnerReport, LedgerEntry
+from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport
+from broker.event_log import EventLog
 from broker.server import BrokerServer
+from broker.state import DeliveryState
 from common.config import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
 from common.errors import UsageError
-from common.rollouts import Task
+from common.rollouts import GroupMeta, Task
 
 
 def job(run_dir: Path, address: str = "tcp://127.0.0.1:0") -> Config:
@@ -73,6 +76,22 @@ def test_a_run_directory_tells_where_the_broker_is_and_what_it_saw(tmp_path: Pat
     assert status.learner == LearnerReport(7, 1, "starting", 0)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [e["kind"] for e in events] == ["learner_attached"]
+
+
+def test_what_was_committed_is_on_disk_at_once(tmp_path: Path) -> None:
+    run = main.run_info(job(tmp_path), b"")
+    state = DeliveryState(run, time.monotonic, lambda: str(uuid.uuid4()), EventLog())
+    snapshots = main.Snapshots(tmp_path, state)
+    state.offer([Task(serial, b"{}", 0, 4) for serial in range(run.groups_per_step)])
+    state.register(NodeReport("n0", 1, "host", "generating", 0))
+    for lease in state.lease("n0", 0, run.groups_per_step):
+        state.complete("n0", lease.token, GroupMeta(0, 0, 0.5, 4), b"group", 5)
+    state.take(0, run.groups_per_step)
+    snapshots.tick()
+    state.commit(0)
+    snapshots.tick()  # much sooner than the next snapshot is due
+    ledger = msgspec.json.decode((tmp_path / "ledger.json").read_bytes(), type=list[LedgerEntry])
+    assert {entry.state for entry in ledger} == {"committed"}
 
 
 def test_the_ledger_of_an_earlier_broker_is_kept(tmp_path: Path) -> None:
