@@ -129,6 +129,7 @@ def decode_group(data: bytes | memoryview) -> Group:
             raise ValueError(
                 f"group {group.serial} sample {i}: version runs {starts} are not increasing within {n} tokens"
             )
-        if not s.version_runs and s.loss_mask.numpy().any():
+        sampled = np.flatnonzero(s.loss_mask.numpy())
+        if len(sampled) and (not starts or starts[0] > sampled[0]):
             raise ValueError(f"group {group.serial} sample {i}: sampled tokens without a policy version")
     return group

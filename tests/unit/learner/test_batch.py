@@ -62,6 +62,7 @@ def test_a_good_group_is_decoded() -> None:
         (Group(5, [sample(tokens=Array.of(np.zeros(5), "int64")), sample()]), "tokens is int64, expected int32"),
         (Group(5, [sample(loss_mask=Array.of([0, 1], "uint8")), sample()]), "loss_mask has 2 entries for 5 tokens"),
         (Group(5, [sample(version_runs=[]), sample()]), "without a policy version"),
+        (Group(5, [sample(version_runs=[VersionRun(3, 0)]), sample()]), "without a policy version"),
         (Group(5, [sample(), sample()], schema_version=99), "schema 99"),
     ],
 )
