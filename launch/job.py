@@ -22,11 +22,11 @@ from common.run_dir import RunDir
 from launch.access import running_broker
 from launch.cores import available_cores, plan_cores
 from launch.display import Display, open_display
-from launch.learner_record import learner_record
 from launch.metrics_tail import MetricsTail, mean
 from launch.observe import Observation, observe
 from launch.roles import role_command, thread_environment
 from launch.supervisor import Role, RoleSpec, Supervisor, describe_exit
+from learner.run_files import read_record
 
 BROKER_START_S = 30.0
 NODES_LEAVE_S = 30.0  # after the job is done, before they are told to
@@ -124,7 +124,7 @@ class Job:
 
     def _learner_ended(self) -> bool:
         """A learner ends with exit code 0 when the job is done, and when someone told it to stop."""
-        record = learner_record(self.run_dir)
+        record = read_record(self.run_dir)
         if record is not None and record.state == "done":
             return True
         self._note("the learner was told to stop; stopping the job")

@@ -122,7 +122,7 @@ def test_export_copies_the_model(run, tmp_path, capsys):
 )
 def test_run_is_finished_with_all_steps_and_a_model(config, run, record, model, expected):
     if record is not None:
-        write_json(run.learner_json, record)
+        write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, **record})
     if model:
         run.model.mkdir()
         (run.model / "config.json").write_text("{}")
