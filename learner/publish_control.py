@@ -176,7 +176,9 @@ class PublishControl:
 
     def _staged(self, member: Member, message: messages.Staged) -> None:
         transfer = self._current_transfer(member, message.version)
-        if transfer is None or member.identity not in transfer.receiving:
+        if transfer is None or message.epoch != transfer.epoch.epoch:
+            return  # an earlier attempt at this version; its buffer is gone at the node
+        if member.identity not in transfer.receiving:
             return
         transfer.receiving.discard(member.identity)
         transfer.flipping.add(member.identity)
@@ -210,7 +212,7 @@ class PublishControl:
         logger.warning("node %s rejected version %d: %s", member.node_id, message.version, message.reason)
         if message.fatal:
             self._quarantine(member, message.reason)
-        elif transfer is not None:
+        elif transfer is not None and message.epoch == transfer.epoch.epoch:
             transfer.fail(time.perf_counter())
             transfer.answered.add(member.identity)
 

@@ -194,6 +194,7 @@ class WeightClient:
             await self._target.set_epoch(messages.encode(message))
         elif isinstance(message, Publish):
             self._cancel_staging()
+            self._staged = None
             self._staging = asyncio.create_task(self._stage(message))
         elif isinstance(message, messages.Activate):
             await self._activate(message)
@@ -207,10 +208,12 @@ class WeightClient:
         try:
             seconds = await self._target.stage(messages.encode(publish))
         except StagingFailed as error:
-            await self._send(messages.Rejected(self._node_id, publish.incarnation, publish.version, str(error)))
+            await self._send(
+                messages.Rejected(self._node_id, publish.incarnation, publish.version, str(error), epoch=publish.epoch)
+            )
             return
         self._staged = publish
-        await self._send(messages.Staged(self._node_id, publish.incarnation, publish.version, seconds))
+        await self._send(messages.Staged(self._node_id, publish.incarnation, publish.version, seconds, publish.epoch))
 
     async def _activate(self, message: messages.Activate) -> None:
         publish = self._staged

@@ -42,6 +42,7 @@ class Staged(msgspec.Struct, frozen=True, tag="staged"):
     incarnation: int
     version: int
     receive_s: float
+    epoch: int = -1  # of the publish that it answers: a retry has another one
 
 
 class Active(msgspec.Struct, frozen=True, tag="active"):
@@ -59,6 +60,7 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     version: int
     reason: str
     fatal: bool = False  # the node quarantines itself (proof failed); False: the transfer failed, retry
+    epoch: int = -1  # as in Staged
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):

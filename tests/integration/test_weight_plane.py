@@ -284,6 +284,50 @@ def test_what_does_not_decode_is_refused_and_the_sender_hears_why(plane: Plane) 
     assert isinstance(answer, messages.Eject) and "malformed" in answer.reason
 
 
+class InstantGroup:
+    """A group whose broadcasts arrive at once."""
+
+    def __init__(self, epoch: messages.Epoch) -> None:
+        self.epoch = epoch
+
+    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_late_answer_to_an_earlier_attempt_counts_neither_way(plane: Plane) -> None:
+    publisher = plane.publisher(factory=InstantGroup)
+    address = publisher.start()
+    publisher.publish(1, weights(1), None)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as node:
+        node.setsockopt(zmq.LINGER, 0)
+        node.connect(address)
+
+        def hear(kind: type, timeout_s: float = 5) -> object:
+            deadline = time.monotonic() + timeout_s
+            while (left_s := deadline - time.monotonic()) > 0:
+                if node.poll(int(left_s * 1000) + 1):
+                    message = messages.decode_from_learner(node.recv())
+                    if isinstance(message, kind):
+                        return message
+                    if isinstance(message, messages.Ping):
+                        node.send(messages.encode(messages.Pong("n0")))
+            return None
+
+        node.send(messages.encode(messages.Join("n0", 1)))
+        first = hear(messages.Publish)
+        node.send(messages.encode(messages.Rejected("n0", 0, 1, "lost", epoch=first.epoch)))
+        retry = hear(messages.Publish)
+        assert (retry.version, retry.epoch > first.epoch) == (1, True)
+        node.send(messages.encode(messages.Staged("n0", 0, 1, 0.1, first.epoch)))
+        node.send(messages.encode(messages.Rejected("n0", 0, 1, "lost", epoch=first.epoch)))
+        assert hear((messages.Activate, messages.Publish), 1.0) is None
+        node.send(messages.encode(messages.Staged("n0", 0, 1, 0.1, retry.epoch)))
+        assert hear(messages.Activate) is not None
+
+
 def test_everything_listens_on_the_configured_address_only(plane: Plane) -> None:
     publisher = plane.publisher()
     assert publisher.start().startswith("tcp://127.0.0.1:")
