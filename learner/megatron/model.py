@@ -65,6 +65,8 @@ def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConf
     virtual = parallel.virtual_pipeline
     chunks = [provider.provide(vp_stage=i if virtual > 1 else None) for i in range(virtual)]
     for chunk in chunks:
+        if torch.cuda.is_available():
+            chunk.cuda(torch.cuda.current_device())  # some modules, a router among them, are made on the CPU
         bridge_fixes.check_rope(hf_config, chunk)
     tasks = bridge.get_conversion_tasks(chunks)
     _check_tasks(path, chunks, tasks)
