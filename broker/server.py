@@ -35,7 +35,7 @@ class BrokerServer:
         state: the delivery state; only the thread in `run` touches it from then on.
         address: tcp://127.0.0.1:PORT (0: a free one) or ipc://PATH.
         max_message_bytes: largest header or payload that is accepted.
-        on_tick: called about once a second from the loop.
+        on_tick: called in every turn of the loop, at least about once a second.
 
     Raises:
         UsageError: when the address is refused or in use.
@@ -104,7 +104,7 @@ class BrokerServer:
             self._answer_empty(parked)
         if ticking:
             self._next_tick = now + TICK_S
-            self._on_tick()
+        self._on_tick()
 
     def _timeout_ms(self) -> int:
         times = (self._next_tick, self._state.next_deadline(), self._handlers.parked.next_deadline())

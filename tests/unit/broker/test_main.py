@@ -94,6 +94,23 @@ def test_what_was_committed_is_on_disk_at_once(tmp_path: Path) -> None:
     assert {entry.state for entry in ledger} == {"committed"}
 
 
+def test_the_server_looks_after_every_turn_whether_something_was_committed(tmp_path: Path) -> None:
+    state = DeliveryState(main.run_info(job(tmp_path), b""), time.monotonic, lambda: str(uuid.uuid4()), EventLog())
+    turns: list[float] = []
+    server = BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, lambda: turns.append(time.monotonic()))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    with BrokerClient(server.address, deadline_s=5) as client:
+        client.status()
+        before, started = len(turns), time.monotonic()
+        for _ in range(20):
+            client.status()
+        took_s = time.monotonic() - started
+    server.stop()
+    thread.join(10)
+    assert len(turns) - before > 5 + 2 * took_s
+
+
 def test_the_ledger_of_an_earlier_broker_is_kept(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / "ledger.json").write_text(f"[{number}]")
