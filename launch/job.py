@@ -67,6 +67,9 @@ class Job:
                 try:
                     self._start(flag)
                     done = self._watch(flag)
+                except JobFailed as failure:  # said before the others are stopped, which may take a while
+                    self._note(f"{str(failure).splitlines()[0]}; stopping the job")
+                    raise
                 finally:
                     self._stop(done)
             print(self._summary(done))
