@@ -55,7 +55,7 @@ def test_the_wait_names_who_unblocks_it(make_config: Callable[..., Config], fake
     report = world.lead.reporter.snapshot()
     assert (report.state, report.waiting_on) == ("waiting", "groups for step 0: 0 of 2 ready, no node is connected")
     world.fleet.work()  # the node registers; it has no weights yet
-    world.memory.state.fleet.nodes["fake"].report = NodeReport("fake", 1, "h", "starting", -1, "the engine's start")
+    world.memory.state.fleet.nodes["fake"].report = NodeReport("fake", 1, "here", "starting", -1, "the engine's start")
     world.lead.next_command(0)
     assert world.lead.reporter.snapshot().waiting_on.endswith(
         "none being generated: fake is starting (the engine's start)"
