@@ -16,6 +16,12 @@ class Node:
     tokens: set[str] = field(default_factory=set[str])  # its leases
     alive: bool = True
     has_leased: bool = False  # this process of the node
+    handed_in: int = 0  # sampled tokens of the groups that this process handed in
+
+    @property
+    def tokens_generated(self) -> int:
+        """By this process; its reports come with heartbeats, so groups handed in since are the better lower bound."""
+        return max(self.report.tokens_generated, self.handed_in)
 
 
 class Fleet:
@@ -35,7 +41,8 @@ class Fleet:
         if old is not None and not goes_on:
             self._remember_totals(old)
         node = Node(report, report.policy_version, now, old.tokens if old else set())
-        node.has_leased = old is not None and goes_on and old.has_leased
+        if old is not None and goes_on:
+            node.has_leased, node.handed_in = old.has_leased, old.handed_in
         self.nodes[report.node_id] = node
         self._deadlines.add(report.node_id, now + self._silent_s)
         return node
@@ -81,8 +88,8 @@ class Fleet:
         return dead
 
     def tokens_generated(self) -> int:
-        """Sampled tokens over all nodes that ever reported."""
-        return self._past_generated + sum(n.report.tokens_generated for n in self.nodes.values())
+        """Sampled tokens over all nodes that ever joined."""
+        return self._past_generated + sum(n.tokens_generated for n in self.nodes.values())
 
     def tokens_wasted(self) -> int:
         """Tokens that nodes reported as wasted, over all nodes that ever reported."""
@@ -96,7 +103,7 @@ class Fleet:
         ]
 
     def _remember_totals(self, node: Node) -> None:
-        self._past_generated += node.report.tokens_generated
+        self._past_generated += node.tokens_generated
         self._past_wasted += node.report.tokens_wasted
 
 

@@ -242,9 +242,12 @@ class DeliveryState:
         """Accept a group under a current token, once; a repetition of an accepted one is True, anything else False."""
         self._seen_if_known(node_id)
         entry = self.tasks.leased.get(token)
-        if entry is None or entry.node != node_id:
-            if self._accepted.get(token) == node_id:
-                return True
+        current = entry is not None and entry.node == node_id
+        if not current and self._accepted.get(token) == node_id:
+            return True
+        if node_id in self.fleet.nodes:
+            self.fleet.nodes[node_id].handed_in += meta.sampled_tokens
+        if entry is None or not current:
             self._stale_results += 1
             self._discarded_tokens += meta.sampled_tokens
             self.event_log.add("stale_result", node=node_id, tokens=meta.sampled_tokens)

@@ -473,3 +473,13 @@ def test_events_tell_what_happened_in_order(backend: Backend) -> None:
     assert [e.kind for e in events] == ["learner_attached", "join", "first_lease", "group_failed", "leave"]
     assert events[3].detail == {"serial": 0, "node": "n0", "reason": "why"}
     assert [e.kind for e in backend.learner.events(events[2].index)] == ["group_failed", "leave"]
+
+
+def test_generated_tokens_count_groups_that_no_heartbeat_has_reported_yet(backend: Backend) -> None:
+    backend.learner.attach(learner_report())
+    backend.learner.offer(tasks(0))
+    backend.join()
+    lease = backend.lease(1)[0]
+    for _ in range(2):  # the second is a repetition, and counts once
+        assert backend.run(backend.node.complete("n0", lease.token, GroupMeta(0, 0, 1.0, 321), b"x"))
+    assert backend.learner.status().tokens_generated_total == 321
