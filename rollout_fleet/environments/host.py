@@ -2,13 +2,17 @@
 
 A call that outlives its deadline is cancelled; when the thread itself no longer answers (an environment that
 blocks without awaiting), the thread is given up and a new one takes over for later calls.
+
+Many episodes end in the same turn of the engine, and waking a thread costs more than a typical environment's step,
+so calls and answers cross in batches: all of one turn of an event loop with one wake-up.
 """
 
 import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -17,12 +21,75 @@ PROBE_S = 5.0
 CLOSE_S = 1.0
 
 
+class _Crossing(Generic[T]):
+    """Hands items from the event loop that posts them to another, all of one turn together."""
+
+    def __init__(self, target: asyncio.AbstractEventLoop, receive: Callable[[list[T]], None]) -> None:
+        self.target, self._receive = target, receive
+        self._waiting: list[T] = []
+
+    def post(self, item: T) -> None:
+        """From the source loop's thread only."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._waiting.append(item)
+
+    def _flush(self) -> None:
+        items, self._waiting = self._waiting, []
+        if not self.target.is_closed():
+            self.target.call_soon_threadsafe(self._receive, items)
+
+
+class _Call:
+    """One call on its way to the environment thread; `task` is set and used there only."""
+
+    def __init__(self, function: Callable[[], Awaitable[Any]], back: "_Crossing[_Call]", answer: Any) -> None:
+        self.function, self.back, self.answer = function, back, answer
+        self.task: asyncio.Task[Any] | None = None
+        self.given_up = False
+
+    async def run(self) -> Any:
+        try:
+            return await self.function()
+        except asyncio.CancelledError:
+            if self.task is not None and self.task.cancelling():  # the caller gave up, or the thread ends
+                raise
+            raise RuntimeError("the environment cancelled itself") from None
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError(f"the environment raised {type(error).__name__}") from error
+
+    def cancel(self) -> None:
+        """On the environment thread: the caller gave up."""
+        self.given_up = True
+        if self.task is not None:
+            self.task.cancel()
+
+    def deliver(self) -> None:
+        """On the caller's thread: settle its future with what the task came to."""
+        assert self.task is not None
+        error = None if self.task.cancelled() else self.task.exception()  # looked at, also when nobody waits
+        if self.answer.done():
+            return
+        if self.task.cancelled():
+            self.answer.cancel()
+        elif error is not None:
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result(self.task.result())
+
+
 class EnvironmentHost:
     """The thread that environments live on; use from one event loop."""
 
     def __init__(self) -> None:
-        self._loop, self._thread = _start()
         self._probing = False
+        self._renew()
+
+    def _renew(self) -> None:
+        """Start a thread; it gets crossings of its own, each used by one thread on either side."""
+        self._loop, self._thread = _start()
+        self._there: _Crossing[_Call] = _Crossing(self._loop, _begin)
+        self._back: _Crossing[_Call] | None = None
 
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Call `function` and await what it returns, both on the environment thread.
@@ -31,23 +98,18 @@ class EnvironmentHost:
             Exception: whatever the environment raises; RuntimeError in place of what would end a thread or task.
             asyncio.CancelledError: the caller was cancelled; the call is cancelled as well.
         """
-
-        async def run() -> T:
-            try:
-                return await function()
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():  # the caller gave up
-                    raise
-                raise RuntimeError("the environment cancelled itself") from None
-            except (SystemExit, KeyboardInterrupt) as error:
-                raise RuntimeError(f"the environment raised {type(error).__name__}") from error
-
-        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        if self._loop.is_closed():
+            raise RuntimeError("the environment thread has ended")
+        here, there = asyncio.get_running_loop(), self._loop
+        if self._back is None or self._back.target is not here:
+            self._back = _Crossing(here, _deliver)
+        call = _Call(function, self._back, here.create_future())
+        self._there.post(call)
         try:
-            return await asyncio.wrap_future(future)
+            return await call.answer
         except asyncio.CancelledError:
-            future.cancel()
+            if not there.is_closed():
+                there.call_soon_threadsafe(call.cancel)
             self._probe()
             raise
 
@@ -64,7 +126,7 @@ class EnvironmentHost:
             if not answered.is_set() and self._loop is loop:
                 logger.error("an environment blocks its thread; later episodes run on a new one")
                 loop.call_soon_threadsafe(loop.stop)  # for when it unblocks
-                self._loop, self._thread = _start()
+                self._renew()
 
         asyncio.get_running_loop().call_later(PROBE_S, check)
 
@@ -73,6 +135,24 @@ class EnvironmentHost:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
+
+
+def _begin(calls: list[_Call]) -> None:
+    """On the environment thread: start the calls; each answers when it is done."""
+    for call in calls:
+        if call.given_up:
+            continue
+        call.task = asyncio.get_running_loop().create_task(call.run())
+        call.task.add_done_callback(partial(_answer, call))
+
+
+def _answer(call: _Call, _: asyncio.Task[Any]) -> None:
+    call.back.post(call)
+
+
+def _deliver(calls: list[_Call]) -> None:
+    for call in calls:
+        call.deliver()
 
 
 def _start() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
