@@ -186,7 +186,7 @@ def test_a_flip_whose_caller_goes_away_is_finished_and_proven(rig: Rig) -> None:
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_a_reason(rig: Rig) -> None:
-    with pytest.raises(SlipstreamError, match="512"):
+    with pytest.raises(ValueError, match="512"):
         rig.run(rig.engine.generate([5] * 600, 4))
     assert rig.run(rig.engine.generate([5] * 10, 4)).version_runs[0].version == 6
 
