@@ -69,6 +69,7 @@ class EngineWeights:
 
     async def set_layout(self, incarnation: int, welcome: bytes) -> None:
         """The encoded Welcome of a learner incarnation."""
+        await self._settled()
         await self._rpc("init_weight_transfer_engine", init_info={"message": welcome})
 
     async def set_epoch(self, epoch: bytes) -> None:
@@ -77,6 +78,7 @@ class EngineWeights:
 
     async def stage(self, publish: bytes) -> float:
         """Receive an encoded Publish while generation goes on; returns its seconds. Raises StagingFailed."""
+        await self._settled()
         try:
             await self._rpc("slipstream_stage", publish=publish)
         except SlipstreamError as error:
@@ -90,6 +92,11 @@ class EngineWeights:
             if status.state != "receiving":
                 raise StagingFailed(status.error or "the transfer was given up")
             pause_s = min(2 * pause_s, LAST_POLL_S)
+
+    async def _settled(self) -> None:
+        """Wait for a flip that its caller left: it still needs the buffer that a new transfer would take away."""
+        if self._flipping is not None:
+            await asyncio.wait([self._flipping])
 
     async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
         """Use the staged version from the next token on, then prove it. Raises ProofFailed.

@@ -24,6 +24,7 @@ START_S = 120.0  # an engine and a learner starting on two busy cores
 JOB_S = 240.0
 STALENESS = 1
 GROUPS = 4
+SLOW = {"options": {"pause_s": 0.25}}  # a step takes about this long at least, however fast the machine is
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,8 @@ def assert_trained_exactly_once(run_dir: Path, steps: int) -> None:
 
 
 def test_job_survives_kills_of_node_and_learner(assets, tmp_path):
-    run_dir, steps = tmp_path / "run", 12
-    config = write_config(tmp_path / "job.yaml", assets, run_dir, steps)
+    run_dir, steps = tmp_path / "run", 60
+    config = write_config(tmp_path / "job.yaml", assets, run_dir, steps, tasks=SLOW)
     with Command(tmp_path, "up", "up", str(config)) as up:
         until("second step", lambda: len(metrics(run_dir)) >= 2, START_S, up)
         running = status(run_dir)
@@ -79,7 +80,7 @@ def test_job_survives_kills_of_node_and_learner(assets, tmp_path):
     assert metrics(run_dir)[-1]["incarnation"] == 1
     kinds = [event["kind"] for event in events(run_dir)]
     assert kinds.count("role_crashed") == kinds.count("role_restarted") == 2
-    assert "done: 12 of 12 steps" in up.output()
+    assert f"done: {steps} of {steps} steps" in up.output()
     assert (run_dir / "model" / "model.safetensors").is_file()
     ended = status(run_dir)
     assert (ended["live"], ended["learner"]["state"]) == (False, "done")
@@ -89,8 +90,10 @@ def test_job_survives_kills_of_node_and_learner(assets, tmp_path):
 
 
 def test_interrupted_job_drains_and_the_same_command_goes_on(assets, tmp_path):
-    run_dir, steps = tmp_path / "run", 6
-    config = write_config(tmp_path / "job.yaml", assets, run_dir, steps, learner={"checkpoint": {"every": 50}})
+    run_dir, steps = tmp_path / "run", 30
+    config = write_config(
+        tmp_path / "job.yaml", assets, run_dir, steps, tasks=SLOW, learner={"checkpoint": {"every": 50}}
+    )
     with Command(tmp_path, "first", "up", str(config)) as up:
         until("second step", lambda: len(metrics(run_dir)) >= 2, START_S, up)
         processes = descendants(up.process.pid)
