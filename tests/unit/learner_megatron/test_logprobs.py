@@ -69,6 +69,7 @@ def test_no_tokens_give_no_logprobs() -> None:
 
 _RANK = """
 import sys, torch, torch.distributed as dist
+from common.lifecycle import leave
 from learner.megatron.logprobs import logprobs_and_entropy, logprobs_of
 torch.set_num_threads(1)
 rank, where = int(sys.argv[1]), sys.argv[2]
@@ -88,6 +89,7 @@ for chunk in (1, 40, 1 << 20):
     alone = logprobs_of(mine.detach(), targets, 0.6, dist.group.WORLD, chunk)
     torch.testing.assert_close(alone, wanted[0], rtol=1e-12, atol=1e-12)
 print("equal")
+leave(0)  # as a rank ends: gloo's threads do not survive the interpreter's teardown
 """
 
 
