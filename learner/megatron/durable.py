@@ -4,6 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
+from learner.checkpointing import sync
+
 
 def staging_path(path: Path) -> Path:
     """Where the content of `path` is written before it is published; in the same folder, so a rename is atomic."""
@@ -23,17 +25,9 @@ def publish(path: Path) -> None:
     staging = staging_path(path)
     for file in sorted(staging.rglob("*")):
         if file.is_file():
-            _sync(file)
-    _sync(staging)
+            sync(file)
+    sync(staging)
     if path.exists():
         shutil.rmtree(path)
     os.rename(staging, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(path.parent)
