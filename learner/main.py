@@ -144,14 +144,7 @@ def train(config: Config, run_dir: RunDir, process: RankProcess, parts: LeadPart
     from learner.megatron.backend import MegatronBackend  # after the checks: it takes seconds to import
     from learner.trainer import Start, Trainer
 
-    backend = MegatronBackend(
-        Path(config.model.path),
-        config.model.dtype,
-        config.learner.parallel,
-        config.learner.optimizer,
-        config.run.steps,
-        config.run.seed,
-    )
+    backend = MegatronBackend.of(config)
     process.drain_on_signals()
     told = backend.broadcast_bytes(msgspec.json.encode(parts.resume) if parts else None)
     resume = msgspec.json.decode(told, type=Resume)

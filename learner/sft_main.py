@@ -30,14 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     from learner.megatron.backend import MegatronBackend  # after the checks: it takes seconds to import
     from learner.trainer import save_model
 
-    backend = MegatronBackend(
-        Path(config.model.path),
-        config.model.dtype,
-        config.learner.parallel,
-        config.learner.optimizer,
-        config.run.steps,
-        config.run.seed,
-    )
+    backend = MegatronBackend.of(config)
     process.drain_on_signals()
     metrics = MetricsWriter(run_dir.metrics) if process.is_lead else None
     run_sft(config, backend, dataset, metrics, process.stop_requested)

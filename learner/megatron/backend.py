@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from common.config import OptimizerConfig, ParallelConfig
+from common.config import Config, OptimizerConfig, ParallelConfig, SftConfig
 from learner.backend import LossFunction, Microbatch, StepResult
 from learner.megatron import checkpoint, parallel
 from learner.megatron.export import Exporter
@@ -47,6 +47,12 @@ class MegatronBackend:
         data_parallel_size: replicas.
         vocab_size: entries of the vocabulary.
     """
+
+    @classmethod
+    def of(cls, config: Config | SftConfig) -> "MegatronBackend":
+        """The backend that a job's or a warm start's config describes. Collective; raises as `__init__` does."""
+        learner, model, run = config.learner, config.model, config.run
+        return cls(Path(model.path), model.dtype, learner.parallel, learner.optimizer, run.steps, run.seed)
 
     def __init__(
         self,
