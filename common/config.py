@@ -34,6 +34,7 @@ class RunConfig(Strict, frozen=True, kw_only=True):
 class ModelConfig(Strict, frozen=True, kw_only=True):
     path: Text  # Hugging Face folder: config.json, safetensors, tokenizer
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters of learner and engine
+    verify: bool = True  # compare Megatron's forward pass with Hugging Face's when the model is loaded
 
 
 class TasksConfig(Strict, frozen=True, kw_only=True):
@@ -52,6 +53,13 @@ class ParallelConfig(Strict, frozen=True, kw_only=True):
     context: Positive = 1
     expert: Positive = 1
     expert_tensor: Positive = 1
+    sequence: bool = True  # sequence parallelism wherever tensor > 1
+    first_stage_layers: Positive | None = None  # layers of the first pipeline stage; None: as many as the others
+    last_stage_layers: Positive | None = None
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.sequence and self.tensor > 1
 
     @property
     def model_ranks(self) -> int:
@@ -73,20 +81,46 @@ class OptimizerConfig(Strict, frozen=True, kw_only=True):
 
 
 class LossConfig(Strict, frozen=True, kw_only=True):
+    """Bounds that are None have the default of what they belong to; docs/algorithms.md lists them."""
+
     objective: Literal["ppo_clip"] = "ppo_clip"
     advantage: Literal["grpo"] = "grpo"
     advantage_std: bool = True  # divide by the standard deviation of the group's rewards
-    clip_low: PositiveFloat = 0.2
-    clip_high: PositiveFloat = 0.28
-    proximal: Literal["recompute", "behavior"] = "recompute"
+    clip_low: PositiveFloat | None = None
+    clip_high: PositiveFloat | None = None
+    clip_dual: Annotated[float, Meta(gt=1)] | None = None  # bound of ppo_clip where advantages are negative
+    proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"
     correction: Literal["none", "tis"] = "tis"
-    correction_cap: PositiveFloat = 2.0
+    correction_level: Literal["token", "sequence", "geometric"] = "token"
+    correction_low: PositiveFloat | None = None
+    correction_cap: PositiveFloat | None = None
+    correction_normalize: bool = False  # divide by the batch's mean weight
+    correction_veto: PositiveFloat | None = None  # a sample with a token's weight below it leaves the loss
+    kl_coefficient: NonNegativeFloat = 0.0  # of the divergence from the reference model
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    reference: Text | None = None  # Hugging Face folder of the reference model; None: model.path
     entropy_coefficient: NonNegativeFloat = 0.0
+    reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+
+
+class MemoryConfig(Strict, frozen=True, kw_only=True):
+    recompute: Literal["none", "selective", "full"] = "none"  # activations computed again in the backward pass
+    offload_optimizer: bool = False  # states and main parameters in host memory while not in use
+    offload_gradients: bool = False
+    offload_parameters: bool = False
+
+
+class MoeConfig(Strict, frozen=True, kw_only=True):
+    freeze_router: bool = False
+    balance: Literal["none", "aux_loss", "bias"] = "none"
+    balance_rate: NonNegativeFloat = 1e-3  # coefficient of aux_loss; step of the experts' bias
+    replay_routing: bool = False  # train with the experts that the engine routed each token to
 
 
 class CheckpointConfig(Strict, frozen=True, kw_only=True):
     every: Positive = 20  # steps; commits are tied to it
     keep: Positive = 2
+    asynchronous: bool = True  # written behind the next steps; committed when it is on the disk
 
 
 class LearnerConfig(Strict, frozen=True, kw_only=True):
@@ -94,7 +128,10 @@ class LearnerConfig(Strict, frozen=True, kw_only=True):
     threads: Positive = 1  # CPU threads per rank
     groups_per_step: Positive = 16
     micro_batch_tokens: Positive = 16384
+    dynamic_sampling: bool = False  # a step takes further groups in place of those whose rewards are all equal
     parallel: ParallelConfig = ParallelConfig()
+    memory: MemoryConfig = MemoryConfig()
+    moe: MoeConfig = MoeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -184,7 +221,14 @@ class SftLearnerConfig(Strict, frozen=True, kw_only=True):
     sequences_per_step: Positive = 32
     micro_batch_tokens: Positive = 16384
     parallel: ParallelConfig = ParallelConfig()
+    memory: MemoryConfig = MemoryConfig()
+    moe: MoeConfig = MoeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig(every=1000, keep=1)
+
+    @property
+    def data_parallel(self) -> int:
+        return self.world_size // self.parallel.model_ranks
 
 
 class SftConfig(Strict, frozen=True, kw_only=True):

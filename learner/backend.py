@@ -27,19 +27,23 @@ class Microbatch:
     loss_mask: Tensor  # [T] float32, 1 where the target trains
     advantages: Tensor  # [T] float32 (zeros in supervised tuning)
     behavior_logprobs: Tensor  # [T] float32 (zeros in supervised tuning)
-    staleness: Tensor | None = None  # [T] int32, step - version that sampled the target; for metrics only
+    staleness: Tensor | None = None  # [T] int32, step - version that sampled the target
+    reference_logprobs: Tensor | None = None  # [T] float32 of the frozen reference model
+    routed_experts: Tensor | None = None  # [T, MoE layers, experts per token] int16, of the input token; -1: unknown
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """One microbatch's loss, summed over its loss tokens (the backend divides by the global count)."""
+    """One microbatch's loss, as a sum; the backend divides by the global denominator."""
 
     loss_sum: Tensor  # scalar, differentiable
     sums: dict[str, Tensor] = field(default_factory=dict)  # scalars, added over microbatches and data-parallel ranks
     maxima: dict[str, Tensor] = field(default_factory=dict)  # scalars, maximum over them
+    denominator: Tensor | None = None  # scalar, added over microbatches and data-parallel ranks; None: loss tokens
 
 
-# (logprobs [T] float32 of the targets, entropy [T] float32 or None, microbatch) -> LossOutput
+# (logprobs [T] float32 of the targets, entropy [T] float32 or None, microbatch) -> LossOutput. Documents arrive whole
+# and in the microbatch's order under every parallel layout.
 LossFunction = Callable[[Tensor, Tensor | None, Microbatch], LossOutput]
 
 
@@ -47,7 +51,7 @@ LossFunction = Callable[[Tensor, Tensor | None, Microbatch], LossOutput]
 class StepResult:
     """Same on every rank."""
 
-    loss: float  # global sum / global loss tokens
+    loss: float  # global sum / global denominator
     loss_tokens: int
     grad_norm: float  # before clipping
     lr: float
@@ -63,6 +67,7 @@ class Backend(Protocol):
     data_parallel_rank: int
     data_parallel_size: int
     vocab_size: int
+    document_multiple: int  # inside, a document's places are padded to a multiple of it; packing counts them so
 
     def train_step(
         self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False
@@ -71,12 +76,16 @@ class Backend(Protocol):
 
         Every data-parallel rank passes the same number of microbatches. Logits are divided by
         `temperature` before the log-softmax. Gradients are those of (sum of loss_sum over all
-        microbatches of all ranks) / (sum of loss_mask over the same).
+        microbatches of all ranks) / (sum of denominator over the same).
         """
         ...
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """[T] float32 log-probabilities of the targets, no gradient, on every rank of the replica. Collective."""
+        ...
+
+    def reference_logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
+        """As `logprobs`, of the frozen reference model. Collective."""
         ...
 
     def export(self) -> Iterator[tuple[str, Tensor]]:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from common.config import LossConfig
 
+TOKEN_CAP = 2.0
+
 
 @dataclass(frozen=True)
 class Corrected:
@@ -46,7 +48,8 @@ def tis(weights: Tensor, config: LossConfig) -> Corrected:
         weights: [T] importance weights; infinite ones are truncated like any other.
         config: `correction_cap` is read.
     """
-    return Corrected(weights.clamp(max=config.correction_cap), weights > config.correction_cap)
+    cap = TOKEN_CAP if config.correction_cap is None else config.correction_cap
+    return Corrected(weights.clamp(max=cap), weights > cap)
 
 
 CORRECTIONS: dict[str, Correction] = {"none": none, "tis": tis}

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from common.config import LossConfig
 
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+
 
 @dataclass(frozen=True)
 class Surrogate:
@@ -43,7 +45,9 @@ def ppo_clip(log_ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surro
     """
     ratio = torch.exp(log_ratio)
     unclipped = ratio * advantages
-    clipped = torch.clamp(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
+    low = CLIP_LOW if config.clip_low is None else config.clip_low
+    high = CLIP_HIGH if config.clip_high is None else config.clip_high
+    clipped = torch.clamp(ratio, 1.0 - low, 1.0 + high) * advantages
     return Surrogate(torch.minimum(unclipped, clipped), (clipped < unclipped).detach())
 
 

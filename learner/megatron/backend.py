@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from common.config import Config, OptimizerConfig, ParallelConfig, SftConfig
+from common.config import Config, LearnerConfig, ModelConfig, SftConfig, SftLearnerConfig
 from learner.backend import LossFunction, Microbatch, StepResult
 from learner.megatron import checkpoint, parallel
 from learner.megatron.export import Exporter
@@ -46,54 +46,50 @@ class MegatronBackend:
         data_parallel_rank: which replica's share of the batch this rank computes.
         data_parallel_size: replicas.
         vocab_size: entries of the vocabulary.
+        document_multiple: see learner.backend.Backend.
     """
 
     @classmethod
     def of(cls, config: Config | SftConfig) -> "MegatronBackend":
         """The backend that a job's or a warm start's config describes. Collective; raises as `__init__` does."""
-        learner, model, run = config.learner, config.model, config.run
-        return cls(Path(model.path), model.dtype, learner.parallel, learner.optimizer, run.steps, run.seed)
+        return cls(config.model, config.learner, config.run.steps, config.run.seed)
 
     def __init__(
-        self,
-        model_path: Path,
-        dtype: str,
-        layout: ParallelConfig,
-        optimizer: OptimizerConfig,
-        total_steps: int,
-        seed: int = 0,
+        self, model: ModelConfig, learner: LearnerConfig | SftLearnerConfig, total_steps: int, seed: int = 0
     ) -> None:
         """Join the world, build the model and load its weights. Collective.
 
         Args:
-            model_path: Hugging Face folder.
-            dtype: of the parameters, float32 or bfloat16; main gradients and optimizer states are float32.
-            layout: sizes of the model-parallel groups; what remains of the world is data-parallel.
-            optimizer: AdamW and its schedule.
+            model: Hugging Face folder, and the dtype of the parameters; main gradients and optimizer states are
+                float32.
+            learner: `parallel` cuts the world, what remains of it is data-parallel; `optimizer` is AdamW and its
+                schedule; `memory` and `moe` say what is kept where and how experts are balanced.
             total_steps: where the schedule ends unless the optimizer's decay_steps says otherwise.
             seed: of Megatron's random generators.
 
         Raises:
             UsageError: a folder, a layout or a model that cannot be used; naming it.
         """
-        hf_config = read_config(Path(model_path))
-        self.model_path, self.layout = Path(model_path), layout
+        self.model_path, self.layout = Path(model.path), learner.parallel
+        layout, dtype = learner.parallel, DTYPES[model.dtype]
+        hf_config = read_config(self.model_path)
         check_layout(hf_config, layout, parallel.world_size())
         parallel.initialize(layout, seed)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.data_parallel_rank = mpu.get_data_parallel_rank()
         self.data_parallel_size = mpu.get_data_parallel_world_size()
         self.vocab_size = int(hf_config.vocab_size)
-        model = build(self.model_path, hf_config, DTYPES[dtype], layout)
-        self.chunks = wrap_chunks(model)
-        self.optimizer = Optimizer(self.chunks, optimizer, DTYPES[dtype], total_steps)
-        self.schedule = Schedule(self.chunks, model.config, parallel.device())
-        self.exporter = Exporter(model, self.chunks)
+        self.document_multiple = 1
+        built = build(self.model_path, hf_config, dtype, layout)
+        self.chunks = wrap_chunks(built)
+        self.optimizer = Optimizer(self.chunks, learner.optimizer, dtype, total_steps)
+        self.schedule = Schedule(self.chunks, built.config, parallel.device())
+        self.exporter = Exporter(built, self.chunks)
         if self.rank == 0:
             logger.info(
                 "model %s on %d ranks: tensor %d, pipeline %d x %d, expert %d, data %d; %s, %s",
                 *(self.model_path, self.world_size, layout.tensor, layout.pipeline, layout.virtual_pipeline),
-                *(layout.expert, self.data_parallel_size, dtype, parallel.device().type),
+                *(layout.expert, self.data_parallel_size, model.dtype, parallel.device().type),
             )
 
     def train_step(
@@ -107,12 +103,16 @@ class MegatronBackend:
         self.optimizer.zero_grad()
         totals = self.schedule.train(microbatches, loss, temperature, entropy)
         norm, rate = self.optimizer.step()
-        mean = totals.loss_sum / max(1, totals.loss_tokens)
+        mean = totals.loss_sum / totals.denominator if totals.denominator > 0 else 0.0
         return StepResult(mean, totals.loss_tokens, norm, rate, totals.sums, totals.maxima)
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """[T] float32 log-probabilities of the targets, on the CPU of every rank of the replica. Collective."""
         return self.schedule.logprobs(microbatches, temperature)
+
+    def reference_logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
+        """See learner.backend.Backend.reference_logprobs. Collective."""
+        raise NotImplementedError
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on this rank's device), in a fixed order, on every rank. Collective.

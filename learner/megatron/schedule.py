@@ -24,6 +24,7 @@ class Totals:
 
     loss_sum: float
     loss_tokens: int
+    denominator: float
     sums: dict[str, float]
     maxima: dict[str, float]
 
@@ -56,6 +57,10 @@ def _nothing() -> Microbatch:
     return Microbatch(one, one, torch.zeros(1, dtype=torch.int64), (1,), zero, zero, zero)
 
 
+def _values(sums: dict[str, Tensor], names: list[str]) -> list[Tensor | float]:
+    return [sums.get(name, 0.0) for name in names]
+
+
 class Schedule:
     """Runs a model's chunks over microbatches, forward and backward or forward only."""
 
@@ -66,7 +71,7 @@ class Schedule:
         self._vocabulary_group = mpu.get_tensor_model_parallel_group()
 
     def train(self, microbatches: list[Microbatch], loss: LossFunction, temperature: float, entropy: bool) -> Totals:
-        """Forward and backward; leaves gradients of (sum of losses / sum of loss_mask) in the chunks. Collective.
+        """Forward and backward; leaves gradients of (sum of losses / sum of denominators) in the chunks. Collective.
 
         `microbatches` are this data-parallel rank's, equally many on every one.
         """
@@ -83,7 +88,11 @@ class Schedule:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         reports = self._forward_backward(microbatches, loss_of, forward_only=False)
-        return self._reduce(reports)
+        totals = self._reduce(reports)
+        if totals.denominator != totals.loss_tokens and totals.denominator > 0:
+            for chunk in self.chunks:  # Megatron has divided by the tokens
+                chunk.scale_gradients(totals.loss_tokens / totals.denominator)
+        return totals
 
     @torch.no_grad()
     def logprobs(self, microbatches: list[Microbatch], temperature: float) -> list[Tensor]:
@@ -157,7 +166,10 @@ class Schedule:
             return torch.stack([torch.as_tensor(x, device=self.device).detach().double() for x in values])
 
         sums = torch.stack(
-            [column([o.loss_sum, tokens, *(o.sums.get(n, 0.0) for n in sum_names)]) for o, tokens in reports]
+            [
+                column([o.loss_sum, n, n if o.denominator is None else o.denominator, *_values(o.sums, sum_names)])
+                for o, n in reports
+            ]
         ).sum(0)
         lowest = float("-inf")
         maxima = None
@@ -168,10 +180,11 @@ class Schedule:
             dist.all_reduce(sums, group=group)
             if maxima is not None:
                 dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-        loss_sum, tokens, *rest = sums.tolist()
+        loss_sum, tokens, denominator, *rest = sums.tolist()
         return Totals(
             loss_sum,
             round(tokens),
+            denominator,
             dict(zip(sum_names, rest, strict=True)),
             dict(zip(max_names, maxima.tolist() if maxima is not None else [], strict=True)),
         )

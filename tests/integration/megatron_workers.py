@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 from safetensors.torch import save_file
 
-from common.config import OptimizerConfig, ParallelConfig
+from common.config import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from common.lifecycle import die_with_parent
 from learner.backend import LossOutput, Microbatch
 
@@ -213,14 +213,9 @@ def job_resume(folder: Path, spec: dict[str, Any]) -> None:
 def _backend(folder: Path, spec: dict[str, Any]) -> Any:
     from learner.megatron.backend import MegatronBackend
 
-    return MegatronBackend(
-        folder / "models" / spec.get("kind", "tied"),
-        spec.get("dtype", "float32"),
-        ParallelConfig(**spec.get("parallel", {})),
-        OPTIMIZER,
-        total_steps=10,
-        seed=spec.get("seed", 1),
-    )
+    model = ModelConfig(path=str(folder / "models" / spec.get("kind", "tied")), dtype=spec.get("dtype", "float32"))
+    learner = LearnerConfig(parallel=ParallelConfig(**spec.get("parallel", {})), optimizer=OPTIMIZER)
+    return MegatronBackend(model, learner, total_steps=10, seed=spec.get("seed", 1))
 
 
 def _leave(backend: Any) -> None:
