@@ -178,7 +178,8 @@ def _model_shape(shape: dict[str, object], parallel: ParallelConfig) -> Iterator
         key = "learner.parallel." + ("virtual_pipeline" if parallel.virtual_pipeline > 1 else "pipeline")
         found = f"pipeline {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline} = {stages} stages"
         yield key, f"stages that divide the model's {layers} layers", found, None
-    experts = _number(shape, "num_experts") or _number(shape, "num_local_experts")
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((n for name in names if (n := _number(shape, name))), None)
     if parallel.expert > 1 and (not experts or experts % parallel.expert):
         expected = f"a divisor of the model's {experts} experts" if experts else "1, since the model has no experts"
         yield "learner.parallel.expert", expected, str(parallel.expert), None

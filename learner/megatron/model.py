@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from common.config import ParallelConfig
 from common.errors import UsageError
 from learner.megatron import bridge_fixes, hf_folder
+from learner.megatron.bridges import mixtral as _mixtral  # noqa: F401  (registers itself)
 
 logger = logging.getLogger(__name__)
 

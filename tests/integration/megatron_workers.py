@@ -253,6 +253,9 @@ def _write(path: Path, backend: Any, tensors: dict[str, torch.Tensor], result: d
     (path / f"{backend.rank}.json").write_text(json.dumps(result))
 
 
+JOBS = {"reference": job_reference, "layout": job_layout, "resume": job_resume}
+
+
 def _run_rank(folder: Path, group: dict[str, Any], rank: int, port: int) -> None:
     """The life of one rank, in a process of its own."""
     die_with_parent()
@@ -261,9 +264,8 @@ def _run_rank(folder: Path, group: dict[str, Any], rank: int, port: int) -> None
     os.dup2(log, 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(group["ranks"])}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    job = {"reference": job_reference, "layout": job_layout, "resume": job_resume}[group["job"]]
     for spec in group["specs"]:
-        job(folder, spec)
+        JOBS[group["job"]](folder, spec)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

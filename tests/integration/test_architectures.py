@@ -1,0 +1,107 @@
+"""Every supported architecture through real Megatron, against plain Hugging Face transformers, in float32.
+
+One run of architecture_workers.py does all the work; the tests compare what it left behind.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+WORKERS = Path(__file__).with_name("architecture_workers.py")
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 300.0
+
+DENSE = ["qwen2", "qwen2.5-untied", "qwen3", "llama", "llama-tied", "mistral"]
+MOE = ["mixtral", "mixtral-window", "qwen3-moe", "qwen3-moe-normed"]
+ONE = [{"name": kind, "kind": kind} for kind in DENSE + MOE]
+TWO = [
+    *({"name": f"{kind}-tp2", "kind": kind, "parallel": {"tensor": 2}} for kind in ("qwen2", "llama", "mistral")),
+    *(
+        {"name": f"{kind}-pp2", "kind": kind, "parallel": {"pipeline": 2}}
+        for kind in ("qwen2", "llama-tied", "mixtral")
+    ),
+    *({"name": f"{kind}-ep2", "kind": kind, "parallel": {"expert": 2}} for kind in ("mixtral", "qwen3-moe-normed")),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, what Hugging Face makes of them, and what every layout makes of them."""
+    place = tmp_path_factory.mktemp("architectures")
+    for name in ("models", "saved", "gradients"):
+        (place / name).mkdir()
+    kinds = [{"kind": kind} for kind in DENSE + MOE]
+    stages = [[group(1, "model", kinds)], [group(1, "load", ONE), group(2, "load", TWO)]]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(WORKERS), str(place), json.dumps(stages), str(TIMEOUT_S)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S + 60)
+    if done.returncode != 0:
+        logs = [f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(place.glob("*.log"))]
+        pytest.fail("\n".join([done.stderr[-3000:], *logs]), pytrace=False)
+    return place
+
+
+def group(ranks: int, job: str, specs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"ranks": ranks, "job": job, "specs": specs}
+
+
+def section(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix + "."): v for k, v in tensors.items() if k.startswith(prefix + ".")}
+
+
+def of_ranks(folder: Path, spec: dict[str, Any]) -> list[dict[str, Tensor]]:
+    return [load_file(file) for file in sorted((folder / spec["name"]).glob("*.safetensors"))]
+
+
+def reference(folder: Path, spec: dict[str, Any]) -> dict[str, Tensor]:
+    return load_file(folder / f"reference-{spec['kind']}.safetensors")
+
+
+layouts = pytest.mark.parametrize("spec", ONE + TWO, ids=[s["name"] for s in ONE + TWO])
+
+
+@layouts
+def test_every_tensor_of_the_folder_comes_back_bitwise_on_every_rank(folder: Path, spec: dict[str, Any]) -> None:
+    source = load_file(folder / "models" / spec["kind"] / "model.safetensors")
+    for tensors in of_ranks(folder, spec):
+        weights = section(tensors, "weight")
+        assert weights.keys() == source.keys()
+        for name, tensor in source.items():
+            assert torch.equal(weights[name], tensor), name
+
+
+@layouts
+def test_logprobs_of_packed_documents_equal_hugging_face(folder: Path, spec: dict[str, Any]) -> None:
+    expected = section(reference(folder, spec), "logprobs")
+    found = {k: v for tensors in of_ranks(folder, spec) for k, v in section(tensors, "logprobs").items()}
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=0, atol=2e-5)
+
+
+@layouts
+def test_every_gradient_equals_autograd(folder: Path, spec: dict[str, Any]) -> None:
+    expected, found = section(reference(folder, spec), "gradient"), section(of_ranks(folder, spec)[0], "gradient")
+    assert found.keys() == expected.keys()
+    errors = {n: ((found[n].double() - g.double()).norm() / g.double().norm()).item() for n, g in expected.items()}
+    assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+
+
+@layouts
+def test_transformers_loads_the_saved_folder_with_the_same_weights(folder: Path, spec: dict[str, Any]) -> None:
+    saved, source = folder / "saved" / spec["name"], folder / "models" / spec["kind"]
+    assert {f.name for f in saved.iterdir()} == {f.name for f in source.iterdir()}
+    loaded, details = transformers.AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not any(details.values()), details
+    original = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, original[name]), name
