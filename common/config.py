@@ -84,8 +84,7 @@ class LossConfig(Strict, frozen=True, kw_only=True):
     """Bounds that are None have the default of what they belong to; docs/algorithms.md lists them."""
 
     objective: Literal["ppo_clip"] = "ppo_clip"
-    advantage: Literal["grpo"] = "grpo"
-    advantage_std: bool = True  # divide by the standard deviation of the group's rewards
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     clip_low: PositiveFloat | None = None
     clip_high: PositiveFloat | None = None
     clip_dual: Annotated[float, Meta(gt=1)] | None = None  # bound of ppo_clip where advantages are negative

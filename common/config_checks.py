@@ -203,9 +203,10 @@ def _dataset(key: str, path: str) -> Iterator[Problem]:
 
 def _rollout(config: Config, shape: dict[str, object] | None) -> Iterator[Problem]:
     rollout, engine = config.rollout, config.rollout.engine
-    if rollout.group_size == 1 and config.learner.loss.advantage == "grpo":
-        hint = "a group of one is its own mean: every advantage would be zero"
-        yield "rollout.group_size", "at least 2 with learner.loss.advantage: grpo", "1", hint
+    advantage = config.learner.loss.advantage
+    if rollout.group_size == 1 and advantage != "reinforce_pp":
+        hint = "a group of one has nothing to be compared with: every advantage would be zero"
+        yield "rollout.group_size", f"at least 2 with learner.loss.advantage: {advantage}", "1", hint
     if rollout.max_tokens >= engine.max_model_len:
         expected = f"less than rollout.engine.max_model_len ({engine.max_model_len}), which holds the prompt too"
         yield "rollout.max_tokens", expected, str(rollout.max_tokens), None

@@ -15,7 +15,7 @@ from broker.contract import StoredGroup
 from common.config import Config
 from common.rollouts import Group, Sample, decode_group
 from common.staleness import expired, staleness
-from learner.advantages import ADVANTAGES
+from learner.advantages import ADVANTAGES, GroupRewards
 from learner.packing import Document
 
 ARRAY_DTYPES = {"tokens": "int32", "loss_mask": "uint8", "behavior_logprobs": "float32"}
@@ -123,16 +123,16 @@ def assemble(groups: Sequence[Group], step: int, config: Config) -> TrainingBatc
     Args:
         groups: in any order; the batch does not depend on it.
         step: the step that trains; staleness is counted from it.
-        config: `learner.loss.advantage`, `advantage_std` and `staleness.max` are read.
+        config: `learner.loss.advantage` and `staleness.max` are read.
     """
-    estimator = ADVANTAGES[config.learner.loss.advantage]
+    ordered = sorted(groups, key=lambda g: g.serial)
+    rewards = [_rewards(group) for group in ordered]
     tally = _Tally()
     documents: list[Document] = []
-    for group in sorted(groups, key=lambda g: g.serial):
-        rewards = np.array([s.reward if s.error is None else 0.0 for s in group.samples], dtype=np.float64)
-        valid = np.array([s.error is None for s in group.samples], dtype=bool)
-        advantages = estimator(rewards, valid, config.learner.loss.advantage_std)
-        tally.group(rewards[valid])
+    for group, found, advantages in zip(
+        ordered, rewards, ADVANTAGES[config.learner.loss.advantage](rewards), strict=True
+    ):
+        tally.group(found.rewards[found.valid])
         for i, sample in enumerate(group.samples):
             if sample.error is not None:
                 tally.failed(sample)
@@ -141,6 +141,13 @@ def assemble(groups: Sequence[Group], step: int, config: Config) -> TrainingBatc
             if document is not None:
                 documents.append(document)
     return TrainingBatch(step, documents, tally.statistics())
+
+
+def _rewards(group: Group) -> GroupRewards:
+    valid = np.array([s.error is None for s in group.samples], dtype=bool)
+    return GroupRewards(
+        np.array([s.reward if s.error is None else 0.0 for s in group.samples], dtype=np.float64), valid
+    )
 
 
 def _document(sample: Sample, step: int, max_staleness: int, advantage: float, tally: "_Tally") -> Document | None:

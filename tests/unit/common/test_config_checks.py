@@ -143,6 +143,12 @@ def test_the_longest_sequence_must_fit_where_it_goes(folder, section, value, key
     check_config(job(folder, **{section: {name: 511}}), "job.yaml")
 
 
+def test_single_samples_need_an_estimator_that_compares_over_the_batch(folder):
+    rollout = {"max_tokens": 100, "engine": ENGINE, "group_size": 1}
+    refused(job(folder, rollout=rollout, learner={"loss": {"advantage": "rloo"}}), "rollout.group_size", "rloo")
+    assert list(problems(job(folder, rollout=rollout, learner={"loss": {"advantage": "reinforce_pp"}}))) == []
+
+
 def test_publishing_less_often_than_the_window_allows_would_stall(folder):
     weights = {"publish_every": 4}
     refused(job(folder, weights=weights, staleness={"max": 2}), "weights.publish_every", "staleness.max + 1 = 3")

@@ -61,7 +61,7 @@ def test_dumped_config_reads_back_equal(write):
         ("run.name=2026", "run.name", "2026"),
         ("run.name=null", "run.name", "null"),
         ("staleness.max=0", "staleness.max", 0),
-        ("learner.loss.advantage_std=false", "learner.loss.advantage_std", False),
+        ("learner.dynamic_sampling=false", "learner.dynamic_sampling", False),
         ("rollout.temperature=1", "rollout.temperature", 1.0),
         ("tasks.eval_dataset=null", "tasks.eval_dataset", None),
         ("learner.parallel={tensor: 2}", "learner.parallel.tensor", 2),

@@ -1,51 +1,82 @@
-"""Group-relative advantages against values computed by hand."""
+"""Advantages against values computed by hand, sample by sample."""
 
 import math
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 
-from learner.advantages import ADVANTAGES, STD_EPS, grpo
+from common.config import LossConfig
+from learner.advantages import ADVANTAGES, STD_EPS, GroupRewards, dr_grpo, grpo, reinforce_pp, rloo
+
+WITHIN_GROUPS = [grpo, dr_grpo, rloo]
 
 
-def all_valid(rewards: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    return np.array(rewards), np.ones(len(rewards), dtype=bool)
+def group(rewards: list[float], valid: list[bool] | None = None) -> GroupRewards:
+    return GroupRewards(np.array(rewards), np.array([True] * len(rewards) if valid is None else valid))
 
 
-def test_without_deviation_it_is_the_distance_from_the_group_mean() -> None:
-    rewards, valid = all_valid([1.0, 0.0, 0.0, 3.0])
-    np.testing.assert_allclose(grpo(rewards, valid, False), [0.0, -1.0, -1.0, 2.0], atol=1e-15)
+def test_dr_grpo_is_the_distance_from_the_group_mean() -> None:
+    np.testing.assert_allclose(dr_grpo([group([1.0, 0.0, 0.0, 3.0])]), [[0.0, -1.0, -1.0, 2.0]], atol=1e-15)
 
 
-def test_with_deviation_it_is_divided_by_the_sample_standard_deviation() -> None:
-    rewards, valid = all_valid([1.0, 0.0, 0.0, 3.0])
+def test_grpo_divides_by_the_sample_standard_deviation() -> None:
     deviation = math.sqrt((0 + 1 + 1 + 4) / 3)
     expected = np.array([0.0, -1.0, -1.0, 2.0]) / (deviation + STD_EPS)
-    np.testing.assert_allclose(grpo(rewards, valid, True), expected, rtol=1e-14)
+    np.testing.assert_allclose(grpo([group([1.0, 0.0, 0.0, 3.0])])[0], expected, rtol=1e-14)
 
 
-def test_equal_rewards_give_zero_and_no_division_by_zero() -> None:
-    rewards, valid = all_valid([1.0] * 8)
-    np.testing.assert_array_equal(grpo(rewards, valid, True), np.zeros(8))
+def test_rloo_compares_each_reward_with_the_mean_of_the_others() -> None:
+    rewards = [1.0, 0.5, 0.0, 3.0]
+    expected = [r - sum(rewards[:i] + rewards[i + 1 :]) / 3 for i, r in enumerate(rewards)]
+    np.testing.assert_allclose(rloo([group(rewards)])[0], expected, rtol=1e-14)
 
 
-def test_a_failed_sample_enters_neither_mean_nor_deviation_and_gets_zero() -> None:
-    rewards = np.array([1.0, 100.0, 0.0, 2.0])
-    valid = np.array([True, False, True, True])
-    without = grpo(rewards[valid], np.ones(3, dtype=bool), True)
-    found = grpo(rewards, valid, True)
+def test_reinforce_pp_normalises_over_the_rewards_of_all_groups() -> None:
+    rewards = [1.0, 0.0, 0.0, 3.0, 2.0]
+    mean = sum(rewards) / 5
+    deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 4)
+    expected = [(r - mean) / (deviation + STD_EPS) for r in rewards]
+    first, second = reinforce_pp([group(rewards[:3]), group(rewards[3:])])
+    np.testing.assert_allclose([*first, *second], expected, rtol=1e-14)
+
+
+def test_reinforce_pp_needs_no_second_sample_of_a_prompt() -> None:
+    found = reinforce_pp([group([1.0]), group([0.0])])
+    np.testing.assert_allclose(np.concatenate(found), np.array([0.5, -0.5]) / (math.sqrt(0.5) + STD_EPS), rtol=1e-14)
+
+
+@pytest.mark.parametrize("estimator", WITHIN_GROUPS)
+def test_groups_do_not_see_each_other(estimator) -> None:
+    one, two = group([1.0, 0.0, 5.0]), group([7.0, 9.0])
+    together = estimator([one, two])
+    np.testing.assert_array_equal(together[0], estimator([one])[0])
+    np.testing.assert_array_equal(together[1], estimator([two])[0])
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_equal_rewards_give_zero_and_no_division_by_zero(name: str) -> None:
+    np.testing.assert_array_equal(ADVANTAGES[name]([group([1.0] * 8)])[0], np.zeros(8))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_failed_sample_enters_no_mean_and_no_deviation_and_gets_zero(name: str) -> None:
+    estimator, valid = ADVANTAGES[name], [True, False, True, True]
+    found = estimator([group([1.0, 100.0, 0.0, 2.0], valid)])[0]
     assert found[1] == 0.0
-    np.testing.assert_array_equal(found[valid], without)
+    np.testing.assert_array_equal(found[valid], estimator([group([1.0, 0.0, 2.0])])[0])
 
 
+@pytest.mark.parametrize("name", ADVANTAGES)
 @pytest.mark.parametrize("valid", [[True, False, False], [False, False, False]])
-def test_a_single_reward_has_nothing_to_be_compared_with(valid: list[bool]) -> None:
-    np.testing.assert_array_equal(grpo(np.array([1.0, 0.0, 0.0]), np.array(valid), False), np.zeros(3))
+def test_a_single_reward_has_nothing_to_be_compared_with(name: str, valid: list[bool]) -> None:
+    np.testing.assert_array_equal(ADVANTAGES[name]([group([1.0, 0.0, 0.0], valid)])[0], np.zeros(3))
 
 
-def test_the_config_names_only_registered_estimators() -> None:
-    from typing import get_args, get_type_hints
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_step_without_groups_has_no_advantages(name: str) -> None:
+    assert ADVANTAGES[name]([]) == []
 
-    from common.config import LossConfig
 
+def test_the_config_names_exactly_the_registered_estimators() -> None:
     assert set(get_args(get_type_hints(LossConfig)["advantage"])) == set(ADVANTAGES)

@@ -111,7 +111,7 @@ def test_exactly_the_tokens_beyond_the_bound_leave_the_loss(make_config: Callabl
 def test_a_sample_without_any_fresh_token_is_not_processed_but_counts_in_the_baseline(
     make_config: Callable[..., Config],
 ) -> None:
-    config = make_config(staleness={"max": 0}, learner={"loss": {"advantage_std": False}})
+    config = make_config(staleness={"max": 0}, learner={"loss": {"advantage": "dr_grpo"}})
     batch = assemble([Group(0, [sample(2, [(2, 0)], reward=1.0), sample(2, [(3, 5)], reward=0.0)])], 5, config)
     assert len(batch.documents) == 1
     assert batch.documents[0].advantage == -0.5
@@ -137,7 +137,7 @@ def test_expired_tokens_are_counted_by_length_of_their_sample() -> None:
 
 
 def test_failed_samples_train_nothing_and_enter_no_baseline(make_config: Callable[..., Config]) -> None:
-    config = make_config(learner={"loss": {"advantage_std": False}})
+    config = make_config(learner={"loss": {"advantage": "dr_grpo"}})
     samples = [sample(reward=1.0), sample(reward=9.0, error="environment raised"), sample(reward=0.0)]
     batch = assemble([Group(0, samples)], 0, config)
     assert [d.advantage for d in batch.documents] == [0.5, -0.5]
@@ -151,6 +151,13 @@ def test_the_batch_does_not_depend_on_the_order_of_arrival(make_config: Callable
     one, two = assemble(groups, 0, make_config()), assemble(groups[::-1], 0, make_config())
     assert [d.advantage for d in one.documents] == [d.advantage for d in two.documents]
     assert one.statistics == two.statistics
+
+
+def test_an_estimator_sees_all_groups_of_the_step(make_config: Callable[..., Config]) -> None:
+    groups = [Group(n, [sample(reward=r), sample(reward=r)]) for n, r in ((0, 1.0), (1, 0.0))]
+    config = make_config(learner={"loss": {"advantage": "reinforce_pp"}})
+    found = [d.advantage for d in assemble(groups, 0, config).documents]
+    assert found == pytest.approx([0.5 / (3**-0.5 + 1e-6)] * 2 + [-0.5 / (3**-0.5 + 1e-6)] * 2)
 
 
 def test_the_first_token_is_never_a_target(make_config: Callable[..., Config]) -> None:
