@@ -1,0 +1,114 @@
+"""The planner's parameters against transformers' own models, built on the meta device."""
+
+import json
+import re
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from common.planning.architecture import Architecture, UnknownArchitecture, read_architecture
+from common.planning.weights import count, count_active, hf_tensors
+
+MODELS = Path(__file__).parents[3] / "configs" / "models"
+PUBLISHED = {  # billions of parameters, active ones as the model cards and reports state them
+    "Qwen3-0.6B": (0.596, 0.596),
+    "Llama-3.1-70B": (70.55, 70.55),
+    "Llama-3.1-405B": (405.85, 405.85),
+    "DeepSeek-V3": (671.03, 37),
+    "Qwen3-235B-A22B": (235.09, 22),
+    "Mixtral-8x7B-v0.1": (46.70, 12.9),
+}
+QWEN2 = dict(model_type="qwen2", hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+QWEN2 |= dict(num_key_value_heads=2, vocab_size=128, tie_word_embeddings=True, max_position_embeddings=512)
+OTHERS = {  # features that none of the folders has
+    "qwen2": QWEN2,
+    "mistral": {**QWEN2, "model_type": "mistral", "head_dim": 32, "tie_word_embeddings": False},
+    "llama-biased": {**QWEN2, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "qwen3-moe-every-second": {
+        **QWEN2,
+        **dict(model_type="qwen3_moe", head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+        **dict(decoder_sparse_step=2, mlp_only_layers=[0], num_hidden_layers=4),
+    },
+}
+
+
+def model(name: str) -> Architecture:
+    return read_architecture(json.loads((MODELS / name / "config.json").read_text()))
+
+
+def hugging_face_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model that is never allocated; experts, which transformers 5 fuses, under their names in files."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in built.named_parameters():
+        shape = tuple(parameter.shape)
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            shapes[name] = shape
+        elif last == "gate_up_proj":
+            half = (shape[1] // 2, shape[2])
+            shapes |= {
+                f"{prefix}.{n}.{part}.weight": half for n in range(shape[0]) for part in ("gate_proj", "up_proj")
+            }
+        else:
+            shapes |= {f"{prefix}.{n}.down_proj.weight": shape[1:] for n in range(shape[0])}
+    return shapes
+
+
+def in_files(name: str) -> str:
+    """Mixtral's files name what transformers 5 renames while loading."""
+    name = name.replace("block_sparse_moe", "mlp")
+    for theirs, ours in {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.items():
+        name = re.sub(rf"\.{theirs}\.weight$", f".{ours}.weight", name)
+    return name
+
+
+def assert_equal_shapes(folder: Path) -> None:
+    ours = read_architecture(json.loads((folder / "config.json").read_text()))
+    found = {in_files(name): shape for name, shape in hf_tensors(ours)}
+    expected = hugging_face_shapes(folder)
+    assert found == expected
+    assert count(ours) == sum(map(prod, expected.values()))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_parameter_is_that_of_transformers(name: str) -> None:
+    assert_equal_shapes(MODELS / name)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_are_those_of_transformers_too(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(OTHERS[name]))
+    assert_equal_shapes(tmp_path)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_totals_are_the_published_ones(name: str) -> None:
+    total, active = PUBLISHED[name]
+    assert count(model(name)) / 1e9 == pytest.approx(total, abs=0.006)
+    assert count_active(model(name)) / 1e9 == pytest.approx(active, rel=0.02)
+
+
+def test_every_model_folder_has_its_published_size_here() -> None:
+    assert {path.name for path in MODELS.iterdir() if path.is_dir()} == set(PUBLISHED)
+
+
+def test_an_unknown_architecture_names_the_known_ones() -> None:
+    with pytest.raises(UnknownArchitecture, match=r"'gpt2'.*qwen3_moe"):
+        read_architecture({"model_type": "gpt2"})
+    with pytest.raises(UnknownArchitecture, match="hidden_size is None"):
+        read_architecture({**QWEN2, "hidden_size": None})
+
+
+def test_counting_needs_no_torch() -> None:
+    code = "import sys, common.planning.weights; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
