@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from common.config import Config, ParallelConfig, SftConfig
+from common.config import Config, MoeConfig, ParallelConfig, SftConfig
 from common.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -53,9 +53,11 @@ def problems(config: Config | SftConfig) -> Iterator[Problem]:
     """Everything that does not fit, the most basic first."""
     yield from _pending(config)
     yield from _parallel(config.learner.world_size, config.learner.parallel)
+    yield from _moe(config.learner.moe)
     shape = yield from _model_folder(config.model.path)
     if shape is not None:
         yield from _model_shape(shape, config.learner.parallel)
+        yield from _experts(shape, config.learner.moe)
     yield from _dataset("tasks.dataset", config.tasks.dataset)
     if isinstance(config, SftConfig):
         return
@@ -76,8 +78,6 @@ def _pending(config: Config | SftConfig) -> Iterator[Problem]:
         "learner.memory.offload_optimizer": learner.memory.offload_optimizer,
         "learner.memory.offload_gradients": learner.memory.offload_gradients,
         "learner.memory.offload_parameters": learner.memory.offload_parameters,
-        "learner.moe.freeze_router": learner.moe.freeze_router,
-        "learner.moe.balance": learner.moe.balance != "none",
         "learner.moe.replay_routing": learner.moe.replay_routing,
     }
     if isinstance(config, Config):
@@ -178,11 +178,33 @@ def _model_shape(shape: dict[str, object], parallel: ParallelConfig) -> Iterator
         key = "learner.parallel." + ("virtual_pipeline" if parallel.virtual_pipeline > 1 else "pipeline")
         found = f"pipeline {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline} = {stages} stages"
         yield key, f"stages that divide the model's {layers} layers", found, None
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((n for name in names if (n := _number(shape, name))), None)
+    experts = _expert_count(shape)
     if parallel.expert > 1 and (not experts or experts % parallel.expert):
         expected = f"a divisor of the model's {experts} experts" if experts else "1, since the model has no experts"
         yield "learner.parallel.expert", expected, str(parallel.expert), None
+
+
+def _moe(moe: MoeConfig) -> Iterator[Problem]:
+    if moe.freeze_router and moe.balance != "none":
+        yield (
+            "learner.moe.balance",
+            "none with learner.moe.freeze_router",
+            moe.balance,
+            "a frozen router balances nothing",
+        )
+
+
+def _experts(shape: dict[str, object], moe: MoeConfig) -> Iterator[Problem]:
+    if _expert_count(shape):
+        return
+    used = {"freeze_router": moe.freeze_router, "balance": moe.balance != "none", "replay_routing": moe.replay_routing}
+    for key in [name for name, value in used.items() if value]:
+        yield f"learner.moe.{key}", "its default, since the model has no experts", "another value", None
+
+
+def _expert_count(shape: dict[str, object]) -> int | None:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((n for name in names if (n := _number(shape, name))), None)
 
 
 def _dataset(key: str, path: str) -> Iterator[Problem]:

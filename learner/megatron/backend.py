@@ -26,6 +26,7 @@ from learner.megatron import checkpoint, parallel
 from learner.megatron.export import Exporter
 from learner.megatron.hf_folder import check_layout, read_config
 from learner.megatron.model import DTYPES, build
+from learner.megatron.moe import Experts
 from learner.megatron.optimizer import Optimizer, wrap_chunks
 from learner.megatron.schedule import Schedule
 
@@ -80,10 +81,10 @@ class MegatronBackend:
         self.data_parallel_size = mpu.get_data_parallel_world_size()
         self.vocab_size = int(hf_config.vocab_size)
         self.document_multiple = 1
-        built = build(self.model_path, hf_config, dtype, layout)
+        built = build(self.model_path, hf_config, dtype, layout, learner.moe)
         self.chunks = wrap_chunks(built)
         self.optimizer = Optimizer(self.chunks, learner.optimizer, dtype, total_steps)
-        self.schedule = Schedule(self.chunks, built.config, parallel.device())
+        self.schedule = Schedule(self.chunks, built.config, parallel.device(), Experts(built.chunks, built.config))
         self.exporter = Exporter(built, self.chunks)
         if self.rank == 0:
             logger.info(

@@ -50,13 +50,9 @@ def correct_provider(config: Any, provider: Any) -> None:
     # Hugging Face counts the token itself into the window, Megatron's left window does not
     if window is not None and getattr(config, "sliding_window", None) == window[0]:
         provider.window_size = (window[0] - 1, window[1])
-    if getattr(provider, "num_moe_experts", None):
-        # norm_topk_prob=False (softmax over all experts, not over the chosen) is ignored
-        if getattr(config, "norm_topk_prob", True) is False:
-            provider.moe_router_pre_softmax = True
-        # the bridge turns on an auxiliary loss that nobody asked for
-        provider.moe_router_load_balancing_type = "none"
-        provider.moe_aux_loss_coeff = 0.0
+    # norm_topk_prob=False (softmax over all experts, not over the chosen) is ignored
+    if getattr(provider, "num_moe_experts", None) and getattr(config, "norm_topk_prob", True) is False:
+        provider.moe_router_pre_softmax = True
     # multi-token prediction heads need labels; reinforcement learning has none
     provider.mtp_num_layers = None
 

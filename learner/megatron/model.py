@@ -10,9 +10,9 @@ import torch
 from megatron.bridge import AutoBridge
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from common.config import ParallelConfig
+from common.config import MoeConfig, ParallelConfig
 from common.errors import UsageError
-from learner.megatron import bridge_fixes, hf_folder
+from learner.megatron import bridge_fixes, hf_folder, moe
 from learner.megatron.bridges import mixtral as _mixtral  # noqa: F401  (registers itself)
 
 logger = logging.getLogger(__name__)
@@ -46,11 +46,12 @@ class Model:
     tasks: list[Any]
 
 
-def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig) -> Model:
+def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig, experts: MoeConfig) -> Model:
     """Build and load this rank's chunks. Collective, after parallel.initialize.
 
     Raises:
-        UsageError: an architecture that the bridge does not know, or rotary embeddings that Megatron gets wrong.
+        UsageError: an architecture that the bridge does not know, rotary embeddings that Megatron gets wrong, or
+            what `experts` asks of a model that has none.
     """
     bridge_fixes.patch_bridge()
     try:
@@ -61,6 +62,7 @@ def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConf
     provider = bridge.to_megatron_provider(load_weights=False)
     bridge_fixes.correct_provider(hf_config, provider)
     _configure(provider, dtype, parallel)
+    moe.configure(provider, experts)
     provider.finalize()
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     virtual = parallel.virtual_pipeline
@@ -69,6 +71,7 @@ def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConf
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())  # some modules, a router among them, are made on the CPU
         bridge_fixes.check_rope(hf_config, chunk)
+        moe.prepare(chunk, experts)
     tasks = bridge.get_conversion_tasks(chunks)
     _check_tasks(path, chunks, tasks)
     bridge.load_hf_weights(chunks)

@@ -16,6 +16,7 @@ from torch import Tensor
 from learner.backend import LossFunction, LossOutput, Microbatch
 from learner.megatron import parallel
 from learner.megatron.logprobs import logprobs_and_entropy, logprobs_of
+from learner.megatron.moe import Experts
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ def _values(sums: dict[str, Tensor], names: list[str]) -> list[Tensor | float]:
 class Schedule:
     """Runs a model's chunks over microbatches, forward and backward or forward only."""
 
-    def __init__(self, chunks: list[Any], config: Any, device: torch.device) -> None:
-        self.chunks, self.device = chunks, device
+    def __init__(self, chunks: list[Any], config: Any, device: torch.device, experts: Experts) -> None:
+        self.chunks, self.device, self.experts = chunks, device, experts
         config.finalize_model_grads_func = finalize_model_grads
         self._run = get_forward_backward_func()
         self._vocabulary_group = mpu.get_tensor_model_parallel_group()
@@ -87,6 +88,7 @@ class Schedule:
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+        self.experts.start(microbatches, loss)
         reports = self._forward_backward(microbatches, loss_of, forward_only=False)
         totals = self._reduce(reports)
         if totals.denominator != totals.loss_tokens and totals.denominator > 0:
@@ -102,6 +104,7 @@ class Schedule:
             logprobs = logprobs_of(logits, batch.targets, temperature, self._vocabulary_group)
             return logprobs.new_zeros(()), logprobs
 
+        self.experts.start()
         outputs = [logprobs for logprobs, _ in self._forward_backward(microbatches, loss_of, forward_only=True)]
         sizes = [len(batch.targets) for batch in microbatches]
         outputs = outputs[: len(sizes)]
@@ -138,6 +141,7 @@ class Schedule:
                 tokens = batch.loss_mask.sum()
                 return loss_sum, tokens.round().int(), (result, tokens)
 
+            self.experts.enter(batch)
             output = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=item.params)
             return output, loss_func
 

@@ -74,6 +74,23 @@ def test_parallel_sizes_must_divide_world_and_model(folder, learner, key, word):
     refused(job(folder, learner=learner), key, word)
 
 
+@pytest.mark.parametrize("moe", [{"freeze_router": True}, {"balance": "aux_loss"}, {"balance": "bias"}])
+def test_a_model_without_experts_has_nothing_to_freeze_or_balance(folder, moe):
+    refused(job(folder, learner={"moe": moe}), f"learner.moe.{next(iter(moe))}", "no experts")
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_experts_are_found_under_every_name(folder, name):
+    shape = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps({**shape, name: 4}))
+    check_config(job(folder, learner={"moe": {"balance": "bias"}}), "job.yaml")
+    check_config(job(folder, learner={"world_size": 2, "parallel": {"expert": 2}}), "job.yaml")
+
+
+def test_a_frozen_router_is_not_balanced(folder):
+    refused(job(folder, learner={"moe": {"freeze_router": True, "balance": "bias"}}), "learner.moe.balance", "frozen")
+
+
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {}])
 def test_fitting_parallel_sizes_pass(folder, parallel):
     check_config(job(folder, learner={"world_size": 2, "parallel": parallel}), "job.yaml")

@@ -1,0 +1,205 @@
+"""Mixture of experts: frozen routers, load balancing that no layout changes, and what routers know of a microbatch.
+
+Megatron-Core 0.16.1 with `calculate_per_token_loss` scales the auxiliary loss of a microbatch by the rank's own
+tokens and the whole gradient by one over the loss tokens: the effect comes out divided by tensor x context ranks,
+and multiplied by (all tokens) / (loss tokens). `Router` scales it so that, for n_m real tokens in microbatch m,
+
+    gradient = d/dw [ main loss + balance_rate * sum over MoE layers of sum_m n_m L_m / sum_m n_m ]
+    L_m = E sum_i f_i P_i    (Switch Transformer, Fedus et al., arXiv 2101.03961, equations 4 to 6)
+
+whatever the layout, the loss mask and the loss's own denominator are. Pads and fillers count as no tokens.
+
+The expert bias is that of auxiliary-loss-free balancing (Wang et al., arXiv 2408.15664, algorithm 1; DeepSeek-V3,
+arXiv 2412.19437, section 2.1.2): after each step b_i += balance_rate * sign(mean count - count of i).
+"""
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from common.config import MoeConfig
+from common.errors import UsageError
+from learner.backend import LossFunction, Microbatch
+from learner.megatron import parallel
+
+
+def configure(provider: Any, config: MoeConfig) -> None:
+    """What of `config` Megatron's own configuration holds; before the model is made.
+
+    Raises:
+        UsageError: the model has no experts, or its routers have no bias to balance with.
+    """
+    if not getattr(provider, "num_moe_experts", None):
+        used = {"freeze_router": config.freeze_router, "replay_routing": config.replay_routing}
+        for key in [name for name, value in {**used, "balance": config.balance != "none"}.items() if value]:
+            raise UsageError(f"learner.moe.{key}: the model has no experts")
+        return
+    biased = bool(getattr(provider, "moe_router_enable_expert_bias", False))
+    if config.balance == "bias" and not biased:
+        raise UsageError(
+            "learner.moe.balance: bias needs routers with an expert bias (sigmoid scores, as in DeepSeek-V3 or "
+            f"GLM-4.5); this model's have {provider.moe_router_score_function} scores; use aux_loss"
+        )
+    provider.moe_router_load_balancing_type = "aux_loss" if config.balance == "aux_loss" else "none"
+    provider.moe_aux_loss_coeff = config.balance_rate if config.balance == "aux_loss" else 0.0
+    # a bridge's own rate would move the loaded bias when nobody asked for it
+    provider.moe_router_bias_update_rate = config.balance_rate if config.balance == "bias" else 0.0
+
+
+def prepare(chunk: torch.nn.Module, config: MoeConfig) -> None:
+    """Exchange the routers of a built chunk for ours, frozen if so configured; before DDP wraps it."""
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter):
+            module.__class__ = Router
+            module.frames = Frames()
+            if config.freeze_router:
+                module.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What the routers of this rank know of one microbatch.
+
+    Attributes:
+        pads: [tokens of this rank] bool, True where the place counts as no token; None when every one counts.
+        balance_scale: of the auxiliary loss, in a gradient that is divided by the global denominator later.
+    """
+
+    pads: Tensor | None = None
+    balance_scale: float = 0.0
+
+
+_EMPTY = Frame()
+
+
+class Frames:
+    """The frame that a router needs now: that of the forward pass, or the one of a forward pass computed again.
+
+    A chunk's backward passes come in the order of its forward passes under every schedule of Megatron, so what
+    activation recomputation asks for is the oldest frame that it did not ask for yet.
+    """
+
+    def __init__(self) -> None:
+        self.now = _EMPTY
+        self._passed: deque[Frame] = deque()
+
+    def start(self) -> None:
+        """A new step: nothing of an earlier one is asked for again."""
+        self.now = _EMPTY
+        self._passed.clear()
+
+    def take(self) -> Frame:
+        """The frame of the call at hand."""
+        if in_backward():
+            return self._passed.popleft()
+        self._passed.append(self.now)
+        return self.now
+
+
+def in_backward() -> bool:
+    """Whether autograd's backward pass runs in this thread: a forward pass now is one computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Router(TopKRouter):
+    """Megatron's router with the corrections that the module's docstring tells of."""
+
+    frames: Frames
+    frame: Frame = _EMPTY
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """([tokens, experts] weights, [tokens, experts] bool chosen); `padding_mask` is replaced by the frame's."""
+        self.frame = self.frames.take()
+        return super().routing(logits, padding_mask=self.frame.pads)
+
+    def is_aux_loss_enabled(self) -> bool:
+        """Also False in a filler, whose balance is zero over zero tokens."""
+        return self.frame.balance_scale > 0 and super().is_aux_loss_enabled()
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *_: Any, **__: Any
+    ) -> Tensor:
+        """`activation`, whose backward pass brings the auxiliary loss in; the tracker, which nobody reads, is left."""
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss * self.frame.balance_scale)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count the tokens of each expert; upstream's mask lacks a dimension."""
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            if padding_mask is not None:
+                routing_map = routing_map & ~padding_mask[:, None]
+            with torch.no_grad():
+                self.local_tokens_per_expert += routing_map.sum(0)
+
+
+Router.__name__ = "TopKRouter"  # the bridge recognises replicated modules by class name
+
+
+class Experts:
+    """Tells the routers of one rank's chunks of the step and the microbatch; does nothing to a dense model."""
+
+    def __init__(self, chunks: list[torch.nn.Module], config: Any) -> None:
+        self.routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, Router)]
+        experts = getattr(config, "num_moe_experts", None)
+        self._balanced = bool(experts) and config.moe_aux_loss_coeff > 0
+        self._sequence_rank = mpu.get_tensor_model_parallel_rank() if config.sequence_parallel else 0
+        self._sequence_ranks = mpu.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
+        self._scale = 0.0
+
+    def start(self, microbatches: list[Microbatch] | None = None, loss: LossFunction | None = None) -> None:
+        """Begin a pass over microbatches, with those of this data-parallel rank and their loss if it trains.
+
+        Collective over the data-parallel ranks where there is an auxiliary loss.
+        """
+        for router in self.routers:
+            router.frames.start()
+        if self._balanced and microbatches is not None and loss is not None:
+            self._scale = self._balance_scale(microbatches, loss)
+
+    def enter(self, batch: Microbatch, places: Any = None) -> None:
+        """The forward pass of `batch` comes next; `places` says what of it this context-parallel rank computes."""
+        if not self.routers:
+            return
+        filler = not bool((batch.loss_mask > 0).any())
+        tokens = 0 if filler else len(batch.tokens)
+        pads = places.pads if places is not None and places.padded else None
+        if filler:
+            pads = torch.ones_like(batch.tokens if places is None else places.pads, dtype=torch.bool)
+        frame = Frame(self._of_sequence_rank(pads), self._scale * tokens)
+        for router in self.routers:
+            router.frames.now = frame
+
+    def _of_sequence_rank(self, values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.chunk(self._sequence_ranks)[self._sequence_rank]
+
+    def _balance_scale(self, microbatches: list[Microbatch], loss: LossFunction) -> float:
+        """Global denominator over global real tokens: per token of a microbatch, before the division to come.
+
+        A loss may bring its own denominator, which depends on the batch and not on log-probabilities: it is asked
+        for with zeros in their place.
+        """
+        totals = torch.zeros(2, dtype=torch.float64)
+        for batch in microbatches:
+            loss_tokens = float(batch.loss_mask.sum())
+            if loss_tokens:
+                totals += torch.tensor([_denominator(batch, loss, loss_tokens), float(len(batch.tokens))])
+        group = mpu.get_data_parallel_group()
+        if group.size() > 1:
+            totals = totals.to(parallel.device())
+            dist.all_reduce(totals, group=group)
+        denominator, tokens = totals.tolist()
+        return denominator / tokens if tokens else 0.0
+
+
+@torch.no_grad()
+def _denominator(batch: Microbatch, loss: LossFunction, loss_tokens: float) -> float:
+    zeros = torch.zeros(len(batch.targets))
+    blind = replace(batch, behavior_logprobs=zeros)
+    output = loss(zeros, zeros, blind)
+    return loss_tokens if output.denominator is None else float(output.denominator)

@@ -1,0 +1,146 @@
+"""Mixture of experts in real Megatron against plain transformers: frozen routers, balancing, at every layout."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+WORKERS = Path(__file__).with_name("expert_workers.py")
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 300.0
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"kind": "glm", "moe": {}},
+    "frozen": {"kind": "qwen", "moe": {"freeze_router": True}},
+    "balanced": {"kind": "qwen", "moe": {"balance": "aux_loss"}},
+    "by-document": {"kind": "qwen", "moe": {"balance": "aux_loss"}, "loss": "documents"},
+    "biased": {"kind": "glm", "moe": {"balance": "bias"}},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "ep2": (2, {"expert": 2}),
+    "pp2": (2, {"pipeline": 2}),
+}
+PAIRS = [
+    *[(case, layout) for case in ("frozen", "balanced", "biased") for layout in LAYOUTS],
+    *[("plain", "ep2"), ("by-document", "dp2"), ("by-document", "ep2")],
+]
+
+
+def pairs(*cases: str) -> Any:
+    return pytest.mark.parametrize(("case", "layout"), [pair for pair in PAIRS if not cases or pair[0] in cases])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What transformers and every layout make of every case."""
+    place = tmp_path_factory.mktemp("experts")
+    (place / "models").mkdir()
+    references = [{"ranks": 1, "job": "expert-reference", "specs": [{"name": n, **c} for n, c in CASES.items()]}]
+    stages = [references]
+    for ranks in sorted({ranks for ranks, _ in LAYOUTS.values()}):
+        specs = [
+            {"name": f"{case}-{layout}", **CASES[case], "parallel": LAYOUTS[layout][1]}
+            for case, layout in PAIRS
+            if LAYOUTS[layout][0] == ranks
+        ]
+        stages.append([{"ranks": ranks, "job": "experts", "specs": specs}])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(WORKERS), str(place), json.dumps(stages), str(TIMEOUT_S)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S + 60)
+    if done.returncode != 0:
+        logs = [f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(place.glob("*.log"))]
+        pytest.fail("\n".join([done.stderr[-3000:], *logs]), pytrace=False)
+    return place
+
+
+class Outcome:
+    """A case under a layout, beside its reference; `found` holds what any rank knows."""
+
+    def __init__(self, folder: Path, case: str, layout: str) -> None:
+        files = sorted((folder / f"{case}-{layout}").glob("*.json"))
+        self.steps = [json.loads(file.read_text())["steps"] for file in files]
+        self.found = {k: v for file in files for k, v in load_file(file.with_suffix(".safetensors")).items()}
+        self.expected = load_file(folder / f"reference-{case}.safetensors")
+
+    def both(self, prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return section(self.found, prefix), section(self.expected, prefix)
+
+
+def section(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix + "."): v for k, v in tensors.items() if k.startswith(prefix + ".")}
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pairs()
+def test_logprobs_and_every_gradient_equal_hugging_face(folder: Path, case: str, layout: str) -> None:
+    outcome = Outcome(folder, case, layout)
+    found, expected = outcome.both("logprobs")
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=0, atol=3e-5)
+    found, expected = outcome.both("gradient")
+    assert found.keys() == expected.keys()
+    errors = {name: relative(found[name], gradient) for name, gradient in expected.items()}
+    assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+    for steps in outcome.steps:
+        assert steps[0][1] == pytest.approx(outcome.expected["norm"].item(), rel=1e-5)
+
+
+@pairs("frozen")
+def test_a_frozen_router_has_no_gradient_and_stays_bitwise(folder: Path, case: str, layout: str) -> None:
+    outcome = Outcome(folder, case, layout)
+    before, after = section(outcome.found, "weight"), section(outcome.found, "trained")
+    routers = [name for name in before if ".gate.weight" in name]
+    assert len(routers) == 4
+    for name in routers:
+        assert f"gradient.{name}" not in outcome.found
+        assert torch.equal(after[name], before[name]), name
+    source = load_file(folder / "models" / "qwen" / "model.safetensors")
+    assert all(torch.equal(before[name], source[name]) for name in routers)
+
+
+@pairs("frozen")
+def test_steps_with_frozen_routers_equal_torch_adamw_with_frozen_gates(folder: Path, case: str, layout: str) -> None:
+    outcome = Outcome(folder, case, layout)
+    before = section(outcome.found, "weight")
+    found, expected = outcome.both("trained")
+    for name, reference in expected.items():
+        moved = (reference - before[name]).double().norm()
+        assert (found[name] - reference).double().norm() <= 1e-2 * moved, name
+
+
+def test_the_balance_is_large_enough_in_the_reference_to_be_missed(folder: Path) -> None:
+    balanced = section(load_file(folder / "reference-balanced.safetensors"), "gradient")
+    frozen = section(load_file(folder / "reference-frozen.safetensors"), "gradient")  # same loss, no balance
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"
+    assert relative(balanced[name], frozen[name]) > 1e-2
+
+
+@pairs("biased")
+def test_the_bias_moves_against_the_load_of_the_whole_batch(folder: Path, case: str, layout: str) -> None:
+    outcome = Outcome(folder, case, layout)
+    found, expected = section(outcome.found, "first"), section(outcome.expected, "bias")
+    assert found.keys() == expected.keys() and len(expected) == 3
+    for name, bias in expected.items():
+        torch.testing.assert_close(found[name], bias, rtol=0, atol=1e-7)
+        assert not torch.equal(bias, outcome.found[f"weight.{name}"])
+
+
+@pairs("plain")
+def test_a_loaded_bias_stays_as_it_is_unless_balancing_is_asked_for(folder: Path, case: str, layout: str) -> None:
+    outcome = Outcome(folder, case, layout)
+    for name, bias in section(outcome.found, "trained").items():
+        if name.endswith("correction_bias"):
+            assert torch.equal(bias, outcome.found[f"weight.{name}"]), name
