@@ -96,8 +96,19 @@ class Backend(Protocol):
         """Write a Hugging Face folder with config and tokenizer that transformers and vLLM load. Collective."""
         ...
 
-    def save_checkpoint(self, path: Path) -> None:
-        """Model, optimizer, schedule and RNG into the new folder `path`, durable on return. Collective."""
+    def start_checkpoint(self, path: Path) -> None:
+        """Begin to write model, optimizer, schedule and RNG, as they are now, into the new folder `path`.
+
+        Collective. The next steps may follow at once; one checkpoint at a time.
+        """
+        ...
+
+    def checkpoint_done(self, wait: bool) -> bool:
+        """Whether the started checkpoint is complete and durable; with `wait` it is on return. Collective.
+
+        Raises:
+            SlipstreamError: it could not be written; nothing of it is left under its name.
+        """
         ...
 
     def load_checkpoint(self, path: Path) -> None:

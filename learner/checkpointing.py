@@ -97,15 +97,16 @@ class CheckpointFolder:
         return scratch / MODEL_FOLDER
 
     def finish(self, state: TrainerState) -> Path:
-        """Make the checkpoint that `begin` started and the backend filled complete, durably; returns its path."""
+        """Make the checkpoint that `begin` started complete, durably; returns its path.
+
+        What the backend wrote is on the disk already: that is its part of the bargain.
+        """
         scratch = self.scratch(state.policy_version)
         final = self._folder / f"step-{state.policy_version:06d}"
         with open(scratch / STATE_FILE, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        for path in sorted(scratch.rglob("*")):
-            sync(path)
         sync(scratch)
         os.rename(scratch, final)
         sync(self._folder)

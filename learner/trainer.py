@@ -13,8 +13,11 @@
                |  waits for the copy only; sending goes on behind, and a newer version replaces one that waits
                v
     lead:   metrics line
-    all:    checkpoint every learner.checkpoint.every steps, at a drain and at the end -> lead: commit
-               |  commit tells the broker to forget the groups, so it comes after the rename of a durable checkpoint
+    all:    begin a checkpoint every learner.checkpoint.every steps, at a drain and at the end
+               |  waits for the copy only, and for the last checkpoint if that is still being written
+    all:    once per turn: is it on every rank's disk? -> lead: rename, commit
+               |  commit tells the broker to forget the groups, so it comes after the rename of a durable checkpoint;
+               |  at a drain and at the end all wait for it
 
 There is no second loop for synchronous RL: with staleness.max = 0 nothing may be leased for a step before its
 version is out, so the same turns follow one another.
@@ -37,6 +40,7 @@ from common.weights.messages import Canary
 from learner import commands
 from learner.backend import Backend, StepResult
 from learner.batch import TrainingBatch, assemble, decode
+from learner.checkpointer import Checkpointer
 from learner.checkpointing import TrainerState
 from learner.commands import Command, Drain, Fail, Train
 from learner.lead import Lead
@@ -77,7 +81,7 @@ class Trainer:
         self.start = start
         self.totals = start.totals
         self._loss = policy_loss(config.learner.loss)
-        self._checkpointed = start.version
+        self._checkpoints = Checkpointer(backend, config.learner.checkpoint.asynchronous, lead, start.version)
         self._published = 0
         self._canary_tokens = self._seeded_canary()
         self._untrained = 0
@@ -95,18 +99,19 @@ class Trainer:
         gc.freeze()  # what exists now lives as long as the process: collections need not walk it again
         self._began_s = self._line_s = time.monotonic()
         while self.version < self.config.run.steps:
+            self._poll_checkpoint()
             waited_from = time.monotonic()
             command = self._next_command()
             self._times.learner_idle_s += timed(waited_from)
             if isinstance(command, Drain):
                 self._report("draining", "the checkpoint")
-                self._checkpoint()
+                self._checkpoint(wait=True)
                 return "drained"
             if isinstance(command, Fail):
                 raise SlipstreamError(command.reason)
             if isinstance(command, Train):
                 self._turn(command.groups)
-        self._checkpoint()
+        self._checkpoint(wait=True)
         self._export_model()
         return "done"
 
@@ -224,19 +229,20 @@ class Trainer:
             self.lead.record(line)
         self._times = Times()
 
-    def _checkpoint(self) -> None:
-        """Write a checkpoint of this version unless there is one, then commit. Collective."""
-        if self.version == self._checkpointed:
-            return
-        self._report("checkpointing", "the disk")
+    def _checkpoint(self, wait: bool = False) -> None:
+        """Begin a checkpoint of this version unless there is one; with `wait` it is complete on return. Collective."""
         began = time.monotonic()
-        path = self.lead.checkpoints.begin(self.version) if self.lead else None
-        told = self.backend.broadcast_bytes(str(path).encode() if path else None)
-        self.backend.save_checkpoint(Path(told.decode()))
-        self._checkpointed = self.version
-        if self.lead is not None:
-            self.lead.finish_checkpoint(self._state(self.lead))
-        self._times.checkpoint_s = timed(began)
+        self._report("checkpointing", "the disk" if wait else "the copy of the weights")
+        self._checkpoints.start(self.version, self._state(self.lead) if self.lead else None)
+        if wait:
+            self._checkpoints.poll(wait=True)
+        self._times.checkpoint_s += timed(began)
+
+    def _poll_checkpoint(self) -> None:
+        """Complete the checkpoint that is being written, if it is on the disk by now. Collective."""
+        began = time.monotonic()
+        self._checkpoints.poll()
+        self._times.checkpoint_s += timed(began)
 
     def _state(self, lead: Lead) -> TrainerState:
         dataset, config = self.start.digests

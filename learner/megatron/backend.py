@@ -22,7 +22,8 @@ from torch import Tensor
 
 from common.config import Config, LearnerConfig, ModelConfig, SftConfig, SftLearnerConfig
 from learner.backend import LossFunction, Microbatch, StepResult
-from learner.megatron import checkpoint, parallel
+from learner.megatron import parallel
+from learner.megatron.checkpoint import Writer
 from learner.megatron.export import Exporter
 from learner.megatron.hf_folder import check_layout, read_config
 from learner.megatron.model import DTYPES, build
@@ -86,6 +87,7 @@ class MegatronBackend:
         self.optimizer = Optimizer(self.chunks, learner.optimizer, dtype, total_steps)
         self.schedule = Schedule(self.chunks, built.config, parallel.device(), Experts(built.chunks, built.config))
         self.exporter = Exporter(built, self.chunks)
+        self.checkpoints = Writer(self.chunks, self.optimizer, layout)
         if self.rank == 0:
             logger.info(
                 "model %s on %d ranks: tensor %d, pipeline %d x %d, expert %d, data %d; %s, %s",
@@ -127,13 +129,26 @@ class MegatronBackend:
         """Write a Hugging Face folder that transformers and vLLM load; complete or absent. Collective."""
         self.exporter.save(self.model_path, Path(path))
 
+    def start_checkpoint(self, path: Path) -> None:
+        """Begin to write model, optimizer, step and RNG, as they are now, into the new folder `path`. Collective."""
+        self.checkpoints.start(Path(path))
+
+    def checkpoint_done(self, wait: bool) -> bool:
+        """Whether the last started checkpoint is complete and durable; with `wait` it is on return. Collective.
+
+        Raises:
+            SlipstreamError: it could not be written; there is no such folder.
+        """
+        return self.checkpoints.done(wait)
+
     def save_checkpoint(self, path: Path) -> None:
-        """Model, optimizer, step and RNG into the new folder `path`: durable on return, or absent. Collective."""
-        checkpoint.save(Path(path), self.chunks, self.optimizer, self.layout)
+        """`start_checkpoint` and wait: durable on return, or absent. Collective."""
+        self.start_checkpoint(path)
+        self.checkpoint_done(wait=True)
 
     def load_checkpoint(self, path: Path) -> None:
         """The reverse, also under another parallel layout. Collective."""
-        checkpoint.load(Path(path), self.chunks, self.optimizer, self.layout)
+        self.checkpoints.load(Path(path))
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes to every rank. Collective."""

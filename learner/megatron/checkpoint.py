@@ -1,7 +1,17 @@
-"""Megatron's distributed checkpoints: weights, optimizer, step and random state, loadable under another layout."""
+"""Megatron's distributed checkpoints: weights, optimizer, step and random state, loadable under another layout.
 
+A save has three parts. `Writer.start` plans it with the other ranks and copies this rank's share to host memory; a
+thread writes and flushes the copy while training goes on; `Writer.done` finds out when the threads of all ranks are
+through, adds the index and renames the folder to its name. Upstream forks writers instead; a process with live gloo or
+CUDA threads is better not forked.
+"""
+
+import io
+import logging
+import os
 import queue
-from functools import partial
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,84 +20,258 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from torch.distributed.checkpoint import CheckpointException
 
 from common.config import ParallelConfig
-from common.errors import UsageError
+from common.errors import SlipstreamError, UsageError
 from learner.megatron import durable, parallel
 from learner.megatron.optimizer import Optimizer
 
-FORMAT = 1
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+_SHARDING = "fully_reshardable"
+_COMMON, _INDEX = "common.pt", "metadata.json"  # Megatron's names
 
 
-class InlineSaveStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format, written by this process, one file per rank.
-
-    Upstream also saves synchronously through a spawned queue server, which imports the main module again (2 to 5 s),
-    and forked writers; a process with live gloo or CUDA threads is better not forked.
-    """
+class _PlanOnly(TorchDistSaveShardedStrategy):
+    """Megatron's torch_dist format, one file per rank; hands out the plan of a save instead of callbacks."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
-        filesystem_async._results_queue = queue.Queue()  # found by prepare_write_data in place of a manager's
-        request = super().async_save(sharded_state_dict, checkpoint_dir)
-        if request.async_fn is None:  # nothing to write on this rank
-            return request
-        transforms = request.async_fn.args[0]
-        return request._replace(async_fn=partial(_write_buckets, transforms))
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+        return writer, save_state_dict_ret[1]
 
 
-def _write_buckets(
-    transforms: list[Any],
-    rank: int,
-    buckets: list[filesystem_async.WriteBucket],
-    results: "queue.Queue[dict[int, Any] | Exception]",
-) -> None:
-    written: dict[int, Any] = {}
-    for i, bucket in enumerate(buckets):
-        done: queue.Queue[tuple[int, Any]] = queue.Queue()
-        running: queue.Queue[int] = queue.Queue()
-        running.put(i)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            transforms, i, bucket, done, running, use_fsync=True
+class Save:
+    """One rank's share of one checkpoint on its way to the disk."""
+
+    def __init__(self, path: Path, sharded: dict[str, Any], common: dict[str, Any], live: set[int]) -> None:
+        """Plan the save and copy the share to host memory. Collective.
+
+        Args:
+            path: the checkpoint to be; its staging folder exists.
+            sharded: Megatron's sharded state, preprocessed.
+            common: what is the same on every rank.
+            live: addresses of the storages that the next step changes.
+        """
+        self.path, self.folder = path, durable.staging_path(path)
+        self.results: list[Any] = []
+        self.problem = ""
+        # found by prepare_write_data, which starts a process to hold a queue otherwise
+        filesystem_async._results_queue = queue.Queue()
+        strategy = _PlanOnly()
+        self._config = CheckpointingConfig(strategy.backend, strategy.version)
+        self._writer, self._metadata = strategy.async_save(sharded, self.folder)
+        self._transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
+        self._buckets = [_copied(bucket, live) for bucket in self._writer.write_buckets]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._writer.write_buckets = None  # else the device tensors live until the end of the save
+        self._common = common if dist.get_rank() == 0 else None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        """The thread: everything that this rank writes, flushed."""
+        try:
+            if self._common is not None:
+                encoded = io.BytesIO()
+                torch.save(self._common, encoded)
+                with open(self.folder / _COMMON, "wb") as file:
+                    file.write(encoded.getbuffer())
+                    file.flush()
+                    os.fsync(file.fileno())
+            for bucket in self._buckets:
+                self.results += _write(self._transforms, bucket)
+        except Exception as error:
+            self.problem = f"{type(error).__name__}: {error}"
+        finally:
+            self._buckets = []
+
+    def publish(self, results: list[list[Any]]) -> None:
+        """Rank 0, when every rank has written: index and name. Raises OSError."""
+        self._writer.finish(self._metadata, results)  # flushes what it writes
+        save_config(self._config, str(self.folder))
+        durable.publish(self.path, unsynced=[self.folder / _INDEX])
+
+
+def _copied(bucket: Any, live: set[int]) -> Any:
+    """A write bucket whose tensors are in host memory and belong to nobody else."""
+    file, key, (objects, tensors) = bucket
+    copies = []
+    for item, tensor in tensors:
+        if tensor.device.type != "cpu":
+            tensor = tensor.to("cpu", non_blocking=True)
+        elif tensor.untyped_storage().data_ptr() in live:
+            tensor = tensor.clone()
+        copies.append((item, tensor))
+    return file, key, (objects, copies)
+
+
+def _write(transforms: list[Any], bucket: Any) -> list[Any]:
+    done: queue.Queue[Any] = queue.Queue()
+    running: queue.Queue[int] = queue.Queue()
+    running.put(0)
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, done, running, use_fsync=True)
+    outcome = done.get_nowait()[1]
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+class Writer:
+    """Saves and loads the checkpoints of one model and its optimizer; one save at a time."""
+
+    def __init__(self, chunks: list[Any], optimizer: Optimizer, layout: ParallelConfig) -> None:
+        self.chunks, self.optimizer, self.layout = chunks, optimizer, layout
+        self._save: Save | None = None
+        self._validated = False
+
+    def start(self, path: Path) -> None:
+        """Begin to write the new folder `path`; what it will hold is as of now. Collective.
+
+        Raises:
+            SlipstreamError: the folder cannot be made.
+            RuntimeError: the last save is not done.
+        """
+        if self._save is not None:
+            raise RuntimeError(f"{self._save.path} is still being written")
+        problem = ""
+        if dist.get_rank() == 0:
+            try:
+                durable.prepare(path)
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        _raise_everywhere(path, problem)
+        state = self._state(loading=False)
+        state["random_state"] = _random_state()
+        # that every shard has one owner holds for all saves of a process or for none
+        sharded, _ = save_preprocess(state, not self._validated, lambda rest: {})
+        common = {"slipstream": {"format": FORMAT, "steps": self.optimizer.steps, "layout": self._layout()}}
+        self._validated = True
+        modules = [chunk.module for chunk in self.chunks]
+        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        self._save = Save(path, sharded, common, {t.untyped_storage().data_ptr() for t in tensors})
+
+    def done(self, wait: bool) -> bool:
+        """Whether the last save is complete, on disk and under its name; with `wait` it is on return. Collective.
+
+        Raises:
+            SlipstreamError: it could not be written; there is no folder of its name.
+        """
+        save = self._save
+        if save is None:
+            return True
+        if wait:
+            save.wait()
+        reports = parallel.gather((save.running, save.problem))
+        problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(reports) if problem]
+        if not problems and any(running for running, _ in reports):
+            return False
+        self._save = None
+        problem = "; ".join(problems)
+        results = parallel.gather_to_lead(save.results)
+        if dist.get_rank() == 0:
+            try:
+                if not problem:
+                    save.publish(results)
+            except OSError as error:
+                problem = f"rank 0: {type(error).__name__}: {error}"
+            if problem:
+                shutil.rmtree(save.folder, ignore_errors=True)  # a full disk needs the space
+        _raise_everywhere(save.path, problem)
+        return True
+
+    def load(self, path: Path) -> None:
+        """Restore what a save wrote; random state only under the same layout. Collective.
+
+        Raises:
+            UsageError: there is no checkpoint, one of another format, or one that this model does not fit.
+        """
+        if not (path / _INDEX).is_file():
+            raise UsageError(f"{path} is not a checkpoint: no {_INDEX} in it")
+        header = dist_checkpointing.load_common_state_dict(str(path)).get("slipstream", {})
+        if header.get("format") != FORMAT:
+            raise UsageError(f"{path}: checkpoint format {header.get('format')}, this learner reads {FORMAT}")
+        same_layout = header["layout"] == self._layout()
+        self.optimizer.steps = header["steps"]
+        state = self._state(loading=True)
+        if same_layout:
+            state["random_state"] = _random_state()
+        try:
+            loaded = dist_checkpointing.load(state, str(path))
+        except (CheckpointException, CheckpointingException, KeyError) as error:
+            raise UsageError(
+                f"{path}: written under {_words(header['layout'])}, does not load under {_words(self._layout())} "
+                f"with this model: {type(error).__name__}: {error}"
+            ) from error
+        for i, chunk in enumerate(self.chunks):
+            chunk.module.load_state_dict(loaded[_key(i, self.chunks)], strict=True)
+        self.optimizer.restore(loaded.get("optimizer", {}), _SHARDING)
+        if same_layout:
+            _restore_random(loaded["random_state"])
+
+    def _state(self, loading: bool) -> dict[str, Any]:
+        """Sharded tensors of model and optimizer.
+
+        Of the optimizer's own description only the parameters' states are kept: everything else in it follows from
+        the config and the step, and its form depends on the layout.
+        """
+        metadata = ensure_metadata_has_dp_cp_group(
+            {
+                # the default needs ShardedTensor.flattened_range, which 0.16.1 refuses
+                "distrib_optim_sharding_type": _SHARDING,
+                # states are gathered to the rank that writes them, instead of to all
+                "distrib_optim_fully_reshardable_mem_efficient": True,
+                "singleton_local_shards": False,
+            }
         )
-        outcome = done.get_nowait()[1]
-        if isinstance(outcome, Exception):
-            results.put(outcome)
-            return
-        written[i] = outcome
-    results.put(written)
-
-
-def _metadata() -> dict[str, Any]:
-    # the default type of the optimizer's shards needs ShardedTensor.flattened_range, which 0.16.1 refuses
-    return ensure_metadata_has_dp_cp_group(
-        {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "singleton_local_shards": False,
-            "chained_optim_avoid_prefix": True,
+        state: dict[str, Any] = {
+            _key(i, self.chunks): chunk.module.sharded_state_dict(metadata=metadata)
+            for i, chunk in enumerate(self.chunks)
         }
-    )
+        models = state if len(self.chunks) > 1 else state["model"]
+        if self.optimizer.steps > 0:  # before that the states are zeros, and no optimizer has made them yet
+            state["optimizer"] = self.optimizer.sharded_states(models, loading, metadata)
+        return state
+
+    def _layout(self) -> dict[str, int]:
+        names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+        sizes = {name: getattr(self.layout, name) for name in names}
+        return sizes | {"data": mpu.get_data_parallel_world_size()}
+
+
+def _raise_everywhere(path: Path, problem: str) -> None:
+    """Rank 0's problem as an error on every rank; none if it is empty. Collective."""
+    told = parallel.broadcast_bytes(problem.encode() if dist.get_rank() == 0 else None).decode()
+    if told:
+        raise SlipstreamError(
+            f"checkpoint {path} could not be written: {told}; older checkpoints are untouched, and the next start "
+            "resumes from the newest"
+        )
 
 
 def _key(index: int, chunks: list[Any]) -> str:
     return "model" if len(chunks) == 1 else f"model{index}"
 
 
-def _state(chunks: list[Any], optimizer: Optimizer, loading: bool) -> dict[str, Any]:
-    metadata = _metadata()
-    state: dict[str, Any] = {
-        _key(i, chunks): chunk.module.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)
-    }
-    models = state if len(chunks) > 1 else state["model"]
-    state["optimizer"] = optimizer.megatron.sharded_state_dict(models, is_loading=loading, metadata=metadata)
-    return state
+def _words(layout: dict[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in layout.items() if size > 1) or "one rank"
 
 
 def _random_state() -> ShardedObject:
@@ -98,53 +282,8 @@ def _random_state() -> ShardedObject:
     return ShardedObject("random_state", state, (size,), (rank,), replica_id=0)
 
 
-def save(path: Path, chunks: list[Any], optimizer: Optimizer, layout: ParallelConfig) -> None:
-    """Write the new folder `path`, complete and on disk on return, or absent. Collective."""
-    if dist.get_rank() == 0:
-        durable.prepare(path)
-    parallel.barrier()
-    state = _state(chunks, optimizer, loading=False)
-    state["random_state"] = _random_state()
-    state["slipstream"] = {"format": FORMAT, "steps": optimizer.steps, "layout": _layout(layout)}
-    dist_checkpointing.save(state, str(durable.staging_path(path)), sharded_strategy=InlineSaveStrategy())
-    parallel.barrier()
-    if dist.get_rank() == 0:
-        durable.publish(path)
-    parallel.barrier()
-
-
-def load(path: Path, chunks: list[Any], optimizer: Optimizer, layout: ParallelConfig) -> None:
-    """Restore what `save` wrote; random state only under the same layout. Collective.
-
-    Raises:
-        UsageError: there is no checkpoint, or one of another format.
-    """
-    if not (path / "metadata.json").is_file():
-        raise UsageError(f"{path} is not a checkpoint: no metadata.json in it")
-    common = dist_checkpointing.load_common_state_dict(str(path))
-    header = common.get("slipstream", {})
-    if header.get("format") != FORMAT:
-        raise UsageError(f"{path}: checkpoint format {header.get('format')}, this learner reads {FORMAT}")
-    same_layout = header["layout"] == _layout(layout)
-    state = _state(chunks, optimizer, loading=True)
-    if same_layout:
-        state["random_state"] = _random_state()
-    loaded = dist_checkpointing.load(state, str(path))
-    for i, chunk in enumerate(chunks):
-        chunk.module.load_state_dict(loaded[_key(i, chunks)], strict=True)
-    optimizer.megatron.load_state_dict(loaded["optimizer"])
-    optimizer.steps = header["steps"]
-    if same_layout:
-        _restore_random(loaded["random_state"])
-
-
 def _restore_random(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
     get_cuda_rng_tracker().set_states(state["tracker"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _layout(layout: ParallelConfig) -> list[int]:
-    sizes = (layout.tensor, layout.pipeline, layout.virtual_pipeline, layout.context, layout.expert)
-    return [*sizes, layout.expert_tensor, mpu.get_data_parallel_world_size()]

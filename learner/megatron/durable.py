@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from learner.checkpointing import sync
@@ -20,10 +21,15 @@ def prepare(path: Path) -> Path:
     return staging
 
 
-def publish(path: Path) -> None:
-    """Flush the staging folder to disk and rename it to `path`, replacing a folder that stands there."""
+def publish(path: Path, unsynced: Iterable[Path] | None = None) -> None:
+    """Flush the staging folder to disk and rename it to `path`, replacing a folder that stands there.
+
+    Args:
+        path: the folder to be.
+        unsynced: files of the staging folder that are not on the disk yet; None: all of them.
+    """
     staging = staging_path(path)
-    for file in sorted(staging.rglob("*")):
+    for file in sorted(staging.rglob("*")) if unsynced is None else unsynced:
         if file.is_file():
             sync(file)
     sync(staging)

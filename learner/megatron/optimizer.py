@@ -96,3 +96,26 @@ class Optimizer:
         self.megatron.step_with_ready_grads()
         self.steps += 1
         return norm, rate
+
+    def sharded_states(self, models: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> dict[int, Any]:
+        """Megatron's sharded tensors of main parameters and states, per chained optimizer. Collective.
+
+        Dense and expert parameters are one optimizer or two, as the layout wants; the tensors' keys do not tell.
+        """
+        return {
+            i: optimizer.sharded_state_dict(models, loading, metadata=metadata)["param_state"]
+            for i, optimizer in enumerate(self.megatron.chained_optimizers)
+        }
+
+    def restore(self, states: dict[int, Any], sharding: str) -> None:
+        """Take over loaded states (none: start afresh from the model's weights); `steps` is set already."""
+        if not states:
+            for optimizer in self.megatron.chained_optimizers:
+                optimizer.optimizer.state.clear()
+            self.megatron.reload_model_params()
+            return
+        for i, optimizer in enumerate(self.megatron.chained_optimizers):
+            described = optimizer.state_dict()
+            for group in described["optimizer"]["param_groups"]:
+                group["step"] = self.steps
+            optimizer.load_state_dict({**described, "param_state": states[i], "param_state_sharding_type": sharding})

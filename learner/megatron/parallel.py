@@ -3,6 +3,7 @@
 import os
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,22 @@ def barrier() -> None:
     """Wait for every rank, over gloo. Collective."""
     if dist.get_world_size() > 1:
         dist.barrier(group=_control)
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's `value`, in rank order, over gloo. Collective."""
+    values: list[Any] = [value] * dist.get_world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=_control)
+    return values
+
+
+def gather_to_lead(value: Any) -> list[Any]:
+    """Every rank's `value`, in rank order, on rank 0; [] elsewhere. Collective."""
+    values: list[Any] = [value] * dist.get_world_size() if dist.get_rank() == 0 else []
+    if dist.get_world_size() > 1:
+        dist.gather_object(value, values or None, 0, group=_control)
+    return values
 
 
 def _broadcast(data: bytes | None, source: int, group: dist.ProcessGroup | None, where: torch.device) -> bytes:

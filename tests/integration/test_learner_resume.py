@@ -1,13 +1,15 @@
 """A learner killed with -9, or drained, and started again ends with bitwise the weights of one that was not."""
 
+import contextlib
 import hashlib
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -49,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Job:
     """A run folder with its broker and a node that hands in recorded groups."""
 
-    def __init__(self, folder: Path, model: Path, learner: str = "") -> None:
+    def __init__(self, folder: Path, model: Path, learner: str = "", checkpoint: str = "every: 3") -> None:
         folder.mkdir()
         (folder / "tasks.jsonl").write_text(
             "".join(f'{{"question": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(9))
@@ -59,12 +61,13 @@ class Job:
             f"run: {{name: resume, dir: {folder}/run, steps: {STEPS}, seed: 3}}\n"
             f"model: {{path: {model}, dtype: float32}}\n"
             f"tasks: {{environment: addition, dataset: {folder}/tasks.jsonl}}\n"
-            f"learner: {{groups_per_step: {GROUPS}, optimizer: {{lr: 1.0e-3}}, checkpoint: {{every: 3}}{learner}}}\n"
+            f"learner: {{groups_per_step: {GROUPS}, optimizer: {{lr: 0.001}}, "
+            f"checkpoint: {{{checkpoint}}}{learner}}}\n"
             f"rollout: {{group_size: {GROUP_SIZE}, max_tokens: 64, engine: {{max_model_len: 128}}}}\n"
         )
         self.run = RunDir(folder / "run")
 
-    @contextmanager
+    @contextlib.contextmanager
     def served(self) -> Iterator[BrokerClient]:
         """While active, a broker process and a node process serve the learner."""
         with process([sys.executable, "-c", BROKER, str(self.config)]) as broker:
@@ -94,10 +97,11 @@ class Job:
         return hashlib.sha256((self.run.model / "model.safetensors").read_bytes()).hexdigest()
 
 
-@contextmanager
-def process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A child that is gone afterwards, whatever happens."""
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+@contextlib.contextmanager
+def process(command: list[str], stdin: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A child that is gone afterwards, whatever happens; with `stdin` one to talk with."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if stdin else {"stdout": subprocess.DEVNULL}
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, **pipes)
     try:
         yield child
     finally:
@@ -108,15 +112,17 @@ def process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait(20)
-        child.stderr.close()
+        for pipe in (child.stdin, child.stdout, child.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
-def wait_for(condition: Callable[[], bool], child: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], bool], child: subprocess.Popen[str], every_s: float = 0.01) -> None:
     end = time.monotonic() + LIMIT_S
     while not condition():
         assert child.poll() is None, child.stderr.read()[-3000:]
         assert time.monotonic() < end, "timed out"
-        time.sleep(0.01)
+        time.sleep(every_s)
 
 
 def assert_delivered_once(client: BrokerClient) -> None:
@@ -139,7 +145,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, model: Path) -> str:
 def test_killed_with_9_between_checkpoints_it_replays_and_ends_bitwise_equal(
     tmp_path: Path, model: Path, unbroken: str
 ) -> None:
-    job = Job(tmp_path / "job", model)
+    job = Job(tmp_path / "job", model, checkpoint="every: 3, asynchronous: false")
     with job.served() as client:
         with process(job.learner()) as learner:
             wait_for(lambda: len(job.lines()) >= 5, learner)
@@ -152,6 +158,51 @@ def test_killed_with_9_between_checkpoints_it_replays_and_ends_bitwise_equal(
     assert [line.step for line in job.lines()] == list(range(STEPS))
     assert {line.incarnation for line in job.lines()} == {0, 1}
     assert job.weights() == unbroken
+
+
+def made(job: Job, pattern: str) -> set[tuple[str, int, int]]:
+    """What matches in the checkpoints' folder: name and identity, since what a kill left is made again."""
+    found = set()
+    for path in job.run.checkpoints.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_ino, path.stat().st_ctime_ns))
+    return found
+
+
+def kill_in_a_save(job: Job, forks: subprocess.Popen[str], jitter_s: float, moment: str) -> bool:
+    """Start a learner and kill it with -9 soon after it makes what `moment` matches; whether a save was under way."""
+    before = made(job, moment)
+    forks.stdin.write(json.dumps(["--config", str(job.config)]) + "\n")
+    forks.stdin.flush()
+    pid = int(forks.stdout.readline())
+    wait_for(lambda: made(job, moment) - before, forks, every_s=0.0005)
+    time.sleep(jitter_s)
+    os.kill(pid, signal.SIGKILL)
+    assert int(forks.stdout.readline()) == -signal.SIGKILL
+    return any(job.run.checkpoints.glob(".step-*.tmp"))
+
+
+def test_killed_with_9_at_any_moment_of_a_save_it_resumes_from_the_one_before(
+    tmp_path: Path, model: Path, unbroken: str
+) -> None:
+    job = Job(tmp_path / "job", model, checkpoint="every: 1, keep: 1")
+    draw = random.Random(11)
+    with job.served() as client, process([sys.executable, str(HERE / "learner_forks.py")], stdin=True) as forks:
+        hits = 0
+        for moment in (".step-*.tmp", "*/.model.partial/*", "*/.model.partial/*.distcp", ".step-*.tmp/model", "step-*"):
+            hits += kill_in_a_save(job, forks, draw.uniform(0.0, 0.01), moment)
+            complete = [path.name for path in job.run.checkpoints.glob("step-*")]
+            assert len(complete) <= 2  # the newest, and before it is pruned the one before
+            for name in complete:
+                assert (job.run.checkpoints / name / "model" / "metadata.json").is_file()
+        assert hits >= 2
+        assert not job.run.model.exists()
+        job.finish()
+        assert_delivered_once(client)
+        assert client.status().learner.incarnation == 5
+    assert [line.step for line in job.lines()] == list(range(STEPS))
+    assert job.weights() == unbroken
+    assert not list(job.run.checkpoints.glob(".*"))
 
 
 def test_two_ranks_drain_on_sigterm_and_go_on_where_they_stopped(tmp_path: Path, model: Path) -> None:

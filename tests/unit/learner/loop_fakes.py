@@ -13,6 +13,7 @@ from broker.contract import LearnerReport, Lease, NodeReport, RunInfo, StoredGro
 from broker.memory import MemoryBroker, MemoryLearner
 from common.arrays import Array
 from common.config import Config
+from common.errors import SlipstreamError
 from common.metrics import MetricsWriter
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
 from common.run_dir import RunDir
@@ -42,6 +43,9 @@ class BigramBackend:
         self.table = torch.zeros(VOCAB, VOCAB, requires_grad=True)
         self.fail_at: int | None = None  # the step that never comes back, as after kill -9
         self.steps = 0
+        self.polls_to_write = 0  # times that checkpoint_done says no
+        self.disk_full = False
+        self.writing: tuple[Path, np.ndarray, int] | None = None
 
     def train_step(
         self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False
@@ -78,9 +82,21 @@ class BigramBackend:
         path.mkdir()
         np.save(path / "table.npy", self.table.detach().numpy())
 
-    def save_checkpoint(self, path: Path) -> None:
+    def start_checkpoint(self, path: Path) -> None:
+        assert self.writing is None
+        self.writing = path, self.table.detach().numpy().copy(), self.polls_to_write
+
+    def checkpoint_done(self, wait: bool) -> bool:
+        path, table, polls = self.writing
+        if polls and not wait:
+            self.writing = path, table, polls - 1
+            return False
+        self.writing = None
+        if self.disk_full:
+            raise SlipstreamError(f"checkpoint {path} could not be written: no space left on device")
         path.mkdir()
-        np.save(path / "table.npy", self.table.detach().numpy())
+        np.save(path / "table.npy", table)
+        return True
 
     def load_checkpoint(self, path: Path) -> None:
         self.table = torch.from_numpy(np.load(path / "table.npy")).requires_grad_()

@@ -246,7 +246,7 @@ def test_a_half_written_checkpoint_is_ignored(fakes: ModuleType, make_config: Ma
         (path / "table.npy").write_bytes(b"half")
         raise fakes.Killed
 
-    world.backend.save_checkpoint = killed
+    world.backend.start_checkpoint = killed
     with pytest.raises(fakes.Killed):
         world.run()
     again = world.restart()

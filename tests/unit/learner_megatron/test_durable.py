@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from learner.megatron import durable
 
 
@@ -30,3 +32,16 @@ def test_publishing_again_replaces_the_folder(tmp_path: Path) -> None:
         durable.publish(target)
     assert (target / "weights").read_bytes() == b"new"
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(("unsynced", "flushed"), [(None, ["a", "b"]), (["b"], ["b"])])
+def test_only_what_is_not_on_the_disk_yet_is_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unsynced: list[str] | None, flushed: list[str]
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(durable, "sync", lambda path: synced.append(path.name))
+    staging = durable.prepare(tmp_path / "model")
+    for name in ("a", "b"):
+        (staging / name).write_bytes(b"w")
+    durable.publish(tmp_path / "model", None if unsynced is None else [staging / name for name in unsynced])
+    assert synced == [*flushed, staging.name, tmp_path.name]
