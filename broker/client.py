@@ -104,6 +104,11 @@ class BrokerClient:
         """See LearnerBroker."""
         self._ask(wire.Done, wire.Regenerate, incarnation=self._incarnation, step=step, serials=serials)
 
+    def filter(self, step: int, serials: list[int], most_replaced: int) -> None:
+        """See LearnerBroker."""
+        fields = {"step": step, "serials": serials, "most_replaced": most_replaced}
+        self._ask(wire.Done, wire.Filter, incarnation=self._incarnation, **fields)
+
     def commit(self, step: int) -> None:
         """See LearnerBroker."""
         self._ask(wire.Done, wire.Commit, incarnation=self._incarnation, step=step)

@@ -6,6 +6,8 @@ States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> c
 - A lease has a token and a deadline that heartbeats renew. A lost lease puts the task back, oldest first.
 - `complete` with a token that is no longer current is refused: one task, one accepted group.
 - `take(step)` is idempotent: a restarted learner gets the same groups in the same order.
+- A group that a step filters stays that step's: it is committed with it, marked in the ledger, and its place in the
+  order may pass to the next task, so the step takes another one.
 - `commit(step)` releases everything taken by steps <= step; said only when the checkpoint is durable.
 - Admission (common/staleness.py) decides which tasks a node may lease.
 """
@@ -117,6 +119,8 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     nodes: list[NodeStatus]
     oldest_lease_s: float = 0.0
     refused_messages: int = 0  # that did not decode or broke a limit
+    steps_taken: int = 0  # uncommitted steps that have all their groups
+    groups_filtered: int = 0  # by all steps, committed ones included
 
 
 class LedgerEntry(msgspec.Struct, frozen=True):
@@ -131,6 +135,7 @@ class LedgerEntry(msgspec.Struct, frozen=True):
     version_max: int | None
     reward_mean: float | None
     reason: str = ""  # last failure
+    filtered: bool = False  # `step` took it, and trained nothing on it
 
 
 class LearnerBroker(Protocol):
@@ -147,13 +152,21 @@ class LearnerBroker(Protocol):
     def take(self, step: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
         """The `count` oldest ready groups for `step`, or what `step` took before; None when not ready in `wait_s`.
 
-        `in_order` never lets a group overtake another: it waits until the `count` oldest living tasks
-        that no step took are all ready.
+        Filtered groups that passed their place on do not count, and are among those returned. `in_order` never lets
+        a group overtake another: it waits until the oldest living tasks that no step took are all ready.
         """
         ...
 
     def regenerate(self, step: int, serials: list[int]) -> None:
         """Give up groups that `step` took: their tasks become pending again and `step` may take others."""
+        ...
+
+    def filter(self, step: int, serials: list[int], most_replaced: int) -> None:
+        """`step` trains nothing on these groups that it took; it keeps them. May be repeated.
+
+        At most `most_replaced` filtered groups of a step, the first ones, pass their place to the next task: then
+        `take` gives as many more. Raises BrokerError when a serial was never offered, or is committed.
+        """
         ...
 
     def commit(self, step: int) -> None:

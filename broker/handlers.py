@@ -31,6 +31,7 @@ class Handlers:
             wire.Offer: self._offer,
             wire.Take: self._take,
             wire.Regenerate: self._regenerate,
+            wire.Filter: self._filter,
             wire.Commit: self._commit,
             wire.Report: self._report,
             wire.Register: self._register,
@@ -120,6 +121,10 @@ class Handlers:
 
     def _regenerate(self, client: bytes, request: wire.Regenerate, payload: Payload | None) -> wire.Reply:
         self._state.regenerate(request.step, request.serials)
+        return wire.Done(id=request.id)
+
+    def _filter(self, client: bytes, request: wire.Filter, payload: Payload | None) -> wire.Reply:
+        self._state.filter(request.step, request.serials, request.most_replaced)
         return wire.Done(id=request.id)
 
     def _commit(self, client: bytes, request: wire.Commit, payload: Payload | None) -> wire.Reply:

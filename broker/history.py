@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from broker.contract import LedgerEntry
 
-_ABSENT, _COMMITTED, _DEAD = 0, 1, 2
-_NAMES = {_COMMITTED: "committed", _DEAD: "dead"}
+_ABSENT, _COMMITTED, _DEAD, _FILTERED = 0, 1, 2, 3
+_NAMES = {_COMMITTED: "committed", _DEAD: "dead", _FILTERED: "committed"}
 _NONE = -(1 << 31)
 
 
@@ -35,7 +35,7 @@ class History:
         self._grow(entry.serial + 1)
         i = entry.serial
         committed = entry.state == "committed"
-        self._state[i] = _COMMITTED if committed else _DEAD
+        self._state[i] = (_FILTERED if entry.filtered else _COMMITTED) if committed else _DEAD
         self.committed += committed
         self.dead += not committed
         self._attempts[i] = entry.attempts
@@ -62,6 +62,7 @@ class History:
             version_max=_optional(self._version_max[serial]),
             reward_mean=None if reward != reward else reward,
             reason=self._reasons.get(serial, ""),
+            filtered=self._state[serial] == _FILTERED,
         )
 
     def serials(self) -> Iterator[int]:

@@ -75,6 +75,10 @@ class MemoryLearner:
         """See LearnerBroker."""
         self._checked().regenerate(step, serials)
 
+    def filter(self, step: int, serials: list[int], most_replaced: int) -> None:
+        """See LearnerBroker."""
+        self._checked().filter(step, serials, most_replaced)
+
     def commit(self, step: int) -> None:
         """See LearnerBroker."""
         self._checked().commit(step)

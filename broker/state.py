@@ -7,6 +7,7 @@ broker/contract.py; the structures are in broker/tasks.py and broker/fleet.py.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from broker.admission import admits_oldest
 from broker.contract import (
     BrokerEvent,
     BrokerStatus,
@@ -21,10 +22,9 @@ from broker.deadlines import Deadlines
 from broker.event_log import EventLog
 from broker.fleet import Fleet, Node, same_process
 from broker.learner_record import LearnerRecord
-from broker.tasks import LEASED, TAKEN, Entry, TaskTable
+from broker.tasks import LEASED, Entry, TaskTable
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
-from common.staleness import may_lease
 
 REMEMBERED_TOKENS = 8192  # accepted results whose repetition is still answered with True
 
@@ -109,13 +109,14 @@ class DeliveryState:
     def take(self, step: int, count: int, in_order: bool = False) -> list[Entry] | None:
         """The `count` oldest ready groups for `step`, or those it took before; None when there are not enough.
 
+        Filtered groups that passed their place on come on top of `count`.
+
         Raises:
             BrokerError: when `step` is committed, its groups being gone.
         """
         if step <= self.committed_step:
             raise BrokerError(f"step {step} is committed (up to {self.committed_step}); its groups are gone")
-        taken = self.tasks.steps.get(step, [])
-        missing = count - len(taken)
+        missing = count - self.tasks.places_taken(step)
         if missing > 0:
             if self.tasks.oldest_ready(missing, in_order) is None:
                 if missing > self._wanted:
@@ -127,26 +128,31 @@ class DeliveryState:
             self.lease_revision += 1
         return [self.tasks.living[serial] for serial in self.tasks.steps.get(step, [])]
 
-    def taken_before(self, step: int) -> int:
-        """How many groups `step` has taken so far."""
-        return len(self.tasks.steps.get(step, []))
-
     def regenerate(self, step: int, serials: Sequence[int]) -> None:
-        """Give up groups that `step` took; those no longer taken by it are ignored (a repeated request).
+        """Give up groups that `step` took; filtered ones and those no longer taken by it are ignored (a repetition).
 
         Raises:
             BrokerError: when a serial was never offered, or is committed.
         """
-        for serial in serials:
-            if serial >= self.tasks.next_serial or serial in self.tasks.history:
-                raise BrokerError(f"task {serial} cannot be generated again: it is not taken by step {step}")
-        for serial in serials:
-            entry = self.tasks.living[serial]
-            if entry.state == TAKEN and entry.step == step:
-                self._discarded_tokens += entry.meta.sampled_tokens if entry.meta else 0
-                self.tasks.give_up(entry)
-                self.event_log.add("regenerate", serial=serial, step=step)
+        for entry in self.tasks.taken_by(step, serials, "generated again"):
+            self._discarded_tokens += entry.meta.sampled_tokens if entry.meta else 0
+            self.tasks.give_up(entry)
+            self.event_log.add("regenerate", serial=entry.serial, step=step)
         self.lease_revision += 1
+
+    def filter(self, step: int, serials: Sequence[int], most_replaced: int) -> None:
+        """`step` trains nothing on these; the first `most_replaced` that it ever filtered pass their place on.
+
+        Groups filtered before, or no longer taken by the step, are ignored (a repetition).
+
+        Raises:
+            BrokerError: when a serial was never offered, or is committed.
+        """
+        entries = self.tasks.taken_by(step, serials, "filtered")
+        replaced = sum([self.tasks.filter(entry, most_replaced) for entry in entries])
+        if entries:
+            self.event_log.add("filter", step=step, groups=len(entries), replaced=replaced)
+        self.lease_revision += bool(replaced)
 
     def commit(self, step: int) -> int:
         """Release everything taken by steps <= `step`; returns how many groups that were."""
@@ -176,6 +182,8 @@ class DeliveryState:
     def lease(self, node_id: str, version: int | None, max_groups: int) -> list[Lease]:
         """Up to `max_groups` oldest tasks that a node at `version` may start; None: the node's last known version.
 
+        A node without weights (version -1) gets nothing.
+
         Raises:
             BrokerError: when the node is not registered.
         """
@@ -184,7 +192,9 @@ class DeliveryState:
             node.version = version
             self._seen(node)
         leases: list[Lease] = []
-        while len(leases) < max_groups and self._may_lease_oldest(node.version):
+        steps = node.version - self._first_step
+        most = max_groups if node.version >= 0 else 0
+        while len(leases) < most and admits_oldest(self.tasks, self.run, steps, self._wanted):
             now = self._clock()
             token = self._new_token()
             entry = self.tasks.lease_oldest(node_id, token, now, now + self.run.lease_s)
@@ -335,6 +345,8 @@ class DeliveryState:
             nodes=self.fleet.status(now),
             oldest_lease_s=max((now - e.leased_at for e in tasks.leased.values()), default=0.0),
             refused_messages=self.refused_messages,
+            steps_taken=sum(tasks.places_taken(step) >= self.run.groups_per_step for step in tasks.steps),
+            groups_filtered=tasks.filtered,
         )
 
     def ledger(self) -> list[LedgerEntry]:
@@ -346,23 +358,6 @@ class DeliveryState:
         return self.event_log.after(after)
 
     # ---------------------------------------------------------------- inside
-
-    def _may_lease_oldest(self, version: int) -> bool:
-        """Admission of the oldest pending task; a node without weights (version -1) gets nothing.
-
-        While what is held and on the way exceeds `max_bytes`, only tasks that the learner's next take may
-        need are leased: those with fewer than that many older ones ready or leased. So memory is bounded
-        and the learner never waits for a task that nobody may start.
-        """
-        tasks = self.tasks
-        if not tasks.pending or version < 0:
-            return False
-        serial = tasks.pending[0]
-        dead = tasks.dead_before(serial)
-        steps = version - self._first_step
-        if not may_lease(serial, steps, self.run.groups_per_step, self.run.max_staleness, dead):
-            return False
-        return tasks.bytes_expected() <= self.run.max_bytes or tasks.older_in_progress(serial) < self._wanted
 
     def _node(self, node_id: str) -> Node:
         node = self.fleet.nodes.get(node_id)

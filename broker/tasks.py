@@ -6,10 +6,12 @@ Policy (who may lease what, when a lease is lost) is in broker/state.py.
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from broker.contract import LedgerEntry
 from broker.history import History
+from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
 
 PENDING, LEASED, READY, TAKEN, COMMITTED, DEAD = "pending", "leased", "ready", "taken", "committed", "dead"
@@ -33,6 +35,7 @@ class Entry:
     payload_bytes: int = 0
     step: int | None = None
     reason: str = ""
+    filtered: bool = False
 
     @property
     def serial(self) -> int:
@@ -51,6 +54,7 @@ class Entry:
             version_max=meta.version_max if meta else None,
             reward_mean=meta.reward_mean if meta else None,
             reason=self.reason,
+            filtered=self.filtered,
         )
 
 
@@ -67,11 +71,13 @@ class TaskTable:
         self.steps: dict[int, list[int]] = {}  # serials taken by each uncommitted step, in the order given out
         self.bytes_held = 0
         self._accepted_groups = self._accepted_bytes = 0
-        self._dead: list[int] = []  # sorted serials
+        self.replaced: dict[int, int] = {}  # filtered groups of each uncommitted step that passed their place on
+        self.filtered = 0
+        self._passed: list[int] = []  # sorted serials of dead tasks and of replaced groups
 
-    def dead_before(self, serial: int) -> int:
-        """Number of dead tasks with a lower serial."""
-        return bisect_left(self._dead, serial)
+    def passed_before(self, serial: int) -> int:
+        """Number of tasks with a lower serial that passed their place to a later one."""
+        return bisect_left(self._passed, serial)
 
     def add(self, task: Task) -> None:
         """A new pending task."""
@@ -105,7 +111,7 @@ class TaskTable:
             return False
         del self.living[entry.serial]
         self.history.add(entry.ledger(DEAD))
-        insort(self._dead, entry.serial)
+        insort(self._passed, entry.serial)
         return True
 
     def accept(self, entry: Entry, meta: GroupMeta, payload: object, payload_bytes: int) -> None:
@@ -140,6 +146,30 @@ class TaskTable:
             entry.state, entry.step = TAKEN, step
         self.steps.setdefault(step, []).extend(chosen)
 
+    def places_taken(self, step: int) -> int:
+        """Groups that `step` has taken, without those that passed their place on."""
+        return len(self.steps.get(step, ())) - self.replaced.get(step, 0)
+
+    def taken_by(self, step: int, serials: Sequence[int], what: str) -> list[Entry]:
+        """Those of `serials` that `step` holds and did not filter; BrokerError when one is not living."""
+        for serial in serials:
+            if serial not in self.living:
+                raise BrokerError(f"task {serial} cannot be {what}: it is not taken by step {step}")
+        entries = [self.living[serial] for serial in dict.fromkeys(serials)]
+        return [e for e in entries if e.state == TAKEN and e.step == step and not e.filtered]
+
+    def filter(self, entry: Entry, most_replaced: int) -> bool:
+        """Mark a taken group as one that trains nothing; returns whether it passed its place on."""
+        assert entry.step is not None
+        entry.filtered = True
+        self.filtered += 1
+        replaced = self.replaced.get(entry.step, 0)
+        if replaced >= most_replaced:
+            return False
+        self.replaced[entry.step] = replaced + 1
+        insort(self._passed, entry.serial)
+        return True
+
     def give_up(self, entry: Entry) -> None:
         """taken -> pending: its group is dropped and generated again."""
         assert entry.step is not None
@@ -153,6 +183,7 @@ class TaskTable:
         """taken -> committed for everything taken by steps <= `step`. Returns how many groups."""
         count = 0
         for taken_step in [s for s in self.steps if s <= step]:
+            self.replaced.pop(taken_step, None)
             for serial in self.steps.pop(taken_step):
                 entry = self.living.pop(serial)
                 self._drop_group(entry)

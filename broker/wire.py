@@ -67,6 +67,12 @@ class Regenerate(LearnerRequest, frozen=True, kw_only=True, tag="regenerate"):
     serials: list[int]
 
 
+class Filter(LearnerRequest, frozen=True, kw_only=True, tag="filter"):
+    step: int
+    serials: list[int]
+    most_replaced: Annotated[int, Meta(ge=0)]
+
+
 class Commit(LearnerRequest, frozen=True, kw_only=True, tag="commit"):
     step: int
 
@@ -137,6 +143,7 @@ AnyRequest = (
     | Offer
     | Take
     | Regenerate
+    | Filter
     | Commit
     | Report
     | Register

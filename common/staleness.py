@@ -1,31 +1,33 @@
 """The staleness rule: which tasks a node may lease, and which tokens are too old to train on.
 
 Step s trains at policy version s and produces s + 1. A step consumes `groups_per_step` (B) groups.
-Task n is due at step floor(n / B), counting only tasks that can still be trained (dead ones give
-their place to the next). A node that holds version w may lease n only while due(n) - w <= max (k).
+Task n is due at step floor((n - P) / B), where P tasks with lower serials have passed their place to a
+later one: dead tasks, and groups that a step filtered and took another for (docs/adr/0002, 0004). A node
+that holds version w may lease n only while due(n) - w <= max (k), with P as it is at that moment.
 
-Bound: groups are taken oldest first, so a group that was not overtaken is trained at a step s <= due(n);
-its tokens carry versions >= w, hence s - version <= due(n) - w <= k. At version s, tasks below B(s+k+1)
-are leasable and B*s are consumed: at most B(k+1) groups are outstanding. k = 0 is synchronous RL.
-Tokens of overtaken groups that exceed k are found by `expired` and leave the loss.
+Bound: groups are taken oldest first. Let n, not overtaken, be trained at step s. Each earlier step holds B places
+whose tasks have lower serials, so s * B <= n - P for the P of that moment; P only grows, so s <= due(n) as
+it was at the lease. n's tokens carry versions >= w, hence s - version <= due(n) - w <= k. At version s, tasks
+below B(s+k+1) + P are leasable and B*s + P are consumed or dead: at most B(k+1) groups are outstanding. k = 0 is
+synchronous RL. Tokens of overtaken groups that exceed k are found by `expired` and leave the loss.
 """
 
 import numpy as np
 
 
-def due_step(serial: int, groups_per_step: int, dead_before: int = 0) -> int:
-    """Step at which task `serial` is due when `dead_before` tasks with lower serials are dead."""
-    return (serial - dead_before) // groups_per_step
+def due_step(serial: int, groups_per_step: int, passed_before: int = 0) -> int:
+    """Step at which task `serial` is due when `passed_before` tasks with lower serials have passed their place on."""
+    return (serial - passed_before) // groups_per_step
 
 
-def may_lease(serial: int, version: int, groups_per_step: int, max_staleness: int, dead_before: int = 0) -> bool:
+def may_lease(serial: int, version: int, groups_per_step: int, max_staleness: int, passed_before: int = 0) -> bool:
     """Whether a node holding policy `version` may lease task `serial`."""
-    return due_step(serial, groups_per_step, dead_before) - version <= max_staleness
+    return due_step(serial, groups_per_step, passed_before) - version <= max_staleness
 
 
-def window_end(version: int, groups_per_step: int, max_staleness: int, dead: int = 0) -> int:
-    """One past the last serial that a node at `version` may lease when `dead` lower tasks are dead."""
-    return groups_per_step * (version + max_staleness + 1) + dead
+def window_end(version: int, groups_per_step: int, max_staleness: int, passed: int = 0) -> int:
+    """One past the last serial that a node at `version` may lease when `passed` lower tasks have passed their place."""
+    return groups_per_step * (version + max_staleness + 1) + passed
 
 
 def staleness(step: int, token_versions: np.ndarray) -> np.ndarray:

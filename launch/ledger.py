@@ -33,6 +33,7 @@ def as_json(entry: LedgerEntry) -> dict[str, Any]:
         "version_max": entry.version_max,
         "reward_mean": entry.reward_mean,
         "reason": entry.reason,
+        "filtered": entry.filtered,
     }
 
 
@@ -51,6 +52,8 @@ def show(entries: Sequence[LedgerEntry]) -> None:
     counts = Counter(entry.state for entry in entries)
     retried = sum(entry.attempts > 1 for entry in entries)
     parts = [f"{count} {state}" for state, count in counts.items()]
+    if filtered := sum(entry.filtered for entry in entries):
+        parts.append(f"{filtered} of them filtered")
     console.print(f"{len(entries)} tasks: {', '.join(parts) or 'none'}; {retried} with more than one attempt")
 
 
@@ -59,4 +62,5 @@ def _row(entry: LedgerEntry) -> list[str]:
     reward = "-" if entry.reward_mean is None else f"{entry.reward_mean:.3f}"
     step = "-" if entry.step is None else str(entry.step)
     nodes = ", ".join(entry.nodes) + (f"  ({entry.reason})" if entry.reason else "")
-    return [str(entry.serial), entry.state, step, versions, str(entry.attempts), reward, nodes]
+    state = entry.state + ", filtered" * entry.filtered
+    return [str(entry.serial), state, step, versions, str(entry.attempts), reward, nodes]

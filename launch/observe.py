@@ -105,6 +105,7 @@ def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:
             "groups_taken": status.groups_taken,
             "groups_committed": status.groups_committed,
             "groups_dead": status.groups_dead,
+            "groups_filtered": status.groups_filtered,
             "bytes_held": status.bytes_held,
             "lease_expiries": status.lease_expiries,
             "oldest_lease_s": status.oldest_lease_s,

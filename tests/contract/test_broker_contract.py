@@ -398,6 +398,94 @@ def test_regenerated_groups_are_replaced_and_come_back_later(backend: Backend) -
     assert backend.learner.status().tokens_wasted_total == META.sampled_tokens
 
 
+def filled(backend: Backend, count: int) -> None:
+    """`count` tasks offered; those in the window of version 0 ready."""
+    backend.learner.offer(tasks(*range(count)))
+    backend.join()
+    for lease in backend.lease(count):
+        backend.complete(lease)
+
+
+def test_a_filtered_group_stays_with_its_step_which_takes_another_one(backend: Backend) -> None:
+    filled(backend, 6)
+    assert [g.serial for g in backend.learner.take(0, 2, 0.0)] == [0, 1]
+    backend.learner.filter(0, [0], 4)
+    backend.learner.filter(0, [0], 4)
+    assert [(g.serial, g.payload) for g in backend.learner.take(0, 2, 0.0)] == [
+        (0, b"group 0"),
+        (1, b"group 1"),
+        (2, b"group 2"),
+    ]
+    backend.learner.commit(0)
+    ledger = {e.serial: (e.state, e.step, e.filtered) for e in backend.learner.ledger()}
+    assert ledger[0] == ("committed", 0, True)
+    assert ledger[1] == ledger[2] == ("committed", 0, False)
+    status = backend.learner.status()
+    assert (status.groups_filtered, status.groups_committed) == (1, 3)
+
+
+def test_a_filtered_group_gives_its_place_in_the_window_to_the_next_task(backend: Backend) -> None:
+    filled(backend, 8)
+    assert backend.lease(8) == []
+    backend.learner.take(0, 2, 0.0)
+    backend.learner.filter(0, [0, 1], 1)  # only one of them passes its place on
+    assert [le.task.serial for le in backend.lease(8)] == [4]
+    backend.learner.filter(0, [0, 1], 1)
+    assert backend.lease(8) == []
+
+
+def test_a_lease_that_waits_is_served_when_a_group_is_filtered(backend: Backend) -> None:
+    filled(backend, 8)
+    backend.learner.take(0, 2, 0.0)
+
+    async def scenario() -> list[Any]:
+        waiting = asyncio.create_task(backend.node.lease("n0", 0, 4, 10))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(backend.learner.filter, 0, [1], 4)
+        return await waiting
+
+    assert [le.task.serial for le in backend.run(scenario())] == [4]
+
+
+def test_a_restarted_learner_gets_a_steps_filtered_groups_too_in_the_same_order(backend: Backend) -> None:
+    filled(backend, 8)
+    backend.learner.take(0, 2, 0.0)
+    backend.learner.filter(0, [0, 1], 4)
+    backend.learner.take(0, 2, 0.0)
+    backend.learner.filter(0, [3], 4)
+    for lease in backend.lease(8):
+        backend.complete(lease)
+    first = backend.learner.take(0, 2, 0.0)
+    assert [g.serial for g in first] == [0, 1, 2, 3, 4]
+    restarted = backend.new_learner()
+    restarted.attach(learner_report(incarnation=2))
+    assert restarted.take(0, 2, 0.0) == first
+    restarted.filter(0, [0, 1, 3], 4)
+    assert restarted.take(0, 2, 0.0) == first
+    assert restarted.status().steps_taken == 1
+    assert [g.serial for g in restarted.take(1, 2, 0.0)] == [5, 6]
+
+
+def test_what_a_step_does_not_hold_cannot_be_filtered(backend: Backend) -> None:
+    filled(backend, 6)
+    backend.learner.take(0, 2, 0.0)
+    backend.learner.filter(0, [2, 3], 4)  # ready, so not the step's: as a late repetition would find them
+    assert backend.learner.status().groups_filtered == 0
+    backend.learner.commit(0)
+    for serial in (0, 99):
+        with pytest.raises(BrokerError, match=f"task {serial} cannot be filtered: it is not taken by step 0"):
+            backend.learner.filter(0, [serial], 4)
+
+
+def test_a_filtered_group_is_not_generated_again(backend: Backend) -> None:
+    filled(backend, 6)
+    backend.learner.take(0, 2, 0.0)
+    backend.learner.filter(0, [0], 4)
+    backend.learner.regenerate(0, [0, 1])
+    assert backend.states() == {0: "taken", 1: "pending", 2: "ready", 3: "ready", 4: "pending", 5: "pending"}
+    assert [g.serial for g in backend.learner.take(0, 2, 0.0)] == [0, 2, 3]
+
+
 def test_a_full_broker_leases_only_what_the_next_step_needs_and_drops_nothing(make: Callable[..., Backend]) -> None:
     backend = make(max_bytes=1000)
     backend.learner.offer(tasks(*range(40)))

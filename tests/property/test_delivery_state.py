@@ -34,6 +34,7 @@ class Delivery(RuleBasedStateMachine):
         self.committed: set[int] = set()
         self.tokens: set[str] = set()
         self.in_order = False
+        self.filtered: dict[int, list[int]] = {}  # by step, in the order in which they were filtered
 
     @initialize(
         groups_per_step=st.integers(1, 4),
@@ -136,7 +137,7 @@ class Delivery(RuleBasedStateMachine):
         first = max([s for s, serials in self.taken.items() if set(serials) <= self.committed], default=-1) + 1
         self.state.attach(LearnerReport(2, 1, "replaying", first))
         for step in range(first, self.learner_version):
-            if len(self.taken[step]) == self.b:
+            if len(self.taken[step]) == self.b + self.replaced(step):
                 replayed = self.state.take(step, self.b)
                 assert replayed is not None
                 assert [e.serial for e in replayed] == self.taken[step]
@@ -150,9 +151,33 @@ class Delivery(RuleBasedStateMachine):
         step = max(open_steps)
         serial = data.draw(st.sampled_from(self.taken[step]))
         self.state.regenerate(step, [serial])
+        if serial in self.filtered.get(step, []):
+            return  # a filtered group stays where it is
         self.taken[step].remove(serial)
         self.accepted[serial] -= 1
         self.learner_version = step
+
+    def replaced(self, step: int) -> int:
+        """Groups of `step` that passed their place on."""
+        return min(len(self.filtered.get(step, [])), 2 * self.b)
+
+    @rule(data=st.data(), again=st.booleans())
+    def filter(self, data: st.DataObject, again: bool) -> None:
+        open_steps = [s for s in self.taken if not set(self.taken[s]) <= self.committed and self.taken[s]]
+        if not open_steps:
+            return
+        step = max(open_steps)
+        chosen = data.draw(st.lists(st.sampled_from(self.taken[step]), unique=True, min_size=1))
+        passed = self.state.tasks.passed_before(self.state.tasks.next_serial)
+        before = self.replaced(step)
+        known = self.filtered.setdefault(step, [])
+        known += [serial for serial in chosen if serial not in known]
+        for _ in range(1 + again):
+            self.state.filter(step, chosen, 2 * self.b)
+        now = self.state.tasks.passed_before(self.state.tasks.next_serial)
+        assert now - passed == self.replaced(step) - before, "a place is passed on once"
+        if self.replaced(step) > before:
+            self.learner_version = step  # the step is short of groups again
 
     @rule(back=st.integers(0, 3), repeat=st.booleans())
     def commit(self, back: int, repeat: bool) -> None:
@@ -188,6 +213,9 @@ class Delivery(RuleBasedStateMachine):
         assert status.bytes_held == PAYLOAD_BYTES * (status.groups_ready + status.groups_taken)
         assert sum(n.leases for n in status.nodes) == status.groups_leased
         assert sorted(tasks.ready) == tasks.ready
+        filtered = {s for serials in self.filtered.values() for s in serials}
+        assert {e.serial for e in ledger if e.filtered} == filtered
+        assert status.groups_filtered == len(filtered)
 
     @invariant()
     def each_task_is_accepted_once_and_taken_once(self) -> None:

@@ -15,13 +15,15 @@ from common.rollouts import GroupMeta, Task
 def test_history_gives_back_what_it_was_given_in_any_order() -> None:
     committed = LedgerEntry(5, "committed", 2, ["a", "b"], 3, 1, 2, 0.25, "lease of node a expired")
     dead = LedgerEntry(2, "dead", 3, ["a", "a", "b"], None, None, None, None, "bad")
+    filtered = LedgerEntry(4, "committed", 1, ["a"], 3, 1, 1, 1.0, filtered=True)
     history = History()
     history.add(committed)
     history.add(dead)
-    assert (history.get(5), history.get(2)) == (committed, dead)
-    assert list(history.serials()) == [2, 5]
+    history.add(filtered)
+    assert (history.get(5), history.get(2), history.get(4)) == (committed, dead, filtered)
+    assert list(history.serials()) == [2, 4, 5]
     assert (3 in history, 5 in history, 6 in history) == (False, True, False)
-    assert (history.committed, history.dead) == (1, 1)
+    assert (history.committed, history.dead) == (2, 1)
     with pytest.raises(KeyError):
         history.get(3)
 

@@ -18,6 +18,7 @@ REQUESTS = [
     (wire.Take(id=2, step=1, count=2, wait_s=0.5), 0),
     (wire.Regenerate(id=3, step=1, serials=[1]), 0),
     (wire.Commit(id=4, step=1), 0),
+    (wire.Filter(id=17, step=1, serials=[1], most_replaced=2), 0),
     (wire.Report(id=5, report=LEARNER), 0),
     (wire.Register(id=6, report=NODE), 0),
     (wire.AskLease(id=7, node_id="n0", version=-1, max_groups=1, wait_s=0), 0),
