@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from common.config import Config, MoeConfig, ParallelConfig, SftConfig
+from common.config import Config, MoeConfig, SftConfig
 from common.errors import ConfigError
+from common.layouts import ModelShape, Problem, model_problems, world_problems
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
@@ -46,17 +47,14 @@ def check_config(config: Config | SftConfig, file: str) -> None:
         raise ConfigError(file, *problem)
 
 
-Problem = tuple[str, str, str, str | None]  # key, expected, found, hint
-
-
 def problems(config: Config | SftConfig) -> Iterator[Problem]:
     """Everything that does not fit, the most basic first."""
     yield from _pending(config)
-    yield from _parallel(config.learner.world_size, config.learner.parallel)
+    yield from world_problems(config.learner.world_size, config.learner.parallel)
     yield from _moe(config.learner.moe)
     shape = yield from _model_folder(config.model.path)
     if shape is not None:
-        yield from _model_shape(shape, config.learner.parallel)
+        yield from model_problems(ModelShape.of(shape.get), config.learner.parallel)
         yield from _experts(shape, config.learner.moe)
     yield from _dataset("tasks.dataset", config.tasks.dataset)
     if isinstance(config, SftConfig):
@@ -72,8 +70,6 @@ def _pending(config: Config | SftConfig) -> Iterator[Problem]:
     """Keys of the schema that nothing reads yet; each goes from here with the change that makes it work."""
     learner = config.learner
     used = {
-        "learner.parallel.first_stage_layers": learner.parallel.first_stage_layers is not None,
-        "learner.parallel.last_stage_layers": learner.parallel.last_stage_layers is not None,
         "learner.memory.recompute": learner.memory.recompute != "none",
         "learner.memory.offload_optimizer": learner.memory.offload_optimizer,
         "learner.memory.offload_gradients": learner.memory.offload_gradients,
@@ -126,20 +122,6 @@ def _absolute(path: str) -> str:
     return str(Path(path).expanduser().resolve())
 
 
-def _parallel(world_size: int, parallel: ParallelConfig) -> Iterator[Problem]:
-    ranks = parallel.model_ranks
-    if world_size % ranks:
-        made = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {ranks}"
-        yield "learner.world_size", f"a multiple of {ranks} ({made})", str(world_size), None
-    experts = parallel.pipeline * parallel.expert * parallel.expert_tensor
-    if world_size % experts:
-        made = f"pipeline {parallel.pipeline} x expert {parallel.expert} x expert_tensor {parallel.expert_tensor}"
-        yield "learner.world_size", f"a multiple of {experts} ({made})", str(world_size), None
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        hint = "raise learner.parallel.pipeline first"
-        yield "learner.parallel.virtual_pipeline", "1 while pipeline is 1", str(parallel.virtual_pipeline), hint
-
-
 def _model_folder(path: str) -> Generator[Problem, None, dict[str, object] | None]:
     folder = Path(path)
     key, expected = "model.path", "a Hugging Face model folder"
@@ -165,25 +147,6 @@ def _model_folder(path: str) -> Generator[Problem, None, dict[str, object] | Non
     return cast("dict[str, object]", loaded)
 
 
-def _model_shape(shape: dict[str, object], parallel: ParallelConfig) -> Iterator[Problem]:
-    tensor_key = "learner.parallel.tensor"
-    heads = _number(shape, "num_attention_heads")
-    if heads and heads % parallel.tensor:
-        yield tensor_key, f"a divisor of the model's {heads} attention heads", str(parallel.tensor), None
-    kv_heads = _number(shape, "num_key_value_heads")
-    if kv_heads and kv_heads % parallel.tensor:
-        yield tensor_key, f"a divisor of the model's {kv_heads} key-value heads", str(parallel.tensor), None
-    layers, stages = _number(shape, "num_hidden_layers"), parallel.pipeline * parallel.virtual_pipeline
-    if layers and layers % stages:
-        key = "learner.parallel." + ("virtual_pipeline" if parallel.virtual_pipeline > 1 else "pipeline")
-        found = f"pipeline {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline} = {stages} stages"
-        yield key, f"stages that divide the model's {layers} layers", found, None
-    experts = _expert_count(shape)
-    if parallel.expert > 1 and (not experts or experts % parallel.expert):
-        expected = f"a divisor of the model's {experts} experts" if experts else "1, since the model has no experts"
-        yield "learner.parallel.expert", expected, str(parallel.expert), None
-
-
 def _moe(moe: MoeConfig) -> Iterator[Problem]:
     if moe.freeze_router and moe.balance != "none":
         yield (
@@ -195,16 +158,11 @@ def _moe(moe: MoeConfig) -> Iterator[Problem]:
 
 
 def _experts(shape: dict[str, object], moe: MoeConfig) -> Iterator[Problem]:
-    if _expert_count(shape):
+    if ModelShape.of(shape.get).experts:
         return
     used = {"freeze_router": moe.freeze_router, "balance": moe.balance != "none", "replay_routing": moe.replay_routing}
     for key in [name for name, value in used.items() if value]:
         yield f"learner.moe.{key}", "its default, since the model has no experts", "another value", None
-
-
-def _expert_count(shape: dict[str, object]) -> int | None:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((n for name in names if (n := _number(shape, name))), None)
 
 
 def _dataset(key: str, path: str) -> Iterator[Problem]:

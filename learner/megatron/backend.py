@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.config import Config, LearnerConfig, ModelConfig, SftConfig, SftLearnerConfig
 from learner.backend import LossFunction, Microbatch, StepResult
-from learner.megatron import parallel
+from learner.megatron import parallel, places
 from learner.megatron.checkpoint import Writer
 from learner.megatron.export import Exporter
 from learner.megatron.hf_folder import check_layout, read_config
@@ -81,7 +81,7 @@ class MegatronBackend:
         self.data_parallel_rank = mpu.get_data_parallel_rank()
         self.data_parallel_size = mpu.get_data_parallel_world_size()
         self.vocab_size = int(hf_config.vocab_size)
-        self.document_multiple = 1
+        self.document_multiple = places.document_multiple(layout)
         built = build(self.model_path, hf_config, dtype, layout, learner.moe)
         self.chunks = wrap_chunks(built)
         self.optimizer = Optimizer(self.chunks, learner.optimizer, dtype, total_steps)

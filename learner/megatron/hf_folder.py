@@ -6,6 +6,7 @@ from typing import Any
 
 from common.config import ParallelConfig
 from common.errors import UsageError
+from common.layouts import ModelShape, model_problems, world_problems
 
 
 def read_config(path: Path) -> Any:
@@ -42,36 +43,9 @@ def check_layout(config: Any, parallel: ParallelConfig, world_size: int) -> None
     Raises:
         UsageError: naming the key that does not fit.
     """
-    experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
-    later = {"context": parallel.context > 1, "expert_tensor": parallel.expert_tensor > 1}
-    for key, used in later.items():
-        if used:
-            raise UsageError(f"learner.parallel.{key}: only 1 is supported yet, found {getattr(parallel, key)}")
-    if parallel.expert > 1 and not experts:
-        raise UsageError(f"learner.parallel.expert: {parallel.expert} for a model without experts")
-    if experts and parallel.tensor > 1:
-        raise UsageError("learner.parallel.tensor: a model with experts needs sequence parallelism, not supported yet")
-    if world_size % parallel.model_ranks:
-        raise UsageError(
-            f"learner.parallel: tensor x pipeline x context = {parallel.model_ranks} does not divide "
-            f"learner.world_size {world_size}"
-        )
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
-    dimensions = {"attention heads": heads, "key-value heads": kv_heads, "vocabulary entries": config.vocab_size}
-    for what, n in dimensions.items():
-        if n % parallel.tensor:
-            raise UsageError(f"learner.parallel.tensor: {parallel.tensor} does not divide the model's {n} {what}")
-    if experts and experts % parallel.expert:
-        raise UsageError(f"learner.parallel.expert: {parallel.expert} does not divide the model's {experts} experts")
-    stages = parallel.pipeline * parallel.virtual_pipeline
-    key = "virtual_pipeline" if parallel.virtual_pipeline > 1 else "pipeline"
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        raise UsageError("learner.parallel.virtual_pipeline: needs learner.parallel.pipeline of at least 2")
-    if config.num_hidden_layers % stages:
-        raise UsageError(
-            f"learner.parallel.{key}: {stages} pipeline stages do not divide the model's "
-            f"{config.num_hidden_layers} layers"
-        )
+    shape = ModelShape.of(lambda name: getattr(config, name, None))
+    for key, expected, found, hint in [*world_problems(world_size, parallel), *model_problems(shape, parallel)]:
+        raise UsageError(f"{key}: expected {expected}, found {found}{f'; {hint}' if hint else ''}")
 
 
 def give_rope_theta(config: Any) -> None:

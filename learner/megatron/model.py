@@ -99,7 +99,9 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> N
     provider.expert_model_parallel_size = parallel.expert
     provider.expert_tensor_parallel_size = parallel.expert_tensor
     provider.virtual_pipeline_model_parallel_size = parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
-    provider.sequence_parallel = False
+    provider.sequence_parallel = parallel.sequence_parallel
+    provider.num_layers_in_first_pipeline_stage = parallel.first_stage_layers
+    provider.num_layers_in_last_pipeline_stage = parallel.last_stage_layers
     provider.params_dtype = provider.pipeline_dtype = dtype
     provider.bf16, provider.fp16, provider.autocast_dtype = dtype == torch.bfloat16, False, None
     provider.use_cpu_initialization = not on_cuda

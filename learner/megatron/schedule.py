@@ -11,12 +11,15 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from common.config import ParallelConfig
 from learner.backend import LossFunction, LossOutput, Microbatch
 from learner.megatron import parallel
 from learner.megatron.logprobs import logprobs_and_entropy, logprobs_of
 from learner.megatron.moe import Experts
+from learner.megatron.places import Places
 
 
 @dataclass(frozen=True)
@@ -32,24 +35,40 @@ class Totals:
 
 @dataclass(frozen=True)
 class _Packed:
-    batch: Microbatch  # on the device
+    batch: Microbatch  # whole, on the device
+    places: Places
+    tokens: Tensor  # [T padded / context] int64, this context rank's
+    positions: Tensor
+    targets: Tensor
     params: PackedSeqParams
 
 
-def _pack(batch: Microbatch, device: torch.device) -> _Packed:
+def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.device) -> _Packed:
+    """`batch` and what context rank `rank` computes of it."""
     if not batch.document_lengths:
         batch = _nothing()
     if device.type != "cpu":
         values = {field.name: getattr(batch, field.name) for field in fields(batch)}
         moved = {n: x.to(device, non_blocking=True) for n, x in values.items() if isinstance(x, Tensor)}
         batch = replace(batch, **moved)
-    lengths = torch.tensor(batch.document_lengths)
+    places = Places.of(batch.document_lengths, parallel, rank, device)
+    lengths = torch.tensor(places.lengths)
     bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)]).to(device)
-    longest = max(batch.document_lengths)
+    longest = max(places.lengths)
+    # Pads count as tokens, at the end of documents where a causal mask hides them: Transformer Engine would leave
+    # the outputs of places between documents uninitialised. It asks for the padded bounds under context parallelism.
+    padded = bounds if parallel.context > 1 else None
     params = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
-    return _Packed(batch, params)
+    mine = (places.local(x) for x in (batch.tokens, batch.positions, batch.targets))
+    return _Packed(batch, places, *mine, params)
 
 
 def _nothing() -> Microbatch:
@@ -70,6 +89,12 @@ class Schedule:
         config.finalize_model_grads_func = finalize_model_grads
         self._run = get_forward_backward_func()
         self._vocabulary_group = mpu.get_tensor_model_parallel_group()
+        self._context_group = mpu.get_context_parallel_group()
+        self._parallel = ParallelConfig(
+            tensor=config.tensor_model_parallel_size,
+            context=config.context_parallel_size,
+            sequence=config.sequence_parallel,
+        )
 
     def train(self, microbatches: list[Microbatch], loss: LossFunction, temperature: float, entropy: bool) -> Totals:
         """Forward and backward; leaves gradients of (sum of losses / sum of denominators) in the chunks. Collective.
@@ -77,12 +102,14 @@ class Schedule:
         `microbatches` are this data-parallel rank's, equally many on every one.
         """
 
-        def loss_of(logits: Tensor, batch: Microbatch) -> tuple[Tensor, LossOutput]:
+        def loss_of(logits: Tensor, item: _Packed) -> tuple[Tensor, LossOutput]:
             if entropy:
-                logprobs, entropies = logprobs_and_entropy(logits, batch.targets, temperature, self._vocabulary_group)
-                output = loss(logprobs, entropies, batch)
+                both = logprobs_and_entropy(logits, item.targets, temperature, self._vocabulary_group)
+                logprobs, entropies = self._whole(torch.stack(both, 1), item).unbind(1)
+                output = loss(logprobs, entropies, item.batch)
             else:
-                output = loss(logprobs_of(logits, batch.targets, temperature, self._vocabulary_group), None, batch)
+                logprobs = logprobs_of(logits, item.targets, temperature, self._vocabulary_group)
+                output = loss(self._whole(logprobs, item), None, item.batch)
             # detached: a pipelined schedule takes the loss's own storage away after the forward pass
             return output.loss_sum, replace(output, loss_sum=output.loss_sum.detach())
 
@@ -100,9 +127,9 @@ class Schedule:
     def logprobs(self, microbatches: list[Microbatch], temperature: float) -> list[Tensor]:
         """[T] float32 log-probabilities of each microbatch's targets, on every stage. Collective."""
 
-        def loss_of(logits: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
-            logprobs = logprobs_of(logits, batch.targets, temperature, self._vocabulary_group)
-            return logprobs.new_zeros(()), logprobs
+        def loss_of(logits: Tensor, item: _Packed) -> tuple[Tensor, Tensor]:
+            logprobs = logprobs_of(logits, item.targets, temperature, self._vocabulary_group)
+            return logprobs.new_zeros(()), self._whole(logprobs, item)
 
         self.experts.start()
         outputs = [logprobs for logprobs, _ in self._forward_backward(microbatches, loss_of, forward_only=True)]
@@ -115,10 +142,20 @@ class Schedule:
             flat = torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
         return list(parallel.broadcast_tensor_from_last_stage(flat).cpu().split(sizes))
 
+    def _whole(self, values: Tensor, item: _Packed) -> Tensor:
+        """[T padded / context, ...] of this context rank to the pack's [T, ...]; each rank keeps its own gradient.
+
+        Every context rank computes the same loss of whole documents, so its gradient is not summed over them.
+        """
+        gathered = gather_from_sequence_parallel_region(
+            values, tensor_parallel_output_grad=False, group=self._context_group
+        )
+        return item.places.whole(gathered)
+
     def _forward_backward(
         self,
         microbatches: list[Microbatch],
-        loss_of: Callable[[Tensor, Microbatch], tuple[Tensor, Any]],
+        loss_of: Callable[[Tensor, _Packed], tuple[Tensor, Any]],
         forward_only: bool,
     ) -> list[tuple[Any, Tensor]]:
         """(second result of `loss_of`, loss tokens) per microbatch on the last stage, [] elsewhere.
@@ -130,19 +167,22 @@ class Schedule:
         stages = mpu.get_pipeline_model_parallel_world_size()
         # The interleaved schedule refuses a last round with fewer microbatches than stages.
         fill = -len(microbatches) % stages if len(self.chunks) > 1 else 0
-        packed = [_pack(batch, self.device) for batch in [*microbatches, *[_nothing()] * fill]]
+        filled = [*microbatches, *[_nothing()] * fill]
+        context_rank = self._context_group.rank()
+        packed = [_pack(batch, self._parallel, context_rank, self.device) for batch in filled]
 
         def forward_step(iterator: Iterator[_Packed], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             item = next(iterator)
-            batch = item.batch
 
             def loss_func(output: Tensor) -> tuple[Tensor, Tensor, tuple[Any, Tensor]]:
-                loss_sum, result = loss_of(output.squeeze(0), batch)
-                tokens = batch.loss_mask.sum()
-                return loss_sum, tokens.round().int(), (result, tokens)
+                loss_sum, result = loss_of(output.squeeze(0), item)
+                tokens = item.batch.loss_mask.sum()
+                # every context rank has the loss of whole documents: Megatron shall count its tokens once
+                counted = tokens.round().int() if context_rank == 0 else tokens.new_zeros((), dtype=torch.int32)
+                return loss_sum, counted, (result, tokens)
 
-            self.experts.enter(batch)
-            output = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=item.params)
+            self.experts.enter(item.batch, item.places)
+            output = model(item.tokens[None], item.positions[None], None, packed_seq_params=item.params)
             return output, loss_func
 
         iterators = [iter(packed) for _ in self.chunks]
@@ -151,7 +191,7 @@ class Schedule:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(packed),
-            seq_length=max(len(item.batch.tokens) for item in packed),  # shapes travel with the activations
+            seq_length=max(sum(item.places.lengths) for item in packed),  # shapes travel with the activations
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -180,6 +220,8 @@ class Schedule:
         if max_names:
             maxima = torch.stack([column([o.maxima.get(n, lowest) for n in max_names]) for o, _ in reports]).amax(0)
         group = mpu.get_data_parallel_group(with_context_parallel=True)
+        if self._context_group.rank() > 0:
+            sums.zero_()  # the same as context rank 0's
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
             if maxima is not None:

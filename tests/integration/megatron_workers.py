@@ -140,7 +140,10 @@ def _new_model(kind: str) -> Any:
         config = transformers.MistralConfig(**base, head_dim=16, rope_parameters=rope, sliding_window=6)
         model = transformers.MistralForCausalLM(config)
     else:
-        config = transformers.Qwen3Config(**base, head_dim=16, rope_parameters=rope, tie_word_embeddings=kind == "tied")
+        heads = {"num_key_value_heads": 2 if kind == "tied" else 4}  # enough for tensor 4
+        config = transformers.Qwen3Config(
+            **base | heads, head_dim=16, rope_parameters=rope, tie_word_embeddings=kind == "tied"
+        )
         model = transformers.Qwen3ForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -28,14 +28,20 @@ ONE = [
     {"name": "bf16", "dtype": "bfloat16", "save": True},
 ]
 TWO = [
-    {"name": "tp2", "parallel": {"tensor": 2}, "save": True},
+    {"name": "tp2-sp", "parallel": {"tensor": 2}},
+    {"name": "tp2", "parallel": {"tensor": 2, "sequence": False}, "save": True},
+    {"name": "cp2", "parallel": {"context": 2}},
     {"name": "pp2", "parallel": {"pipeline": 2}, "save": True},
     {"name": "dp2", "save": True},
     {"name": "vpp2", "parallel": {"pipeline": 2, "virtual_pipeline": 2}, "save": True},
     {"name": "untied-tp2", "kind": "untied", "parallel": {"tensor": 2}},
     {"name": "moe-ep2", "kind": "moe", "parallel": {"expert": 2}},
 ]
-FOUR = [{"name": "tp2-pp2", "parallel": {"tensor": 2, "pipeline": 2}}]
+FOUR = [
+    {"name": "tp2-pp2-sp", "parallel": {"tensor": 2, "pipeline": 2}},
+    {"name": "tp2-cp2-sp", "parallel": {"tensor": 2, "context": 2}},
+    {"name": "cp2-pp2", "parallel": {"context": 2, "pipeline": 2}},
+]
 SAME_ONE = [
     {"name": "one-again", "checkpoint": "one"},
     {"name": "bf16-again", "checkpoint": "bf16", "dtype": "bfloat16"},

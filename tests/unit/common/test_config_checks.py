@@ -64,7 +64,7 @@ def test_sound_config_passes(folder):
         (
             {"world_size": 2, "parallel": {"pipeline": 2, "virtual_pipeline": 3}},
             "learner.parallel.virtual_pipeline",
-            "4 layers",
+            "a stage's 2 layers",
         ),
         ({"parallel": {"virtual_pipeline": 2}}, "learner.parallel.virtual_pipeline", "1 while pipeline is 1"),
         ({"world_size": 2, "parallel": {"expert": 2}}, "learner.parallel.expert", "no experts"),

@@ -1,0 +1,78 @@
+"""Layouts that cannot work are refused with the key and the number that do not fit; the others say their stages."""
+
+import msgspec
+import pytest
+
+from common.config import ParallelConfig
+from common.layouts import ModelShape, layers_per_stage, model_problems, world_problems
+
+DENSE = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 256}
+MIXED = {**DENSE, "num_experts": 8, "moe_intermediate_size": 48}
+
+
+def found(shape: dict[str, int], **layout: object) -> list[str]:
+    parallel = msgspec.convert(layout, ParallelConfig)
+    return [f"{key}: {expected}; {got}" for key, expected, got, _ in model_problems(ModelShape.of(shape.get), parallel)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "message"),
+    [
+        (DENSE, {"tensor": 8}, "learner.parallel.tensor: a divisor of the model's 12 attention heads; 8"),
+        (DENSE, {"tensor": 3}, "learner.parallel.tensor: a divisor of the model's 4 key-value heads; 3"),
+        ({**DENSE, "vocab_size": 129}, {"tensor": 2}, "a divisor of the model's 129 vocabulary entries; 2"),
+        ({**DENSE, "intermediate_size": 65}, {"tensor": 2}, "a divisor of the model's 65 intermediate features; 2"),
+        (DENSE, {"pipeline": 4}, "learner.parallel.pipeline: a divisor of the model's 6 layers; 4"),
+        (DENSE, {"pipeline": 12}, "learner.parallel.pipeline: a divisor of the model's 6 layers; 12"),
+        (DENSE, {"pipeline": 2, "virtual_pipeline": 2}, "virtual_pipeline: a divisor of a stage's 3 layers; 2"),
+        (DENSE, {"first_stage_layers": 2}, "learner.parallel.first_stage_layers: none while pipeline is 1; 2"),
+        (DENSE, {"last_stage_layers": 2}, "learner.parallel.last_stage_layers: none while pipeline is 1; 2"),
+        (DENSE, {"pipeline": 3, "last_stage_layers": 1}, "stages that share 5 of the model's 6 layers evenly; 2"),
+        (DENSE, {"pipeline": 3, "last_stage_layers": 6}, "stages that share 0 of the model's 6 layers evenly; 2"),
+        (DENSE, {"pipeline": 2, "last_stage_layers": 2, "first_stage_layers": 3}, "share 1 of the model's 6 layers"),
+        (DENSE, {"expert": 2}, "learner.parallel.expert: 1, since the model has no experts; 2"),
+        (DENSE, {"expert_tensor": 2}, "learner.parallel.expert_tensor: 1, since the model has no experts; 2"),
+        (MIXED, {"expert": 3}, "learner.parallel.expert: a divisor of the model's 8 experts; 3"),
+        (MIXED, {"expert_tensor": 5}, "a divisor of the experts' 48 intermediate features; 5"),
+        (MIXED, {"tensor": 2, "sequence": False}, "learner.parallel.sequence: true for a model with experts"),
+    ],
+)
+def test_what_a_model_does_not_allow_is_named(shape: dict[str, int], layout: dict[str, object], message: str) -> None:
+    assert [line for line in found(shape, **layout) if message in line]
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"tensor": 4, "context": 2}, {"tensor": 2, "sequence": False}])
+def test_a_dense_model_takes_these(layout: dict[str, object]) -> None:
+    assert not found(DENSE, **layout)
+
+
+@pytest.mark.parametrize("layout", [{"expert": 8}, {"tensor": 2, "expert": 2, "expert_tensor": 2}, {"context": 3}])
+def test_a_model_with_experts_takes_these(layout: dict[str, object]) -> None:
+    assert not found(MIXED, **layout)
+
+
+@pytest.mark.parametrize(
+    ("layers", "layout", "stages"),
+    [
+        (6, {}, (6,)),
+        (6, {"pipeline": 3, "virtual_pipeline": 2}, (2, 2, 2)),
+        (6, {"pipeline": 3, "first_stage_layers": 2, "last_stage_layers": 1}, (2, 3, 1)),
+        (61, {"pipeline": 16, "last_stage_layers": 1}, (*[4] * 15, 1)),
+        (7, {"pipeline": 2, "first_stage_layers": 3, "last_stage_layers": 4}, (3, 4)),
+    ],
+)
+def test_layers_of_each_stage(layers: int, layout: dict[str, int], stages: tuple[int, ...]) -> None:
+    assert layers_per_stage(layers, ParallelConfig(**layout)) == stages
+
+
+@pytest.mark.parametrize(
+    ("layout", "key"),
+    [
+        ({"tensor": 4}, "learner.world_size"),
+        ({"context": 4}, "learner.world_size"),
+        ({"expert": 2, "expert_tensor": 2}, "learner.world_size"),
+        ({"virtual_pipeline": 2}, "learner.parallel.virtual_pipeline"),
+    ],
+)
+def test_ranks_that_cannot_be_cut_are_named(layout: dict[str, int], key: str) -> None:
+    assert [problem[0] for problem in world_problems(6, ParallelConfig(**layout))] == [key]
