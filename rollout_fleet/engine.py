@@ -209,6 +209,8 @@ class Engine:
             arguments["kv_cache_memory_bytes"] = engine.kv_cache_mib << 20
         if engine.block_size is not None:
             arguments["block_size"] = engine.block_size
+        if not on_cpu:
+            arguments["moe_backend"] = "triton"  # others reorder the experts when loaded: no updates in place, no proof
         if on_cpu:
             arguments["distributed_executor_backend"] = "uni"
         return arguments

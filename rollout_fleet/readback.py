@@ -1,9 +1,10 @@
 """What an engine's parameters hold, in Hugging Face terms: the proof that a flip arrived where sampling reads from.
 
-vLLM fuses projections (qkv_proj, gate_up_proj), ties lm_head and pads vocabularies; this undoes all three by
-looking at the live parameters, never at what was loaded.
+vLLM fuses projections (qkv_proj, gate_up_proj), stacks experts (w13_weight, w2_weight), ties lm_head and pads
+vocabularies; this undoes all of it by looking at the live parameters, never at what was loaded.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import xxhash
 
 from common.weights.layout import Entry, Layout
+
+_EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<projection>\w+)\.(?P<kind>\w+)")
 
 
 class Unreadable(Exception):
@@ -30,6 +33,8 @@ def tensors(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
     packed = getattr(model, "packed_modules_mapping", {})
     for entry in layout.entries:
         found = parameters.get(entry.name)
+        if found is None:
+            found = _expert(model, parameters, entry)
         if found is None:
             found = _part_of_fused(model, parameters, packed, entry.name)
         if found.dim() == len(entry.shape) and found.shape[1:] == entry.shape[1:] and len(found) > entry.shape[0]:
@@ -56,6 +61,30 @@ def checksum(model: Any, layout: Layout) -> str:
         at = entry.offset + entry.size_bytes
     digest.update(bytes(layout.total_bytes - at))
     return digest.hexdigest()
+
+
+def _expert(model: Any, parameters: dict[str, torch.Tensor], entry: Entry) -> torch.Tensor | None:
+    """The part of the stacked experts that one expert's projection was loaded into; None when it is no expert's.
+
+    w13_weight is [experts, gate and up rows, hidden], either half padded at its end; w2_weight [experts, hidden,
+    intermediate], padded in its last dimension.
+    """
+    match = _EXPERT.fullmatch(entry.name)
+    if match is None:
+        return None
+    path = f"{match['experts']}.routed_experts"
+    stacked = {name: parameters.get(f"{path}.{name}_{match['kind']}") for name in ("w13", "w2")}
+    if stacked["w13"] is None or stacked["w2"] is None:
+        return None
+    routed, number = model.get_submodule(path), int(match["number"])
+    if number >= len(stacked["w2"]):
+        return None
+    if match["projection"] == routed.ckpt_down_proj_name:
+        return stacked["w2"][number, :, : entry.shape[-1]]
+    half = stacked["w13"].shape[1] // 2
+    starts = {routed.ckpt_gate_proj_name: 0, routed.ckpt_up_proj_name: half}
+    start = starts.get(match["projection"])
+    return None if start is None else stacked["w13"][number, start : start + min(half, entry.shape[0])]
 
 
 def _part_of_fused(

@@ -22,6 +22,7 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, "rollout_fleet.transfer", "SlipstreamTransferEngine")
     if current_platform.is_cpu():
         vllm_compat.keep_cpu_linear_weights_live()
+        vllm_compat.keep_cpu_expert_weights_live()
     if vllm_compat.in_engine_process():
         die_with_parent()
         vllm_compat.flip_in_one_call()

@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,12 +33,23 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).eval().requires_grad_(False)
 
 
-def exported(model: Qwen3ForCausalLM) -> list[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, tensor), the tied head once."""
-    return list(model.named_parameters())
+def exported(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, tensor), the tied head once; experts one by one, as the learner exports them."""
+    out: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in model.named_parameters():
+        prefix, _, last = name.rpartition(".")
+        if last == "gate_up_proj" and prefix.endswith("experts"):
+            for i, expert in enumerate(tensor):
+                gate, up = expert.chunk(2, 0)
+                out += [(f"{prefix}.{i}.gate_proj.weight", gate), (f"{prefix}.{i}.up_proj.weight", up)]
+        elif last == "down_proj" and prefix.endswith("experts"):
+            out += [(f"{prefix}.{i}.down_proj.weight", expert) for i, expert in enumerate(tensor)]
+        else:
+            out.append((name, tensor))
+    return out
 
 
-def logprobs(model: Qwen3ForCausalLM, tokens: list[int], temperature: float = 1.0) -> list[float]:
+def logprobs(model: Any, tokens: list[int], temperature: float = 1.0) -> list[float]:
     """[len(tokens) - 1] of tokens[1:]."""
     ids = torch.tensor([tokens])
     rows = (model(ids).logits[0, :-1].float() / temperature).log_softmax(-1)
@@ -63,11 +74,12 @@ class RigEngine(Engine):
 
 
 class Rig:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, make: Callable[[int], Any] = make_model) -> None:
         here = str(Path(__file__).resolve().parent)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-        config = make_model(0).config
-        config.architectures = ["Qwen3ForCausalLM"]
+        first = make(0)
+        config = first.config
+        config.architectures = [type(first).__name__]
         config.save_pretrained(folder / "model")
         self.config = job(folder)
         self.loop = asyncio.new_event_loop()
@@ -75,7 +87,7 @@ class Rig:
         self.thread.start()
         self.publisher = GlooPublisher(0, "float32", "127.0.0.1", 16 << 10, 10.0)
         self.engine = RigEngine(self.config)
-        self.models: dict[int, Qwen3ForCausalLM] = {}
+        self.make, self.models = make, {}
         started = time.perf_counter()
         self.run(self.engine.start(), 120)
         self.start_s = time.perf_counter() - started
@@ -91,7 +103,7 @@ class Rig:
 
     def publish(self, version: int, canary: Canary | None = None) -> None:
         """Version v is the model of seed v."""
-        self.models[version] = make_model(version)
+        self.models[version] = self.make(version)
         self.publisher.publish(version, exported(self.models[version]), canary)
 
     async def active(self, version: int) -> None:

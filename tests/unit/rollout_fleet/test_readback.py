@@ -77,3 +77,60 @@ def test_another_dtype_or_shape_is_no_proof() -> None:
     for entry in (("embed.weight", "bfloat16", (50, 4)), ("embed.weight", "float32", (65, 4))):
         with pytest.raises(readback.Unreadable, match=r"embed\.weight was published as"):
             readback.checksum(Model(), Layout.of([entry]))
+
+
+class Experts(nn.Module):
+    """Stacked experts as an engine holds them: 3 of hidden size 4 and intermediate size 5, padded to 6."""
+
+    ckpt_gate_proj_name, ckpt_up_proj_name, ckpt_down_proj_name = "w1", "w3", "w2"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13_weight = nn.Parameter(torch.randn(3, 12, 4))
+        self.w2_weight = nn.Parameter(torch.randn(3, 4, 6))
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.routed_experts = Experts()
+
+
+def published_experts(model: Sparse) -> tuple[Layout, torch.Tensor]:
+    stacked = model.experts.routed_experts
+    named: list[tuple[str, torch.Tensor]] = []
+    for i in range(3):
+        gate, up = stacked.w13_weight.data[i, :5], stacked.w13_weight.data[i, 6:11]
+        down = stacked.w2_weight.data[i, :, :5]
+        named += [(f"experts.{i}.{n}.weight", t) for n, t in (("w1", gate), ("w2", down), ("w3", up))]
+    layout = Layout.of([(name, "float32", tuple(tensor.shape)) for name, tensor in named])
+    return layout, packing.pack([(n, t.contiguous()) for n, t in named], layout)
+
+
+def test_every_expert_is_read_out_of_the_stacked_and_padded_ones() -> None:
+    model = Sparse()
+    layout, flat = published_experts(model)
+    with torch.no_grad():
+        model.experts.routed_experts.w13_weight[:, [5, 11]] = float("nan")
+        model.experts.routed_experts.w2_weight[:, :, 5] = float("nan")
+    assert readback.checksum(model, layout) == packing.checksum(flat)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("w13_weight", (1, 0, 0)), ("w13_weight", (2, 10, 3)), ("w2_weight", (0, 3, 4))]
+)
+def test_one_changed_element_of_any_expert_changes_it(name: str, place: tuple[int, int, int]) -> None:
+    model = Sparse()
+    layout, flat = published_experts(model)
+    with torch.no_grad():
+        getattr(model.experts.routed_experts, name)[place] += 1e-6
+    assert readback.checksum(model, layout) != packing.checksum(flat)
+
+
+def test_an_expert_too_many_or_too_large_is_no_proof() -> None:
+    model = Sparse()
+    with pytest.raises(readback.Unreadable, match=r"experts\.0\.w1\.weight was published as"):
+        readback.checksum(model, Layout.of([("experts.0.w1.weight", "float32", (7, 4))]))
+    with pytest.raises(readback.Unreadable, match=r"experts\.3\.w2\.weight was published"):
+        readback.checksum(model, Layout.of([("experts.3.w2.weight", "float32", (4, 5))]))
