@@ -79,7 +79,6 @@ def _pending(config: Config | SftConfig) -> Iterator[Problem]:
     if isinstance(config, Config):
         loss = config.learner.loss
         used |= {
-            "learner.dynamic_sampling": config.learner.dynamic_sampling,
             "learner.loss.proximal": loss.proximal == "loglinear",
             "learner.loss.correction_level": loss.correction_level != "token",
             "learner.loss.correction_low": loss.correction_low is not None,

@@ -70,7 +70,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     groups_regenerated: Annotated[int, metric("groups", "sum", "given back by this step to be generated again")] = 0
 
     groups: Annotated[int, metric("groups", "sum", "trained on")]
-    samples: Annotated[int, metric("samples", "sum", "in those groups")] = 0
+    samples: Annotated[int, metric("samples", "sum", "in those groups and in filtered ones")] = 0
     samples_failed: Annotated[int, metric("samples", "sum", "of them without a usable episode")] = 0
     tokens_trained: Annotated[int, metric("tokens", "sum", "in the loss")]
     sequence_tokens: Annotated[int, metric("tokens", "sum", "processed: prompts and environment text included")] = 0
@@ -98,11 +98,13 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_generated_total: Annotated[int, metric("tokens", "last", "by all nodes since the broker started")]
     tokens_trained_total: Annotated[int, metric("tokens", "last", "in the loss since step 0")]
     tokens_wasted_total: Annotated[
-        int, metric("tokens", "last", "generated but never trained on: lost and late groups, failed samples, expired")
+        int,
+        metric("tokens", "last", "generated, not trained on: lost, late and filtered groups, failed samples, expired"),
     ]
     groups_ready: Annotated[int, metric("groups", "last", "waiting in the broker after this step's were taken")]
     groups_leased: Annotated[int, metric("groups", "last", "being generated")]
     nodes_live: Annotated[int, metric("", "last", "nodes with a recent heartbeat")]
+    groups_filtered: Annotated[int, metric("groups", "sum", "looked at, all rewards equal, others taken instead")] = 0
 
 
 class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from common.config import Config
 from common.rollouts import Group, Sample, decode_group
 from common.staleness import expired, staleness
 from learner.advantages import ADVANTAGES, GroupRewards
+from learner.dynamic_sampling import carries_signal
 from learner.packing import Document
 
 ARRAY_DTYPES = {"tokens": "int32", "loss_mask": "uint8", "behavior_logprobs": "float32"}
@@ -32,9 +33,9 @@ class BadGroup(Exception):
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """Figures of one step's groups; lengths are in sampled tokens."""
+    """Figures of one step's groups, filtered ones included unless said otherwise; lengths are in sampled tokens."""
 
-    groups: int
+    groups: int  # trained on
     groups_without_signal: int  # all rewards equal
     samples: int
     samples_failed: int
@@ -53,6 +54,8 @@ class BatchStatistics:
     length_max: int
     turns_mean: float
     environment: dict[str, float]
+    groups_filtered: int = 0  # by learner.dynamic_sampling
+    tokens_filtered: int = 0  # sampled in them, without failed samples
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,10 @@ def assemble(groups: Sequence[Group], step: int, config: Config) -> TrainingBatc
     Args:
         groups: in any order; the batch does not depend on it.
         step: the step that trains; staleness is counted from it.
-        config: `learner.loss.advantage` and `staleness.max` are read.
+        config: `learner.loss.advantage`, `learner.dynamic_sampling` and `staleness.max` are read.
     """
-    ordered = sorted(groups, key=lambda g: g.serial)
+    everything = sorted(groups, key=lambda g: g.serial)
+    ordered = [g for g in everything if not config.learner.dynamic_sampling or carries_signal(g)]
     rewards = [_rewards(group) for group in ordered]
     tally = _Tally()
     documents: list[Document] = []
@@ -140,6 +144,9 @@ def assemble(groups: Sequence[Group], step: int, config: Config) -> TrainingBatc
             document = _document(sample, step, config.staleness.max, float(advantages[i]), tally)
             if document is not None:
                 documents.append(document)
+    for group in everything:
+        if config.learner.dynamic_sampling and not carries_signal(group):
+            tally.filtered(group)
     return TrainingBatch(step, documents, tally.statistics())
 
 
@@ -186,9 +193,22 @@ class _Tally:
         self._failed_tokens = 0
         self._ages: list[np.ndarray] = []
         self._environment: dict[str, list[float]] = {}
+        self._filtered_groups = self._filtered_tokens = 0
 
     def group(self, rewards: np.ndarray) -> None:
         self._rewards.append(rewards)
+
+    def filtered(self, group: Group) -> None:
+        """A group that trains nothing, but tells how the policy does."""
+        self._filtered_groups += 1
+        self.group(np.array([s.reward for s in group.samples if s.error is None], dtype=np.float64))
+        for sample in group.samples:
+            if sample.error is not None:
+                self.failed(sample)
+                continue
+            sampled = int((sample.loss_mask.numpy()[1:] > 0).sum())
+            self._filtered_tokens += sampled
+            self.sample(sample, sampled, 0, np.zeros(0, dtype=np.int32))
 
     def failed(self, sample: Sample) -> None:
         self._failures.append(sample.error or sample.stop_reason)
@@ -210,7 +230,7 @@ class _Tally:
         ages = np.concatenate([np.zeros(0, dtype=np.int32), *self._ages])
         kept = max(len(self._lengths), 1)
         return BatchStatistics(
-            groups=len(self._rewards),
+            groups=len(self._rewards) - self._filtered_groups,
             groups_without_signal=sum(len(r) < 2 or bool((r == r[0]).all()) for r in self._rewards),
             samples=len(self._lengths) + len(self._failures),
             samples_failed=len(self._failures),
@@ -229,6 +249,8 @@ class _Tally:
             length_max=max(self._lengths, default=0),
             turns_mean=self._turns / kept,
             environment={name: float(np.mean(values)) for name, values in sorted(self._environment.items())},
+            groups_filtered=self._filtered_groups,
+            tokens_filtered=self._filtered_tokens,
         )
 
 

@@ -16,6 +16,7 @@ from common.rollouts import Group
 from learner.batch import BadGroup, decode, expired_groups
 from learner.checkpointing import CheckpointFolder, TrainerState
 from learner.commands import Command, Drain, Fail, Train, Wait
+from learner.dynamic_sampling import most_replaced, without_signal
 from learner.publisher_protocol import Publisher
 from learner.reporting import Reporter
 from learner.run_files import EventLog
@@ -77,6 +78,8 @@ class Lead:
         self.status: BrokerStatus | None = None
         self.groups: list[Group] = []  # decoded, of the newest Train command
         self.regenerated = 0  # groups given back by the step that is being gathered
+        self._missing = config.learner.groups_per_step  # groups that the step still waits for
+        self._replaced = 0  # filtered groups of the step that others are taken for
         self._bad: Counter[int] = Counter()
         self._stalls = StallMeter()
         self._ejections = 0
@@ -93,7 +96,7 @@ class Lead:
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
         status = self.broker.status()
         self._dead_at_last_take = status.groups_dead
-        self._replays_below = version + status.groups_taken // self.config.learner.groups_per_step
+        self._replays_below = version + status.steps_taken
         if self._replays_below > version:
             logger.info("steps %d to %d replay the groups they had", version, self._replays_below - 1)
 
@@ -126,18 +129,35 @@ class Lead:
             return None
         self._dead_at_last_take = status.groups_dead
         usable, refused = self._decode(taken)
+        flat = without_signal(usable) if self.config.learner.dynamic_sampling else []
         if self.config.staleness.expired == "regenerate":
-            refused += expired_groups(usable, step, self.config.staleness.max)
+            trained = [group for group in usable if group.serial not in flat]
+            refused += expired_groups(trained, step, self.config.staleness.max)
         if refused:
             self.broker.regenerate(step, refused)
             self.regenerated += len(refused)
             self.events.add("groups_regenerated", step=step, groups=len(refused), first_serial=min(refused))
             return None
+        if not self._filter(step, flat, len(taken)):
+            return None
         if step < self._replays_below:
             self.events.add("replay", step=step, groups=len(taken))
         self.groups = usable
         self.tasks.consume([group.serial for group in taken])
+        self._missing, self._replaced = self.config.learner.groups_per_step, 0
         return taken
+
+    def _filter(self, step: int, flat: list[int], taken: int) -> bool:
+        """Tell the broker which groups the step trains nothing on; returns whether it has all that it may take."""
+        size = self.config.learner.groups_per_step
+        if flat:
+            self.broker.filter(step, flat, most_replaced(size))
+        self._replaced = min(len(flat), most_replaced(size))
+        self._missing = size + self._replaced - taken
+        if self._missing <= 0 and flat and len(flat) == taken:
+            self.events.add("step_without_signal", step=step, groups=taken)
+            logger.warning("step %d trains nothing: in each of %d groups all rewards are equal", step, taken)
+        return self._missing <= 0
 
     def _check_deaths(self, status: BrokerStatus) -> None:
         """Raise SlipstreamError when tasks do nothing but die, as when every episode of the environment fails."""
@@ -153,12 +173,13 @@ class Lead:
     def _offer(self, step: int, status: BrokerStatus) -> None:
         """Keep the window full: B(k + 1) tasks that may be leased and, while the broker counts with us, B more.
 
-        Never more than the rest of the run consumes, so every group that is generated is trained on.
+        Never more than the rest of the run consumes, so every group that is generated becomes a step's. Filtered
+        groups that the current step replaces are offered anew, one for one.
         """
         size = self.config.learner.groups_per_step
         ahead = self.config.staleness.max + (1 if self.tasks.renumbered else 2)
         wanted = size * min(ahead, self.config.run.steps - step)
-        missing = wanted - (self.tasks.outstanding - status.groups_dead)
+        missing = wanted - (self.tasks.outstanding - status.groups_dead - self._replaced)
         if missing > 0:
             self.broker.offer(self.tasks.next(missing))
 
@@ -187,9 +208,10 @@ class Lead:
         status = self.status
         if status is None:
             return
-        size = self.config.learner.groups_per_step
         live = [node for node in status.nodes if node.alive]
-        text = f"groups for step {step}: {min(status.groups_ready, size)} of {size} ready, "
+        text = f"groups for step {step}: {min(status.groups_ready, self._missing)} of {self._missing} ready, "
+        if self._replaced:
+            text += f"in place of {self._replaced} without signal, "
         if not live:
             text += "no node is connected"
         elif not status.groups_leased and (idle := live[0].report).state != "generating":

@@ -33,7 +33,7 @@ class Totals:
 
     def add(self, statistics: BatchStatistics) -> None:
         self.tokens_trained += statistics.tokens_trained
-        self.tokens_wasted += statistics.tokens_expired + statistics.tokens_failed
+        self.tokens_wasted += statistics.tokens_expired + statistics.tokens_failed + statistics.tokens_filtered
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ def step_metrics(
         objective_clip_fraction=figures.objective_clip_fraction,
         mismatch_abs_mean=figures.mismatch_abs_mean,
         drift_abs_mean=figures.drift_abs_mean,
-        advantage_zero_fraction=statistics.groups_without_signal / max(statistics.groups, 1),
+        advantage_zero_fraction=statistics.groups_without_signal
+        / max(statistics.groups + statistics.groups_filtered, 1),
         staleness_mean=statistics.staleness_mean,
         staleness_max=statistics.staleness_max,
         tokens_expired=statistics.tokens_expired,
@@ -146,4 +147,5 @@ def step_metrics(
         groups_ready=broker.groups_ready,
         groups_leased=broker.groups_leased,
         nodes_live=nodes_live,
+        groups_filtered=statistics.groups_filtered,
     )

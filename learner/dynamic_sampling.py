@@ -1,0 +1,28 @@
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups without signal are left out, others take their place.
+
+A group whose rewards are all equal has zero advantages. With `learner.dynamic_sampling` a step trains on none of them
+and takes further groups instead, at most MOST_TAKEN times as many as it trains on; docs/adr/0004 says how admission
+keeps up with that. A replay decides the same, since nothing but the groups enters.
+"""
+
+from collections.abc import Sequence
+
+from common.rollouts import Group
+
+MOST_TAKEN = 3  # times learner.groups_per_step that one step looks at
+
+
+def carries_signal(group: Group) -> bool:
+    """Whether two samples that did not fail have different rewards."""
+    rewards = [sample.reward for sample in group.samples if sample.error is None]
+    return any(reward != rewards[0] for reward in rewards)
+
+
+def without_signal(groups: Sequence[Group]) -> list[int]:
+    """Serials of the groups to be filtered, in the order given."""
+    return [group.serial for group in groups if not carries_signal(group)]
+
+
+def most_replaced(groups_per_step: int) -> int:
+    """How many filtered groups of one step others are taken for."""
+    return (MOST_TAKEN - 1) * groups_per_step
