@@ -106,7 +106,7 @@ def _mixtral(config: Document) -> Architecture:
 
 def _qwen3_moe(config: Document) -> Architecture:
     experts = Experts(
-        count=_number(config, "num_experts"),
+        count=_number(config, "num_experts" if "num_experts" in config else "num_local_experts"),  # transformers 5
         per_token=_number(config, "num_experts_per_tok"),
         ffn=_number(config, "moe_intermediate_size"),
     )
@@ -128,7 +128,7 @@ def _deepseek_v3(config: Document) -> Architecture:
     )
     ffn = _number(config, "moe_intermediate_size")
     experts = Experts(
-        count=_number(config, "n_routed_experts"),
+        count=_number(config, "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"),
         per_token=_number(config, "num_experts_per_tok"),
         ffn=ffn,
         shared_ffn=ffn * _number(config, "n_shared_experts", 0),

@@ -1,0 +1,152 @@
+"""Step, window, weight plane and checkpoint arithmetic against sums by hand, and against the code that does it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.config import (
+    Config,
+    EngineConfig,
+    LearnerConfig,
+    ModelConfig,
+    MoeConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    SftConfig,
+    SftLearnerConfig,
+    SftTasksConfig,
+    StalenessConfig,
+    TasksConfig,
+    WeightsConfig,
+)
+from common.planning.architecture import Architecture, read_architecture
+from common.planning.batch import batch_of, bubble, window_of
+from common.planning.ranks import Sizes
+from common.planning.transfers import checkpoint_bytes, engine_of, publish_of
+from common.rollouts import Group, Sample, VersionRun, encode_group
+from common.staleness import window_end
+
+MODELS = Path(__file__).parents[3] / "configs" / "models"
+RUN, MODEL = RunConfig(name="r", dir="r", steps=1), ModelConfig(path="m")
+
+
+def model(name: str) -> Architecture:
+    return read_architecture(json.loads((MODELS / name / "config.json").read_text()))
+
+
+def job(
+    max_model_len: int = 1025,
+    parallel: ParallelConfig | None = None,
+    world_size: int = 4,
+    moe: MoeConfig | None = None,
+    weights: WeightsConfig | None = None,
+    engine_devices: int = 1,
+) -> Config:
+    learner = LearnerConfig(
+        world_size=world_size,
+        groups_per_step=8,
+        micro_batch_tokens=4096,
+        parallel=parallel or ParallelConfig(),
+        moe=moe or MoeConfig(),
+    )
+    engine = EngineConfig(max_model_len=max_model_len, tensor_parallel=engine_devices)
+    return Config(
+        run=RUN,
+        model=MODEL,
+        tasks=TasksConfig(environment="gsm8k", dataset="d"),
+        learner=learner,
+        rollout=RolloutConfig(group_size=4, concurrency=32, engine=engine),
+        staleness=StalenessConfig(max=2),
+        weights=weights or WeightsConfig(),
+    )
+
+
+def batch(config: Config | SftConfig):
+    return batch_of(config, Sizes.of(config.learner.world_size, config.learner.parallel))
+
+
+def test_full_sequences_fill_microbatches_as_packing_does() -> None:
+    from learner.packing import Document, plan
+
+    for length, ranks in ((1025, 4), (1500, 2), (4097, 1)):
+        found = batch(job(max_model_len=length, world_size=ranks))
+        tokens = np.zeros(length, np.int32)
+        documents = [Document(tokens, tokens.astype(np.uint8)) for _ in range(32)]
+        assert found.microbatches == len(plan(documents, ranks, 4096, "key")[0])
+        assert (found.sequences, found.longest, found.places) == (32, length - 1, 32 * (length - 1))
+
+
+def test_context_parallelism_pads_a_sequence_to_its_chunks() -> None:
+    assert batch(job(max_model_len=1000, parallel=ParallelConfig(context=4))).longest == 1000
+    assert batch(job(max_model_len=1000)).longest == 999
+
+
+def test_supervised_documents_may_fill_a_microbatch() -> None:
+    learner = SftLearnerConfig(world_size=2, sequences_per_step=10, micro_batch_tokens=100)
+    config = SftConfig(run=RUN, model=MODEL, tasks=SftTasksConfig(dataset="d"), learner=learner)
+    found = batch(config)
+    assert (found.longest, found.places, found.microbatches, found.places_per_rank) == (100, 1000, 5, 500)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "pipeline", "virtual", "expected"),
+    [(8, 1, 1, 0.0), (8, 4, 1, 3 / 11), (8, 4, 3, 1 / 9), (1, 2, 1, 0.5)],
+)
+def test_bubble(microbatches: int, pipeline: int, virtual: int, expected: float) -> None:
+    assert bubble(microbatches, pipeline, virtual) == pytest.approx(expected)
+
+
+def test_the_window_is_that_of_the_staleness_rule() -> None:
+    config = job()
+    found = window_of(config, model("Qwen3-0.6B"), 2)
+    assert found.groups == window_end(0, 8, 2) == 24
+    assert (found.samples, found.tokens) == (96, 96 * 1025)
+    assert found.node_groups == 32 // 4 + 2
+
+
+def test_a_group_on_the_wire_is_as_large_as_planned() -> None:
+    from common.arrays import Array
+
+    n = 1025
+    sample = Sample(
+        tokens=Array.of(np.ones(n), "int32"),
+        loss_mask=Array.of(np.ones(n), "uint8"),
+        behavior_logprobs=Array.of(np.ones(n), "float32"),
+        version_runs=[VersionRun(0, 0)],
+        reward=1.0,
+        stop_reason="stop",
+    )
+    sent = len(encode_group(Group(0, [sample] * 4)))
+    assert window_of(job(), model("Qwen3-0.6B"), 2).group_bytes == pytest.approx(sent, rel=0.05)
+
+
+def test_replayed_routing_adds_two_bytes_per_layer_and_expert() -> None:
+    mixtral = model("Mixtral-8x7B-v0.1")
+    plain = window_of(job(), mixtral, 2)
+    replayed = window_of(job(moe=MoeConfig(replay_routing=True)), mixtral, 2)
+    assert replayed.group_bytes - plain.group_bytes == 4 * 1025 * 32 * 2 * 2
+
+
+def test_a_publish_is_the_weights_in_their_dtype() -> None:
+    found = publish_of(job(weights=WeightsConfig(bucket_mib=256, timeout_s=10)), model("Qwen3-0.6B"))
+    assert found.bytes == 596_049_920 * 2  # every tensor of this model is a multiple of the alignment
+    assert found.buckets == 5
+    assert found.tensors == 310
+    assert found.bytes_per_s == found.bytes / 10
+
+
+def test_an_engine_holds_its_share_of_weights_and_cache() -> None:
+    found = engine_of(job(engine_devices=2), model("Qwen3-0.6B"))
+    assert found.weight_bytes == 596_049_920
+    assert found.cache_bytes_per_token == 2 * 4 * 128 * 28 * 2  # keys and values, 4 of 8 heads, 28 layers, 2 bytes
+    assert found.cache_tokens(80e9, 0.9) == int((72e9 - 596_049_920) / found.cache_bytes_per_token)
+    assert found.cache_tokens(0.5e9, 0.9) == 0
+    latent = engine_of(job(), model("DeepSeek-V3"))
+    assert latent.cache_bytes_per_token == (512 + 64) * 61 * 2
+
+
+def test_a_checkpoint_has_parameters_main_parameters_and_two_states() -> None:
+    assert checkpoint_bytes(model("Qwen3-0.6B"), "bfloat16") == 596_049_920 * 14

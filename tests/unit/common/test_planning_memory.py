@@ -1,0 +1,115 @@
+"""Activations and buffers against the papers' formulas and against sums by hand."""
+
+import pytest
+
+from common.config import MemoryConfig, ParallelConfig
+from common.planning.activations import activations, in_flight, layer_bytes
+from common.planning.architecture import Architecture, Attention, Experts, LatentAttention
+from common.planning.shards import Parameter, chunk_parameters, share
+from common.planning.weights import count
+
+H, A = 512, 8
+
+
+def decoder(**changes: object) -> Architecture:
+    values: dict[str, object] = dict(kind="llama", layers=4, hidden=H, ffn=4 * H, vocabulary=1024, tied=False)
+    values |= dict(positions=4096, attention=Attention(A, A, H // A), experts=None, moe_layers=(False,) * 4)
+    return Architecture(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_a_layer_of_the_paper_keeps_what_the_paper_says() -> None:
+    """Korthikanti et al., equation 2 without its dropout masks (2) and matrix term: 32 s b h / t bytes.
+
+    Their feed-forward of 4 h without gate keeps 2 x 4 h elements, the activation and its input; ours keeps three
+    tensors of ffn, hence ffn = 8 h / 3.
+    """
+    tokens, t = 1024, 4
+    model = decoder(hidden=3 * H, ffn=8 * H, attention=Attention(A, A, 3 * H // A))
+    lse = tokens * A * 4 // t
+    found = layer_bytes(model, ParallelConfig(tensor=t), False, tokens, 2)
+    assert found == 32 * tokens * 3 * H // t + lse
+
+
+def test_without_sequence_parallelism_norms_are_whole_on_every_rank() -> None:
+    """Equation 1: s b h (10 + 24 / t), of which 8 are the norms' inputs and outputs and 2 are masks."""
+    tokens, t = 1024, 4
+    model = decoder(hidden=3 * H, ffn=8 * H, attention=Attention(A, A, 3 * H // A))
+    found = layer_bytes(model, ParallelConfig(tensor=t, sequence=False), False, tokens, 2)
+    assert found == tokens * 3 * H * (8 + 24 // t) + tokens * A * 4 // t
+
+
+def test_experts_keep_as_many_copies_of_a_token_as_it_is_routed_to() -> None:
+    experts = Experts(count=16, per_token=2, ffn=64, shared_ffn=32)
+    model = decoder(experts=experts, moe_layers=(True,) * 4)
+    attention = (4 * H + 4 * H) * 2 + A * 4
+    router = 2 * 16 * 4
+    sent = 2 * (H + 3 * 64) * 2
+    found = layer_bytes(model, ParallelConfig(), True, 100, 2)
+    assert found == 100 * (attention + router + sent + 3 * 32 * 2)
+
+
+def test_latent_attention_keeps_its_compressed_and_its_expanded_form() -> None:
+    a = LatentAttention(heads=4, q_rank=48, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=12)
+    model = decoder(attention=a)
+    per_token = 4 * H + 3 * 4 * H  # norms, dense feed-forward
+    per_token += 2 * 48 + 2 * 32 + 8  # compressed queries and keys before and after their norms, and the shared key
+    per_token += 4 * (24 + 24 + 16 + 12 + 12)  # query, key, expanded keys and values, output
+    assert layer_bytes(model, ParallelConfig(), False, 10, 2) == 10 * (2 * per_token + 4 * 4)
+
+
+@pytest.mark.parametrize(
+    ("stage", "pipeline", "virtual", "microbatches", "expected"),
+    [
+        (0, 4, 1, 100, 4),
+        (3, 4, 1, 100, 1),
+        (0, 4, 1, 2, 2),  # never more than there are
+        (0, 1, 1, 5, 1),
+        # (1 + (p - 1) / (p v)) of p stages' layers: Korthikanti et al., section 4.2.3, for the first stage
+        (0, 4, 2, 100, 4 * (1 + 3 / (4 * 2))),
+        (3, 4, 2, 100, 5 / 2),
+    ],
+)
+def test_microbatches_in_flight(stage: int, pipeline: int, virtual: int, microbatches: int, expected: float) -> None:
+    parallel = ParallelConfig(pipeline=pipeline, virtual_pipeline=virtual)
+    assert in_flight(stage, parallel, microbatches) == pytest.approx(expected)
+
+
+def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
+    model, parallel = decoder(), ParallelConfig(pipeline=2)
+    full = activations(model, parallel, MemoryConfig(recompute="full"), 100, 8, 2)
+    none = activations(model, parallel, MemoryConfig(), 100, 8, 2)
+    assert full[0].layers == 2 * 2 * 100 * H * 2  # layers x microbatches x tokens x hidden x bytes
+    assert full[0].recomputed == layer_bytes(model, parallel, False, 100, 2) == none[0].layers // 4
+    assert none[0].recomputed == 0
+    assert full[0].logits == 0
+    assert full[1].logits == 100 * 2 * (2 * 1024 + 2 * H)
+
+
+def test_context_parallelism_divides_the_tokens() -> None:
+    whole = activations(decoder(), ParallelConfig(), MemoryConfig(), 4096, 1, 2)[0]
+    cut = activations(decoder(), ParallelConfig(context=4), MemoryConfig(), 4096, 1, 2)[0]
+    assert cut.layers * 4 == whole.layers
+    assert cut.logits * 4 == whole.logits
+
+
+def test_a_buffer_starts_parameters_at_64_and_ends_at_a_multiple_of_128_and_the_shards() -> None:
+    parameters = [Parameter("a", 100, "dense"), Parameter("b", 10, "other")]
+    found = share(parameters, 3)  # b at 0..10, a at 64..164, end at 384 = lcm(3, 128)
+    assert found.elements == 384
+    assert found.shard == 10 + 64  # the first third ends at 128
+    assert share([], 3).elements == share([], 3).shard == 0
+
+
+def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
+    parameters = [Parameter("embedding", 50, "embeddings", shared=True), Parameter("a", 70, "dense")]
+    assert share(parameters, 1).elements == 128 + 128
+    assert share(parameters, 1).shard == 120
+
+
+def test_the_ranks_parameters_add_up_to_the_model() -> None:
+    experts = Experts(count=16, per_token=2, ffn=64, shared_ffn=32)
+    model = decoder(experts=experts, moe_layers=(False, True, True, True))
+    parallel = ParallelConfig(tensor=2, expert=4, expert_tensor=2)
+    rank = chunk_parameters(model, parallel, range(4), first=True, last=True)
+    cut = {"embeddings": 2, "attention": 2, "dense": 2, "experts": 8, "other": 1}
+    assert sum(p.elements * cut[p.kind] for p in rank) == count(model)
