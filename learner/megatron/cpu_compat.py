@@ -159,8 +159,33 @@ def _torch_view() -> _View:
         chunks = [x.contiguous() for x in scatter_list] if scatter_list else scatter_list
         return dist.scatter(tensor, chunks, *args, **kwargs)
 
+    collectives = _View(dist, scatter=scatter, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
-    return _View(torch, cuda=cuda, distributed=_View(dist, scatter=scatter), **factories)
+    return _View(torch, cuda=cuda, distributed=collectives, **factories)
+
+
+def _all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+    """gloo refuses parts of different lengths (tokens that expert-tensor ranks exchange): padded here, and cut."""
+    longest = max(len(part) for part in parts)
+    if all(len(part) == longest for part in parts):
+        return dist.all_gather(parts, mine.contiguous(), group=group, **kwargs)
+    padded = mine.new_zeros(longest, *mine.shape[1:])
+    padded[: len(mine)] = mine
+    gathered = padded.new_empty(len(parts) * longest, *mine.shape[1:])
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    for part, found in zip(parts, gathered.split(longest), strict=True):
+        part.copy_(found[: len(part)])
+    return None
+
+
+def _reduce_scatter(mine: torch.Tensor, parts: list[torch.Tensor], *args: Any, group: Any = None, **kwargs: Any) -> Any:
+    """The reverse of `_all_gather`, as a sum."""
+    if all(part.shape == mine.shape for part in parts):
+        return dist.reduce_scatter(mine, [part.contiguous() for part in parts], *args, group=group, **kwargs)
+    total = torch.cat(parts)
+    dist.all_reduce(total, *args, group=group)
+    mine.copy_(total.split([len(part) for part in parts])[dist.get_rank(group)])
+    return None
 
 
 def _transformer_engine_stubs() -> dict[str, types.ModuleType]:

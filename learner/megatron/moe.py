@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -54,8 +55,15 @@ def configure(provider: Any, config: MoeConfig) -> None:
 
 
 def prepare(chunk: torch.nn.Module, config: MoeConfig) -> None:
-    """Exchange the routers of a built chunk for ours, frozen if so configured; before DDP wraps it."""
+    """Exchange the routers of a built chunk for ours, frozen if so configured; before DDP wraps it.
+
+    Experts are always reduced over the ranks that hold the same ones: with expert 1 upstream takes the dense model's
+    data-parallel ranks, which are others where expert_tensor is not tensor, and adds up what does not belong together.
+    """
     for module in chunk.modules():
+        if isinstance(module, TEGroupedMLP):
+            for parameter in module.parameters():
+                parameter.allreduce = False
         if isinstance(module, TopKRouter):
             module.__class__ = Router
             module.frames = Frames()

@@ -36,11 +36,14 @@ TWO = [
     {"name": "vpp2", "parallel": {"pipeline": 2, "virtual_pipeline": 2}, "save": True},
     {"name": "untied-tp2", "kind": "untied", "parallel": {"tensor": 2}},
     {"name": "moe-ep2", "kind": "moe", "parallel": {"expert": 2}},
+    {"name": "moe-tp2-sp", "kind": "moe", "parallel": {"tensor": 2}},
+    {"name": "moe-etp2", "kind": "moe", "parallel": {"expert_tensor": 2}},
 ]
 FOUR = [
     {"name": "tp2-pp2-sp", "parallel": {"tensor": 2, "pipeline": 2}},
     {"name": "tp2-cp2-sp", "parallel": {"tensor": 2, "context": 2}},
     {"name": "cp2-pp2", "parallel": {"context": 2, "pipeline": 2}},
+    {"name": "moe-ep2-etp2", "kind": "moe", "parallel": {"expert": 2, "expert_tensor": 2}},
 ]
 SAME_ONE = [
     {"name": "one-again", "checkpoint": "one"},
