@@ -85,7 +85,9 @@ class MegatronBackend:
         built = build(self.model_path, hf_config, dtype, layout, learner.moe)
         self.chunks = wrap_chunks(built)
         self.optimizer = Optimizer(self.chunks, learner.optimizer, dtype, total_steps)
-        self.schedule = Schedule(self.chunks, built.config, parallel.device(), Experts(built.chunks, built.config))
+        self.schedule = Schedule(
+            self.chunks, built.config, parallel.device(), Experts(built.chunks, built.config, learner.moe)
+        )
         self.exporter = Exporter(built, self.chunks)
         self.checkpoints = Writer(self.chunks, self.optimizer, layout)
         if self.rank == 0:

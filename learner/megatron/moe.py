@@ -11,6 +11,9 @@ whatever the layout, the loss mask and the loss's own denominator are. Pads and 
 
 The expert bias is that of auxiliary-loss-free balancing (Wang et al., arXiv 2408.15664, algorithm 1; DeepSeek-V3,
 arXiv 2412.19437, section 2.1.2): after each step b_i += balance_rate * sign(mean count - count of i).
+
+Routing replay (Ma et al., arXiv 2510.11370): a token goes to the experts that
+the sampler sent it to, weighted by this model's own scores of them, through which the router's gradient flows.
 """
 
 from collections import deque
@@ -50,6 +53,8 @@ def configure(provider: Any, config: MoeConfig) -> None:
         )
     provider.moe_router_load_balancing_type = "aux_loss" if config.balance == "aux_loss" else "none"
     provider.moe_aux_loss_coeff = config.balance_rate if config.balance == "aux_loss" else 0.0
+    if config.replay_routing:
+        provider.moe_router_fusion = False  # Transformer Engine's kernel chooses by itself
     # a bridge's own rate would move the loaded bias when nobody asked for it
     provider.moe_router_bias_update_rate = config.balance_rate if config.balance == "bias" else 0.0
 
@@ -67,8 +72,25 @@ def prepare(chunk: torch.nn.Module, config: MoeConfig) -> None:
         if isinstance(module, TopKRouter):
             module.__class__ = Router
             module.frames = Frames()
+            if config.replay_routing:
+                module.router_replay = Replay(module)
             if config.freeze_router:
                 module.requires_grad_(False)
+    layout = chunk.config
+    if layout.num_moe_experts and layout.expert_tensor_parallel_size != layout.tensor_model_parallel_size:
+        # Megatron and Transformer Engine do so only where expert > 1: with tensor ranks that share no expert's rows,
+        # but have other tokens, a rank's gradient of the experts would stay its own
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False
+
+
+def moe_layers(config: Any) -> list[int]:
+    """Numbers (from 0) of the layers with experts, as megatron's `moe_layer_freq` tells them."""
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return list(range(0, config.num_layers, frequency))
+    return [i for i, sparse in enumerate(frequency) if sparse]
 
 
 @dataclass(frozen=True)
@@ -78,10 +100,15 @@ class Frame:
     Attributes:
         pads: [tokens of this rank] bool, True where the place counts as no token; None when every one counts.
         balance_scale: of the auxiliary loss, in a gradient that is divided by the global denominator later.
+        routed: [tokens of this rank, MoE layers, experts per token] int16 to replay, -1 where the router is to choose;
+            None: it chooses everywhere.
+        counted: whether the replay of this microbatch enters the step's figures.
     """
 
     pads: Tensor | None = None
     balance_scale: float = 0.0
+    routed: Tensor | None = None
+    counted: bool = False
 
 
 _EMPTY = Frame()
@@ -121,6 +148,7 @@ class Router(TopKRouter):
 
     frames: Frames
     frame: Frame = _EMPTY
+    moe_layer: int = 0  # number of this layer among those with experts
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """([tokens, experts] weights, [tokens, experts] bool chosen); `padding_mask` is replaced by the frame's."""
@@ -146,19 +174,62 @@ class Router(TopKRouter):
                 self.local_tokens_per_expert += routing_map.sum(0)
 
 
+class Replay:
+    """Answers TopKRouter in the place of megatron's RouterReplay, which knows neither unknown rows nor pipelines.
+
+    Attributes:
+        changed, known: tokens that were sent elsewhere than this router would have, and tokens that were replayed;
+            since `reset`.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self.changed, self.known = torch.zeros((), dtype=torch.int64), 0
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """([tokens, topk] scores, [tokens, topk] int64 experts): the replayed ones, or the best where unknown."""
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        frame = self._router.frame
+        if frame.routed is None:
+            return values, own
+        target = frame.routed[:, self._router.moe_layer].to(own)
+        known = (target >= 0).all(1)
+        chosen = torch.where(known[:, None], target, own)
+        if frame.counted and not in_backward():
+            moved = (chosen.sort(1).values != own.sort(1).values).any(1)
+            self.changed, self.known = self.changed + moved.sum(), self.known + known.sum()
+        return scores.gather(1, chosen), chosen
+
+
 Router.__name__ = "TopKRouter"  # the bridge recognises replicated modules by class name
 
 
 class Experts:
     """Tells the routers of one rank's chunks of the step and the microbatch; does nothing to a dense model."""
 
-    def __init__(self, chunks: list[torch.nn.Module], config: Any) -> None:
+    def __init__(self, chunks: list[torch.nn.Module], config: Any, options: MoeConfig) -> None:
         self.routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, Router)]
         experts = getattr(config, "num_moe_experts", None)
         self._balanced = bool(experts) and config.moe_aux_loss_coeff > 0
         self._sequence_rank = mpu.get_tensor_model_parallel_rank() if config.sequence_parallel else 0
         self._sequence_ranks = mpu.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
-        self._scale = 0.0
+        self._replaying = options.replay_routing  # also on a pipeline stage without routers
+        self._scale, self._training = 0.0, False
+        if self.routers:
+            order = moe_layers(config)
+            for router in self.routers:
+                router.moe_layer = order.index(router.layer_number - 1)
 
     def start(self, microbatches: list[Microbatch] | None = None, loss: LossFunction | None = None) -> None:
         """Begin a pass over microbatches, with those of this data-parallel rank and their loss if it trains.
@@ -167,6 +238,9 @@ class Experts:
         """
         for router in self.routers:
             router.frames.start()
+            if router.router_replay is not None:
+                router.router_replay.reset()
+        self._training = loss is not None
         if self._balanced and microbatches is not None and loss is not None:
             self._scale = self._balance_scale(microbatches, loss)
 
@@ -179,9 +253,30 @@ class Experts:
         pads = places.pads if places is not None and places.padded else None
         if filler:
             pads = torch.ones_like(batch.tokens if places is None else places.pads, dtype=torch.bool)
-        frame = Frame(self._of_sequence_rank(pads), self._scale * tokens)
+        routed = batch.routed_experts if self._replaying else None
+        if routed is not None and places is not None:
+            routed = places.local(routed, fill=-1)
+        frame = Frame(
+            self._of_sequence_rank(pads), self._scale * tokens, self._of_sequence_rank(routed), self._training
+        )
         for router in self.routers:
             router.frames.now = frame
+
+    def figures(self) -> dict[str, float]:
+        """Sums over all ranks since `start`, {} where nothing is replayed. Collective over the world.
+
+        `routing_replayed`: (token, MoE layer) pairs whose experts were given; `routing_changed`: those among them that
+        this model would have sent to other experts.
+        """
+        if not self._replaying:
+            return {}
+        replays = [router.router_replay for router in self.routers]
+        pairs = [[float(replay.changed), float(replay.known)] for replay in replays] or [[0.0, 0.0]]
+        sums = torch.tensor(pairs, dtype=torch.float64).sum(0).to(parallel.device())
+        if dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+        changed, known = sums.tolist()
+        return {"routing_changed": changed, "routing_replayed": known}
 
     def _of_sequence_rank(self, values: Tensor | None) -> Tensor | None:
         return None if values is None else values.chunk(self._sequence_ranks)[self._sequence_rank]

@@ -118,6 +118,7 @@ class Schedule:
         self.experts.start(microbatches, loss)
         reports = self._forward_backward(microbatches, loss_of, forward_only=False)
         totals = self._reduce(reports)
+        totals = replace(totals, sums=totals.sums | self.experts.figures())
         if totals.denominator != totals.loss_tokens and totals.denominator > 0:
             for chunk in self.chunks:  # Megatron has divided by the tokens
                 chunk.scale_gradients(totals.loss_tokens / totals.denominator)

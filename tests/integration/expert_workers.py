@@ -6,7 +6,7 @@ then differentiates, or force the experts of a recorded routing.
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ RATE = 0.3  # of either balance; large, so that an error shows in every gradient
 
 
 def new_model(kind: str) -> Any:
-    """Tiny 'qwen' (softmax router) or 'glm' (sigmoid router with a bias, shared expert, first layer dense)."""
+    """Tiny 'qwen' (softmax router), 'normed' (over the chosen alone), 'glm' (sigmoid, bias, first layer dense)."""
     import transformers
 
     torch.manual_seed(0)
@@ -32,8 +32,11 @@ def new_model(kind: str) -> Any:
     base |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2)
     base |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, attn_implementation="sdpa", head_dim=16)
     base |= dict(rope_parameters={"rope_theta": 1e6, "rope_type": "default"}, num_experts_per_tok=CHOSEN)
-    if kind == "qwen":
-        config = transformers.Qwen3MoeConfig(**base, num_experts=EXPERTS, moe_intermediate_size=32)
+    if kind in ("qwen", "normed"):
+        normed = kind == "normed"
+        config = transformers.Qwen3MoeConfig(
+            **base, num_experts=EXPERTS, moe_intermediate_size=32, norm_topk_prob=normed
+        )
         model = transformers.Qwen3MoeForCausalLM(config)
     else:
         experts = dict(n_routed_experts=EXPERTS, moe_intermediate_size=32, n_shared_experts=1, n_group=1, topk_group=1)
@@ -77,6 +80,46 @@ def watched(model: Any) -> Iterator[list[list[tuple[Tensor, Tensor]]]]:
         hook.remove()
 
 
+@contextmanager
+def forced(model: Any, routing: Tensor) -> Iterator[None]:
+    """Every gate sends token t of the calls within the context, in their order, to routing[t] where that is known."""
+    at = [0] * len(gates(model))
+
+    def hook(layer: int, gate: Any, logits: Tensor, weights: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = routing[at[layer] : at[layer] + len(own), layer].long()
+        at[layer] += len(own)
+        chosen = torch.where((rows >= 0).all(1, keepdim=True), rows, own)
+        scores = logits.sigmoid() if hasattr(gate, "e_score_correction_bias") else logits.softmax(-1)
+        weights = scores.gather(1, chosen)
+        if gate.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, chosen
+
+    hooks = [
+        gate.register_forward_hook(lambda m, _i, out, layer=layer: hook(layer, m, *out))
+        for layer, gate in enumerate(gates(model))
+    ]
+    yield
+    for handle in hooks:
+        handle.remove()
+
+
+@torch.no_grad()
+def perturbed_routing(kind: str) -> list[Tensor]:
+    """Per microbatch of step 0 the [T, MoE layers, CHOSEN] int16 experts of a model a little off; a fifth unknown."""
+    model = new_model(kind)
+    random = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=random) * 0.03)
+    out = []
+    for batch in rig.microbatches(0):
+        with watched(model) as seen:
+            rig._reference_loss(model, batch)
+        routing = torch.stack([torch.cat([chosen for _, chosen in calls]) for calls in seen], 1).to(torch.int16)
+        out.append(routing.masked_fill((torch.rand(len(routing), generator=random) < 0.2)[:, None, None], -1))
+    return out
+
+
 def balance_loss(calls: list[tuple[Tensor, Tensor]]) -> Tensor:
     """E sum_i f_i P_i of one layer over the documents of a microbatch (Switch Transformer, equations 4 to 6)."""
     probabilities = torch.cat([logits for logits, _ in calls]).softmax(-1)
@@ -96,14 +139,21 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
     places = sum(len(batch.tokens) for batch in batches)
     loss, divisor, balance = torch.zeros(()), 0.0, torch.zeros(())
     counts = torch.zeros(len(gates(model)), EXPERTS)
+    routing = perturbed_routing(kind) if case.get("replay_routing") else []
+    changed = known = 0
     for i, batch in enumerate(batches):
         with watched(model) as seen:
-            logprobs, _ = rig._reference_loss(model, batch)
-            output = _loss_of(spec, model, batch)
+            if routing:
+                own, given = _own_routing(model, batch, routing[i]), routing[i].long()
+                changed += int(((own.sort(2).values != given.sort(2).values).any(2) & (given >= 0).all(2)).sum())
+                known += int((given >= 0).all(2).sum())
+            for calls in seen:
+                calls.clear()
+            with forced(model, routing[i]) if routing else nullcontext():
+                logprobs, output = _loss_of(spec, model, batch)
         tensors[f"logprobs.{i}"] = logprobs.detach()
         loss = loss + output.loss_sum
         divisor += batch.loss_mask.sum() if output.denominator is None else output.denominator
-        seen = [calls[: len(batch.document_lengths)] for calls in seen]  # the second pass saw the same
         balance = balance + sum(balance_loss(calls) for calls in seen) * len(batch.tokens) / places
         for layer, calls in enumerate(seen):
             counts[layer] += torch.nn.functional.one_hot(torch.cat([c for _, c in calls]), EXPERTS).sum((0, 1))
@@ -112,6 +162,7 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
         total = total + RATE * balance
     total.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    tensors["routing"] = torch.tensor([changed, known])
     tensors["norm"] = torch.stack([g.double().norm() for g in gradients.values()]).norm()
     tensors |= {f"gradient.{n}": g.clone() for n, g in rig._unfused(gradients).items()}
     for gate, (name, _), count in zip(gates(model), _named_gates(model), counts, strict=True):
@@ -124,14 +175,28 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
     save_file({n: t.contiguous().clone() for n, t in tensors.items()}, folder / f"reference-{spec['name']}.safetensors")
 
 
-def _loss_of(spec: dict[str, Any], model: Any, batch: Microbatch) -> LossOutput:
+def _own_routing(model: Any, batch: Microbatch, routing: Tensor) -> Tensor:
+    """[T, MoE layers, CHOSEN] experts that `model` would choose with `routing` forced in all layers before."""
+    own: list[Tensor] = []
+    hooks = [
+        gate.register_forward_hook(lambda _m, _i, out: own.append(out[2])) for gate in gates(model)
+    ]  # before the forcing hooks, so they see the gate's own choice
+    layers = len(gates(model))
+    with forced(model, routing), torch.no_grad():
+        rig._reference_loss(model, batch)
+    for handle in hooks:
+        handle.remove()
+    return torch.stack([torch.cat(own[layer::layers]) for layer in range(layers)], 1)
+
+
+def _loss_of(spec: dict[str, Any], model: Any, batch: Microbatch) -> tuple[Tensor, LossOutput]:
     rows, at = [], 0
     for n in batch.document_lengths:
         rows.append(model(batch.tokens[None, at : at + n]).logits[0].float() / rig.TEMPERATURE)
         at += n
     log_p = torch.cat(rows).log_softmax(-1)
     logprobs = log_p.gather(1, batch.targets[:, None]).squeeze(1)
-    return LOSSES[spec.get("loss", "tokens")](logprobs, -(log_p.exp() * log_p).sum(-1), batch)
+    return logprobs, LOSSES[spec.get("loss", "tokens")](logprobs, -(log_p.exp() * log_p).sum(-1), batch)
 
 
 def _named_gates(model: Any) -> list[tuple[str, Any]]:
@@ -140,6 +205,7 @@ def _named_gates(model: Any) -> list[tuple[str, Any]]:
 
 def job_experts(folder: Path, spec: dict[str, Any]) -> None:
     """One layout of one case: log-probabilities, gradients and norm of the first step, then the steps themselves."""
+    from learner.megatron import moe
     from learner.megatron.backend import MegatronBackend
 
     path = str(folder / "models" / spec["kind"])
@@ -148,10 +214,14 @@ def job_experts(folder: Path, spec: dict[str, Any]) -> None:
         moe=MoeConfig(**{**spec["moe"], **({"balance_rate": RATE} if "balance" in spec["moe"] else {})}),
         optimizer=rig.OPTIMIZER,
     )
+    configure, moe.configure = moe.configure, moe.configure
+    if spec.get("recompute"):
+        moe.configure = lambda provider, options: (_recompute_all(provider), configure(provider, options))
     backend = MegatronBackend(ModelConfig(path=path, dtype="float32"), learner, total_steps=10, seed=1)
+    moe.configure = configure
     loss = LOSSES[spec.get("loss", "tokens")]
     tensors = {f"weight.{n}": t.clone() for n, t in backend.export()}
-    mine = rig._share(backend, 0)
+    mine = share(backend, 0, spec)
     for i, values in enumerate(backend.logprobs(mine, rig.TEMPERATURE)):
         tensors[f"logprobs.{i * backend.data_parallel_size + backend.data_parallel_rank}"] = values
     backend.optimizer.zero_grad()
@@ -160,13 +230,29 @@ def job_experts(folder: Path, spec: dict[str, Any]) -> None:
     tensors |= {f"gradient.{n}": t for n, t in _gradients(backend).items()}
     steps = []
     for step in range(rig.STEPS):
-        done = backend.train_step(rig._share(backend, step), loss, rig.TEMPERATURE, entropy=True)
+        done = backend.train_step(share(backend, step, spec), loss, rig.TEMPERATURE, entropy=True)
         steps.append([done.loss, done.grad_norm])
+        if step == 0:
+            names = ("routing_changed", "routing_replayed")
+            routing = [done.sums[name] for name in names] if "replay_routing" in spec["moe"] else []
         if step == 0:
             tensors |= {f"first.{n}": t.clone() for n, t in backend.export() if n.endswith("correction_bias")}
     tensors |= {f"trained.{n}": t.clone() for n, t in backend.export()}
-    rig._write(folder / spec["name"], backend, tensors, {"steps": steps})
+    rig._write(folder / spec["name"], backend, tensors, {"steps": steps, "routing": routing})
     rig._leave(backend)
+
+
+def share(backend: Any, step: int, spec: dict[str, Any]) -> list[Microbatch]:
+    """This replica's microbatches; those of step 0 with the routing to replay."""
+    batches = rig.microbatches(step)
+    if spec["moe"].get("replay_routing") and step == 0:
+        routing = perturbed_routing(spec["kind"])
+        batches = [replace(b, routed_experts=r) for b, r in zip(batches, routing, strict=True)]
+    return batches[backend.data_parallel_rank :: backend.data_parallel_size]
+
+
+def _recompute_all(provider: Any) -> None:
+    provider.recompute_granularity, provider.recompute_method, provider.recompute_num_layers = "full", "uniform", 1
 
 
 def _restore_bias(backend: Any, tensors: dict[str, Tensor]) -> None:

@@ -22,16 +22,34 @@ CASES: dict[str, dict[str, Any]] = {
     "balanced": {"kind": "qwen", "moe": {"balance": "aux_loss"}},
     "by-document": {"kind": "qwen", "moe": {"balance": "aux_loss"}, "loss": "documents"},
     "biased": {"kind": "glm", "moe": {"balance": "bias"}},
+    "replayed": {"kind": "qwen", "moe": {"replay_routing": True}},
+    "replayed-normed": {"kind": "normed", "moe": {"replay_routing": True}},
+    "replayed-biased": {"kind": "glm", "moe": {"replay_routing": True}},
+    "replayed-again": {"kind": "qwen", "moe": {"replay_routing": True}, "recompute": True},
+    "balanced-again": {"kind": "qwen", "moe": {"balance": "aux_loss"}, "recompute": True},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one": (1, {}),
     "dp2": (2, {}),
     "ep2": (2, {"expert": 2}),
     "pp2": (2, {"pipeline": 2}),
+    "tp2": (2, {"tensor": 2}),
+    "cp2": (2, {"context": 2}),
+    "vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "tp2-ep2": (2, {"tensor": 2, "expert": 2}),
+    "tp2-pp2-ep2": (4, {"tensor": 2, "pipeline": 2, "expert": 2}),
+    "cp2-tp2": (4, {"context": 2, "tensor": 2}),
+    "cp2-ep2": (4, {"context": 2, "expert": 2}),
 }
 PAIRS = [
-    *[(case, layout) for case in ("frozen", "balanced", "biased") for layout in LAYOUTS],
-    *[("plain", "ep2"), ("by-document", "dp2"), ("by-document", "ep2")],
+    *[("frozen", layout) for layout in ("one", "ep2", "tp2", "pp2", "tp2-pp2-ep2")],
+    *[("balanced", layout) for layout in LAYOUTS],
+    *[("biased", layout) for layout in ("one", "dp2", "ep2", "pp2", "tp2", "cp2", "cp2-tp2")],
+    *[("plain", "ep2"), ("by-document", "dp2"), ("by-document", "tp2"), ("by-document", "cp2")],
+    *[("replayed", layout) for layout in LAYOUTS],
+    *[("replayed-normed", "ep2"), ("replayed-biased", "pp2"), ("replayed-biased", "cp2-tp2")],
+    *[("replayed-again", layout) for layout in ("one", "pp2", "vpp2", "cp2-tp2")],
+    *[("balanced-again", layout) for layout in ("one", "pp2", "cp2-tp2")],
 ]
 
 
@@ -68,6 +86,7 @@ class Outcome:
     def __init__(self, folder: Path, case: str, layout: str) -> None:
         files = sorted((folder / f"{case}-{layout}").glob("*.json"))
         self.steps = [json.loads(file.read_text())["steps"] for file in files]
+        self.routing = [json.loads(file.read_text())["routing"] for file in files]
         self.found = {k: v for file in files for k, v in load_file(file.with_suffix(".safetensors")).items()}
         self.expected = load_file(folder / f"reference-{case}.safetensors")
 
@@ -126,6 +145,21 @@ def test_the_balance_is_large_enough_in_the_reference_to_be_missed(folder: Path)
     frozen = section(load_file(folder / "reference-frozen.safetensors"), "gradient")  # same loss, no balance
     name = "model.layers.1.mlp.experts.0.up_proj.weight"
     assert relative(balanced[name], frozen[name]) > 1e-2
+
+
+@pairs("replayed", "replayed-normed", "replayed-biased", "replayed-again")
+def test_replayed_tokens_are_counted_and_so_are_those_sent_elsewhere(folder: Path, case: str, layout: str) -> None:
+    outcome = Outcome(folder, case, layout)
+    changed, known = outcome.expected["routing"].tolist()
+    assert 0.02 * known < changed < 0.9 * known
+    assert outcome.routing == [[changed, known]] * len(outcome.routing)
+
+
+def test_replay_changes_gradients_enough_to_be_missed(folder: Path) -> None:
+    replayed = section(load_file(folder / "reference-replayed.safetensors"), "gradient")
+    free = section(load_file(folder / "reference-frozen.safetensors"), "gradient")  # same loss, own routing
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"
+    assert relative(replayed[name], free[name]) > 1e-2
 
 
 @pairs("biased")
