@@ -81,15 +81,15 @@ class OptimizerConfig(Strict, frozen=True, kw_only=True):
 
 
 class LossConfig(Strict, frozen=True, kw_only=True):
-    """Bounds that are None have the default of what they belong to; docs/algorithms.md lists them."""
+    """Bounds that are None have the default of what they belong to: common/loss_bounds.py, docs/algorithms.md."""
 
-    objective: Literal["ppo_clip"] = "ppo_clip"
+    objective: Literal["ppo_clip", "cispo", "gspo", "dppo_tv"] = "ppo_clip"
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     clip_low: PositiveFloat | None = None
     clip_high: PositiveFloat | None = None
     clip_dual: Annotated[float, Meta(gt=1)] | None = None  # bound of ppo_clip where advantages are negative
     proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"
-    correction: Literal["none", "tis"] = "tis"
+    correction: Literal["none", "tis", "icepop", "mis"] = "tis"
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     correction_low: PositiveFloat | None = None
     correction_cap: PositiveFloat | None = None

@@ -16,6 +16,7 @@ import msgspec
 from common.config import Config, MoeConfig, SftConfig
 from common.errors import ConfigError
 from common.layouts import ModelShape, Problem, model_problems, world_problems
+from common.loss_checks import loss_problems
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
@@ -61,6 +62,7 @@ def problems(config: Config | SftConfig) -> Iterator[Problem]:
         return
     if config.tasks.eval_dataset is not None:
         yield from _dataset("tasks.eval_dataset", config.tasks.eval_dataset)
+    yield from loss_problems(config.learner.loss)
     yield from _rollout(config, shape)
     yield from _staleness(config)
     yield from _network(config)
@@ -79,14 +81,7 @@ def _pending(config: Config | SftConfig) -> Iterator[Problem]:
     if isinstance(config, Config):
         loss = config.learner.loss
         used |= {
-            "learner.loss.proximal": loss.proximal == "loglinear",
-            "learner.loss.correction_level": loss.correction_level != "token",
-            "learner.loss.correction_low": loss.correction_low is not None,
-            "learner.loss.correction_normalize": loss.correction_normalize,
-            "learner.loss.correction_veto": loss.correction_veto is not None,
-            "learner.loss.clip_dual": loss.clip_dual is not None,
             "learner.loss.kl_coefficient": loss.kl_coefficient > 0,
-            "learner.loss.reduction": loss.reduction != "token_mean",
         }
     for key, is_used in used.items():
         if is_used:

@@ -41,13 +41,25 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     reward_mean: Annotated[float, metric("", "mean", "over samples that did not fail")]
     reward_std: Annotated[float, metric("", "mean", "over samples that did not fail")]
-    loss: Annotated[float, metric("", "mean", "the objective that was minimised, per trained token")]
+    loss: Annotated[float, metric("", "mean", "what was minimised, averaged as learner.loss.reduction says")]
     grad_norm: Annotated[float, metric("", "mean", "of all gradients, before clipping")]
     lr: Annotated[float, metric("", "last", "learning rate of this step")] = 0.0
     entropy: Annotated[float, metric("nat", "mean", "of the policy's next-token distribution, per trained token")]
     ratio_mean: Annotated[float, metric("", "mean", "exp(logprobs - behavior_logprobs) per trained token")]
     ratio_max: Annotated[float, metric("", "max", "largest such ratio")]
+    ratio_p1: Annotated[float, metric("", "mean", "1 % of trained tokens have no larger ratio; log-ratios to 4 %")] = (
+        0.0
+    )
+    ratio_p50: Annotated[float, metric("", "mean", "half of trained tokens have no larger ratio")] = 0.0
+    ratio_p99: Annotated[float, metric("", "mean", "99 % of trained tokens have no larger ratio")] = 0.0
     correction_clip_fraction: Annotated[float, metric("", "mean", "trained tokens whose weight was truncated")]
+    correction_masked_fraction: Annotated[
+        float, metric("", "mean", "trained tokens whose weight was out of bounds and set to 0")
+    ] = 0.0
+    veto_fraction: Annotated[float, metric("", "mean", "trained tokens in samples that correction_veto left out")] = 0.0
+    effective_sample_fraction: Annotated[
+        float, metric("", "mean", "Kish's effective sample size of the corrected weights, per trained token")
+    ] = 0.0
     objective_clip_fraction: Annotated[float, metric("", "mean", "trained tokens in the clipped branch")] = 0.0
     mismatch_abs_mean: Annotated[
         float,
@@ -59,6 +71,13 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ]
     drift_abs_mean: Annotated[float, metric("nat", "mean", "the same over all trained tokens")] = 0.0
+    mismatch_by_age: Annotated[
+        list[float], metric("nat", "mean", "the same by staleness of the token: 0, 1, 2, 3-4, 5-8, 9 and more")
+    ] = []
+    tokens_by_age: Annotated[list[int], metric("tokens", "sum", "trained tokens of those classes of staleness")] = []
+    kl_mean: Annotated[
+        float, metric("nat", "mean", "estimated divergence from the reference model per trained token; 0 without one")
+    ] = 0.0
     advantage_zero_fraction: Annotated[float, metric("", "mean", "groups whose rewards were all equal")] = 0.0
 
     staleness_mean: Annotated[float, metric("steps", "mean", "step - version, per trained token")]

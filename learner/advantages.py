@@ -51,7 +51,7 @@ def dr_grpo(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
 def rloo(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
     """Leave-one-out baseline: A_i = r_i - mean of the other rewards of the group.
 
-    Back to Basics (arXiv 2402.14740), section 2.3 (REINFORCE leave-one-out). It is n / (n - 1) times dr_grpo, which
+    Back to Basics (arXiv 2402.14740), the RLOO estimator. It is n / (n - 1) times dr_grpo, which
     makes the estimate of the policy gradient unbiased.
     """
     return [_within(group, lambda kept: (kept - kept.mean()) * (len(kept) / (len(kept) - 1))) for group in groups]
@@ -60,8 +60,9 @@ def rloo(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
 def reinforce_pp(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
     """Normalised over the global batch: A_i = (r_i - mean(R)) / (std(R) + 1e-6), R all rewards of the step.
 
-    REINFORCE++ (arXiv 2501.03262), section 3, advantage normalisation, without its per-token KL reward; moments are
-    over samples, the deviation is the sample one. There is no baseline per prompt, so groups may have one sample.
+    REINFORCE++ (arXiv 2501.03262), global advantage normalisation, the variant without a baseline per prompt and
+    without the KL term in the reward; moments are over samples, the deviation is the sample one. Groups may have one
+    sample.
     """
     rewards = np.concatenate([np.zeros(0), *(group.rewards[group.valid] for group in groups)])
     if len(rewards) < 2:

@@ -40,6 +40,7 @@ class LossOutput:
     sums: dict[str, Tensor] = field(default_factory=dict)  # scalars, added over microbatches and data-parallel ranks
     maxima: dict[str, Tensor] = field(default_factory=dict)  # scalars, maximum over them
     denominator: Tensor | None = None  # scalar, added over microbatches and data-parallel ranks; None: loss tokens
+    histograms: dict[str, Tensor] = field(default_factory=dict)  # 1-D, added like sums; same names and sizes everywhere
 
 
 # (logprobs [T] float32 of the targets, entropy [T] float32 or None, microbatch) -> LossOutput. Documents arrive whole
@@ -57,6 +58,7 @@ class StepResult:
     lr: float
     sums: dict[str, float]
     maxima: dict[str, float]
+    histograms: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Backend(Protocol):

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from broker.contract import BrokerStatus
@@ -9,6 +10,7 @@ from common.errors import SlipstreamError
 from common.metrics import StepMetrics
 from learner.backend import StepResult
 from learner.batch import BatchStatistics
+from learner.diagnostics import AGE_CLASSES, ratio_quantile
 from learner.publisher_protocol import PublishStats
 
 
@@ -36,33 +38,59 @@ class Totals:
         self.tokens_wasted += statistics.tokens_expired + statistics.tokens_failed + statistics.tokens_filtered
 
 
+NO_AGES: Sequence[float] = (0.0,) * len(AGE_CLASSES)
+
+
 @dataclass(frozen=True)
 class LossFigures:
-    """A step's loss sums as means per loss token; see common.metrics.StepMetrics."""
+    """A step's loss sums as means per loss token, under the names of common.metrics.StepMetrics."""
 
     entropy: float
     ratio_mean: float
     ratio_max: float
+    ratio_p1: float
+    ratio_p50: float
+    ratio_p99: float
     correction_clip_fraction: float
+    correction_masked_fraction: float
+    veto_fraction: float
+    effective_sample_fraction: float
     objective_clip_fraction: float
     mismatch_abs_mean: float
     drift_abs_mean: float
+    mismatch_by_age: list[float]
+    tokens_by_age: list[int]
+    kl_mean: float
 
     @classmethod
     def of(cls, result: StepResult) -> "LossFigures":
         """From the sums that learner.losses.policy_loss declares; all 0 when nothing was trained."""
         tokens = max(result.loss_tokens, 1)
-        sums = result.sums
-        drift = sums.get("mismatch", 0.0) / tokens
-        fresh = sums.get("fresh_tokens", 0.0)
+        means = {name: value / tokens for name, value in result.sums.items()}
+        bins = result.histograms.get("ratio_bins", [])
+        by_age = result.histograms.get("tokens_by_age", NO_AGES)
+        mismatch = [
+            total / max(count, 1.0)
+            for total, count in zip(result.histograms.get("mismatch_by_age", NO_AGES), by_age, strict=True)
+        ]
+        drift, squares = means.get("mismatch", 0.0), means.get("weight_squared", 0.0)
         return cls(
-            entropy=sums.get("entropy", 0.0) / tokens,
-            ratio_mean=sums.get("ratio", 0.0) / tokens,
+            entropy=means.get("entropy", 0.0),
+            ratio_mean=means.get("ratio", 0.0),
             ratio_max=result.maxima.get("ratio", 0.0),
-            correction_clip_fraction=sums.get("correction_clipped", 0.0) / tokens,
-            objective_clip_fraction=sums.get("objective_clipped", 0.0) / tokens,
-            mismatch_abs_mean=sums["mismatch_fresh"] / fresh if fresh else drift,
+            ratio_p1=ratio_quantile(bins, 0.01),
+            ratio_p50=ratio_quantile(bins, 0.5),
+            ratio_p99=ratio_quantile(bins, 0.99),
+            correction_clip_fraction=means.get("correction_clipped", 0.0),
+            correction_masked_fraction=means.get("correction_masked", 0.0),
+            veto_fraction=means.get("vetoed", 0.0),
+            effective_sample_fraction=means["weight"] ** 2 / squares if squares else 0.0,
+            objective_clip_fraction=means.get("objective_clipped", 0.0),
+            mismatch_abs_mean=mismatch[0] if by_age[0] else drift,
             drift_abs_mean=drift,
+            mismatch_by_age=mismatch,
+            tokens_by_age=[round(count) for count in by_age],
+            kl_mean=means.get("kl", 0.0),
         )
 
 
@@ -105,13 +133,7 @@ def step_metrics(
         loss=result.loss,
         grad_norm=result.grad_norm,
         lr=result.lr,
-        entropy=figures.entropy,
-        ratio_mean=figures.ratio_mean,
-        ratio_max=figures.ratio_max,
-        correction_clip_fraction=figures.correction_clip_fraction,
-        objective_clip_fraction=figures.objective_clip_fraction,
-        mismatch_abs_mean=figures.mismatch_abs_mean,
-        drift_abs_mean=figures.drift_abs_mean,
+        **vars(figures),
         advantage_zero_fraction=statistics.groups_without_signal
         / max(statistics.groups + statistics.groups_filtered, 1),
         staleness_mean=statistics.staleness_mean,

@@ -27,7 +27,7 @@ import gc
 import logging
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,7 @@ from common.errors import SlipstreamError
 from common.run_dir import RunDir
 from common.weights.messages import Canary
 from learner import commands
-from learner.backend import Backend, StepResult
+from learner.backend import Backend, Microbatch, StepResult
 from learner.batch import TrainingBatch, assemble, decode
 from learner.checkpointer import Checkpointer
 from learner.checkpointing import TrainerState
@@ -80,7 +80,7 @@ class Trainer:
         self.version = start.version
         self.start = start
         self.totals = start.totals
-        self._loss = policy_loss(config.learner.loss)
+        self._loss = policy_loss(config.learner.loss, config.rollout.max_tokens)
         self._checkpoints = Checkpointer(backend, config.learner.checkpoint.asynchronous, lead, start.version)
         self._published = 0
         self._canary_tokens = self._seeded_canary()
@@ -140,6 +140,7 @@ class Trainer:
         began = time.monotonic()
         result = NOTHING_TRAINED
         if batch.documents:
+            packed = self._with_reference(packed)
             result = self.backend.train_step(packed, self._loss, self.config.rollout.temperature, entropy=True)
             check_finite(step, result)
             self._canary_tokens = canary_from(batch.documents[0], self.config.weights.canary_tokens)
@@ -158,6 +159,13 @@ class Trainer:
         vocab, size = self.backend.vocab_size, self.config.rollout.group_size
         groups = self.lead.groups if self.lead else [decode(group, vocab, size) for group in stored]
         return assemble(groups, self.version, self.config)
+
+    def _with_reference(self, packed: list[Microbatch]) -> list[Microbatch]:
+        """The microbatches with the reference model's log-probabilities, if the loss asks for them. Collective."""
+        if not self.config.learner.loss.kl_coefficient:
+            return packed
+        found = self.backend.reference_logprobs(packed, self.config.rollout.temperature)
+        return [replace(batch, reference_logprobs=x) for batch, x in zip(packed, found, strict=True)]
 
     def _check_failures(self, batch: TrainingBatch) -> None:
         """Stop when the environment does nothing but fail."""

@@ -109,7 +109,7 @@ class MegatronBackend:
         totals = self.schedule.train(microbatches, loss, temperature, entropy)
         norm, rate = self.optimizer.step()
         mean = totals.loss_sum / totals.denominator if totals.denominator > 0 else 0.0
-        return StepResult(mean, totals.loss_tokens, norm, rate, totals.sums, totals.maxima)
+        return StepResult(mean, totals.loss_tokens, norm, rate, totals.sums, totals.maxima, totals.histograms)
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """[T] float32 log-probabilities of the targets, on the CPU of every rank of the replica. Collective."""

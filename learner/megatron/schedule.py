@@ -31,6 +31,7 @@ class Totals:
     denominator: float
     sums: dict[str, float]
     maxima: dict[str, float]
+    histograms: dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,8 @@ class Schedule:
     def _reduce_over_data_parallel(self, reports: list[tuple[LossOutput, Tensor]]) -> Totals:
         sum_names = sorted({name for output, _ in reports for name in output.sums})
         max_names = sorted({name for output, _ in reports for name in output.maxima})
+        histograms = reports[0][0].histograms
+        sizes = [len(values) for values in histograms.values()]
 
         def column(values: list[Any]) -> Tensor:
             return torch.stack([torch.as_tensor(x, device=self.device).detach().double() for x in values])
@@ -216,6 +219,9 @@ class Schedule:
                 for o, n in reports
             ]
         ).sum(0)
+        if histograms:
+            counts = [torch.cat([o.histograms[name].double() for name in histograms]) for o, _ in reports]
+            sums = torch.cat([sums, torch.stack(counts).sum(0)])
         lowest = float("-inf")
         maxima = None
         if max_names:
@@ -227,11 +233,13 @@ class Schedule:
             dist.all_reduce(sums, group=group)
             if maxima is not None:
                 dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-        loss_sum, tokens, denominator, *rest = sums.tolist()
+        scalars, *vectors = sums.split([len(sums) - sum(sizes), *sizes])
+        loss_sum, tokens, denominator, *rest = scalars.tolist()
         return Totals(
             loss_sum,
             round(tokens),
             denominator,
             dict(zip(sum_names, rest, strict=True)),
             dict(zip(max_names, maxima.tolist() if maxima is not None else [], strict=True)),
+            {name: values.tolist() for name, values in zip(histograms, vectors, strict=True)},
         )

@@ -166,6 +166,43 @@ def test_single_samples_need_an_estimator_that_compares_over_the_batch(folder):
     assert list(problems(job(folder, rollout=rollout, learner={"loss": {"advantage": "reinforce_pp"}}))) == []
 
 
+@pytest.mark.parametrize(
+    ("loss", "key", "word"),
+    [
+        ({"objective": "gspo", "clip_dual": 3.0}, "clip_dual", "unset with objective: gspo"),
+        ({"objective": "dppo_tv", "clip_high": 1.5}, "clip_high", "difference of probabilities"),
+        ({"correction": "none", "correction_cap": 2.0}, "correction_cap", "unset with correction: none"),
+        ({"correction": "none", "correction_low": 0.5}, "correction_low", "unset with correction: none"),
+        ({"correction": "none", "correction_level": "sequence"}, "correction_level", "unset with correction: none"),
+        ({"correction": "none", "correction_normalize": True}, "correction_normalize", "unset with correction: none"),
+        ({"correction": "tis", "correction_level": "geometric"}, "correction_level", "token or sequence"),
+        ({"correction": "mis", "correction_low": 3.0}, "correction_low", "less than correction_cap (2)"),
+        ({"correction": "icepop", "correction_cap": 0.4}, "correction_cap", "correction_low (0.5) less than"),
+        ({"correction_veto": 1.0}, "correction_veto", "less than 1"),
+        ({"proximal": "behavior", "correction": "icepop"}, "correction", "every weight is 1"),
+        ({"proximal": "behavior", "correction_cap": 3.0}, "correction_cap", "unset with proximal: behavior"),
+        ({"proximal": "behavior", "correction_veto": 1e-4}, "correction_veto", "unset with proximal: behavior"),
+        ({"reference": "/models/base"}, "reference", "kl_coefficient is 0"),
+    ],
+)
+def test_loss_keys_that_contradict_each_other_are_refused(folder, loss, key, word):
+    refused(job(folder, learner={"loss": loss}), f"learner.loss.{key}", word)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"clip_dual": 3.0},
+        {"correction": "none", "correction_veto": 1e-4},
+        {"proximal": "behavior"},
+        {"proximal": "behavior", "correction": "none", "objective": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+        {"correction": "mis", "correction_level": "geometric", "correction_low": 0.98, "correction_normalize": True},
+    ],
+)
+def test_loss_keys_that_fit_together_pass(folder, loss):
+    assert list(problems(job(folder, learner={"loss": loss}))) == []
+
+
 def test_publishing_less_often_than_the_window_allows_would_stall(folder):
     weights = {"publish_every": 4}
     refused(job(folder, weights=weights, staleness={"max": 2}), "weights.publish_every", "staleness.max + 1 = 3")

@@ -1,6 +1,7 @@
 """A one-rank world for the training loop: a real torch model, the real in-memory broker, a fleet without threads."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,26 +55,37 @@ class BigramBackend:
             raise Killed
         self.steps += 1
         self.table.grad = None
-        total, sums, maxima = 0.0, {}, {}
+        total, divisor, sums, maxima, histograms = 0.0, 0.0, {}, {}, {}
         tokens = int(sum(batch.loss_mask.sum() for batch in microbatches))
         for batch in microbatches:
             logprobs = torch.log_softmax(self.table[batch.tokens] / temperature, -1)
             chosen = logprobs.gather(1, batch.targets[:, None])[:, 0]
             out = loss(chosen, -(logprobs.exp() * logprobs).sum(-1), batch)
-            (out.loss_sum / tokens).backward()
+            out.loss_sum.backward()
             total += out.loss_sum.item()
+            divisor += tokens if out.denominator is None else out.denominator.item()
             for name, value in out.sums.items():
                 sums[name] = sums.get(name, 0.0) + value.item()
             for name, value in out.maxima.items():
                 maxima[name] = max(maxima.get(name, 0.0), value.item())
+            for name, values in out.histograms.items():
+                histograms[name] = [
+                    a + b for a, b in zip(histograms.get(name, [0.0] * len(values)), values.tolist(), strict=True)
+                ]
         with torch.no_grad():
+            self.table.grad /= max(divisor, 1e-9)
             self.table -= 0.5 * self.table.grad
-        return StepResult(total / tokens, tokens, self.table.grad.norm().item(), 0.5, sums, maxima)
+        norm = self.table.grad.norm().item()
+        return StepResult(total / max(divisor, 1e-9), tokens, norm, 0.5, sums, maxima, histograms)
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         with torch.no_grad():
             rows = [torch.log_softmax(self.table[b.tokens] / temperature, -1) for b in microbatches]
         return [row.gather(1, b.targets[:, None])[:, 0] for row, b in zip(rows, microbatches, strict=True)]
+
+    def reference_logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
+        """Those of the table before training: every token equally likely."""
+        return [torch.full(b.targets.shape, -math.log(VOCAB)) for b in microbatches]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         yield "table", self.table.detach()

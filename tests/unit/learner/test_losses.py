@@ -1,8 +1,8 @@
-"""The loss formula in float64 against values computed by hand, and its gradient against finite differences."""
+"""The whole loss in float64 against formulas written out by hand, and its gradient against finite differences."""
 
 import dataclasses
+import itertools
 import math
-from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -10,173 +10,292 @@ import torch
 from torch import Tensor
 
 from common.config import LossConfig
-from learner.backend import Microbatch
-from learner.corrections import CORRECTIONS, none, tis
+from common.loss_checks import loss_problems
+from learner.backend import LossFunction, LossOutput, Microbatch
 from learner.losses import cross_entropy, policy_loss
-from learner.objectives import OBJECTIVES, ppo_clip
+from tests.unit.learner.loss_reference import Case, double, reference_loss
 
-CONFIG = LossConfig(clip_low=0.2, clip_high=0.28, correction_cap=2.0)
+MAX_TOKENS = 7
+CASE = Case(
+    lengths=(4, 3, 5, 2, 1, 3),
+    mask=[0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1],
+    advantages=[1.3] * 4 + [-0.7] * 3 + [0.4] * 5 + [-1.5] * 2 + [9.0] + [0.9] * 3,
+    behavior=[-9, -1.0, -0.4, -2.1, -0.9, -9, -1.7, -0.6, -1.1, -2.5, -0.3, -3.0, -1.2, -0.8, -9, -1.0, -1.0, -2.0],
+    staleness=[0, 0, 1, 1, 2, 2, 2, 3, 3, 4, 5, 8, 12, 1, 0, 0, 0, 0],
+    logprobs=[
+        -0.1, -1.004, -0.41, -2.1, -0.4, -0.1, -2.9, -1.9, -1.6, -1.9, -0.2, -0.5, -0.3, -0.1, -0.1,
+        -1.001, -1.002, -1.999,
+    ],
+    reference=[0.0, -1.2, -0.5, -1.5, -0.8, 0.0, -2.0, -1.0, -1.0, -2.0, -0.4, -2.0, -0.6, -1.4, 0.0, -1.0, -1.1, -1.9],
+    entropy=[9.0, 0.5, 1.0, 1.5, 2.0, 9.0, 0.3, 0.7, 1.1, 1.3, 0.2, 0.9, 0.4, 1.9, 9.0, 0.6, 0.1, 2.2],
+)  # fmt: skip
 
-
-def tensor(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def microbatch(mask: Tensor, advantages: Tensor, behavior: Tensor, staleness: Tensor | None = None) -> Microbatch:
-    n = len(mask)
-    zeros = torch.zeros(n, dtype=torch.int64)
-    return Microbatch(zeros, zeros, torch.arange(n), (n,), mask, advantages, behavior, staleness)
-
-
-def with_(**changes: object) -> LossConfig:
-    return msgspec.structs.replace(CONFIG, **changes)
-
-
-# ---------------------------------------------------------------- objective
-
-
-def test_ppo_clip_takes_the_lower_branch_on_every_side() -> None:
-    ratio = tensor(0.5, 0.5, 1.0, 1.1, 2.0, 2.0)
-    advantages = tensor(1.0, -1.0, 3.0, 1.0, 1.0, -1.0)
-    found = ppo_clip(ratio.log(), advantages, CONFIG)
-    torch.testing.assert_close(found.values, tensor(0.5, -0.8, 3.0, 1.1, 1.28, -2.0))
-    assert found.clipped.tolist() == [False, True, False, False, True, False]
-
-
-def test_low_and_high_bounds_are_separate() -> None:
-    config = with_(clip_low=0.1, clip_high=0.5)
-    found = ppo_clip(tensor(0.5, 2.0).log(), tensor(-1.0, 1.0), config)
-    torch.testing.assert_close(found.values, tensor(-0.9, 1.5))
-
-
-def test_ppo_clip_gradient_agrees_with_finite_differences() -> None:
-    log_ratio = tensor(-0.7, -0.1, 0.05, 0.2, 0.6).requires_grad_()
-    advantages = tensor(-1.0, 0.7, -0.3, 1.0, 2.0)
-    assert torch.autograd.gradcheck(lambda x: ppo_clip(x, advantages, CONFIG).values, (log_ratio,))
-
-
-def test_a_clipped_token_has_no_gradient() -> None:
-    log_ratio = tensor(1.0, -1.0).requires_grad_()
-    ppo_clip(log_ratio, tensor(1.0, -1.0), CONFIG).values.sum().backward()
-    torch.testing.assert_close(log_ratio.grad, tensor(0.0, 0.0))
+LEVELS = [("none", "token")] + [("tis", x) for x in ("token", "sequence")]
+LEVELS += [(name, x) for name in ("icepop", "mis") for x in ("token", "sequence", "geometric")]
+GRID = [
+    LossConfig(objective=objective, proximal=proximal, correction=correction, correction_level=level)
+    for objective, proximal, (correction, level) in itertools.product(
+        ("ppo_clip", "cispo", "gspo", "dppo_tv"), ("recompute", "behavior", "loglinear"), LEVELS
+    )
+]
+MEANS = [
+    LossConfig(correction=c, correction_level=level, correction_normalize=n, correction_veto=v, reduction=r)
+    for (c, level), n, v, r in itertools.product(
+        LEVELS, (False, True), (None, 0.35), ("token_mean", "sequence_mean", "fixed_length")
+    )
+]
+EXTRAS = [
+    LossConfig(proximal="behavior", clip_dual=1.5),
+    LossConfig(proximal="behavior", clip_low=0.05, clip_high=0.5, correction="none"),
+    LossConfig(proximal="loglinear", correction="mis", correction_low=0.7, correction_cap=1.1),
+    *(LossConfig(kl_coefficient=0.3, kl_estimator=k, entropy_coefficient=0.1) for k in ("k1", "k2", "k3")),
+    *(
+        LossConfig(
+            kl_coefficient=0.3, entropy_coefficient=0.1, correction="mis", correction_normalize=True, reduction=r
+        )
+        for r in ("token_mean", "sequence_mean", "fixed_length")
+    ),
+]
+ALLOWED = [config for config in GRID + MEANS + EXTRAS if not list(loss_problems(config))]
 
 
-# ---------------------------------------------------------------- correction
+def describe(config: LossConfig) -> str:
+    changed = [x for x in config.__struct_fields__ if getattr(config, x) != getattr(LossConfig(), x)]
+    return "-".join(str(getattr(config, x)) for x in changed) or "defaults"
 
 
-def test_truncation_caps_large_weights_and_keeps_small_ones() -> None:
-    found = tis(tensor(0.1, 1.0, 2.0, 2.5, math.inf), CONFIG)
-    torch.testing.assert_close(found.weights, tensor(0.1, 1.0, 2.0, 2.0, 2.0))
-    assert found.changed.tolist() == [False, False, False, True, True]
+def run(config: LossConfig, case: Case) -> tuple[Tensor, Tensor, LossOutput, Tensor]:
+    logprobs, entropy = double(case.logprobs).requires_grad_(), double(case.entropy).requires_grad_()
+    out = policy_loss(config, MAX_TOKENS)(logprobs, entropy, case.microbatch())
+    assert out.denominator is not None
+    return logprobs, entropy, out, out.loss_sum / out.denominator.clamp(min=1e-300)
 
 
-def test_the_off_switch_weighs_every_token_one() -> None:
-    found = none(tensor(0.1, 7.0), CONFIG)
-    torch.testing.assert_close(found.weights, tensor(1.0, 1.0))
-    assert not found.changed.any()
+def test_the_grid_covers_every_registered_part() -> None:
+    assert {c.objective for c in ALLOWED} == {"ppo_clip", "cispo", "gspo", "dppo_tv"}
+    assert {c.proximal for c in ALLOWED} == {"recompute", "behavior", "loglinear"}
+    assert {(c.correction, c.correction_level) for c in ALLOWED} == set(LEVELS)
+    assert {c.reduction for c in ALLOWED} == {"token_mean", "sequence_mean", "fixed_length"}
+    assert len(ALLOWED) > 150
 
 
-# ---------------------------------------------------------------- whole loss
+@pytest.mark.parametrize("config", ALLOWED, ids=describe)
+def test_value_and_gradient_are_those_of_the_formula_written_out(config: LossConfig) -> None:
+    logprobs, entropy, _, loss = run(config, CASE)
+    expected = reference_loss(config, MAX_TOKENS, CASE, logprobs, entropy)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-13)
+    found = torch.autograd.grad(loss, (logprobs, entropy), materialize_grads=True)
+    wanted = torch.autograd.grad(expected, (logprobs, entropy), materialize_grads=True)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
 
-def test_recompute_is_the_truncated_weight_times_the_advantage() -> None:
-    logprobs, behavior = tensor(-1.0, -2.0, -0.5), tensor(-1.5, -1.0, -2.5)
-    batch = microbatch(tensor(1.0, 1.0, 1.0), tensor(2.0, -1.0, 0.5), behavior)
-    out = policy_loss(CONFIG)(logprobs, None, batch)
-    weights = [math.exp(0.5), math.exp(-1.0), 2.0]  # the third, e^2, is truncated
-    assert out.loss_sum.item() == pytest.approx(-(weights[0] * 2.0 - weights[1] + weights[2] * 0.5), rel=1e-14)
+@pytest.mark.parametrize("config", EXTRAS + GRID[::9], ids=describe)
+def test_the_formula_written_out_agrees_with_finite_differences(config: LossConfig) -> None:
+    inputs = double(CASE.logprobs).requires_grad_(), double(CASE.entropy).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, h: reference_loss(config, MAX_TOKENS, CASE, x, h), inputs, atol=1e-6)
 
 
-def test_recompute_gradient_is_the_weighted_policy_gradient() -> None:
-    logprobs = tensor(-1.0, -2.0, -0.5).requires_grad_()
-    behavior, advantages = tensor(-1.5, -1.0, -2.5), tensor(2.0, -1.0, 0.5)
-    policy_loss(CONFIG)(logprobs, None, microbatch(torch.ones(3), advantages, behavior)).loss_sum.backward()
-    expected = -tensor(math.exp(0.5), math.exp(-1.0), 2.0) * advantages
-    torch.testing.assert_close(logprobs.grad, expected, rtol=1e-14, atol=0)
+@pytest.mark.parametrize("objective", ["ppo_clip", "dppo_tv"])
+@pytest.mark.parametrize("kl", [0.0, 0.2])
+def test_where_nothing_is_held_fixed_the_gradient_agrees_with_finite_differences(objective: str, kl: float) -> None:
+    config = LossConfig(objective=objective, proximal="behavior", kl_coefficient=kl, entropy_coefficient=0.1)
+    batch, loss = CASE.microbatch(), policy_loss(config, MAX_TOKENS)
+    inputs = double(CASE.logprobs).requires_grad_(), double(CASE.entropy).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, h: loss(x, h, batch).loss_sum, inputs)
 
 
-def test_behavior_as_proximal_is_the_plain_clipped_objective() -> None:
-    logprobs, behavior = tensor(-1.0, -1.0, -1.0), tensor(-1.1, -1.7, -0.4)
-    batch = microbatch(torch.ones(3), tensor(1.0, 1.0, -1.0), behavior)
-    out = policy_loss(with_(proximal="behavior"))(logprobs, None, batch)
-    expected = -(math.exp(0.1) + 1.28 - 0.8)
-    assert out.loss_sum.item() == pytest.approx(expected, rel=1e-14)
-    assert out.sums["objective_clipped"].item() == 2
-    assert out.sums["correction_clipped"].item() == 0
+@pytest.mark.parametrize("config", [c for c in MEANS if c in ALLOWED], ids=describe)
+def test_how_documents_are_packed_does_not_matter(config: LossConfig) -> None:
+    whole = run(config, CASE)[2]
+    parts = [run(config, case)[2] for case in CASE.parts()]
+    torch.testing.assert_close(sum(p.loss_sum for p in parts), whole.loss_sum)
+    torch.testing.assert_close(sum(p.denominator for p in parts), whole.denominator)
+    for name, value in whole.sums.items():
+        torch.testing.assert_close(sum(p.sums[name] for p in parts), value, msg=name)
+    for name, values in whole.histograms.items():
+        torch.testing.assert_close(sum(p.histograms[name] for p in parts), values, msg=name)
 
 
-@pytest.mark.parametrize("proximal", ["recompute", "behavior"])
-@pytest.mark.parametrize("correction", ["none", "tis"])
-def test_gradient_agrees_with_finite_differences(proximal: str, correction: str) -> None:
-    config = with_(proximal=proximal, correction=correction, entropy_coefficient=0.1)
-    base = tensor(-1.0, -2.0, -0.5, -3.0)
-    behavior = tensor(-1.05, -1.2, -2.5, -3.1)
-    batch = microbatch(tensor(1.0, 1.0, 0.0, 1.0), tensor(2.0, -1.0, 0.5, 0.3), behavior)
-    fixed = torch.exp(base - behavior)
-    weights = CORRECTIONS[correction](fixed, config).weights if proximal == "recompute" else torch.ones(4).double()
-
-    def reference(logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """The formula with the proximal policy held fixed, as the stop-gradient says."""
-        proximal_logprobs = base if proximal == "recompute" else behavior
-        ratio = torch.exp(logprobs - proximal_logprobs)
-        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages
-        objective = torch.minimum(ratio * batch.advantages, clipped)
-        return -(batch.loss_mask * (weights * objective + config.entropy_coefficient * entropy)).sum()
-
-    logprobs, entropy = base.clone().requires_grad_(), tensor(1.0, 2.0, 3.0, 4.0).requires_grad_()
-    assert torch.autograd.gradcheck(reference, (logprobs, entropy))
-    expected = torch.autograd.grad(reference(logprobs, entropy), (logprobs, entropy))
-    loss = policy_loss(config)(logprobs, entropy, batch).loss_sum
-    torch.testing.assert_close(loss, reference(logprobs, entropy), rtol=1e-13, atol=1e-13)
-    for found, wanted in zip(torch.autograd.grad(loss, (logprobs, entropy)), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+def test_the_plain_token_mean_divides_by_the_loss_tokens() -> None:
+    out = run(LossConfig(), CASE)[2]
+    assert out.denominator is not None and out.denominator.item() == sum(CASE.mask)
 
 
-def test_masked_tokens_change_nothing_even_when_their_numbers_are_absurd() -> None:
-    logprobs = tensor(-1.0, -math.inf, -1.0).requires_grad_()
-    batch = microbatch(tensor(1.0, 0.0, 0.0), tensor(1.0, 5.0, 5.0), tensor(-1.0, 0.0, -math.inf))
-    out = policy_loss(with_(entropy_coefficient=0.5))(logprobs, tensor(1.0, math.nan, 9.0), batch)
-    out.loss_sum.backward()
-    assert out.loss_sum.item() == pytest.approx(-1.0 - 0.5)
-    torch.testing.assert_close(logprobs.grad, tensor(-1.0, 0.0, 0.0))
-    assert all(math.isfinite(value.item()) for value in [*out.sums.values(), *out.maxima.values()])
+def test_gspo_has_the_gradient_of_one_ratio_per_document() -> None:
+    """Equation 5 itself: the mean of the log-ratios is differentiated, not each token on its own."""
+    config = LossConfig(objective="gspo", proximal="behavior", clip_low=0.3, clip_high=0.3, reduction="sequence_mean")
+    logprobs, _, _, loss = run(config, CASE)
+    terms = []
+    for tokens in filter(None, CASE.documents()):
+        ratio = torch.exp(sum(logprobs[t] - CASE.behavior[t] for t in tokens) / len(tokens))
+        advantage = CASE.advantages[tokens[0]]
+        terms.append(torch.minimum(ratio * advantage, ratio.clamp(0.7, 1.3) * advantage))
+    expected = -sum(terms) / len(terms)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, logprobs)[0], torch.autograd.grad(expected, logprobs)[0], rtol=1e-12, atol=1e-14
+    )
 
 
-def test_the_entropy_bonus_lowers_the_loss() -> None:
-    batch = microbatch(torch.ones(2), tensor(0.0, 0.0), tensor(-1.0, -1.0))
-    out = policy_loss(with_(entropy_coefficient=0.25))(tensor(-1.0, -1.0), tensor(2.0, 4.0), batch)
-    assert out.loss_sum.item() == pytest.approx(-0.25 * 6)
-    assert out.sums["entropy"].item() == 6
+def test_loglinear_splits_the_way_from_behavior_to_the_present_by_age() -> None:
+    """r is the d-th root of the whole ratio, w the rest of it, for a token of age d."""
+    case = dataclasses.replace(CASE, logprobs=[b + 0.02 for b in CASE.behavior])
+    config = LossConfig(objective="dppo_tv", clip_high=0.9, clip_low=0.9, proximal="loglinear", correction_cap=9.0)
+    out = policy_loss(config, MAX_TOKENS)(double(case.logprobs), None, case.microbatch())
+    whole = sum(math.exp(0.02) * a * m for a, m in zip(case.advantages, case.mask, strict=True))
+    assert out.loss_sum.item() == pytest.approx(-whole, rel=1e-12)
 
 
-def test_sums_are_what_they_are_called() -> None:
-    logprobs, behavior = tensor(-1.0, -2.0, -0.5, -9.0), tensor(-1.5, -1.0, -2.5, 0.0)
-    staleness = torch.tensor([0, 0, 1, 0])
-    batch = microbatch(tensor(1.0, 1.0, 1.0, 0.0), torch.zeros(4), behavior, staleness)
-    out = policy_loss(CONFIG)(logprobs, None, batch)
-    assert out.sums["ratio"].item() == pytest.approx(math.exp(0.5) + math.exp(-1) + math.exp(2))
-    assert out.maxima["ratio"].item() == pytest.approx(math.exp(2))
-    assert out.sums["correction_clipped"].item() == 1
-    assert out.sums["mismatch"].item() == pytest.approx(0.5 + 1.0 + 2.0)
-    assert out.sums["mismatch_fresh"].item() == pytest.approx(0.5 + 1.0)
-    assert out.sums["fresh_tokens"].item() == 2
+# ---------------------------------------------------------------- what must not happen
 
 
-def test_one_gradient_step_raises_the_probability_of_rewarded_tokens() -> None:
-    logits = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
-    logprobs = torch.log_softmax(logits, -1)[:, 2]
-    batch = microbatch(torch.ones(1), tensor(1.0), logprobs.detach())
-    policy_loss(CONFIG)(logprobs, None, batch).loss_sum.backward()
-    after = torch.log_softmax(logits - 0.1 * logits.grad, -1)[0, 2]
-    assert after > logprobs[0]
+EXTREME = [50.0, -50.0, 50.0, -50.0, 50.0, -50.0]
+
+
+@pytest.mark.parametrize("config", ALLOWED, ids=describe)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_absurd_ratios_give_finite_numbers(config: LossConfig, dtype: torch.dtype) -> None:
+    """Log-ratios of +-50 against the sampler, the reference and each other, with advantages of both signs."""
+    logprobs = [-60.0, -60.0, -1.0, -55.0, -3.0, -52.0]
+    case = Case(
+        (3, 3), [1] * 6, [1.0] * 3 + [-1.0] * 3, [x - d for x, d in zip(logprobs, EXTREME, strict=True)],
+        [1, 2, 3, 0, 9, 40], logprobs, [x + d for x, d in zip(logprobs, EXTREME, strict=True)], [1.0] * 6,
+    )  # fmt: skip
+    batch = case.microbatch()
+    batch = dataclasses.replace(
+        batch,
+        **{name: getattr(batch, name).to(dtype) for name in ("advantages", "behavior_logprobs", "reference_logprobs")},
+    )
+    values, entropy = torch.tensor(logprobs, dtype=dtype).requires_grad_(), torch.ones(6, dtype=dtype)
+    out = policy_loss(config, MAX_TOKENS)(values, entropy, batch)
+    gradient = torch.autograd.grad(out.loss_sum, values, materialize_grads=True)[0]
+    numbers = [
+        out.loss_sum,
+        out.denominator,
+        gradient,
+        *out.sums.values(),
+        *out.maxima.values(),
+        *out.histograms.values(),
+    ]
+    assert all(torch.isfinite(x).all() for x in numbers)
+
+
+@pytest.mark.parametrize("config", ALLOWED, ids=describe)
+def test_tokens_outside_the_loss_change_nothing_even_when_their_numbers_are_absurd(config: LossConfig) -> None:
+    outside = [t for t, m in enumerate(CASE.mask) if not m]
+
+    def spoil(values: list[float], *absurd: float) -> list[float]:
+        out = list(values)
+        for t, x in zip(outside, itertools.cycle(absurd), strict=False):
+            out[t] = x
+        return out
+
+    spoiled = dataclasses.replace(
+        CASE,
+        behavior=spoil(CASE.behavior, math.nan, -math.inf, 7.0),
+        logprobs=spoil(CASE.logprobs, -math.inf, math.nan, -80.0),
+        reference=spoil(CASE.reference, math.nan, -math.inf),
+        entropy=spoil(CASE.entropy, math.nan, math.inf),
+        advantages=spoil(CASE.advantages, 1e6),
+        staleness=[int(x) for x in spoil([float(s) for s in CASE.staleness], 10_000)],
+    )
+    logprobs, entropy, plain, loss = run(config, CASE)
+    other_logprobs, other_entropy, other, other_loss = run(config, spoiled)
+    assert torch.equal(loss, other_loss)
+    for one, two in (*((plain.sums[n], other.sums[n]) for n in plain.sums), *(
+        (plain.histograms[n], other.histograms[n]) for n in plain.histograms
+    )):  # fmt: skip
+        assert torch.equal(one, two)
+    found = torch.autograd.grad(other_loss, (other_logprobs, other_entropy), materialize_grads=True)
+    wanted = torch.autograd.grad(loss, (logprobs, entropy), materialize_grads=True)
+    for one, two in zip(found, wanted, strict=True):
+        assert torch.equal(one, two)
+        assert (one[outside] == 0).all()
+
+
+def test_a_microbatch_that_trains_nothing_adds_nothing() -> None:
+    case = dataclasses.replace(CASE, mask=[0] * len(CASE.mask))
+    for config in ALLOWED:
+        out = run(config, case)[2]
+        assert [out.loss_sum.item(), out.denominator.item(), *(x.item() for x in out.sums.values())] == [0.0] * (
+            2 + len(out.sums)
+        )
+        assert not any(x.any() for x in out.histograms.values())
+
+
+def test_a_batch_of_nothing_but_vetoed_samples_has_no_gradient() -> None:
+    case = dataclasses.replace(CASE, behavior=[0.0] * len(CASE.behavior))
+    logprobs, _, out, _ = run(LossConfig(correction_veto=0.999), case)
+    assert out.denominator.item() == 0
+    assert not torch.autograd.grad(out.loss_sum, logprobs)[0].any()
+
+
+def test_the_divergence_needs_a_reference() -> None:
+    batch = dataclasses.replace(CASE.microbatch(), reference_logprobs=None)
+    with pytest.raises(ValueError, match="no reference_logprobs"):
+        policy_loss(LossConfig(kl_coefficient=0.1), MAX_TOKENS)(double(CASE.logprobs), None, batch)
+
+
+def test_loglinear_needs_the_age_of_tokens() -> None:
+    batch = dataclasses.replace(CASE.microbatch(), staleness=None)
+    with pytest.raises(ValueError, match="staleness"):
+        policy_loss(LossConfig(proximal="loglinear"), MAX_TOKENS)(double(CASE.logprobs), None, batch)
+
+
+# ---------------------------------------------------------------- what a user relies on
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.25])
+def test_the_entropy_has_a_gradient_only_when_it_is_wanted(coefficient: float) -> None:
+    _, entropy, out, loss = run(LossConfig(entropy_coefficient=coefficient), CASE)
+    gradient = torch.autograd.grad(loss, entropy, allow_unused=True)[0]
+    assert (gradient is not None) == (coefficient > 0)
+    assert out.sums["entropy"].item() == pytest.approx(sum(h * m for h, m in zip(CASE.entropy, CASE.mask, strict=True)))
+    assert not out.sums["entropy"].requires_grad
+
+
+def one_token(advantage: float, behavior: float) -> Microbatch:
+    return Case((1,), [1], [advantage], [behavior], [0], [0.0], [-1.4], [0.0]).microbatch()
+
+
+def descend(loss: LossFunction, batch: Microbatch) -> float:
+    """Change of the sampled token's log-probability in one gradient step."""
+    logits = torch.tensor([[0.0, 0.1, -0.2, 0.3]], dtype=torch.float64, requires_grad=True)
+    before = torch.log_softmax(logits, -1)[:, 2]
+    loss(before, None, batch).loss_sum.backward()
+    after = torch.log_softmax(logits - 0.01 * logits.grad, -1)[0, 2]
+    return (after - before[0]).item()
+
+
+@pytest.mark.parametrize("objective", ["ppo_clip", "cispo", "gspo", "dppo_tv"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_one_gradient_step_moves_a_token_the_way_its_advantage_says(objective: str, advantage: float) -> None:
+    loss = policy_loss(LossConfig(objective=objective), MAX_TOKENS)
+    assert descend(loss, one_token(advantage, -1.5)) * advantage > 0
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_divergence_pulls_towards_the_reference(estimator: str) -> None:
+    loss = policy_loss(LossConfig(kl_coefficient=1.0, kl_estimator=estimator), MAX_TOKENS)
+    assert descend(loss, one_token(0.0, -1.5)) > 0  # -1.4 is above the policy's -1.65
+
+
+def test_the_loss_of_single_precision_is_that_of_double() -> None:
+    for config in ALLOWED:
+        batch = CASE.microbatch()
+        small = policy_loss(config, MAX_TOKENS)(double(CASE.logprobs).float(), double(CASE.entropy).float(), batch)
+        assert small.loss_sum.dtype == torch.float32
+        torch.testing.assert_close(small.loss_sum.double(), run(config, CASE)[2].loss_sum, rtol=2e-5, atol=2e-5)
 
 
 def test_cross_entropy_sums_over_loss_tokens_only() -> None:
-    batch = dataclasses.replace(microbatch(tensor(1.0, 0.0, 1.0), torch.zeros(3), torch.zeros(3)))
-    assert cross_entropy(tensor(-1.0, -5.0, -2.0), None, batch).loss_sum.item() == pytest.approx(3.0)
+    batch = Case((3,), [1, 0, 1], [0.0] * 3, [0.0] * 3, [0] * 3, [0.0] * 3, [0.0] * 3, [0.0] * 3).microbatch()
+    assert cross_entropy(double([-1.0, -5.0, -2.0]), None, batch).loss_sum.item() == pytest.approx(3.0)
 
 
-def test_the_config_names_only_registered_functions() -> None:
-    hints = get_type_hints(LossConfig)
-    assert set(get_args(hints["objective"])) == set(OBJECTIVES)
-    assert set(get_args(hints["correction"])) == set(CORRECTIONS)
+def test_unset_keys_change_nothing_when_they_are_written_out() -> None:
+    explicit = msgspec.structs.replace(
+        LossConfig(), clip_low=0.2, clip_high=0.28, correction_low=None, correction_cap=2.0
+    )
+    assert torch.equal(run(LossConfig(), CASE)[3], run(explicit, CASE)[3])

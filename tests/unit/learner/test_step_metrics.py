@@ -9,29 +9,52 @@ from learner.backend import StepResult
 from learner.step_metrics import LossFigures, check_finite
 
 
-def result(tokens: int = 4, **sums: float) -> StepResult:
-    return StepResult(loss=0.1, loss_tokens=tokens, grad_norm=1.0, lr=0.1, sums=sums, maxima={"ratio": 3.0})
+def result(tokens: int = 4, by_age: tuple[list[float], list[float]] | None = None, **sums: float) -> StepResult:
+    histograms = {} if by_age is None else {"mismatch_by_age": by_age[0], "tokens_by_age": by_age[1]}
+    return StepResult(0.1, tokens, 1.0, 0.1, sums, {"ratio": 3.0}, histograms)
 
 
 def test_sums_become_means_per_loss_token() -> None:
-    found = LossFigures.of(result(ratio=6.0, entropy=2.0, correction_clipped=1.0, objective_clipped=3.0, mismatch=8.0))
-    assert (found.ratio_mean, found.ratio_max, found.entropy) == (1.5, 3.0, 0.5)
-    assert (found.correction_clip_fraction, found.objective_clip_fraction) == (0.25, 0.75)
+    sums = {"ratio": 6.0, "entropy": 2.0, "kl": 0.4, "mismatch": 8.0}
+    counts = {"correction_clipped": 1.0, "correction_masked": 2.0, "vetoed": 4.0, "objective_clipped": 3.0}
+    found = LossFigures.of(result(**sums, **counts))
+    assert (found.ratio_mean, found.ratio_max, found.entropy, found.kl_mean) == (1.5, 3.0, 0.5, 0.1)
+    assert (found.correction_clip_fraction, found.correction_masked_fraction) == (0.25, 0.5)
+    assert (found.veto_fraction, found.objective_clip_fraction) == (1.0, 0.75)
+
+
+@pytest.mark.parametrize(("weights", "expected"), [([1.0] * 4, 1.0), ([2.0, 0, 0, 0], 0.25), ([1, 3, 0, 0], 0.4)])
+def test_the_effective_sample_is_kishs(weights: list[float], expected: float) -> None:
+    found = LossFigures.of(result(weight=sum(weights), weight_squared=sum(w * w for w in weights)))
+    assert found.effective_sample_fraction == pytest.approx(expected)
+
+
+def test_weights_that_are_all_zero_leave_no_effective_sample() -> None:
+    assert LossFigures.of(result(weight=0.0, weight_squared=0.0)).effective_sample_fraction == 0.0
 
 
 def test_mismatch_is_over_fresh_tokens_when_there_are_any() -> None:
-    found = LossFigures.of(result(mismatch=8.0, mismatch_fresh=0.5, fresh_tokens=2.0))
+    found = LossFigures.of(result(mismatch=8.0, by_age=([0.5, 7.5, 0, 0, 0, 0], [2.0, 2.0, 0, 0, 0, 0])))
     assert (found.mismatch_abs_mean, found.drift_abs_mean) == (0.25, 2.0)
+    assert found.mismatch_by_age == [0.25, 3.75, 0.0, 0.0, 0.0, 0.0]
+    assert found.tokens_by_age == [2, 2, 0, 0, 0, 0]
 
 
 def test_mismatch_falls_back_to_all_tokens() -> None:
-    found = LossFigures.of(result(mismatch=8.0, mismatch_fresh=0.0, fresh_tokens=0.0))
+    found = LossFigures.of(result(mismatch=8.0, by_age=([0, 8.0, 0, 0, 0, 0], [0, 4.0, 0, 0, 0, 0])))
     assert found.mismatch_abs_mean == found.drift_abs_mean == 2.0
 
 
+def test_quantiles_come_from_the_histogram() -> None:
+    bins = [0.0] * 241
+    bins[119], bins[120], bins[121] = 2.0, 96.0, 2.0
+    found = LossFigures.of(StepResult(0.1, 100, 1.0, 0.1, {}, {}, {"ratio_bins": bins}))
+    assert found.ratio_p1 < found.ratio_p50 == 1.0 < found.ratio_p99 < 1.001
+
+
 def test_a_step_without_tokens_has_zeros() -> None:
-    found = LossFigures.of(StepResult(0.0, 0, 0.0, 0.0, {}, {}))
-    assert found == LossFigures(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    found = vars(LossFigures.of(StepResult(0.0, 0, 0.0, 0.0, {}, {})))
+    assert all(value in (0.0, [0] * 6) for value in found.values())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

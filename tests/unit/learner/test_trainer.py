@@ -46,6 +46,31 @@ def test_a_run_trains_every_step_and_leaves_everything(fakes: ModuleType, make_c
     assert world.publisher.closed
 
 
+def test_a_penalty_on_the_divergence_keeps_the_policy_near_the_reference(
+    fakes: ModuleType, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    def divergences(coefficient: float) -> list[float]:
+        loss = {"kl_coefficient": coefficient, "kl_estimator": "k2"}
+        config = make_config(run={"steps": 15, "dir": str(tmp_path / f"run-{coefficient}")}, learner={"loss": loss})
+        fakes.world(config).run()
+        return [line.kl_mean for line in lines(config)]
+
+    assert divergences(0.0) == [0.0] * 15  # not measured
+    free, kept = divergences(1e-9), divergences(10.0)
+    assert free[0] == kept[0] == pytest.approx(0.0, abs=1e-6)  # the reference is the table before training
+    assert sum(kept) < 0.9 * sum(free)
+
+
+def test_the_metrics_tell_how_far_off_policy_a_step_was(fakes: ModuleType, make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": 5}, staleness={"max": 2})
+    fakes.world(config, lag=2).run()
+    last = lines(config)[-1]
+    assert sum(last.tokens_by_age) == last.tokens_trained
+    assert last.tokens_by_age[2] > 0
+    assert 0 < last.ratio_p1 <= last.ratio_p50 <= last.ratio_p99 <= last.ratio_max * 1.05
+    assert 0 < last.effective_sample_fraction <= 1
+
+
 def test_every_offered_group_is_committed_to_exactly_one_step(fakes: ModuleType, make_config: MakeConfig) -> None:
     config = make_config(run={"steps": 5})
     world = fakes.world(config)
