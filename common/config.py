@@ -210,7 +210,7 @@ class Config(Strict, frozen=True, kw_only=True):
 
 
 class SftTasksConfig(Strict, frozen=True, kw_only=True):
-    dataset: Text  # JSONL: {"prompt": text, "completion": text}, or {"segments": [[text, trained 0|1], ...]}
+    dataset: Text  # JSONL: {"prompt", "completion"}, {"segments": [[text, trained 0|1], ...]} or {"messages": [...]}
     shuffle: bool = True
 
 

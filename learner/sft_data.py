@@ -3,19 +3,21 @@
 A row is {"prompt": text, "completion": text}, or {"segments": [[text, 0 | 1], ...]} where 1 marks text to be
 learnt. An end-of-sequence token follows every trained segment, as it ends every turn that the model will
 generate. Texts are tokenised one by one without special tokens, so a document is the concatenation of its
-segments' tokens, as in an episode.
+segments' tokens, as in an episode. Or a row is {"messages": [{"role": ..., "content": ...}, ...]}, of which what the
+assistant says is learnt (learner/sft_chat.py).
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from common.errors import UsageError
 from learner.packing import Document
+from learner.sft_chat import Chat, ChatTemplate, ChatTokenizer, check_messages
 from learner.tasks import read_rows, shuffled
 
 KEY = "tasks.dataset"
@@ -31,17 +33,14 @@ class _Segments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Segment = tuple[str, Literal[0, 1]]
+Row = list[Segment] | Chat
+LOOKS = (
+    'expected {"prompt": text, "completion": text}, {"segments": [[text, 0 or 1], ...]} or '
+    '{"messages": [{"role": ..., "content": text}, ...]}'
+)
 
 
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used."""
-
-    eos_token_id: int | None
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, list[list[int]]]: ...
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path) -> ChatTokenizer:
     """The tokenizer in a Hugging Face folder.
 
     Raises:
@@ -62,14 +61,21 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 class SftDataset:
     """Rows by step, tokenised when they are needed."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, seed: int, shuffle: bool) -> None:
+    def __init__(self, path: Path, tokenizer: ChatTokenizer, seed: int, shuffle: bool) -> None:
         """Read and check every row.
 
         Raises:
-            UsageError: missing or empty file, a line that is not JSON or not a row, naming the line.
+            UsageError: missing or empty file, a line that is not JSON or not a row, or a conversation that the
+                tokenizer's chat template does not take, naming the line.
         """
-        self._rows = [parse_row(row, path, number) for number, row in read_rows(path, KEY)]
         self._tokenizer = tokenizer
+        self._chats = ChatTemplate(tokenizer)
+        self._rows: list[Row] = []
+        for number, line in read_rows(path, KEY):
+            row = parse_row(line, path, number)
+            if isinstance(row, Chat):
+                self._chats.check(row, f"{KEY}: {path} line {number}")
+            self._rows.append(row)
         self._shuffle = shuffle
         self._order = functools.lru_cache(maxsize=2)(lambda epoch: shuffled(seed, epoch, len(self._rows)))
 
@@ -86,23 +92,36 @@ class SftDataset:
         return int(self._order(epoch)[at]) if self._shuffle else at
 
     def documents(self, rows: Sequence[int]) -> list[Document]:
-        """Token documents of these rows, all segments tokenised in one call."""
-        segments = [segment for row in rows for segment in self._rows[row]]
-        ids = self._tokenizer([text for text, _ in segments], add_special_tokens=False)["input_ids"]
-        eos = self._tokenizer.eos_token_id
+        """Token documents of these rows, all segments tokenised in one call.
+
+        Raises:
+            UsageError: a row without a token to predict, or a conversation that is not as its template promised.
+        """
+        segments = [segment for row in rows if not isinstance(found := self._rows[row], Chat) for segment in found]
+        texts = [text for text, _ in segments]
+        pieces = iter(self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
         documents: list[Document] = []
-        at = 0
         for row in rows:
-            tokens: list[int] = []
-            mask: list[int] = []
-            for (_, trained), piece in zip(self._rows[row], ids[at : at + len(self._rows[row])], strict=True):
-                tokens += [*piece, eos] if trained else piece
-                mask += [trained] * (len(tokens) - len(mask))
-            at += len(self._rows[row])
+            found = self._rows[row]
+            if isinstance(found, Chat):
+                tokens, mask = self._chats.tokens(found, f"{KEY} row {row + 1}")
+            else:
+                tokens, mask = self._joined(found, pieces)
             if len(tokens) < 2:
                 raise UsageError(f"{KEY}: row {row + 1} has {len(tokens)} tokens, nothing to predict")
             documents.append(_document(tokens, mask, row))
         return documents
+
+    def _joined(self, segments: list[Segment], pieces: Iterator[list[int]]) -> tuple[list[int], list[int]]:
+        """(tokens, mask) of one row, from the tokens of each of its segments."""
+        eos = self._tokenizer.eos_token_id
+        assert eos is not None
+        tokens: list[int] = []
+        mask: list[int] = []
+        for _, trained in segments:
+            tokens += [*next(pieces), eos] if trained else next(pieces)
+            mask += [trained] * (len(tokens) - len(mask))
+        return tokens, mask
 
 
 def _document(tokens: list[int], mask: list[int], row: int) -> Document:
@@ -111,16 +130,17 @@ def _document(tokens: list[int], mask: list[int], row: int) -> Document:
     return Document(np.array(tokens, dtype=np.int32), loss_mask, name=f"{KEY} row {row + 1}")
 
 
-def parse_row(row: bytes, path: Path, number: int) -> list[Segment]:
-    """Segments of one row; raises UsageError naming the line and what a row looks like."""
-    wanted = _Segments if b'"segments"' in row and b'"completion"' not in row else _Pair
+def parse_row(row: bytes, path: Path, number: int) -> Row:
+    """What one row says; raises UsageError naming the line and what a row looks like."""
     try:
+        keys = msgspec.json.decode(row, type=dict[str, msgspec.Raw])
+        wanted = Chat if "messages" in keys else _Segments if "segments" in keys else _Pair
         value = msgspec.json.decode(row, type=wanted)
-    except msgspec.ValidationError as error:
-        raise UsageError(
-            f'{KEY}: {path} line {number}: {error}; expected {{"prompt": text, "completion": text}} or '
-            '{"segments": [[text, 0 or 1], ...]}'
-        ) from None
+        if isinstance(value, Chat):
+            check_messages(value)
+            return value
+    except ValueError as error:  # msgspec's are ValueErrors
+        raise UsageError(f"{KEY}: {path} line {number}: {error}; {LOOKS}") from None
     if isinstance(value, _Pair):
         return [(value.prompt, 0), (value.completion, 1)]
     if not any(trained for _, trained in value.segments):

@@ -1,7 +1,9 @@
 """Supervised rows: segments, end-of-sequence tokens, masks, and clear refusals."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ class Characters:
     """Every character is its code point."""
 
     eos_token_id = EOS
+    all_special_ids = (EOS,)
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, list[list[int]]]:
         assert not add_special_tokens
@@ -72,6 +75,11 @@ def test_a_trained_first_token_has_nothing_that_predicts_it(tmp_path: Path) -> N
         ('{"segments": [["a", 2]]}', "line 1: Invalid enum value 2"),
         ('{"segments": [["a", 0]]}', "no segment is marked 1"),
         ("{", "line 1 is not JSON"),
+        ('{"messages": []}', "no message is the assistant's"),
+        ('{"messages": [{"content": "a"}]}', "message 1 has no role"),
+        ('{"messages": [{"role": "assistant"}]}', "message 1 has no text as its content"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: no message is the assistant's.*expected"),
+        ('{"messages": "hello"}', r"line 1: Expected `array`, got `str` - at `\$.messages`"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, row: str, message: str) -> None:
@@ -82,3 +90,113 @@ def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, row: str, message: s
 def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"model\.path: .* has no usable tokenizer"):
         load_tokenizer(tmp_path)
+
+
+# ---------------------------------------------------------------- conversations
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = TURNS + ASK
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}" + ASK
+)
+MARKED_WITHOUT_END = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+TOOLS = "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}" + CHATML
+REWRITES = (  # as Qwen3's: reasoning stays in the last answer only
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think></think>"
+    "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}" + ASK
+)
+ENDLESS = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "")
+UNENTERED = "{% if false %}{% generation %}{% endgeneration %}{% endif %}" + CHATML
+TALK = [("system", "Be brief."), ("user", "2+2?"), ("assistant", "4"), ("user", "sure?"), ("assistant", "Yes, 4.")]
+
+
+def tokenizer_with(template: str | None, merges: tuple[str, ...] = ()) -> Any:
+    """A real tokenizer over characters, <|im_start|> and <|im_end|>, plus `merges`, each of two characters."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(c) for c in range(32, 127)] + ["\n"]
+    vocabulary = {token: i for i, token in enumerate([*characters, *merges])}
+    core = Tokenizer(models.BPE(vocabulary, [(merge[0], merge[1]) for merge in merges]))
+    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=template)
+
+
+def chat_row(talk: list[tuple[str, str]] = TALK, **more: object) -> str:
+    return json.dumps({"messages": [{"role": role, "content": content} for role, content in talk], **more})
+
+
+def said(template: str, folder: Path, row: str, **options: Any) -> tuple[str, list[str]]:
+    """(whole text, runs of trained text) of one row."""
+    path, tokenizer = folder / "rows.jsonl", tokenizer_with(template, **options)
+    path.write_text(row + "\n")
+    (document,) = SftDataset(path, tokenizer, seed=0, shuffle=False).documents([0])
+    runs: list[list[int]] = [[]]
+    for token, trained in zip(document.tokens.tolist(), document.loss_mask.tolist(), strict=True):
+        if trained:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return tokenizer.decode(document.tokens.tolist()), [tokenizer.decode(run) for run in runs if run]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_WITHOUT_END], ids=["chatml", "marked", "marks stop short"])
+def test_what_the_assistant_says_and_the_end_of_its_turn_are_trained(tmp_path: Path, template: str) -> None:
+    whole, trained = said(template, tmp_path, chat_row())
+    assert trained == ["4<|im_end|>", "Yes, 4.<|im_end|>"]
+    assert whole == "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in TALK)
+
+
+def test_tools_and_their_answers_pass_through_untrained(tmp_path: Path) -> None:
+    talk = [("user", "time?"), ("assistant", "call clock"), ("tool", "12:00"), ("assistant", "Noon.")]
+    whole, trained = said(TOOLS, tmp_path, chat_row(talk, tools=[{"name": "clock"}]))
+    assert whole.startswith('tools: [{"name": "clock"}]\n<|im_start|>user')
+    assert "<|im_start|>tool\n12:00<|im_end|>" in whole
+    assert trained == ["call clock<|im_end|>", "Noon.<|im_end|>"]
+
+
+def test_the_prompt_has_the_tokens_that_the_model_sees_when_it_is_asked(tmp_path: Path) -> None:
+    talk = [("user", "a"), ("assistant", "Hi")]
+    tokenizer = tokenizer_with(CHATML, merges=("\nH",))  # would join the header with the answer
+    path = tmp_path / "rows.jsonl"
+    path.write_text(chat_row(talk) + "\n")
+    (document,) = SftDataset(path, tokenizer, seed=0, shuffle=False).documents([0])
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)["input_ids"]
+    assert document.tokens[: len(asked)].tolist() == asked
+    assert not document.loss_mask[: len(asked)].any() and document.loss_mask[len(asked)]
+
+
+def test_a_template_that_rewrites_earlier_turns_takes_single_answers_only(tmp_path: Path) -> None:
+    _, trained = said(REWRITES, tmp_path, chat_row(TALK[:3]))
+    assert trained == ["<think></think>4<|im_end|>"]
+    with pytest.raises(UsageError, match=r"rows\.jsonl line 1: the chat template writes message 3 otherwise"):
+        said(REWRITES, tmp_path, chat_row())
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "message"),
+    [
+        (None, chat_row(), "line 1: chat rows need a tokenizer with a chat template, and model.path has none"),
+        (ENDLESS, chat_row(), "row 1: the chat template ends the assistant's turn with no special token"),
+        (CHATML, chat_row([("assistant", "hello")]), "line 1: the assistant speaks first"),
+        ("{{ raise_exception('roles must alternate') }}", chat_row(), "line 1: .* refuses it: roles must alternate"),
+        (UNENTERED, chat_row(), "row 1: the chat template marks no token"),
+    ],
+)
+def test_a_conversation_that_cannot_be_learnt_from_is_refused_by_name(
+    tmp_path: Path, template: str | None, row: str, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        said(template, tmp_path, row)  # type: ignore[arg-type]
+
+
+def test_chat_rows_and_others_may_be_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(chat_row(TALK[:3]) + '\n{"prompt": "a", "completion": "b"}\n')
+    tokenizer = tokenizer_with(CHATML)
+    plain, chat = SftDataset(path, tokenizer, seed=0, shuffle=False).documents([1, 0])
+    assert tokenizer.decode(plain.tokens.tolist()) == "ab<|im_end|>"
+    assert tokenizer.decode(chat.tokens.tolist()).startswith("<|im_start|>system\nBe brief.")
