@@ -15,7 +15,7 @@ import msgspec
 
 from common.config import Config, MoeConfig, SftConfig
 from common.errors import ConfigError
-from common.layouts import ModelShape, Problem, model_problems, world_problems
+from common.layouts import ModelShape, Problem, document_multiple, model_problems, world_problems
 from common.loss_checks import loss_problems
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -189,8 +189,12 @@ def _rollout(config: Config, shape: dict[str, object] | None) -> Iterator[Proble
         expected = f"at most the model's max_position_embeddings ({positions})"
         yield "rollout.engine.max_model_len", expected, str(engine.max_model_len), None
     longest = engine.max_model_len - 1  # a sequence trains one place fewer than it has tokens
-    if config.learner.micro_batch_tokens < longest:
-        expected = f"at least rollout.engine.max_model_len - 1 ({longest}), or a long sample could not be trained on"
+    multiple = document_multiple(config.learner.parallel)
+    padded = -(-longest // multiple) * multiple
+    if config.learner.micro_batch_tokens < padded:
+        rounded = f", rounded up to a multiple of {multiple} for learner.parallel.context," if multiple > 1 else ""
+        least = f"at least rollout.engine.max_model_len - 1{rounded} ({padded})"
+        expected = f"{least}, or a long sample could not be trained on"
         yield "learner.micro_batch_tokens", expected, str(config.learner.micro_batch_tokens), None
     if config.weights.canary_tokens > longest:
         expected = f"at most rollout.engine.max_model_len - 1 ({longest})"

@@ -40,6 +40,11 @@ class ModelShape:
         )
 
 
+def document_multiple(parallel: ParallelConfig) -> int:
+    """What every document is padded to a multiple of: context ranks take two equal chunks of it each (zigzag)."""
+    return 2 * parallel.context if parallel.context > 1 else 1
+
+
 def layers_per_stage(layers: int, parallel: ParallelConfig) -> tuple[int, ...]:
     """Layers of each pipeline stage, all its virtual stages together.
 

@@ -69,6 +69,7 @@ class Backend(Protocol):
     data_parallel_rank: int
     data_parallel_size: int
     vocab_size: int
+    hidden_size: int  # packing weighs attention by it
     document_multiple: int  # inside, a document's places are padded to a multiple of it; packing counts them so
 
     def train_step(

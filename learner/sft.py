@@ -51,7 +51,12 @@ def run_sft(
         _agree_to_go_on(backend, stop_requested)
         documents = dataset.step(step, config.learner.sequences_per_step)
         packed = microbatches_for(
-            documents, backend.data_parallel_rank, backend.data_parallel_size, config.learner.micro_batch_tokens
+            documents,
+            backend.data_parallel_rank,
+            backend.data_parallel_size,
+            config.learner.micro_batch_tokens,
+            multiple=backend.document_multiple,
+            hidden_size=backend.hidden_size,
         )
         result = backend.train_step(packed, cross_entropy)
         check_finite(step, result)

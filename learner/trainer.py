@@ -135,6 +135,8 @@ class Trainer:
             self.backend.data_parallel_rank,
             self.backend.data_parallel_size,
             self.config.learner.micro_batch_tokens,
+            multiple=self.backend.document_multiple,
+            hidden_size=self.backend.hidden_size,
         )
         self._times.batch_s = timed(began)
         began = time.monotonic()

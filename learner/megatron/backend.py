@@ -21,8 +21,9 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from common.config import Config, LearnerConfig, ModelConfig, SftConfig, SftLearnerConfig
+from common.layouts import document_multiple
 from learner.backend import LossFunction, Microbatch, StepResult
-from learner.megatron import parallel, places
+from learner.megatron import parallel
 from learner.megatron.checkpoint import Writer
 from learner.megatron.export import Exporter
 from learner.megatron.hf_folder import check_layout, read_config
@@ -48,6 +49,7 @@ class MegatronBackend:
         data_parallel_rank: which replica's share of the batch this rank computes.
         data_parallel_size: replicas.
         vocab_size: entries of the vocabulary.
+        hidden_size: of the model.
         document_multiple: see learner.backend.Backend.
     """
 
@@ -81,7 +83,8 @@ class MegatronBackend:
         self.data_parallel_rank = mpu.get_data_parallel_rank()
         self.data_parallel_size = mpu.get_data_parallel_world_size()
         self.vocab_size = int(hf_config.vocab_size)
-        self.document_multiple = places.document_multiple(layout)
+        self.document_multiple = document_multiple(layout)
+        self.hidden_size = int(hf_config.hidden_size)
         built = build(self.model_path, hf_config, dtype, layout, learner.moe)
         self.chunks = wrap_chunks(built)
         self.optimizer = Optimizer(self.chunks, learner.optimizer, dtype, total_steps)

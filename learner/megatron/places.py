@@ -17,11 +17,7 @@ import torch
 from torch import Tensor
 
 from common.config import ParallelConfig
-
-
-def document_multiple(parallel: ParallelConfig) -> int:
-    """What every document is padded to a multiple of: the chunks of the zigzag order must be equal."""
-    return 2 * parallel.context if parallel.context > 1 else 1
+from common.layouts import document_multiple
 
 
 def pack_multiple(parallel: ParallelConfig) -> int:

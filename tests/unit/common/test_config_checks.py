@@ -160,6 +160,13 @@ def test_the_longest_sequence_must_fit_where_it_goes(folder, section, value, key
     check_config(job(folder, **{section: {name: 511}}), "job.yaml")
 
 
+def test_context_parallelism_pads_the_longest_sequence(folder):
+    layout = {"world_size": 2, "parallel": {"context": 2}}
+    key = "learner.micro_batch_tokens"
+    refused(job(folder, learner={**layout, "micro_batch_tokens": 511}), key, "rounded up to a multiple of 4", "(512)")
+    check_config(job(folder, learner={**layout, "micro_batch_tokens": 512}), "job.yaml")
+
+
 def test_single_samples_need_an_estimator_that_compares_over_the_batch(folder):
     rollout = {"max_tokens": 100, "engine": ENGINE, "group_size": 1}
     refused(job(folder, rollout=rollout, learner={"loss": {"advantage": "rloo"}}), "rollout.group_size", "rloo")

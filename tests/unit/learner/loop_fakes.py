@@ -39,6 +39,8 @@ class BigramBackend:
     rank = data_parallel_rank = 0
     world_size = data_parallel_size = 1
     vocab_size = VOCAB
+    hidden_size = 64
+    document_multiple = 1
 
     def __init__(self) -> None:
         self.table = torch.zeros(VOCAB, VOCAB, requires_grad=True)

@@ -8,7 +8,7 @@ import torch
 
 from common.errors import UsageError
 from learner.backend import shapes_agree
-from learner.packing import FILLER, Document, build, microbatches_for, plan
+from learner.packing import FILLER, Document, build, cost, microbatches_for, plan
 
 KEY = "learner.micro_batch_tokens"
 
@@ -55,6 +55,37 @@ def test_no_documents_still_give_one_microbatch_per_rank() -> None:
 def test_a_document_longer_than_the_bound_names_the_key() -> None:
     with pytest.raises(UsageError, match=r"document of 12 needs 11 tokens .* learner\.micro_batch_tokens is 10"):
         microbatches_for([document(5), document(12)], 0, 1, 10)
+
+
+def test_a_document_that_padding_makes_too_long_says_why() -> None:
+    with pytest.raises(UsageError, match=r"needs 12 tokens \(padded to a multiple of 4 for learner.parallel.context\)"):
+        microbatches_for([document(5), document(12)], 0, 1, 11, multiple=4)
+    assert len(microbatches_for([document(5), document(12)], 0, 1, 12, multiple=4)) == 2
+
+
+def test_cost_of_attention_is_kaplans_ratio() -> None:
+    # 24 h^2 per token against 2 h p per token of a document of p places
+    places, hidden = np.array([1, 6144, 12288]), 1024
+    expected = (24 * hidden**2 * places + 2 * hidden * places**2) / (24 * hidden**2)
+    assert cost(places, hidden) == pytest.approx(expected)
+    assert cost(places, hidden)[2] == 2 * places[2]
+    assert cost(places, 0).tolist() == places.tolist()
+
+
+def test_long_documents_weigh_more_than_their_tokens() -> None:
+    documents = [document(9), *[document(2)] * 8]
+    by_places = plan(documents, 2, 100, KEY)
+    assert sorted(sum(documents[i].places for i in rank[0]) for rank in by_places) == [8, 8]
+    by_cost = plan(documents, 2, 100, KEY, hidden_size=1)  # 8 + 64 / 12 = 13.3 against 1.08
+    assert sorted(len(rank[0]) for rank in by_cost) == [1, 8]
+    assert [0] in [rank[0] for rank in plan([document(9), *[document(2)] * 12], 2, 100, KEY, hidden_size=1)]
+
+
+def test_a_full_microbatch_leaves_room_for_none_though_it_is_the_cheapest() -> None:
+    documents = [document(9), *[document(2)] * 9]
+    plans = plan(documents, 2, 10, KEY, hidden_size=1)
+    assert [len(rank) for rank in plans] == [1, 1]
+    assert max(sum(documents[i].places for i in rank[0]) for rank in plans) <= 10
 
 
 def test_a_document_as_long_as_the_bound_fits() -> None:

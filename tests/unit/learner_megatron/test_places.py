@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import ParallelConfig
-from learner.megatron.places import Places, document_multiple, pack_multiple
+from common.layouts import document_multiple
+from learner.megatron.places import Places, pack_multiple
 
 CPU = torch.device("cpu")
 
