@@ -112,13 +112,15 @@ class _LogProbs(torch.autograd.Function):
         ctx.options = temperature, chunk_elements
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
-        ctx.with_entropy = with_entropy
+        ctx.set_materialize_grads(False)  # an entropy that the loss does not use costs nothing here
         return (sums[1] - highest) - log_sum, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, index, mine, highest, log_sum, entropy = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_sum)
         temperature, chunk_elements = ctx.options
         grad = torch.empty_like(logits)
         for rows in _chunks(logits, chunk_elements):
@@ -126,7 +128,7 @@ class _LogProbs(torch.autograd.Function):
             log_p.sub_(highest[rows, None]).sub_(log_sum[rows, None])
             p = log_p.exp()
             scale = (-grad_logprobs[rows] / temperature)[:, None]
-            if ctx.with_entropy:
+            if grad_entropy is not None:
                 inner = log_p.add_(entropy[rows, None]).mul_((-grad_entropy[rows] / temperature)[:, None])
                 p.mul_(inner.add_(scale))
             else:

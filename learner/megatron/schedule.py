@@ -106,7 +106,7 @@ class Schedule:
         def loss_of(logits: Tensor, item: _Packed) -> tuple[Tensor, LossOutput]:
             if entropy:
                 both = logprobs_and_entropy(logits, item.targets, temperature, self._vocabulary_group)
-                logprobs, entropies = self._whole(torch.stack(both, 1), item).unbind(1)
+                logprobs, entropies = (self._whole(x, item) for x in both)  # apart: one may have no gradient
                 output = loss(logprobs, entropies, item.batch)
             else:
                 logprobs = logprobs_of(logits, item.targets, temperature, self._vocabulary_group)

@@ -113,3 +113,20 @@ def test_two_ranks_that_share_the_vocabulary_get_the_values_and_their_slices_of_
     for process, (out, err) in zip(ranks, outputs, strict=True):
         assert process.returncode == 0, err
         assert out.strip() == "equal"
+
+
+def test_an_entropy_that_the_loss_does_not_use_has_no_part_in_the_gradient() -> None:
+    """Of impossible tokens the entropy's gradient is not a number; what is not asked for must not be computed."""
+    logits, targets = example()
+    logits[:, 0] = -torch.inf
+    targets = targets.clamp(min=1)
+    inputs = [logits.clone().requires_grad_() for _ in range(2)]
+    logprobs_and_entropy(inputs[0], targets)[0].sum().backward()
+    logprobs_of(inputs[1], targets).sum().backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    assert torch.isfinite(inputs[0].grad).all()
+
+
+def test_the_entropy_alone_has_its_own_gradient() -> None:
+    logits, targets = example()
+    assert torch.autograd.gradcheck(lambda x: logprobs_and_entropy(x, targets)[1], (logits.requires_grad_(),))
