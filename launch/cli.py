@@ -25,6 +25,7 @@ HANDLERS = {
     "learner": "launch.roles:learner",
     "rollout": "launch.roles:rollout",
     "sft": "launch.roles:sft",
+    "plan": "launch.plan:command",
     "eval": "launch.roles:evaluate",
     "status": "launch.status:command",
     "top": "launch.top:command",
@@ -109,6 +110,9 @@ def _add_job_commands(commands: Commands) -> None:
     rollout.add_argument("--node-id", metavar="ID", help="name of this node, unique in the job (default: host-pid)")
     rollout.add_argument("--join-timeout-s", type=float, default=30.0, help="how long to wait for the broker (30)")
     _with_config(commands, "sft", "supervised warm start on the Megatron learner; the result is RUN/model")
+    plan = _with_config(commands, "plan", "layout, memory per GPU, batches, window and all checks; needs no GPU")
+    plan.add_argument("--json", action="store_true", help="machine-readable")
+    plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="ranks of one machine (8)")
     evaluate = commands.add_parser("eval", help="accuracy of a model on tasks.eval_dataset, greedy and sampled")
     evaluate.add_argument("config", metavar="RUN|CONFIG", help="a run's folder or a config file")
     evaluate.add_argument("overrides", metavar="key=value", nargs="*", default=[])

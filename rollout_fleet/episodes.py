@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from common.arrays import Array
 from common.rollouts import Sample, VersionRun
 from rollout_fleet.environments.host import EnvironmentHost
-from rollout_fleet.environments.protocol import Action, Budget, Environment, Observation, StepResult, StopReason
+from rollout_fleet.environments.protocol import Action, Budget, Chat, Environment, Observation, StepResult, StopReason
 from rollout_fleet.sampler_protocol import Generation, Sampler
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ class Tokenizer(Protocol):
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
     ) -> str: ...
+
+    # those of chat models have `chat_template` and `apply_chat_template` too
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class EpisodeDriver:
         environment, observation = await self._open(problem, seed)
         budget = self._budget
         while True:
-            ids = self._tokens_of(observation)
+            ids = self._tokens_of(observation, first=trace.turns == 0)
             trace.observe(ids)
             room = min(budget.max_tokens - trace.sampled, budget.max_context - len(trace.tokens))
             if room <= 0:
@@ -216,15 +218,26 @@ class EpisodeDriver:
         text = self._tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return Action(text, tuple(generation.tokens), ended)
 
-    def _tokens_of(self, observation: Observation) -> list[int]:
+    def _tokens_of(self, observation: Observation, first: bool) -> list[int]:
         try:
-            ids = self._encode(observation) if isinstance(observation, str) else [int(t) for t in observation]
+            if isinstance(observation, Chat) and not first:
+                raise _Refused("a Chat can only be the first observation; later ones are text or token ids")
+            textual = isinstance(observation, str | Chat)
+            ids = self._encode(observation) if textual else [int(t) for t in observation]
         except Exception as error:
             raise _EnvironmentFailed(_describe(error, "observation")) from error
         return list(ids)
 
-    def _encode_text(self, text: str) -> tuple[int, ...]:
+    def _encode_text(self, said: str | Chat) -> tuple[int, ...]:
+        text = said if isinstance(said, str) else self._prompt_of(said)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _prompt_of(self, chat: Chat) -> str:
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            return "\n\n".join(content for _, content in chat.messages)
+        messages = [{"role": role, "content": content} for role, content in chat.messages]
+        template: Any = self._tokenizer
+        return template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **dict(chat.options))
 
 
 class _EpisodeCancelled(Exception):

@@ -9,13 +9,30 @@ An environment is a single-use asynchronous object, one per episode:
 A single-turn task is an environment of one step. Observations are text (tokenised once, by the driver) or token
 ids (used as they are); neither trains. What the policy sampled is never tokenised again. Environments run on a
 thread of their own: one that blocks or raises fails its sample and nothing else.
+
+Text is used as it is. Chat models want their template: return a Chat from `reset`.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-Observation = str | list[int]
+
+@dataclass(frozen=True)
+class Chat:
+    """A first observation as messages: the tokenizer's chat template makes the prompt of them, up to where the
+    assistant begins. A tokenizer without one gets the contents, joined by blank lines.
+
+    Attributes:
+        messages: (role, content), for example ("user", "What is 1 + 1?").
+        options: (name, value) for the template; templates ignore names that they do not know.
+    """
+
+    messages: tuple[tuple[str, str], ...]
+    options: tuple[tuple[str, str | int | float | bool], ...] = ()
+
+
+Observation = str | list[int] | Chat
 
 
 class StopReason(StrEnum):

@@ -16,6 +16,7 @@ from rollout_fleet.environments.protocol import Environment
 
 BUILT_IN = {
     "addition": "rollout_fleet.environments.addition:Addition",
+    "gsm8k": "rollout_fleet.environments.gsm8k:Gsm8k",
     "number_guessing": "rollout_fleet.environments.number_guessing:NumberGuessing",
 }
 KEY = "tasks.environment"

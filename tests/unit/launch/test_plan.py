@@ -1,0 +1,170 @@
+"""`slipstream plan`: every named config is planned, every failing check is listed, and nothing heavy is imported."""
+
+import json
+import shutil
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launch.cli import main
+from launch.plan import as_json, make_review
+from launch.plan_page import WIDTH, page
+
+ROOT = Path(__file__).parents[3]
+NAMED = {
+    "qwen3-0.6b-gsm8k": dict(world=4, tensor=1, pipeline=1, context=1, expert=1),
+    "llama-3.1-70b": dict(world=16, tensor=8, pipeline=2, context=1, expert=1),
+    "llama-3.1-405b": dict(world=256, tensor=8, pipeline=16, context=2, expert=1),
+    "deepseek-v3": dict(world=512, tensor=1, pipeline=16, context=1, expert=32),
+    "qwen3-235b-a22b": dict(world=64, tensor=4, pipeline=8, context=1, expert=4),
+    "mixtral-8x7b": dict(world=16, tensor=2, pipeline=2, context=1, expert=4),
+}
+TUNED = ("deepseek-v3", "qwen3-235b-a22b", "mixtral-8x7b")
+ALL = [*NAMED, *(f"{name}-sft" for name in TUNED)]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout's configs alone, without weights or data that a person may have put there."""
+    for file in (ROOT / "configs").rglob("*"):
+        if file.suffix == ".yaml" or file.name == "config.json":
+            target = tmp_path / file.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def text_of(review) -> str:
+    out = StringIO()
+    Console(width=WIDTH, file=out).print(page(review))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_named_config_passes_its_checks_and_fits(here: Path, name: str) -> None:
+    review = make_review(f"configs/{name}.yaml", [])
+    assert [f for f in review.failed if not f.endswith("this version does not support it yet")] == []
+    assert review.plan is not None
+    sizes = review.plan.sizes
+    layout = NAMED[name.removesuffix("-sft")]
+    assert {axis: getattr(sizes, axis) for axis in layout} == layout
+    assert "141 GB holds it" in " ".join(text_of(review).split())
+    assert any("weights" in line for line in review.before_launch)
+
+
+def test_uneven_stages_hold_all_layers_once(here: Path) -> None:
+    for name in ("deepseek-v3", "llama-3.1-405b", "qwen3-235b-a22b"):
+        plan = make_review(f"configs/{name}.yaml", []).plan
+        assert plan is not None
+        layers = [n for stage in plan.stages for a, b in stage.layers for n in range(a, b)]
+        assert layers == list(range(plan.model.layers))
+
+
+def test_every_rank_is_in_one_group_of_each_kind(here: Path) -> None:
+    plan = make_review("configs/qwen3-235b-a22b.yaml", []).plan
+    assert plan is not None
+    for kind in plan.groups:
+        assert sorted(rank for group in kind.groups for rank in group) == list(range(64)), kind.name
+
+
+def test_all_failing_checks_are_listed_and_the_exit_code_is_2(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tasks.environment=gsm9k", "broker.lease_s=1", "rollout.group_size=1", "learner.parallel.pipeline=4"]
+    words += ["learner.parallel.virtual_pipeline=3"]
+    assert main(["plan", "configs/mixtral-8x7b.yaml", *words]) == 2
+    out = capsys.readouterr().out
+    for key in ("tasks.environment", "broker.lease_s", "rollout.group_size", "learner.parallel.virtual_pipeline"):
+        assert f"{key}: expected" in out
+    assert "nearest built-in: 'gsm8k'" in out
+    assert "No plan: the layout does not fit the model." in out
+    assert "Process groups" not in out
+
+
+def test_a_check_that_leaves_the_layout_alone_still_gives_the_plan(here: Path, capsys) -> None:
+    assert main(["plan", "configs/llama-3.1-70b.yaml", "broker.lease_s=1"]) == 2
+    out = capsys.readouterr().out
+    assert "broker.lease_s: expected at least" in out
+    assert "Process groups" in out
+
+
+def test_a_config_that_passes_exits_with_0_and_machine_readable(here: Path, capsys) -> None:
+    assert main(["plan", "configs/qwen3-0.6b-gsm8k.yaml", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert found["plan"]["parameters"] == 596_049_920
+    assert found["plan"]["groups"][3]["groups"] == [[0, 1, 2, 3]]
+    assert found["plan"]["stages"][0]["peak"] > found["plan"]["stages"][0]["resident"]["parameters"]
+    assert len(found["before_launch"]) == 4
+
+
+def test_missing_files_are_brought_before_launch_but_a_bad_dataset_fails(here: Path) -> None:
+    (here / "data" / "gsm8k").mkdir(parents=True)
+    (here / "data" / "gsm8k" / "train.jsonl").write_text("not json\n")
+    review = make_review("configs/qwen3-0.6b-gsm8k.yaml", [])
+    assert len(review.failed) == 1
+    assert review.failed[0].startswith("tasks.dataset: expected a JSON object on every line")
+    assert any("tasks.eval_dataset" in line for line in review.before_launch)
+    model = here / "configs" / "models" / "Qwen3-0.6B"
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    for name in ("train", "test"):
+        (here / "data" / "gsm8k" / f"{name}.jsonl").write_text('{"question": "?", "answer": "#### 1"}\n')
+    review = make_review("configs/qwen3-0.6b-gsm8k.yaml", [])
+    assert (review.failed, review.before_launch) == ([], [])
+
+
+def test_without_config_json_there_is_nothing_to_plan_from(here: Path, capsys) -> None:
+    assert main(["plan", "configs/mixtral-8x7b.yaml", "model.path=nowhere"]) == 2
+    assert "a plan needs at least the model's config.json" in capsys.readouterr().err
+
+
+def test_an_architecture_that_cannot_be_counted_says_which_can(here: Path, capsys) -> None:
+    file = here / "configs" / "models" / "Qwen3-0.6B" / "config.json"
+    file.write_text(file.read_text().replace('"qwen3"', '"gpt2"'))
+    assert main(["plan", "configs/qwen3-0.6b-gsm8k.yaml"]) == 2
+    assert "the planner counts qwen2, qwen3, llama" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "remark"),
+    [
+        ("deepseek-v3", [], "EP 32 spans 4 nodes of 8"),
+        ("llama-3.1-70b", ["learner.world_size=32", "learner.parallel.tensor=8"], None),
+        ("llama-3.1-70b", [], "nothing shards the optimizer states"),
+        ("llama-3.1-405b", ["learner.groups_per_step=1"], "the pipeline idles"),
+        ("llama-3.1-405b", ["weights.timeout_s=20"], "a link of 100 Gb/s carries 12.5"),
+        ("mixtral-8x7b", ["rollout.engine.tensor_parallel=1"], "leaves a GPU of 80 GB cache for 0 tokens"),
+        ("mixtral-8x7b", ["broker.max_bytes=1000000", "broker.max_message_bytes=1000000"], "a full window"),
+        ("mixtral-8x7b", ["learner.moe.freeze_router=false"], "Routers train without balancing"),
+        ("mixtral-8x7b", ["learner.world_size=8"], "does not fit a GPU of 80 GB"),
+    ],
+)
+def test_remarks_say_what_no_check_refuses(here: Path, name: str, words: list[str], remark: str | None) -> None:
+    found = make_review(f"configs/{name}.yaml", words).remarks
+    if remark is None:
+        assert not any("nothing shards" in line for line in found)
+    else:
+        assert any(remark.lower() in line.lower() for line in found), found
+
+
+def test_the_page_is_within_its_width_and_says_everything_that_json_says(here: Path) -> None:
+    review = make_review("configs/deepseek-v3.yaml", [])
+    text = text_of(review)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "671.03 B, 37.55 B for one token" in text
+    flat = " ".join(text.split())
+    said = as_json(review)
+    for line in [*said["failed"], *said["before_launch"], *said["remarks"]]:
+        assert " ".join(line.split()) in flat
+
+
+def test_planning_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, launch.plan, launch.plan_page; print([m for m in ('torch','vllm','megatron') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,136 @@
+"""GSM8K: rows, prompts with and without a chat template, numbers."""
+
+import asyncio
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from fleet_fakes import CharacterTokenizer, ScriptedSampler, in_turn, make_driver, run, say
+
+from common.rollouts import Sample
+from rollout_fleet.environments.gsm8k import PROMPT, Gsm8k, final_number, gold_number
+from rollout_fleet.environments.protocol import Action, Chat, StepResult
+from rollout_fleet.environments.registry import resolve
+
+ROW = {
+    "question": "Natalia sold clips to 48 friends in April, and half as many in May. How many altogether?",
+    "answer": "She sold 48/2 = <<48/2=24>>24 in May.\nAltogether 48+24 = <<48+24=72>>72.\n#### 72",
+}
+
+
+def judge(text: str, ended: bool = True, answer: str = "#### 72") -> StepResult:
+    environment = Gsm8k({"question": "?", "answer": answer}, seed=0)
+    return asyncio.run(environment.step(Action(text, (), ended)))
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("24 in May, so 48 + 24 = 72\n#### 72", 1.0),
+        ("The answer is 72.", 1.0),
+        ("$72.00", 1.0),
+        (r"thus \boxed{72}, which took 3 steps", 1.0),
+        (r"\boxed{71}, no: $\boxed{72}$", 1.0),
+        (r"\boxed{72\text{ clips}}", 1.0),
+        (r"\boxed{x} and 72", 1.0),
+        ("72 or 73", 0.0),
+        ("-72", 0.0),
+        ("7 2", 0.0),
+        ("seventy-two", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_final_number_decides(text: str, reward: float) -> None:
+    assert judge(text).reward == reward
+
+
+def test_an_answer_that_was_cut_off_earns_nothing() -> None:
+    assert judge("#### 72", ended=False).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [("#### 1,234", "1234"), ("so #### $5", "5"), ("#### -0.5 ", "-0.5"), ("a #### 3 b #### 4", "4")],
+)
+def test_gold_numbers_may_have_commas_signs_and_fractions(answer: str, gold: str) -> None:
+    assert gold_number(answer) == Decimal(gold)
+    assert judge(f"it is {gold}", answer=answer).reward == 1.0
+    assert final_number("1,234,567.5") == Decimal("1234567.5")
+
+
+@pytest.mark.parametrize("row", [{}, {"question": "?", "answer": "72"}, {"question": "?", "answer": "#### many"}])
+def test_a_row_of_another_format_is_told_the_right_one(row: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match='"answer": text that ends with "#### NUMBER"') as error:
+        Gsm8k(row, seed=0)
+    assert str(row) in str(error.value)
+
+
+def test_it_is_built_in() -> None:
+    assert resolve("gsm8k", {"thinking": True}) is Gsm8k
+
+
+class ChatTokenizer(CharacterTokenizer):
+    """A chat model's, with a template in the manner of Qwen3."""
+
+    chat_template = "a template"
+
+    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool, **options: Any) -> str:
+        assert not tokenize
+        assert add_generation_prompt
+        turns = "".join(f"<{m['role']}>{m['content']}</>" for m in messages)
+        return turns + "<assistant>" + ("" if options["enable_thinking"] else "<think></think>")
+
+
+def play(environment: Any, tokenizer: CharacterTokenizer) -> Sample:
+    driver = make_driver(ScriptedSampler(in_turn(say("#### 72"), say("more"))), environment, tokenizer=tokenizer)
+    samples: list[Sample] = []
+
+    async def once() -> None:
+        samples.append(await driver.run(ROW, 7))
+
+    run(once())
+    return samples[0]
+
+
+def prompt_of(sample: Sample) -> str:
+    pairs = zip(sample.tokens.numpy(), sample.loss_mask.numpy(), strict=True)
+    return "".join(chr(token) for token, trained in pairs if not trained)
+
+
+def test_the_prompt_goes_through_the_chat_template() -> None:
+    sample = play(Gsm8k, ChatTokenizer())
+    question = PROMPT.replace("{question}", ROW["question"])
+    assert prompt_of(sample) == f"<user>{question}</><assistant><think></think>"
+    assert sample.reward == 1.0
+
+
+def test_the_tokenizer_of_transformers_takes_the_chat() -> None:
+    from launch.quickstart_assets import build_tokenizer
+
+    tokenizer: Any = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}{% if not enable_thinking %}!{% endif %}"
+    )
+    driver = make_driver(ScriptedSampler(in_turn(say("1"))), Gsm8k, {"prompt": "{question}"}, tokenizer=tokenizer)
+    ids = driver._tokens_of(Chat((("user", "2?"),), (("enable_thinking", False),)), first=True)
+    assert tokenizer.decode(ids) == "[user]2?[assistant]!"
+
+
+def test_without_a_chat_template_the_prompt_is_plain_text() -> None:
+    assert prompt_of(play(Gsm8k, CharacterTokenizer())) == PROMPT.replace("{question}", ROW["question"])
+
+
+def test_a_question_with_braces_is_left_as_it_is() -> None:
+    chat = asyncio.run(Gsm8k({"question": "{x}?", "answer": "#### 1"}, seed=0, prompt="Q: {question} {y}").reset())
+    assert chat.messages == (("user", "Q: {x}? {y}"),)
+
+
+def test_a_chat_after_the_first_turn_fails_the_sample() -> None:
+    class Twice(Gsm8k):
+        async def step(self, action: Action) -> StepResult:
+            return StepResult(Chat((("user", "and now?"),)), done=False)
+
+    sample = play(Twice, ChatTokenizer())
+    assert sample.error is not None
+    assert "only be the first observation" in sample.error
