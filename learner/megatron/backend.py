@@ -13,6 +13,7 @@ cpu_compat.enable()  # before the first import of megatron
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,14 +21,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from common.config import Config, LearnerConfig, ModelConfig, SftConfig, SftLearnerConfig
+from common.config import Config, LearnerConfig, ModelConfig, MoeConfig, SftConfig, SftLearnerConfig
 from common.layouts import document_multiple
 from learner.backend import LossFunction, Microbatch, StepResult
-from learner.megatron import parallel
+from learner.megatron import parallel, verify
 from learner.megatron.checkpoint import Writer
 from learner.megatron.export import Exporter
 from learner.megatron.hf_folder import check_layout, read_config
-from learner.megatron.model import DTYPES, build
+from learner.megatron.model import DTYPES, Model, build
 from learner.megatron.moe import Experts
 from learner.megatron.optimizer import Optimizer, wrap_chunks
 from learner.megatron.schedule import Schedule
@@ -85,12 +86,17 @@ class MegatronBackend:
         self.vocab_size = int(hf_config.vocab_size)
         self.document_multiple = document_multiple(layout)
         self.hidden_size = int(hf_config.hidden_size)
+        if model.verify:
+            assemble = partial(build, experts=MoeConfig())
+            verify.check_translation(self.model_path, hf_config, dtype, layout, assemble, self._forward)
         built = build(self.model_path, hf_config, dtype, layout, learner.moe)
         self.chunks = wrap_chunks(built)
         self.optimizer = Optimizer(self.chunks, learner.optimizer, dtype, total_steps)
         self.schedule = Schedule(
             self.chunks, built.config, parallel.device(), Experts(built.chunks, built.config, learner.moe)
         )
+        if model.verify:
+            verify.check_weights(self.model_path, hf_config, dtype, self.schedule.logprobs)
         self.exporter = Exporter(built, self.chunks)
         self.checkpoints = Writer(self.chunks, self.optimizer, layout)
         if self.rank == 0:
@@ -99,6 +105,11 @@ class MegatronBackend:
                 *(self.model_path, self.world_size, layout.tensor, layout.pipeline, layout.virtual_pipeline),
                 *(layout.expert, self.data_parallel_size, model.dtype, parallel.device().type),
             )
+
+    @staticmethod
+    def _forward(built: Model) -> verify.LogProbs:
+        experts = Experts(built.chunks, built.config, MoeConfig())
+        return Schedule(built.chunks, built.config, parallel.device(), experts).logprobs
 
     def train_step(
         self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False

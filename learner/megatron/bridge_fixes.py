@@ -46,15 +46,30 @@ def patch_bridge() -> None:
 
 def correct_provider(config: Any, provider: Any) -> None:
     """Set what the bridge translates wrongly."""
-    window = getattr(provider, "window_size", None)
-    # Hugging Face counts the token itself into the window, Megatron's left window does not
-    if window is not None and getattr(config, "sliding_window", None) == window[0]:
-        provider.window_size = (window[0] - 1, window[1])
-    # norm_topk_prob=False (softmax over all experts, not over the chosen) is ignored
-    if getattr(provider, "num_moe_experts", None) and getattr(config, "norm_topk_prob", True) is False:
-        provider.moe_router_pre_softmax = True
+    correct_window(config, provider)
+    if getattr(provider, "num_moe_experts", None):
+        correct_router(config, provider)
     # multi-token prediction heads need labels; reinforcement learning has none
     provider.mtp_num_layers = None
+
+
+def correct_window(config: Any, provider: Any) -> None:
+    """The sliding window: off by one in Mistral's bridge, forgotten in those of Qwen2, Qwen3 and Qwen3-MoE."""
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        return
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    slides = [int(kind == "sliding_attention") for kind in kinds]
+    if any(slides):
+        # Hugging Face counts the token itself into the window, Megatron's left window does not
+        provider.window_size, provider.cp_comm_type = (window - 1, 0), "a2a"
+        provider.window_attn_skip_freq = None if all(slides) else slides
+
+
+def correct_router(config: Any, provider: Any) -> None:
+    """norm_topk_prob=False (softmax over all experts, not over the chosen) is ignored."""
+    if getattr(config, "norm_topk_prob", True) is False:
+        provider.moe_router_pre_softmax = True
 
 
 def hf_rotary_table(config: Any) -> tuple[Tensor, float]:

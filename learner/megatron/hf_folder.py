@@ -7,13 +7,15 @@ from typing import Any
 from common.config import ParallelConfig
 from common.errors import UsageError
 from common.layouts import ModelShape, model_problems, world_problems
+from learner.megatron.architectures import check_architecture
 
 
 def read_config(path: Path) -> Any:
     """The transformers configuration of a Hugging Face folder.
 
     Raises:
-        UsageError: there is no such folder, or no usable config.json or weights in it.
+        UsageError: there is no such folder, no usable config.json or weights in it, or another architecture than
+            the supported ones.
     """
     if not path.is_dir():
         raise UsageError(f"model.path: expected a Hugging Face folder, found nothing at {path}")
@@ -33,6 +35,7 @@ def read_config(path: Path) -> Any:
         config = AutoConfig.from_pretrained(path)
     except (ValueError, OSError) as error:
         raise UsageError(f"model.path: {path / 'config.json'}: {error}") from None
+    check_architecture(path, config)
     give_rope_theta(config)
     return config
 

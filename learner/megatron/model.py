@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from common.config import MoeConfig, ParallelConfig
 from common.errors import UsageError
 from learner.megatron import bridge_fixes, hf_folder, moe
+from learner.megatron.architectures import check_names
 from learner.megatron.bridges import mixtral as _mixtral  # noqa: F401  (registers itself)
 
 logger = logging.getLogger(__name__)
@@ -50,14 +52,11 @@ def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConf
     """Build and load this rank's chunks. Collective, after parallel.initialize.
 
     Raises:
-        UsageError: an architecture that the bridge does not know, rotary embeddings that Megatron gets wrong, or
-            what `experts` asks of a model that has none.
+        UsageError: rotary embeddings that Megatron gets wrong, tensors that one side has and the other lacks, or what
+            `experts` asks of a model that has none.
     """
     bridge_fixes.patch_bridge()
-    try:
-        bridge = AutoBridge.from_hf_pretrained(str(path))
-    except ValueError as error:
-        raise UsageError(f"model.path: {path}: {error}") from None
+    bridge = AutoBridge.from_hf_pretrained(str(path))
     hf_folder.give_rope_theta(bridge.hf_pretrained.config)
     provider = bridge.to_megatron_provider(load_weights=False)
     bridge_fixes.correct_provider(hf_config, provider)
@@ -74,6 +73,7 @@ def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConf
         moe.prepare(chunk, experts)
     tasks = bridge.get_conversion_tasks(chunks)
     _check_tasks(path, chunks, tasks)
+    _check_names(path, hf_config, bridge)
     bridge.load_hf_weights(chunks)
     return Model(chunks, provider, bridge, hf_config, tasks)
 
@@ -89,6 +89,13 @@ def _check_tasks(path: Path, chunks: list[torch.nn.Module], tasks: list[Any]) ->
                 missing.append(name)
     if missing:
         raise UsageError(f"model.path: {path} has no weights for {', '.join(missing[:5])} ({len(missing)} in all)")
+
+
+def _check_names(path: Path, hf_config: Any, bridge: AutoBridge) -> None:
+    registry, names = bridge._model_bridge.mapping_registry(), bridge.hf_pretrained.state.source.get_all_keys()
+    alike = {name: re.sub(r"(?<=\.)\d+(?=\.)", "0", name) for name in names}  # one look-up for all layers and experts
+    taken = {one for one in set(alike.values()) if registry.hf_to_megatron_lookup(one) is not None}
+    check_names(path, names, [name for name, one in alike.items() if one in taken], hf_config.num_hidden_layers)
 
 
 def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> None:

@@ -50,6 +50,7 @@ def qwen3_moe(**changes: Any) -> Any:
 CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2": qwen2,
     "qwen2.5-untied": lambda: qwen2(tie_word_embeddings=False),
+    "qwen2-window": lambda: qwen2(use_sliding_window=True, sliding_window=6, max_window_layers=2),
     "qwen3": qwen3,
     "llama": llama,
     "llama-tied": lambda: llama(tie_word_embeddings=True),
@@ -57,7 +58,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral": mixtral,
     "mixtral-window": lambda: mixtral(sliding_window=6),
     "qwen3-moe": qwen3_moe,
-    "qwen3-moe-normed": lambda: qwen3_moe(norm_topk_prob=True),
+    "qwen3-moe-normed": lambda: qwen3_moe(norm_topk_prob=True, use_sliding_window=True, sliding_window=6),
 }
 
 

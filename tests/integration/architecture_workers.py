@@ -1,5 +1,6 @@
 """The ranks behind test_architectures.py; the process rig is that of megatron_workers.py."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import megatron_workers as rig
 import torch
 from architecture_models import new_model
 from safetensors.torch import load_file, save_file
+
+from common.errors import UsageError
 
 
 def job_model(folder: Path, spec: dict[str, Any]) -> None:
@@ -49,6 +52,42 @@ def job_load(folder: Path, spec: dict[str, Any]) -> None:
     rig._leave(backend)
 
 
+def job_refused(folder: Path, spec: dict[str, Any]) -> None:
+    """What loading says with corrections of the bridge disabled: of a miniature, of the model itself, unverified."""
+    from learner.megatron import bridge_fixes, hf_folder, verify
+
+    modules = {"bridge_fixes": bridge_fixes, "hf_folder": hf_folder}
+    check = verify.check_translation
+    disabled = [(modules[m], f, getattr(modules[m], f)) for m, f in (name.split(".") for name in spec["disable"])]
+    for module, function, _ in disabled:
+        setattr(module, function, _nothing)
+    result: dict[str, Any] = {"translation": _refusal(folder, spec)}
+    verify.check_translation = _nothing
+    result["weights"] = _refusal(folder, spec)
+    result["unverified"] = _refusal(folder, spec | {"verify": False})
+    verify.check_translation = check
+    for module, function, kept in disabled:
+        setattr(module, function, kept)
+    place = folder / f"wrong-{spec['name']}"
+    place.mkdir(exist_ok=True)
+    (place / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(result))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _refusal(folder: Path, spec: dict[str, Any]) -> str | None:
+    from megatron.core import parallel_state
+
+    try:
+        rig._backend(folder, spec)
+    except UsageError as error:
+        return str(error)
+    finally:
+        parallel_state.destroy_model_parallel()
+    return None
+
+
 if __name__ == "__main__":
-    rig.JOBS |= {"model": job_model, "load": job_load}
+    rig.JOBS |= {"model": job_model, "load": job_load, "refused": job_refused}
     sys.exit(rig.main())

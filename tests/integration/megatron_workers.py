@@ -216,7 +216,8 @@ def job_resume(folder: Path, spec: dict[str, Any]) -> None:
 def _backend(folder: Path, spec: dict[str, Any]) -> Any:
     from learner.megatron.backend import MegatronBackend
 
-    model = ModelConfig(path=str(folder / "models" / spec.get("kind", "tied")), dtype=spec.get("dtype", "float32"))
+    path = str(folder / "models" / spec.get("kind", "tied"))
+    model = ModelConfig(path=path, dtype=spec.get("dtype", "float32"), verify=spec.get("verify", True))
     learner = LearnerConfig(parallel=ParallelConfig(**spec.get("parallel", {})), optimizer=OPTIMIZER)
     return MegatronBackend(model, learner, total_steps=10, seed=spec.get("seed", 1))
 

@@ -20,7 +20,7 @@ WORKERS = Path(__file__).with_name("architecture_workers.py")
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300.0
 
-DENSE = ["qwen2", "qwen2.5-untied", "qwen3", "llama", "llama-tied", "mistral"]
+DENSE = ["qwen2", "qwen2.5-untied", "qwen2-window", "qwen3", "llama", "llama-tied", "mistral"]
 MOE = ["mixtral", "mixtral-window", "qwen3-moe", "qwen3-moe-normed"]
 ONE = [{"name": kind, "kind": kind} for kind in DENSE + MOE]
 TWO = [
@@ -32,6 +32,23 @@ TWO = [
     *({"name": f"{kind}-ep2", "kind": kind, "parallel": {"expert": 2}} for kind in ("mixtral", "qwen3-moe-normed")),
 ]
 
+TP2, PP2 = {"tensor": 2}, {"pipeline": 2}
+# What is disabled (functions that correct the bridge), the model that then goes wrong, and how it is loaded.
+WRONG: list[dict[str, Any]] = [
+    {"name": "window", "disable": ["bridge_fixes.correct_window"], "kind": "mistral"},
+    {"name": "window-forgotten", "disable": ["bridge_fixes.correct_window"], "kind": "qwen2-window"},
+    {"name": "router", "disable": ["bridge_fixes.correct_router"], "kind": "qwen3-moe"},
+    {"name": "llama3-scaling", "disable": ["bridge_fixes.check_rope"], "kind": "llama"},
+    {"name": "llama3-scaling-bf16", "disable": ["bridge_fixes.check_rope"], "kind": "llama", "dtype": "bfloat16"},
+    {"name": "rope-base", "disable": ["bridge_fixes.check_rope", "hf_folder.give_rope_theta"], "kind": "qwen3"},
+]
+WRONG_TWO: list[dict[str, Any]] = [
+    WRONG[0] | {"name": "window-tp2", "parallel": TP2},
+    WRONG[3] | {"name": "llama3-scaling-pp2", "parallel": PP2},
+    WRONG[2] | {"name": "router-ep2", "parallel": {"expert": 2}},
+    WRONG[5] | {"name": "rope-base-dp2"},
+]
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -40,7 +57,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("models", "saved", "gradients"):
         (place / name).mkdir()
     kinds = [{"kind": kind} for kind in DENSE + MOE]
-    stages = [[group(1, "model", kinds)], [group(1, "load", ONE), group(2, "load", TWO)]]
+    stages = [
+        [group(1, "model", kinds)],
+        [group(1, "load", ONE), group(2, "load", TWO)],
+        [group(1, "refused", WRONG), group(2, "refused", WRONG_TWO)],
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(WORKERS), str(place), json.dumps(stages), str(TIMEOUT_S)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S + 60)
@@ -105,3 +126,17 @@ def test_transformers_loads_the_saved_folder_with_the_same_weights(folder: Path,
     original = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, original[name]), name
+
+
+@pytest.mark.parametrize("spec", WRONG + WRONG_TWO, ids=[s["name"] for s in WRONG + WRONG_TWO])
+def test_the_forward_check_refuses_a_wrong_translation_on_every_rank(folder: Path, spec: dict[str, Any]) -> None:
+    source = folder / "models" / spec["kind"]
+    architecture = json.loads((source / "config.json").read_text())["architectures"][0]
+    files = sorted((folder / f"wrong-{spec['name']}").glob("*.json"))
+    assert len(files) == (2 if spec in WRONG_TWO else 1)
+    for file in files:
+        for what in ("translation", "weights"):  # a miniature, and the model itself
+            message = json.loads(file.read_text())[what]
+            assert message.startswith(f"model.path: {source}: Megatron computes {architecture} otherwise")
+            assert "model.verify: false" in message
+        assert json.loads(file.read_text())["unverified"] is None

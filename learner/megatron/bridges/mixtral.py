@@ -31,7 +31,6 @@ class MixtralBridge(MegatronModelBridge):
     def provider_bridge(self, hf_pretrained: Any) -> Any:
         """Megatron's provider for a Hugging Face configuration."""
         provider = super().provider_bridge(hf_pretrained)
-        config = hf_pretrained.config
         provider.normalization = "RMSNorm"
         provider.gated_linear_unit = True
         provider.position_embedding_type = "rope"
@@ -39,14 +38,11 @@ class MixtralBridge(MegatronModelBridge):
         provider.add_qkv_bias = False
         provider.qk_layernorm = False
         provider.hidden_dropout = 0.0
-        provider.moe_ffn_hidden_size = config.intermediate_size
+        provider.moe_ffn_hidden_size = hf_pretrained.config.intermediate_size
         provider.moe_grouped_gemm = True
         provider.moe_permute_fusion = True
         # Hugging Face divides the softmax over all experts by the sum of the chosen: the softmax over the chosen
         provider.moe_router_pre_softmax = False
-        if config.sliding_window is not None:
-            provider.window_size = (config.sliding_window - 1, 0)
-            provider.cp_comm_type = "a2a"
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
