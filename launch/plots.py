@@ -59,8 +59,26 @@ PLOTS = (
         "ratio",
         "Importance ratio, policy over sampler",
         "ratio",
-        (("ratio_mean", "mean"), ("ratio_max", "max")),
+        (
+            ("ratio_max", "max"),
+            ("ratio_p99", "99 %"),
+            ("ratio_mean", "mean"),
+            ("ratio_p50", "half"),
+            ("ratio_p1", "1 %"),
+        ),
         logarithmic=True,
+    ),
+    Plot(
+        "correction",
+        "What corrections do to tokens",
+        "share of trained tokens",
+        (
+            ("effective_sample_fraction", "effective sample"),
+            ("correction_clip_fraction", "weight truncated"),
+            ("correction_masked_fraction", "weight out of bounds"),
+            ("veto_fraction", "vetoed"),
+            ("objective_clip_fraction", "objective clipped"),
+        ),
     ),
     Plot(
         "mismatch",

@@ -13,6 +13,7 @@ from launch.metrics_tail import MetricsTail, mean
 from launch.targets import config_of, find_run
 
 FIRST_STEPS, LAST_STEPS = 5, 10
+AGES = ("0", "1", "2", "3-4", "5-8", "9 and more")  # of StepMetrics.mismatch_by_age
 
 
 def command(args: argparse.Namespace) -> int:
@@ -75,15 +76,42 @@ def summarise(run: RunDir, tail: MetricsTail) -> dict[str, Any]:
         },
         "off_policy": {
             "ratio_max": max(tail.series("ratio_max"), default=None),
+            "ratio_p1": mean(tail.series("ratio_p1")),
+            "ratio_p99": mean(tail.series("ratio_p99")),
+            "effective_sample_fraction": mean(tail.series("effective_sample_fraction")),
             "correction_clip_fraction": mean(tail.series("correction_clip_fraction")),
+            "correction_masked_fraction": mean(tail.series("correction_masked_fraction")),
+            "veto_fraction": mean(tail.series("veto_fraction")),
+            "objective_clip_fraction": mean(tail.series("objective_clip_fraction")),
             "mismatch_abs_mean": mean(tail.series("mismatch_abs_mean")),
             "entropy_last_10": mean(tail.series("entropy")[-LAST_STEPS:]),
+            "kl_last_10": mean(tail.series("kl_mean")[-LAST_STEPS:]),
         },
     }
+    by_age = mismatch_by_age(tail)
+    if by_age:
+        out["mismatch_by_staleness"] = by_age
     evaluation = read_evaluation(run)
     if evaluation:
         out["held_out"] = evaluation
     return out
+
+
+def mismatch_by_age(tail: MetricsTail) -> dict[str, float]:
+    """Mean |difference of log-probabilities| per token of each class of staleness that was trained on."""
+    out: dict[str, float] = {}
+    for place, name in enumerate(AGES):
+        pairs = [
+            (line["mismatch_by_age"][place], line["tokens_by_age"][place]) for line in tail.lines if has_ages(line)
+        ]
+        tokens = sum(count for _, count in pairs)
+        if tokens:
+            out[name] = sum(value * count for value, count in pairs) / tokens
+    return out
+
+
+def has_ages(line: dict[str, Any]) -> bool:
+    return len(line.get("mismatch_by_age", [])) == len(line.get("tokens_by_age", [])) == len(AGES)
 
 
 def wall_clock_s(tail: MetricsTail) -> float:
