@@ -163,12 +163,12 @@ EXTREMES = {
     "alternating": [50.0, -50.0] * 3,
     "piling up": [50.0] * 3 + [-50.0] * 3,
     "and down": [-50.0] * 3 + [50.0] * 3,
+    "beyond float32": [200.0, -200.0] * 3,  # whose exp is infinite
 }
 
 
-@pytest.mark.parametrize("config", ALLOWED, ids=describe)
 @pytest.mark.parametrize("extreme", EXTREMES.values(), ids=EXTREMES)
-def test_absurd_ratios_give_finite_numbers(config: LossConfig, extreme: list[float]) -> None:
+def test_absurd_ratios_give_finite_numbers(extreme: list[float]) -> None:
     """Log-ratios of +-50 and more against the sampler, the reference and each other, with advantages of both signs."""
     logprobs = [-60.0, -60.0, -1.0, -55.0, -3.0, -52.0]
     case = Case(
@@ -176,26 +176,17 @@ def test_absurd_ratios_give_finite_numbers(config: LossConfig, extreme: list[flo
         [1, 2, 3, 0, 9, 40], logprobs, [x + d for x, d in zip(logprobs, extreme, strict=True)], [1.0] * 6,
     )  # fmt: skip
     batch = case.microbatch()
-    batch = dataclasses.replace(
-        batch,
-        **{name: getattr(batch, name).float() for name in ("advantages", "behavior_logprobs", "reference_logprobs")},
-    )
-    values, entropy = torch.tensor(logprobs, dtype=torch.float32).requires_grad_(), torch.ones(6, dtype=torch.float32)
-    out = policy_loss(config, MAX_TOKENS)(values, entropy, batch)
-    gradient = torch.autograd.grad(out.loss_sum, values, materialize_grads=True)[0]
-    numbers = [
-        out.loss_sum,
-        out.denominator,
-        gradient,
-        *out.sums.values(),
-        *out.maxima.values(),
-        *out.histograms.values(),
-    ]
-    assert all(torch.isfinite(x).all() for x in numbers)
+    names = ("advantages", "behavior_logprobs", "reference_logprobs")
+    batch = dataclasses.replace(batch, **{name: getattr(batch, name).float() for name in names})
+    for config in ALLOWED:
+        values = torch.tensor(logprobs).requires_grad_()
+        out = policy_loss(config, MAX_TOKENS)(values, torch.ones(6), batch)
+        gradient = torch.autograd.grad(out.loss_sum, values, materialize_grads=True)[0]
+        numbers = [*out.sums.values(), *out.maxima.values(), *out.histograms.values()]
+        assert all(torch.isfinite(x).all() for x in (out.loss_sum, out.denominator, gradient, *numbers)), config
 
 
-@pytest.mark.parametrize("config", ALLOWED, ids=describe)
-def test_tokens_outside_the_loss_change_nothing_even_when_their_numbers_are_absurd(config: LossConfig) -> None:
+def test_tokens_outside_the_loss_change_nothing_even_when_their_numbers_are_absurd() -> None:
     outside = [t for t, m in enumerate(CASE.mask) if not m]
 
     def spoil(values: list[float], *absurd: float) -> list[float]:
@@ -213,18 +204,16 @@ def test_tokens_outside_the_loss_change_nothing_even_when_their_numbers_are_absu
         advantages=spoil(CASE.advantages, 1e6),
         staleness=[int(x) for x in spoil([float(s) for s in CASE.staleness], 10_000)],
     )
-    logprobs, entropy, plain, loss = run(config, CASE)
-    other_logprobs, other_entropy, other, other_loss = run(config, spoiled)
-    assert torch.equal(loss, other_loss)
-    for one, two in (*((plain.sums[n], other.sums[n]) for n in plain.sums), *(
-        (plain.histograms[n], other.histograms[n]) for n in plain.histograms
-    )):  # fmt: skip
-        assert torch.equal(one, two)
-    found = torch.autograd.grad(other_loss, (other_logprobs, other_entropy), materialize_grads=True)
-    wanted = torch.autograd.grad(loss, (logprobs, entropy), materialize_grads=True)
-    for one, two in zip(found, wanted, strict=True):
-        assert torch.equal(one, two)
-        assert (one[outside] == 0).all()
+    for config in ALLOWED:
+        *inputs, plain, loss = run(config, CASE)
+        *other_inputs, other, other_loss = run(config, spoiled)
+        pairs = [(loss, other_loss)]
+        pairs += [(plain.sums[name], other.sums[name]) for name in plain.sums]
+        pairs += [(plain.histograms[name], other.histograms[name]) for name in plain.histograms]
+        wanted = torch.autograd.grad(loss, inputs, materialize_grads=True)
+        found = torch.autograd.grad(other_loss, other_inputs, materialize_grads=True)
+        assert all(torch.equal(one, two) for one, two in [*pairs, *zip(wanted, found, strict=True)]), config
+        assert not any(gradient[outside].any() for gradient in found), config
 
 
 def test_a_microbatch_that_trains_nothing_adds_nothing() -> None:
