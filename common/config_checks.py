@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from common.config import Config, MoeConfig, SftConfig
+from common.config import Config, LearnerConfig, MoeConfig, SftConfig
 from common.errors import ConfigError
 from common.layouts import ModelShape, Problem, document_multiple, model_problems, world_problems
 from common.loss_checks import loss_problems
@@ -25,7 +25,7 @@ C = TypeVar("C", Config, SftConfig)
 
 
 def resolve_paths(config: C) -> C:
-    """The same config with absolute `run.dir`, `model.path` and datasets; relative ones start at the current folder."""
+    """The same config with absolute folders and datasets; relative ones start at the current folder."""
     changed = {
         "run": msgspec.structs.replace(config.run, dir=_absolute(config.run.dir)),
         "model": msgspec.structs.replace(config.model, path=_absolute(config.model.path)),
@@ -34,7 +34,11 @@ def resolve_paths(config: C) -> C:
     held_out = getattr(tasks, "eval_dataset", None)
     if held_out is not None:
         tasks = msgspec.structs.replace(tasks, eval_dataset=_absolute(held_out))
-    return msgspec.structs.replace(config, tasks=tasks, **changed)
+    learner = config.learner
+    if isinstance(learner, LearnerConfig) and learner.loss.reference is not None:
+        loss = msgspec.structs.replace(learner.loss, reference=_absolute(learner.loss.reference))
+        learner = msgspec.structs.replace(learner, loss=loss)
+    return msgspec.structs.replace(config, tasks=tasks, learner=learner, **changed)
 
 
 def check_config(config: Config | SftConfig, file: str) -> None:
@@ -63,6 +67,8 @@ def problems(config: Config | SftConfig) -> Iterator[Problem]:
     if config.tasks.eval_dataset is not None:
         yield from _dataset("tasks.eval_dataset", config.tasks.eval_dataset)
     yield from loss_problems(config.learner.loss)
+    if config.learner.loss.reference is not None:
+        yield from _reference(Path(config.learner.loss.reference))
     yield from _rollout(config, shape)
     yield from _staleness(config)
     yield from _network(config)
@@ -78,11 +84,6 @@ def _pending(config: Config | SftConfig) -> Iterator[Problem]:
         "learner.memory.offload_parameters": learner.memory.offload_parameters,
         "learner.moe.replay_routing": learner.moe.replay_routing,
     }
-    if isinstance(config, Config):
-        loss = config.learner.loss
-        used |= {
-            "learner.loss.kl_coefficient": loss.kl_coefficient > 0,
-        }
     for key, is_used in used.items():
         if is_used:
             yield key, "its default", "another value", "this version does not support it yet"
@@ -114,6 +115,12 @@ def is_loopback(host: str) -> bool:
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().resolve())
+
+
+def _reference(folder: Path) -> Iterator[Problem]:
+    missing = [name for name in ("config.json", "*.safetensors") if not any(folder.glob(name))]
+    if missing:
+        yield "learner.loss.reference", "a Hugging Face model folder", f"{folder} without {missing[0]}", None
 
 
 def _model_folder(path: str) -> Generator[Problem, None, dict[str, object] | None]:

@@ -31,6 +31,7 @@ from learner.megatron.hf_folder import check_layout, read_config
 from learner.megatron.model import DTYPES, Model, build
 from learner.megatron.moe import Experts
 from learner.megatron.optimizer import Optimizer, wrap_chunks
+from learner.megatron.reference import Reference, without_routing
 from learner.megatron.schedule import Schedule
 
 gc.freeze()  # nor does a later collection walk them
@@ -98,6 +99,7 @@ class MegatronBackend:
         if model.verify:
             verify.check_weights(self.model_path, hf_config, dtype, self.schedule.logprobs)
         self.exporter = Exporter(built, self.chunks)
+        self.reference = Reference.of(model, learner, built, self.chunks)
         self.checkpoints = Writer(self.chunks, self.optimizer, layout)
         if self.rank == 0:
             logger.info(
@@ -130,8 +132,9 @@ class MegatronBackend:
         return self.schedule.logprobs(microbatches, temperature)
 
     def reference_logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
-        """See learner.backend.Backend.reference_logprobs. Collective."""
-        raise NotImplementedError
+        """As `logprobs`, of the model in learner.loss.reference (else model.path), with its own routing. Collective."""
+        with self.reference.in_place():
+            return self.schedule.logprobs(without_routing(microbatches), temperature)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on this rank's device), in a fixed order, on every rank. Collective.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from common.config import LearnerConfig, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from common.config import LearnerConfig, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from learner.backend import LossOutput, Microbatch
 
 VOCABULARY = 128
@@ -79,12 +79,24 @@ def step(backend: Any, number: int) -> list[float]:
     return [result.loss, result.grad_norm, result.lr]
 
 
+@torch.no_grad()
+def hugging_face_logprobs(model: Any, batch: Microbatch) -> torch.Tensor:
+    """[T] of the targets, one document at a time, so nothing about packing or padding can go wrong."""
+    rows, at = [], 0
+    for n in batch.document_lengths:
+        rows.append(model(batch.tokens[None, at : at + n]).logits[0].float() / TEMPERATURE)
+        at += n
+    return torch.cat(rows).log_softmax(-1).gather(1, batch.targets[:, None]).squeeze(1)
+
+
 def backend(folder: Path, spec: dict[str, Any]) -> Any:
     """The backend of a spec: its kind, dtype, parallel sizes, memory options and seed."""
     from learner.megatron.backend import MegatronBackend
 
     model = ModelConfig(path=str(folder / "models" / spec.get("kind", "tied")), dtype=spec.get("dtype", "float32"))
+    reference = spec.get("reference")
     learner = LearnerConfig(
+        loss=LossConfig(reference=str(folder / "models" / reference) if reference else None),
         parallel=ParallelConfig(**spec.get("parallel", {})),
         memory=MemoryConfig(**spec.get("memory", {})),
         optimizer=OPTIMIZER,

@@ -271,3 +271,16 @@ def test_relative_paths_become_absolute(tmp_path, monkeypatch):
     assert resolved.model.path == str(Path.home() / "model")
     assert resolved.tasks.dataset == str(tmp_path.parent / "d.jsonl")
     assert resolved.tasks.eval_dataset == str(tmp_path / "e.jsonl")
+
+
+def test_a_reference_model_is_a_folder_with_config_and_weights(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    config = resolve_paths(job(folder, learner={"loss": {"reference": "model", "kl_coefficient": 0.1}}))
+    assert config.learner.loss.reference == str(folder / "model")
+    check_config(config, "job.yaml")
+    config = job(folder, learner={"loss": {"reference": "nowhere", "kl_coefficient": 0.1}})
+    refused(config, "learner.loss.reference", "config.json")
+    (folder / "empty").mkdir()
+    (folder / "empty" / "config.json").write_text("{}")
+    config = job(folder, learner={"loss": {"reference": "empty", "kl_coefficient": 0.1}})
+    refused(config, "learner.loss.reference", "safetensors")
