@@ -46,6 +46,10 @@ if [ -f "$sft/model/config.json" ]; then
 else
   step "warm start: supervised fine-tuning on the Megatron learner" slipstream sft configs/quickstart-sft.yaml \
     "run.seed=$seed" "run.dir=$sft" "model.path=$assets/model" "tasks.dataset=$assets/addition/sft.jsonl"
+  if [ ! -f "$sft/model/config.json" ]; then
+    echo "quickstart: the warm start was stopped before it was done; the same command goes on" >&2
+    exit 1
+  fi
 fi
 step "reinforcement learning: broker, Megatron learner and vLLM node" slipstream up configs/quickstart.yaml "${overrides[@]}"
 if [ ! -f "$run/model/config.json" ]; then

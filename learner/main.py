@@ -5,7 +5,6 @@ all ranks: load model and checkpoint -> trainer.run until run.steps or a drain
 lead rank: say how it ended, to the broker and in RUN/learner.json
 """
 
-import hashlib
 import logging
 import sys
 import time
@@ -20,15 +19,16 @@ from broker.client import BrokerClient
 from common.config import Config
 from common.config_checks import check_config, resolve_paths
 from common.config_loading import load_config
-from common.errors import BrokerUnreachable, SlipstreamError, UsageError
+from common.errors import BrokerUnreachable, SlipstreamError
 from common.lifecycle import alive, leave
 from common.metrics import MetricsWriter
 from common.run_dir import RunDir
-from learner.checkpointing import MODEL_FOLDER, CheckpointFolder, TrainerState
+from learner.checkpointing import MODEL_FOLDER, CheckpointFolder
 from learner.lead import Lead
 from learner.process import RankProcess, guard, parse_arguments
 from learner.reporting import Reporter
-from learner.run_files import EventLog, next_incarnation, write_record
+from learner.resume import Resume, find_start
+from learner.run_files import EventLog, write_record
 from learner.step_metrics import Totals
 from learner.task_stream import TaskStream
 from learner.tasks import TaskSource
@@ -36,18 +36,6 @@ from learner.tasks import TaskSource
 logger = logging.getLogger(__name__)
 
 BROKER_WAIT_S = 30.0
-
-
-class Resume(msgspec.Struct, frozen=True):
-    """Where every rank starts; the lead decides and broadcasts it. `checkpoint` is '' for a new run."""
-
-    checkpoint: str
-    version: int
-    incarnation: int
-    tokens_trained: int
-    tokens_wasted: int
-    dataset_digest: str
-    config_digest: str
 
 
 @dataclass
@@ -95,15 +83,9 @@ def prepare_lead(config: Config, run_dir: RunDir, broker_address: str | None) ->
     run_dir.prepare(config)
     checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep)
     events = EventLog(run_dir.events)
-    for name in checkpoints.remove_incomplete():
-        events.add("incomplete_checkpoint_removed", name=name)
-    newest = checkpoints.newest()
-    path, state = newest or (None, None)
     source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
-    if state is not None and state.dataset_digest != source.digest:
-        raise UsageError(f"tasks.dataset: {config.tasks.dataset} changed since {path} was written; restore it")
-    incarnation = next_incarnation(run_dir, state.incarnation if state else None)
-    resume = _resume(config, path, state, incarnation, source.digest)
+    resume, state = find_start(config, run_dir, checkpoints, events, source.digest)
+    incarnation = resume.incarnation
     address = find_broker(config, run_dir, broker_address)
     limit = config.broker.max_message_bytes
     reporter = Reporter(lambda: BrokerClient(address, max_message_bytes=limit), incarnation, resume.version)
@@ -111,23 +93,6 @@ def prepare_lead(config: Config, run_dir: RunDir, broker_address: str | None) ->
     events.add("learner_started", incarnation=incarnation, step=resume.version, checkpoint=resume.checkpoint)
     tasks = TaskStream(source, state.tasks if state else None)
     return LeadParts(BrokerClient(address, max_message_bytes=limit), reporter, events, checkpoints, tasks, resume)
-
-
-def _resume(config: Config, path: Path | None, state: TrainerState | None, incarnation: int, dataset: str) -> Resume:
-    digest = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:16]
-    if state is None:
-        return Resume("", 0, incarnation, 0, 0, dataset, digest)
-    if state.config_digest != digest:
-        logger.warning("the config changed since %s was written", path)
-    return Resume(
-        str(path),
-        state.policy_version,
-        incarnation,
-        state.tokens_trained_total,
-        state.tokens_wasted_total,
-        dataset,
-        digest,
-    )
 
 
 def train(config: Config, run_dir: RunDir, process: RankProcess, parts: LeadParts | None) -> str:

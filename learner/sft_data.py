@@ -8,6 +8,7 @@ assistant says is learnt (learner/sft_chat.py).
 """
 
 import functools
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -59,7 +60,11 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
 
 
 class SftDataset:
-    """Rows by step, tokenised when they are needed."""
+    """Rows by step, tokenised when they are needed.
+
+    Attributes:
+        digest: of the rows; kept in checkpoints, so that a resumed run notices another dataset.
+    """
 
     def __init__(self, path: Path, tokenizer: ChatTokenizer, seed: int, shuffle: bool) -> None:
         """Read and check every row.
@@ -71,11 +76,14 @@ class SftDataset:
         self._tokenizer = tokenizer
         self._chats = ChatTemplate(tokenizer)
         self._rows: list[Row] = []
+        digest = hashlib.sha256()
         for number, line in read_rows(path, KEY):
+            digest.update(line + b"\n")
             row = parse_row(line, path, number)
             if isinstance(row, Chat):
                 self._chats.check(row, f"{KEY}: {path} line {number}")
             self._rows.append(row)
+        self.digest = digest.hexdigest()[:16]
         self._shuffle = shuffle
         self._order = functools.lru_cache(maxsize=2)(lambda epoch: shuffled(seed, epoch, len(self._rows)))
 

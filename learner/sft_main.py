@@ -1,8 +1,16 @@
-"""`python -m learner.sft_main --config FILE [key=value ...]`: one rank of a supervised warm start."""
+"""`python -m learner.sft_main --config FILE [key=value ...]`: one rank of a supervised warm start.
 
+lead rank: find the newest checkpoint; all ranks: load model and checkpoint -> SftTrainer.run -> RUN/model when done.
+Told to stop (SIGTERM, Ctrl-C) it writes a checkpoint and leaves; the same command goes on from there.
+"""
+
+import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from common.config import SftConfig
 from common.config_checks import check_config, resolve_paths
@@ -10,9 +18,65 @@ from common.config_loading import load_config
 from common.lifecycle import leave
 from common.metrics import MetricsWriter
 from common.run_dir import RunDir
+from learner.checkpointing import MODEL_FOLDER, CheckpointFolder
 from learner.process import RankProcess, guard, parse_arguments
-from learner.sft import run_sft
+from learner.resume import Resume, find_start
+from learner.run_files import EventLog, write_record
+from learner.sft import SftLead, SftTrainer
 from learner.sft_data import SftDataset, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class LeadParts:
+    """What the lead rank prepares before the model is loaded."""
+
+    lead: SftLead
+    resume: Resume
+
+
+def prepare_lead(config: SftConfig, run_dir: RunDir, dataset: SftDataset) -> LeadParts:
+    """Find where the run stands; raises UsageError when the dataset is not that of the checkpoint."""
+    checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep)
+    events = EventLog(run_dir.events)
+    resume, _ = find_start(config, run_dir, checkpoints, events, dataset.digest)
+    metrics = MetricsWriter(run_dir.metrics, keep_before_step=resume.version)
+    write_record(run_dir, resume.incarnation, "running", resume.version)
+    events.add("learner_started", incarnation=resume.incarnation, step=resume.version, checkpoint=resume.checkpoint)
+    return LeadParts(SftLead(metrics, events, checkpoints), resume)
+
+
+def train(
+    config: SftConfig, run_dir: RunDir, process: RankProcess, dataset: SftDataset, parts: LeadParts | None
+) -> str:
+    """Load everything, run the loop, write the model; returns 'done' or 'drained'. Collective."""
+    from learner.megatron.backend import MegatronBackend  # after the checks: it takes seconds to import
+    from learner.trainer import save_model
+
+    backend = MegatronBackend.of(config)
+    process.drain_on_signals()
+    told = backend.broadcast_bytes(msgspec.json.encode(parts.resume) if parts else None)
+    resume = msgspec.json.decode(told, type=Resume)
+    if resume.checkpoint:
+        logger.info("resuming from %s", resume.checkpoint)
+        backend.load_checkpoint(Path(resume.checkpoint) / MODEL_FOLDER)
+    lead = parts.lead if parts else None
+    trainer = SftTrainer(config, backend, dataset, resume, lead, process.stop_requested)
+    try:
+        state = trainer.run()
+        if state == "done":
+            save_model(backend, run_dir.model, process.is_lead)
+    except BaseException as error:
+        if lead is not None:
+            write_record(run_dir, resume.incarnation, "failed", trainer.version)
+            lead.close("failed", trainer.version, str(error))
+        raise
+    if lead is not None:
+        write_record(run_dir, resume.incarnation, state, trainer.version)
+        lead.close(state, trainer.version)
+    backend.close()
+    return state
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -26,16 +90,9 @@ def run(arguments: Sequence[str]) -> int:
         run_dir.prepare(config)
     tokenizer = load_tokenizer(Path(config.model.path))
     dataset = SftDataset(Path(config.tasks.dataset), tokenizer, config.run.seed, config.tasks.shuffle)
-
-    from learner.megatron.backend import MegatronBackend  # after the checks: it takes seconds to import
-    from learner.trainer import save_model
-
-    backend = MegatronBackend.of(config)
-    process.drain_on_signals()
-    metrics = MetricsWriter(run_dir.metrics) if process.is_lead else None
-    run_sft(config, backend, dataset, metrics, process.stop_requested)
-    save_model(backend, run_dir.model, process.is_lead)
-    backend.close()
+    parts = prepare_lead(config, run_dir, dataset) if process.is_lead else None
+    state = train(config, run_dir, process, dataset, parts)
+    logger.info("%s", {"done": "trained to run.steps", "drained": "stopped early; start again to go on"}[state])
     return 0
 
 

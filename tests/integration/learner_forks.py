@@ -2,8 +2,10 @@
 
 Standard input: one line per learner, its arguments as JSON. Standard output: its process id, later its exit code
 (negative: the signal that ended it). Ends when standard input does, or with the parent that started it.
+usage: learner_forks.py [MODULE], learner.main unless it says another.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -19,8 +21,8 @@ def main() -> None:
     die_with_parent()
     torch.set_num_threads(1)
     import learner.megatron.backend
-    from learner.main import main as learner
 
+    learner = importlib.import_module(sys.argv[1] if len(sys.argv) > 1 else "learner.main").main
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

@@ -1,0 +1,63 @@
+"""Where a learner process begins: at the newest complete checkpoint of its run, or at zero."""
+
+import hashlib
+import logging
+from pathlib import Path
+
+import msgspec
+
+from common.config import Config, SftConfig
+from common.errors import UsageError
+from common.run_dir import RunDir
+from learner.checkpointing import CheckpointFolder, TrainerState
+from learner.run_files import EventLog, next_incarnation
+
+logger = logging.getLogger(__name__)
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """Where every rank starts; the lead decides and broadcasts it. `checkpoint` is '' for a new run."""
+
+    checkpoint: str
+    version: int
+    incarnation: int
+    tokens_trained: int
+    tokens_wasted: int
+    dataset_digest: str
+    config_digest: str
+
+
+def find_start(
+    config: Config | SftConfig, run_dir: RunDir, checkpoints: CheckpointFolder, events: EventLog, dataset_digest: str
+) -> tuple[Resume, TrainerState | None]:
+    """Where the run stands, and the state of its newest checkpoint. What a killed learner left half done is removed.
+
+    Raises:
+        UsageError: the dataset is not the one that the checkpoint was trained on.
+    """
+    for name in checkpoints.remove_incomplete():
+        events.add("incomplete_checkpoint_removed", name=name)
+    path, state = checkpoints.newest() or (None, None)
+    if state is not None and state.dataset_digest != dataset_digest:
+        raise UsageError(f"tasks.dataset: {config.tasks.dataset} changed since {path} was written; restore it")
+    incarnation = next_incarnation(run_dir, state.incarnation if state else None)
+    return _resume(config, path, state, incarnation, dataset_digest), state
+
+
+def _resume(
+    config: Config | SftConfig, path: Path | None, state: TrainerState | None, incarnation: int, dataset: str
+) -> Resume:
+    digest = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:16]
+    if state is None:
+        return Resume("", 0, incarnation, 0, 0, dataset, digest)
+    if state.config_digest != digest:
+        logger.warning("the config changed since %s was written", path)
+    return Resume(
+        str(path),
+        state.policy_version,
+        incarnation,
+        state.tokens_trained_total,
+        state.tokens_wasted_total,
+        dataset,
+        digest,
+    )
