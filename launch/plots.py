@@ -89,6 +89,21 @@ PLOTS = (
     ),
 )
 
+WARM_START_PLOTS = (
+    Plot("loss", "Loss", "nat per trained token", (("loss", "cross-entropy"),), smooth=True),
+    Plot("grad_norm", "Gradient norm", "before clipping", (("grad_norm", "norm"),), logarithmic=True),
+    Plot("lr", "Learning rate", "learning rate", (("lr", "rate"),)),
+    Plot("step_time", "Step", "seconds per step", (("step_s", "whole step"),)),
+)
+
+
+def draw_warm_start(tail: MetricsTail, folder: Path) -> list[Path]:
+    """The plots of a warm start; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        _single(plot.name, folder, lambda axes, plot=plot: _draw(plot, tail, None, axes)) for plot in WARM_START_PLOTS
+    ]
+
 
 def draw_all(tail: MetricsTail, config: Config | None, folder: Path) -> list[Path]:
     """Write every plot that the metrics allow and the overview; returns the files."""

@@ -9,8 +9,10 @@ import msgspec
 
 from common.errors import SlipstreamError, UsageError
 from common.run_dir import RunDir, write_json
+from launch import warm_start
 from launch.metrics_tail import MetricsTail, mean
 from launch.targets import config_of, find_run
+from launch.warm_start import warm_start_of
 
 FIRST_STEPS, LAST_STEPS = 5, 10
 AGES = ("0", "1", "2", "3-4", "5-8", "9 and more")  # of StepMetrics.mismatch_by_age
@@ -23,15 +25,14 @@ def command(args: argparse.Namespace) -> int:
     tail.update()
     if not tail.lines:
         raise SlipstreamError(f"{run.metrics} has no steps yet")
-    if "reward_mean" not in tail.lines[0]:
-        raise UsageError(f"{run.path} is a warm start (sft); report draws RL jobs")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("plots need matplotlib, which the extra 'report' brings; launch/setup.sh cpu installs it")
-    summary = summarise(run, tail)
+    warm = warm_start_of(run)
+    summary = warm_start.summarise(warm, tail) if warm else summarise(run, tail)
     write_json(run.report / "summary.json", summary)
-    from launch.plots import draw_all
+    from launch.plots import draw_all, draw_warm_start
 
-    written = draw_all(tail, config_of(run), run.report)
+    written = draw_warm_start(tail, run.report) if warm else draw_all(tail, config_of(run), run.report)
     show(summary, written)
     return 0
 

@@ -3,13 +3,19 @@
 import argparse
 import json
 
+from launch import warm_start
 from launch.observe import as_json, observe
 from launch.targets import find_run
+from launch.warm_start import warm_start_of
 
 
 def command(args: argparse.Namespace) -> int:
     """Print the status; of a finished job, the last one that is known."""
     run = find_run(args.run)
+    if (warm := warm_start_of(run)) is not None:
+        status = warm_start.as_json(run, warm)
+        print(json.dumps(status) if args.json else warm_start.line(status))
+        return 0
     seen = observe(run)
     if args.json:
         print(json.dumps(as_json(run, seen)))

@@ -1,6 +1,6 @@
 """Tiny chat models for supervised tuning, and conversations to train them on.
 
-usage: sft_assets.py FOLDER [dense|moe]: a Hugging Face folder with a character tokenizer and a chat template.
+usage: sft_assets.py FOLDER: FOLDER/dense and FOLDER/moe with a character tokenizer and a chat template.
 """
 
 import json
@@ -61,4 +61,5 @@ def build(folder: Path, kind: str, layers: int = 2) -> Any:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "dense")
+    for name in ("dense", "moe"):
+        build(Path(sys.argv[1]) / name, name)

@@ -48,7 +48,8 @@ def job_sft(folder: Path, spec: dict[str, Any]) -> None:
     dataset = SftDataset(rows, load_tokenizer(path), seed=3, shuffle=True)
     learner = SftLearnerConfig(parallel=parallel, optimizer=rig.OPTIMIZER)
     backend = MegatronBackend(ModelConfig(path=str(path), dtype="float32"), learner, total_steps=10)
-    packed = microbatches_for(dataset.step(0, ROWS), backend.data_parallel_rank, backend.data_parallel_size, PACK, multiple=backend.document_multiple)
+    rank, ranks = backend.data_parallel_rank, backend.data_parallel_size
+    packed = microbatches_for(dataset.step(0, ROWS), rank, ranks, PACK, multiple=backend.document_multiple)
     backend.optimizer.zero_grad()
     totals = backend.schedule.train(packed, cross_entropy, 1.0, entropy=False)
     result = {"loss": totals.loss_sum / totals.denominator, "tokens": totals.loss_tokens, "packs": len(packed)}

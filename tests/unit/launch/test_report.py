@@ -92,12 +92,6 @@ def test_report_without_steps_fails_with_the_reason(run, capsys):
     assert "has no steps yet" in capsys.readouterr().err
 
 
-def test_report_of_a_warm_start_is_refused(run, capsys):
-    run.metrics.write_text('{"step": 0, "loss": 1.0}\n')
-    assert main(["report", str(run.path)]) == EXIT_USAGE
-    assert "warm start" in capsys.readouterr().err
-
-
 def test_report_without_matplotlib_says_what_to_install(run, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["report", str(run.path)]) == EXIT_USAGE

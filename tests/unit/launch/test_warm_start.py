@@ -1,0 +1,82 @@
+"""status and report of a warm start, which has no broker to ask."""
+
+import json
+import os
+
+import pytest
+
+from common.config import ModelConfig, RunConfig, SftConfig, SftTasksConfig
+from common.run_dir import RunDir
+from launch.cli import main
+from learner.run_files import write_record
+
+STEPS = 20
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    tasks = SftTasksConfig(dataset="rows")
+    made.prepare(
+        SftConfig(run=RunConfig(name="warm", dir=str(made.path), steps=STEPS), model=ModelConfig(path="m"), tasks=tasks)
+    )
+    return made
+
+
+def train(run: RunDir, steps: int) -> None:
+    """The lines that a learner leaves."""
+    with run.metrics.open("w") as file:
+        for step in range(steps):
+            line = {"step": step, "time_s": 2.0 * step, "loss": 2.0 - step / STEPS, "grad_norm": 1.0, "lr": 1e-3}
+            file.write(json.dumps(line | {"tokens_trained": 50, "sequence_tokens": 80, "step_s": 2.0}) + "\n")
+
+
+def status(run: RunDir, capsys) -> dict:
+    assert main(["status", str(run.path), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_running_warm_start_says_how_far_it_is(run, capsys):
+    train(run, 7)
+    write_record(run, 0, "running", 0)
+    found = status(run, capsys)
+    assert (found["kind"], found["live"], found["steps"], found["model"]) == ("sft", True, STEPS, False)
+    assert found["learner"]["pid"] == os.getpid()
+    assert (found["learner"]["state"], found["learner"]["policy_version"]) == ("training", 7)
+    assert (found["loss"], found["tokens_trained"]) == (pytest.approx(1.7), 350)
+    assert main(["status", str(run.path)]) == 0
+    assert "warm start: training, step 7 of 20, loss 1.7000" in capsys.readouterr().out
+
+
+def test_one_that_was_killed_is_told_from_one_that_runs(run, capsys, monkeypatch):
+    train(run, 7)
+    write_record(run, 0, "running", 0)
+    monkeypatch.setattr("launch.warm_start.alive", lambda pid: False)
+    assert status(run, capsys)["learner"]["state"] == "gone"
+    assert main(["status", str(run.path)]) == 0
+    assert "gone, step 7 of 20" in (out := capsys.readouterr().out)
+    assert "the same command goes on" in out
+
+
+@pytest.mark.parametrize(("state", "version"), [("drained", 7), ("done", STEPS)])
+def test_one_that_ended_says_how(run, capsys, state, version):
+    train(run, version)
+    write_record(run, 0, state, version)
+    found = status(run, capsys)
+    assert (found["live"], found["learner"]["state"], found["learner"]["policy_version"]) == (False, state, version)
+
+
+def test_one_that_never_began_is_absent(run, capsys):
+    found = status(run, capsys)
+    assert (found["learner"]["state"], found["loss"]) == ("absent", None)
+
+
+def test_the_report_has_losses_and_tokens(run):
+    train(run, STEPS)
+    assert main(["report", str(run.path)]) == 0
+    summary = json.loads((run.report / "summary.json").read_text())
+    assert summary["run"] == {"name": "warm", "steps": STEPS, "seconds": 40.0}
+    assert summary["loss"]["first_5_steps"] == pytest.approx(1.9)
+    assert summary["loss"]["lowest"] == pytest.approx(1.05)
+    assert summary["tokens"] == {"trained": 1000.0, "processed": 1600.0, "trained_per_s": 25.0}
+    assert {path.name for path in run.report.glob("*.png")} == {"loss.png", "grad_norm.png", "lr.png", "step_time.png"}
