@@ -4,6 +4,7 @@ A worker script gives `serve` its jobs; a test gives `run` that script and stage
 at the same time, each as many ranks with torchrun's environment, and each rank runs its job once per spec.
 """
 
+import gc
 import json
 import os
 import signal
@@ -73,6 +74,7 @@ def _run_rank(jobs: dict[str, Job], folder: Path, group: dict[str, Any], rank: i
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for spec in group["specs"]:
         jobs[group["job"]](folder, spec)
+        gc.collect()  # models refer to themselves and to their groups, whose threads end with the last reference
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -118,11 +120,18 @@ def _run_stage(jobs: dict[str, Job], folder: Path, stage: list[dict[str, Any]], 
 
 
 def leave() -> None:
-    """Give up Megatron's groups but keep the world, for the next spec in this process. Collective."""
+    """Give up Megatron's groups but keep the world, for the next spec in this process. Collective.
+
+    Megatron forgets its groups without ending them, and each of its dozens has threads of its own.
+    """
     from megatron.core import parallel_state
 
     torch.distributed.barrier()
     parallel_state.destroy_model_parallel()
+    c10d = torch.distributed.distributed_c10d
+    for made in list(c10d._world.pg_map):
+        if made is not c10d.GroupMember.WORLD:
+            torch.distributed.destroy_process_group(made)
 
 
 def serve(jobs: dict[str, Job]) -> int:

@@ -5,13 +5,9 @@ Megatron costs seconds of CPU per process, so one process imports it and forks t
 """
 
 # ruff: noqa: E402
+import hashlib
 import json
-import os
-import signal
-import socket
 import sys
-import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +18,8 @@ torch.set_num_threads(1)
 from safetensors.torch import save_file
 
 from common.config import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from common.lifecycle import die_with_parent
-from learner.backend import LossOutput, Microbatch
+from learner.backend import LossOutput, Microbatch, StepResult
+from tests.integration import fork_rig
 
 VOCABULARY = 128
 TEMPERATURE = 0.7
@@ -169,15 +165,16 @@ def _unfused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def job_layout(folder: Path, spec: dict[str, Any]) -> None:
-    """Log-probabilities, gradients, round trip; then steps, a checkpoint, one more step, an export."""
+    """Log-probabilities, gradients, round trip; a step that is taken back, then it and two more, an export.
+
+    Rank 0 alone writes what every rank has; the others leave a digest of it.
+    """
     backend = _backend(folder, spec)
     sent = [b"", bytes(range(256)) * 5]
     got = [backend.broadcast_bytes(data if backend.rank == 0 else None) for data in sent]
-    result: dict[str, Any] = {"broadcast": got == sent, "order": []}
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in backend.export():
-        tensors[f"weight.{name}"] = tensor.clone()
-        result["order"].append(name)
+    weights = {f"weight.{n}": t.clone() for n, t in backend.export()}
+    result: dict[str, Any] = {"broadcast": got == sent, "order": list(weights), "exported": _digest(weights)}
+    tensors: dict[str, torch.Tensor] = weights if backend.rank == 0 else {}
     mine = _share(backend, 0)
     logprobs = backend.logprobs(mine, TEMPERATURE)
     for i, values in enumerate(logprobs):
@@ -188,29 +185,46 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     tensors[f"lone.{backend.data_parallel_rank}"] = backend.logprobs(mine[:1], TEMPERATURE)[0]
     backend.optimizer.zero_grad()
     totals = backend.schedule.train(mine, policy_loss, TEMPERATURE, entropy=True)
-    tensors.update({f"gradient.{n}": t for n, t in _gradients(backend).items()})
+    gradients = {f"gradient.{n}": t for n, t in _gradients(backend).items()}
+    tensors |= gradients if backend.rank == 0 else {}
     result |= dict(loss_sum=totals.loss_sum, tokens=totals.loss_tokens, sums=totals.sums, maxima=totals.maxima)
-    steps = [backend.train_step(_share(backend, s), policy_loss, TEMPERATURE, entropy=True) for s in range(STEPS)]
+    first = _step_and_back(backend) if spec.get("dtype") is None else None
+    steps = []
+    for step in range(STEPS):
+        steps.append(backend.train_step(_share(backend, step), policy_loss, TEMPERATURE, entropy=True))
+        if first is not None and step == 0:
+            result["repeats"] = first == (steps[0], _digest(dict(backend.export())))
     result["steps"] = [[s.loss, s.grad_norm, s.lr] for s in steps]
-    tensors.update({f"trained.{n}": t.clone() for n, t in backend.export()})
+    trained = {f"trained.{n}": t.clone() for n, t in backend.export()}
+    result["trained"] = _digest(trained)
+    tensors |= trained if backend.rank == 0 else {}
     if spec.get("save"):
-        backend.save_checkpoint(folder / "checkpoints" / spec["name"])
         backend.save_hf(folder / "saved" / spec["name"])
-        after = backend.train_step(_share(backend, STEPS), policy_loss, TEMPERATURE, entropy=True)
-        result["after"] = [after.loss, after.grad_norm, after.lr]
-        tensors.update({f"after.{n}": t.clone() for n, t in backend.export()})
     _write(folder / spec["name"], backend, tensors, result)
     _leave(backend)
 
 
-def job_resume(folder: Path, spec: dict[str, Any]) -> None:
-    """Load a checkpoint in this new process, under the given layout, and take one more step."""
-    backend = _backend(folder, spec | {"seed": 99})
-    backend.load_checkpoint(folder / "checkpoints" / spec["checkpoint"])
-    after = backend.train_step(_share(backend, STEPS), policy_loss, TEMPERATURE, entropy=True)
-    tensors = {f"after.{n}": t.clone() for n, t in backend.export()}
-    _write(folder / spec["name"], backend, tensors, {"after": [after.loss, after.grad_norm, after.lr]})
-    _leave(backend)
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    """Of every bit of the tensors, in their order."""
+    digest = hashlib.sha256()
+    for tensor in tensors.values():
+        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _step_and_back(backend: Any) -> tuple[StepResult, str]:
+    """What the first step gives, to the bit; leaves the state before it."""
+    before = [p.detach().clone() for chunk in backend.chunks for p in chunk.module.parameters()]
+    result = backend.train_step(_share(backend, 0), policy_loss, TEMPERATURE, entropy=True)
+    digest = _digest(dict(backend.export()))
+    parameters = (p for chunk in backend.chunks for p in chunk.module.parameters())
+    with torch.no_grad():
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)
+    for optimizer in backend.optimizer.megatron.chained_optimizers:
+        optimizer.optimizer.state.clear()
+    backend.optimizer.steps = 0
+    return result, digest
 
 
 def _backend(folder: Path, spec: dict[str, Any]) -> Any:
@@ -224,10 +238,7 @@ def _backend(folder: Path, spec: dict[str, Any]) -> Any:
 
 def _leave(backend: Any) -> None:
     """Give up the groups but keep the world, for the next layout in this process."""
-    from megatron.core import parallel_state
-
-    torch.distributed.barrier()
-    parallel_state.destroy_model_parallel()
+    fork_rig.leave()
 
 
 def _share(backend: Any, step: int) -> list[Microbatch]:
@@ -257,70 +268,12 @@ def _write(path: Path, backend: Any, tensors: dict[str, torch.Tensor], result: d
     (path / f"{backend.rank}.json").write_text(json.dumps(result))
 
 
-JOBS = {"reference": job_reference, "layout": job_layout, "resume": job_resume}
-
-
-def _run_rank(folder: Path, group: dict[str, Any], rank: int, port: int) -> None:
-    """The life of one rank, in a process of its own."""
-    die_with_parent()
-    log = os.open(folder / f"{group['job']}-{group['ranks']}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(group["ranks"])}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for spec in group["specs"]:
-        JOBS[group["job"]](folder, spec)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-def _fork_rank(folder: Path, group: dict[str, Any], rank: int, port: int) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        _run_rank(folder, group, rank, port)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _run_stage(folder: Path, stage: list[dict[str, Any]], deadline: float) -> bool:
-    """All groups of a stage at once; whether every rank ended well. A failed rank ends the others."""
-    running: set[int] = set()
-    for group in stage:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        running |= {_fork_rank(folder, group, rank, port) for rank in range(group["ranks"])}
-    good = True
-    while running and good:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            running.discard(pid)
-            good = status == 0
-        elif time.monotonic() > deadline:
-            good = False
-        else:
-            time.sleep(0.02)
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return good
+JOBS = {"reference": job_reference, "layout": job_layout}
 
 
 def main() -> int:
-    """Import Megatron once, then fork the ranks of each stage: `FOLDER STAGES TIMEOUT_S`."""
-    folder, stages, timeout_s = Path(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3])
-    import learner.megatron.backend  # noqa: F401
-
-    deadline = time.monotonic() + timeout_s
-    return 0 if all(_run_stage(folder, stage, deadline) for stage in stages) else 1
+    """See tests.integration.fork_rig.serve."""
+    return fork_rig.serve(JOBS)
 
 
 if __name__ == "__main__":
