@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import transformers
 from megatron.bridge.models.conversion import model_bridge
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from common.errors import UsageError
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Frequencies of these do not depend on the sequence, so Hugging Face's table can stand in for Megatron's.
 _FIXED_FREQUENCIES = {"default", "linear", "llama3"}
+LATENT_NORM_EPS = 1e-6
 
 
 def patch_bridge() -> None:
@@ -49,6 +52,8 @@ def correct_provider(config: Any, provider: Any) -> None:
     correct_window(config, provider)
     if getattr(provider, "num_moe_experts", None):
         correct_router(config, provider)
+    if getattr(provider, "multi_latent_attention", False):
+        correct_latent_attention(config, provider)
     # multi-token prediction heads need labels; reinforcement learning has none
     provider.mtp_num_layers = None
 
@@ -67,9 +72,53 @@ def correct_window(config: Any, provider: Any) -> None:
 
 
 def correct_router(config: Any, provider: Any) -> None:
-    """norm_topk_prob=False (softmax over all experts, not over the chosen) is ignored."""
-    if getattr(config, "norm_topk_prob", True) is False:
+    """norm_topk_prob=False (softmax over all experts, not over the chosen) is ignored; so are sigmoid scores.
+
+    Raises:
+        UsageError: sigmoid scores that are not divided by their sum, which Megatron does always.
+    """
+    normalised = getattr(config, "norm_topk_prob", True) is not False
+    if getattr(provider, "moe_router_enable_expert_bias", False):
+        # the bridge expects config.scoring_func, which files of transformers 5 do not have; the model knows no other
+        provider.moe_router_score_function = "sigmoid"
+        if not normalised:
+            raise UsageError("norm_topk_prob: false in config.json: Megatron always normalises sigmoid scores")
+    elif not normalised:
         provider.moe_router_pre_softmax = True
+
+
+def correct_latent_attention(config: Any, provider: Any) -> None:
+    """Multi-latent attention: the bridge expects what transformers 4 said of rotary embeddings.
+
+    Without scaling it finds a dictionary all the same, and leaves Megatron's defaults: YaRN by a factor of 40. And it
+    takes "no low rank of queries" for "not given".
+
+    Raises:
+        UsageError: what Megatron cannot do.
+    """
+    if getattr(config, "rope_interleave", True) is not True:
+        raise UsageError("rope_interleave: false in config.json: Megatron rotates interleaved pairs only")
+    provider.q_lora_rank = config.q_lora_rank
+    rope = config.rope_parameters
+    provider.apply_rope_fusion = False
+    provider.rotary_base = rope["rope_theta"]
+    provider.rope_type = "rope"
+    provider.rotary_scaling_factor = provider.mscale = provider.mscale_all_dim = 1.0
+    if rope.get("rope_type", "default") == "yarn":
+        provider.rope_type = "yarn"
+        provider.rotary_scaling_factor = rope["factor"]
+        provider.original_max_position_embeddings = rope["original_max_position_embeddings"]
+        provider.beta_fast, provider.beta_slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
+        provider.mscale, provider.mscale_all_dim = rope.get("mscale") or 1.0, rope.get("mscale_all_dim") or 0.0
+
+
+def correct_latent_norms(model: torch.nn.Module) -> None:
+    """transformers norms the compressed queries and keys with eps 1e-6 whatever rms_norm_eps is."""
+    for module in model.modules():
+        if isinstance(module, MLASelfAttention):
+            for name in ("linear_q_up_proj", "linear_kv_up_proj"):
+                if hasattr(module, name):
+                    getattr(module, name).eps = LATENT_NORM_EPS
 
 
 def hf_rotary_table(config: Any) -> tuple[Tensor, float]:
@@ -89,12 +138,22 @@ def check_rope(config: Any, model: torch.nn.Module) -> None:
     Raises:
         UsageError: they differ and the table cannot simply be exchanged.
     """
-    rotary = getattr(model, "rotary_pos_emb", None)
-    if rotary is None:
+    latent = (m for m in model.modules() if isinstance(m, MLASelfAttention))
+    rotaries = [m.rotary_pos_emb for m in [model, *latent] if getattr(m, "rotary_pos_emb", None) is not None]
+    if not rotaries:
         return
     expected, scaling = hf_rotary_table(config)
-    found = rotary.inv_freq.float().cpu()
-    if scaling == 1.0 and found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=0):
+    for rotary in rotaries:
+        _check_rotary(config, rotary, expected, scaling)
+
+
+def _check_rotary(config: Any, rotary: Any, expected: Tensor, scaling: float) -> None:
+    found, found_scaling = rotary.inv_freq.float().cpu(), 1.0
+    if isinstance(rotary, YarnRotaryEmbedding):
+        embedded, found_scaling = rotary.get_emb(2)
+        found = embedded[1, 0, 0, : len(found)].float().cpu()  # angles of position 1
+    agree = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=0)
+    if agree and abs(scaling - found_scaling) < 1e-6:
         return
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -57,12 +58,51 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
+        self.eps = config.layernorm_epsilon
         self.layer_norm_weight, self.layer_norm_bias = _norm_parameters(config, input_size)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        eps = self.config.layernorm_epsilon
         return super().forward(
-            _norm(x, self.layer_norm_weight, self.layer_norm_bias, self.config, eps), *args, **kwargs
+            _norm(x, self.layer_norm_weight, self.layer_norm_bias, self.config, self.eps), *args, **kwargs
+        )
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """TELinear in its duplicated mode: every tensor-parallel rank has the whole weight."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any],
+        bias: bool,
+        parallel_mode: str,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if bias or parallel_mode != "duplicated":
+            raise NotImplementedError(f"a {parallel_mode} linear layer, bias {bias}, without Transformer Engine")
+        self.config, self.parallel_mode = config, parallel_mode
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        if config.perform_initialization:
+            init_method(self.weight)
+        self.weight.allreduce = True
+        # each rank has the gradient of its part of the sequence; Megatron adds them up
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(x, self.weight), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        return make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight},
+            prefix,
+            None,
+            sharded_offsets,
+            tp_group=mpu.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
         )
 
 
@@ -137,6 +177,7 @@ class RowParallelGroupedLinear(_GroupedLinear):
 
 
 # The bridge recognises fused modules by class name.
+DuplicatedLinear.__name__ = "TELinear"
 LayerNormColumnParallelLinear.__name__ = "TELayerNormColumnParallelLinear"
 ColumnParallelGroupedLinear.__name__ = "TEColumnParallelGroupedLinear"
 RowParallelGroupedLinear.__name__ = "TERowParallelGroupedLinear"
@@ -146,7 +187,7 @@ class CpuSpecProvider(BackendSpecProvider):
     """Answers megatron-core's layer specs in Transformer Engine's place."""
 
     def linear(self) -> type:
-        raise NotImplementedError("duplicated linear layers without Transformer Engine")
+        return DuplicatedLinear
 
     def column_parallel_linear(self) -> type:
         return ColumnParallelLinear
@@ -179,8 +220,9 @@ class CpuSpecProvider(BackendSpecProvider):
 def register() -> None:
     """Put these blocks where megatron-core's specs look for Transformer Engine's."""
     from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
-    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer import multi_latent_attention, transformer_block
 
     gpt_layer_specs.TESpecProvider = moe_module_specs.TESpecProvider = CpuSpecProvider
     gpt_layer_specs.TENorm = Norm
     transformer_block.LayerNormImpl = Norm
+    multi_latent_attention.TELinear = DuplicatedLinear

@@ -25,7 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CUDA_ONLY = (
     *("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "cross_entropy_loss_fusion"),
     *("gradient_accumulation_fusion", "masked_softmax_fusion", "moe_permute_fusion", "moe_router_fusion"),
-    "persist_layer_norm",
+    *("persist_layer_norm", "moe_shared_expert_overlap"),
 )
 
 
@@ -70,6 +70,7 @@ def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConf
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())  # some modules, a router among them, are made on the CPU
         bridge_fixes.check_rope(hf_config, chunk)
+        bridge_fixes.correct_latent_norms(chunk)
         moe.prepare(chunk, experts)
     tasks = bridge.get_conversion_tasks(chunks)
     _check_tasks(path, chunks, tasks)

@@ -12,6 +12,10 @@ LLAMA3_ROPE = {
     **{"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    **{"rope_theta": 1e4, "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32},
+    **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
 
 
 def base(**changes: Any) -> dict[str, Any]:
@@ -47,6 +51,21 @@ def qwen3_moe(**changes: Any) -> Any:
     return transformers.Qwen3MoeConfig(**base(head_dim=16, **{**experts, **changes}))
 
 
+def deepseek_v3(**changes: Any) -> Any:
+    latent = dict(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+    experts = dict(n_routed_experts=16, n_shared_experts=1, num_experts_per_tok=4, moe_intermediate_size=32)
+    groups = dict(n_group=4, topk_group=2, first_k_dense_replace=1, num_key_value_heads=4, rms_norm_eps=1e-5)
+    values = {**latent, **experts, **groups, "rope_parameters": dict(YARN_ROPE)}
+    return transformers.DeepseekV3Config(**base(**{**values, **changes}))
+
+
+def glm4_moe(**changes: Any) -> Any:
+    experts = dict(n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32)
+    rope = {**DEFAULT_ROPE, "partial_rotary_factor": 0.5}
+    values = dict(head_dim=16, first_k_dense_replace=1, attention_bias=True, use_qk_norm=True, rope_parameters=rope)
+    return transformers.Glm4MoeConfig(**base(**{**experts, **values, **changes}))
+
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2": qwen2,
     "qwen2.5-untied": lambda: qwen2(tie_word_embeddings=False),
@@ -59,6 +78,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral-window": lambda: mixtral(sliding_window=6),
     "qwen3-moe": qwen3_moe,
     "qwen3-moe-normed": lambda: qwen3_moe(norm_topk_prob=True, use_sliding_window=True, sliding_window=6),
+    "deepseek-v3": deepseek_v3,
+    "deepseek-v3-rope": lambda: deepseek_v3(rope_parameters=DEFAULT_ROPE),
+    "deepseek-v3-plain": lambda: deepseek_v3(q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=DEFAULT_ROPE),
+    "glm4-moe": glm4_moe,
 }
 
 
