@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import pytest
 from broker.client import BrokerClient
 from common.metrics import StepMetrics, read_metrics
 from common.run_dir import RunDir
+from learner.dynamic_sampling import carries_signal
+from tests.integration.recorded_node import recorded_group
 
 HERE = Path(__file__).parent
 LIMIT_S = 120
@@ -220,6 +223,31 @@ def test_two_ranks_drain_on_sigterm_and_go_on_where_they_stopped(tmp_path: Path,
         assert_delivered_once(client)
     assert [line.step for line in job.lines()] == list(range(STEPS))
     assert all(line.staleness_max <= 2 for line in job.lines())
+
+
+def test_two_ranks_killed_with_9_filter_the_same_groups_again(tmp_path: Path, model: Path) -> None:
+    job = Job(tmp_path / "job", model, ", world_size: 2, dynamic_sampling: true")
+    flat = {n for n in range(200) if not carries_signal(recorded_group(n, VOCABULARY, GROUP_SIZE, 0))}
+    expected: list[tuple[int, int, bool]] = []  # (serial, step, filtered), a step being full at GROUPS others
+    while not expected or expected[-1][1] < STEPS:
+        kept = sum(not filtered for _, _, filtered in expected)
+        expected.append((len(expected), kept // GROUPS, len(expected) in flat))
+    expected = [entry for entry in expected if entry[1] < STEPS]
+    while expected[-1][2]:
+        expected.pop()  # after the last step's last group nothing is offered
+    with job.served() as client:
+        with process(job.learner(ranks=2)) as learner:
+            wait_for(lambda: len(job.lines()) >= 4, learner)
+            learner.kill()
+            learner.wait(20)
+        job.finish(ranks=2)
+        ledger = client.ledger()
+    assert any(filtered for _, _, filtered in expected)
+    assert [(entry.serial, entry.step, entry.filtered) for entry in ledger] == expected
+    assert {entry.state for entry in ledger} == {"committed"}
+    filtered = Counter(step for _, step, is_filtered in expected if is_filtered)
+    assert [line.groups_filtered for line in job.lines()] == [filtered[step] for step in range(STEPS)]
+    assert {line.groups for line in job.lines()} == {GROUPS}
 
 
 def test_a_lead_that_cannot_begin_ends_the_ranks_that_wait_for_it(tmp_path: Path, model: Path) -> None:
