@@ -3,14 +3,17 @@
 import msgspec
 import numpy as np
 
-DTYPES = {"int32": np.dtype("<i4"), "int64": np.dtype("<i8"), "float32": np.dtype("<f4"), "uint8": np.dtype("u1")}
+DTYPES = {
+    **{"int16": np.dtype("<i2"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8")},
+    **{"float32": np.dtype("<f4"), "uint8": np.dtype("u1")},
+}
 
 
 class Array(msgspec.Struct, frozen=True):
     """A one-dimensional array.
 
     Attributes:
-        dtype: one of int32, int64, float32, uint8.
+        dtype: one of int16, int32, int64, float32, uint8.
         data: the elements, little-endian, `len(data) == n * itemsize`.
     """
 

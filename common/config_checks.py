@@ -56,7 +56,7 @@ def problems(config: Config | SftConfig) -> Iterator[Problem]:
     """Everything that does not fit, the most basic first."""
     yield from _pending(config)
     yield from world_problems(config.learner.world_size, config.learner.parallel)
-    yield from _moe(config.learner.moe)
+    yield from _moe(config)
     shape = yield from _model_folder(config.model.path)
     if shape is not None:
         yield from model_problems(ModelShape.of(shape.get), config.learner.parallel)
@@ -72,6 +72,8 @@ def problems(config: Config | SftConfig) -> Iterator[Problem]:
     yield from _rollout(config, shape)
     yield from _staleness(config)
     yield from _network(config)
+    if shape is not None and config.learner.moe.replay_routing:
+        yield from _routing_bytes(config, shape)
 
 
 def _pending(config: Config | SftConfig) -> Iterator[Problem]:
@@ -82,7 +84,6 @@ def _pending(config: Config | SftConfig) -> Iterator[Problem]:
         "learner.memory.offload_optimizer": learner.memory.offload_optimizer,
         "learner.memory.offload_gradients": learner.memory.offload_gradients,
         "learner.memory.offload_parameters": learner.memory.offload_parameters,
-        "learner.moe.replay_routing": learner.moe.replay_routing,
     }
     for key, is_used in used.items():
         if is_used:
@@ -148,7 +149,10 @@ def _model_folder(path: str) -> Generator[Problem, None, dict[str, object] | Non
     return cast("dict[str, object]", loaded)
 
 
-def _moe(moe: MoeConfig) -> Iterator[Problem]:
+def _moe(config: Config | SftConfig) -> Iterator[Problem]:
+    moe = config.learner.moe
+    if moe.replay_routing and isinstance(config, SftConfig):
+        yield "learner.moe.replay_routing", "false in a warm start", "true", "no engine has routed these tokens before"
     if moe.freeze_router and moe.balance != "none":
         yield (
             "learner.moe.balance",
@@ -164,6 +168,17 @@ def _experts(shape: dict[str, object], moe: MoeConfig) -> Iterator[Problem]:
     used = {"freeze_router": moe.freeze_router, "balance": moe.balance != "none", "replay_routing": moe.replay_routing}
     for key in [name for name, value in used.items() if value]:
         yield f"learner.moe.{key}", "its default, since the model has no experts", "another value", None
+
+
+def _routing_bytes(config: Config, shape: dict[str, object]) -> Iterator[Problem]:
+    """A group's routing must fit into the message that brings it."""
+    layers, chosen = _number(shape, "num_hidden_layers") or 0, _number(shape, "num_experts_per_tok") or 0
+    longest, size = config.rollout.engine.max_model_len, config.rollout.group_size
+    needed = 2 * size * longest * layers * chosen
+    if needed > config.broker.max_message_bytes:
+        hint = f"learner.moe.replay_routing: {size} samples x {longest} tokens x {layers} layers x {chosen} experts"
+        found = str(config.broker.max_message_bytes)
+        yield "broker.max_message_bytes", f"more than {needed} for the routing of a group", found, hint
 
 
 def _dataset(key: str, path: str) -> Iterator[Problem]:

@@ -124,6 +124,10 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     groups_leased: Annotated[int, metric("groups", "last", "being generated")]
     nodes_live: Annotated[int, metric("", "last", "nodes with a recent heartbeat")]
     groups_filtered: Annotated[int, metric("groups", "sum", "looked at, all rewards equal, others taken instead")] = 0
+    routing_mismatch_fraction: Annotated[
+        float,
+        metric("", "mean", "replayed routings, per token and MoE layer, that the learner's own router disagrees with"),
+    ] = 0.0
 
 
 class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,6 +51,8 @@ class Sample(msgspec.Struct, frozen=True):
         turn_rewards: one reward per turn.
         error: why the sample failed; a failed sample trains nothing and enters no baseline.
         metrics: numbers of the environment, averaged over the step.
+        routed_experts: [T x MoE layers x experts per token] int16, in this order, the experts that the engine sent each
+            token to when it was fed; -1 for a token that never was, such as the last one sampled. None: not recorded.
     """
 
     tokens: Array
@@ -63,6 +65,7 @@ class Sample(msgspec.Struct, frozen=True):
     turn_rewards: list[float] = []
     error: str | None = None
     metrics: dict[str, float] = {}
+    routed_experts: Array | None = None
 
     def token_versions(self) -> np.ndarray:
         """[T] int64 policy version of every token; tokens before the first run get that run's version."""
@@ -124,6 +127,9 @@ def decode_group(data: bytes | memoryview) -> Group:
             got = len(getattr(s, name).numpy())
             if got != n:
                 raise ValueError(f"group {group.serial} sample {i}: {name} has {got} entries for {n} tokens")
+        routed = 0 if s.routed_experts is None else len(s.routed_experts.numpy())
+        if routed % max(n, 1):
+            raise ValueError(f"group {group.serial} sample {i}: {routed} routed experts do not divide by {n} tokens")
         starts = [r.start for r in s.version_runs]
         if starts != sorted(set(starts)) or any(not 0 <= x < max(n, 1) for x in starts):
             raise ValueError(

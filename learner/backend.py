@@ -33,6 +33,15 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
+class RoutingShape:
+    """What the routing of one token looks like: [layers, chosen] numbers below `experts`."""
+
+    layers: int  # those with experts
+    chosen: int
+    experts: int
+
+
+@dataclass(frozen=True)
 class LossOutput:
     """One microbatch's loss, as a sum; the backend divides by the global denominator."""
 
@@ -70,6 +79,7 @@ class Backend(Protocol):
     data_parallel_size: int
     vocab_size: int
     hidden_size: int  # packing weighs attention by it
+    routing_shape: RoutingShape | None  # of Microbatch.routed_experts; None: nothing is replayed
     document_multiple: int  # inside, a document's places are padded to a multiple of it; packing counts them so
 
     def train_step(

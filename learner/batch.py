@@ -7,7 +7,7 @@ Both run on every rank from the same bytes, so every rank holds the same batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from common.config import Config
 from common.rollouts import Group, Sample, decode_group
 from common.staleness import expired, staleness
 from learner.advantages import ADVANTAGES, GroupRewards
+from learner.backend import RoutingShape
 from learner.dynamic_sampling import carries_signal
 from learner.packing import Document
 
@@ -72,12 +73,18 @@ class TrainingBatch:
     statistics: BatchStatistics
 
 
-def decode(stored: StoredGroup, vocab_size: int, group_size: int) -> Group:
+def decode(stored: StoredGroup, vocab_size: int, group_size: int, routing: RoutingShape | None = None) -> Group:
     """Decode and check one group: everything that would crash or poison training is refused here.
+
+    Args:
+        stored: as taken from the broker.
+        vocab_size: token ids are below it.
+        group_size: samples that a group has.
+        routing: what every sample's routing must look like; None: it is not looked at.
 
     Raises:
         BadGroup: does not decode, belongs to another task, has the wrong number of samples, token ids outside the
-            vocabulary, or log-probabilities or rewards that are not finite.
+            vocabulary, log-probabilities or rewards that are not finite, or routing of another model.
     """
     try:
         group = decode_group(stored.payload)
@@ -88,6 +95,8 @@ def decode(stored: StoredGroup, vocab_size: int, group_size: int) -> Group:
         for i, sample in enumerate(group.samples):
             if sample.error is None:
                 _check_sample(sample, i, vocab_size)
+                if routing is not None:
+                    _check_routing(sample, i, routing)
     except ValueError as error:
         raise BadGroup(stored.serial, stored.node_id, str(error)) from None
     return group
@@ -107,6 +116,21 @@ def _check_sample(sample: Sample, index: int, vocab_size: int) -> None:
         raise ValueError(f"sample {index}: reward {sample.reward}")
 
 
+def _check_routing(sample: Sample, index: int, shape: RoutingShape) -> None:
+    """Raise ValueError when the experts that the engine used cannot be those of this model."""
+    if sample.routed_experts is None:
+        raise ValueError(f"sample {index}: no routed experts, which learner.moe.replay_routing needs of every node")
+    experts, tokens = sample.routed_experts.numpy(), len(sample.tokens.numpy())
+    found, expected = f"{sample.routed_experts.dtype} {len(experts)}", tokens * shape.layers * shape.chosen
+    if found != f"int16 {expected}":
+        raise ValueError(
+            f"sample {index}: routed experts are {found}, expected int16 {expected} "
+            f"({tokens} tokens x {shape.layers} layers x {shape.chosen})"
+        )
+    if len(experts) and not -1 <= int(experts.min()) <= int(experts.max()) < shape.experts:
+        raise ValueError(f"sample {index}: routed experts outside -1..{shape.experts - 1}")
+
+
 def expired_groups(groups: Sequence[Group], step: int, max_staleness: int) -> list[int]:
     """Serials of the groups that hold any sampled token older than `max_staleness` at `step`."""
     return [
@@ -120,13 +144,14 @@ def expired_groups(groups: Sequence[Group], step: int, max_staleness: int) -> li
     ]
 
 
-def assemble(groups: Sequence[Group], step: int, config: Config) -> TrainingBatch:
+def assemble(groups: Sequence[Group], step: int, config: Config, routing: RoutingShape | None = None) -> TrainingBatch:
     """Advantages, staleness and expiry of one step's groups.
 
     Args:
         groups: in any order; the batch does not depend on it.
         step: the step that trains; staleness is counted from it.
         config: `learner.loss.advantage`, `learner.dynamic_sampling` and `staleness.max` are read.
+        routing: of the experts to replay, as in `decode`.
     """
     everything = sorted(groups, key=lambda g: g.serial)
     ordered = [g for g in everything if not config.learner.dynamic_sampling or carries_signal(g)]
@@ -143,7 +168,7 @@ def assemble(groups: Sequence[Group], step: int, config: Config) -> TrainingBatc
                 continue
             document = _document(sample, step, config.staleness.max, float(advantages[i]), tally)
             if document is not None:
-                documents.append(document)
+                documents.append(document if routing is None else _routed(document, sample, routing))
     for group in everything:
         if config.learner.dynamic_sampling and not carries_signal(group):
             tally.filtered(group)
@@ -177,6 +202,14 @@ def _document(sample: Sample, step: int, max_staleness: int, advantage: float, t
         advantage=advantage,
         name=f"a sample of {len(versions)} tokens",
     )
+
+
+def _routed(document: Document, sample: Sample, shape: RoutingShape) -> Document:
+    """`document` with the experts that the engine used."""
+    if sample.routed_experts is None:
+        return document
+    experts = sample.routed_experts.numpy().reshape(len(document.tokens), shape.layers, shape.chosen)
+    return replace(document, routed_experts=experts)
 
 
 class _Tally:

@@ -13,6 +13,7 @@ from common.config import Config
 from common.errors import SlipstreamError
 from common.metrics import MetricsWriter, StepMetrics
 from common.rollouts import Group
+from learner.backend import RoutingShape
 from learner.batch import BadGroup, decode, expired_groups
 from learner.checkpointing import CheckpointFolder, TrainerState
 from learner.commands import Command, Drain, Fail, Train, Wait
@@ -63,6 +64,7 @@ class Lead:
         reporter: Reporter,
         stop_requested: Callable[[], str | None],
         vocab_size: int,
+        routing: RoutingShape | None,
     ) -> None:
         """`stop_requested` returns why the job should drain, None while it should not."""
         self.config = config
@@ -74,7 +76,7 @@ class Lead:
         self.events = events
         self.reporter = reporter
         self.stop_requested = stop_requested
-        self.vocab_size = vocab_size
+        self.vocab_size, self.routing = vocab_size, routing
         self.status: BrokerStatus | None = None
         self.groups: list[Group] = []  # decoded, of the newest Train command
         self.regenerated = 0  # groups given back by the step that is being gathered
@@ -193,7 +195,7 @@ class Lead:
         refused: list[int] = []
         for stored in taken:
             try:
-                usable.append(decode(stored, self.vocab_size, self.config.rollout.group_size))
+                usable.append(decode(stored, self.vocab_size, self.config.rollout.group_size, self.routing))
             except BadGroup as error:
                 logger.error("%s; it is generated again", error)
                 self.events.add("bad_group", serial=error.serial, node=error.node_id, reason=error.reason)

@@ -132,6 +132,7 @@ def train(config: Config, run_dir: RunDir, process: RankProcess, parts: LeadPart
             parts.reporter,
             process.stop_requested,
             backend.vocab_size,
+            backend.routing_shape,
         )
         lead.attach(resume.version)
     trainer = Trainer(config, run_dir, backend, start, lead)

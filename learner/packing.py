@@ -37,6 +37,7 @@ class Document:
         loss_mask: [L] uint8, 1 where the token trains; the first token never does, nothing predicts it.
         behavior_logprobs: [L] float32, or None in supervised tuning.
         staleness: [L] int32, or None in supervised tuning.
+        routed_experts: [L, MoE layers, experts per token] int16, -1 where unknown, or None.
         advantage: of the whole document.
         name: for error messages.
     """
@@ -47,6 +48,7 @@ class Document:
     staleness: np.ndarray | None = None
     advantage: float = 0.0
     name: str = ""
+    routed_experts: np.ndarray | None = None
 
     @property
     def places(self) -> int:
@@ -186,7 +188,20 @@ def _pack(documents: list[Document]) -> Microbatch:
         advantages=torch.from_numpy(advantages),
         behavior_logprobs=torch.from_numpy(behavior),
         staleness=torch.from_numpy(staleness),
+        routed_experts=_routing(documents),
     )
+
+
+def _routing(documents: list[Document]) -> torch.Tensor | None:
+    """[T, MoE layers, experts per token] of the inputs, -1 in documents that have none; None when none has any."""
+    shape = next((d.routed_experts.shape[1:] for d in documents if d.routed_experts is not None), None)
+    if shape is None:
+        return None
+    rows = [
+        np.full((d.places, *shape), -1, dtype=np.int16) if d.routed_experts is None else d.routed_experts[:-1]
+        for d in documents
+    ]
+    return torch.from_numpy(np.concatenate(rows))
 
 
 def _tail(values: np.ndarray | None, places: int, dtype: type) -> np.ndarray:

@@ -61,6 +61,7 @@ class LossFigures:
     mismatch_by_age: list[float]
     tokens_by_age: list[int]
     kl_mean: float
+    routing_mismatch_fraction: float
 
     @classmethod
     def of(cls, result: StepResult) -> "LossFigures":
@@ -91,6 +92,8 @@ class LossFigures:
             mismatch_by_age=mismatch,
             tokens_by_age=[round(count) for count in by_age],
             kl_mean=means.get("kl", 0.0),
+            routing_mismatch_fraction=result.sums.get("routing_changed", 0.0)
+            / max(result.sums.get("routing_replayed", 0.0), 1.0),
         )
 
 

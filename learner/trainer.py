@@ -159,8 +159,9 @@ class Trainer:
     def _assemble(self, stored: list[StoredGroup]) -> TrainingBatch:
         """The step's batch; the lead has decoded the groups already."""
         vocab, size = self.backend.vocab_size, self.config.rollout.group_size
-        groups = self.lead.groups if self.lead else [decode(group, vocab, size) for group in stored]
-        return assemble(groups, self.version, self.config)
+        routing = self.backend.routing_shape
+        groups = self.lead.groups if self.lead else [decode(group, vocab, size, routing) for group in stored]
+        return assemble(groups, self.version, self.config, routing)
 
     def _with_reference(self, packed: list[Microbatch]) -> list[Microbatch]:
         """The microbatches with the reference model's log-probabilities, if the loss asks for them. Collective."""

@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from common.config import Config
 from common.errors import SlipstreamError, UsageError
 from common.rollouts import VersionRun
@@ -52,6 +54,7 @@ class Engine:
         self._numbers = itertools.count()
         self._params: dict[tuple[int, float, float], Any] = {}
         self._llm: Any = None
+        self._moe_layers: list[int] | None = None  # whose routing is recorded; None: it is not
         self._creator: ThreadPoolExecutor | None = None
         self.weights = EngineWeights(recompute=config.weights.kv_cache == "recompute")
 
@@ -84,6 +87,8 @@ class Engine:
         except Exception as error:
             await self.shutdown()
             raise SlipstreamError(f"the vLLM engine did not start: {error}") from error
+        if self._config.learner.moe.replay_routing:
+            self._moe_layers = (await self._llm.collective_rpc("slipstream_moe_layers"))[0]
         await self.weights.attach(self._llm, usable=not self._random)
 
     async def generate(
@@ -105,7 +110,7 @@ class Engine:
         request_id = str(next(self._numbers))
         prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": self.weights.label}
         output = await self._request(request_id, prompt, self._sampling(max_tokens, temperature, top_p))
-        generation = to_generation(output)
+        generation = to_generation(output, self._moe_layers)
         await self.weights.wait_proven(run.version for run in generation.version_runs)
         self._counters.requests += 1
         self._counters.tokens_generated += len(generation.tokens)
@@ -202,6 +207,7 @@ class Engine:
             "disable_log_stats": True,
             "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
             "worker_extension_cls": "rollout_fleet.transfer.WorkerExtension",
+            "enable_return_routed_experts": self._config.learner.moe.replay_routing,
         }
         if engine.max_batched_tokens is not None:
             arguments["max_num_batched_tokens"] = engine.max_batched_tokens
@@ -216,11 +222,15 @@ class Engine:
         return arguments
 
 
-def to_generation(output: Any) -> Generation:
+def to_generation(output: Any, moe_layers: list[int] | None = None) -> Generation:
     """vLLM's final RequestOutput in our terms.
 
+    Args:
+        output: of one request.
+        moe_layers: the layers whose routing the engine records; None: it records none.
+
     Raises:
-        SlipstreamError: tokens without log-probability or without a version.
+        SlipstreamError: tokens without log-probability, without a version, or without the routing that is recorded.
     """
     completion = output.outputs[0]
     tokens = list(completion.token_ids)
@@ -235,7 +245,20 @@ def to_generation(output: Any) -> Generation:
     if tokens and not runs:
         raise SlipstreamError("the engine gave tokens without a policy version")
     reason: FinishReason = completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
-    return Generation(tokens, list(logprobs), runs, reason)
+    routed = None if moe_layers is None else _routing(output, moe_layers)
+    return Generation(tokens, list(logprobs), runs, reason, routed)
+
+
+def _routing(output: Any, moe_layers: list[int]) -> np.ndarray | None:
+    """[prompt + N - 1, MoE layers, experts per token] int16; None of an aborted request that has none."""
+    completion = output.outputs[0]
+    if completion.routed_experts is None and completion.finish_reason not in ("stop", "length"):
+        return None
+    fed = len(output.prompt_token_ids) + len(completion.token_ids) - 1
+    got = 0 if completion.routed_experts is None else len(completion.routed_experts)
+    if got != fed:
+        raise SlipstreamError(f"the engine gave the experts of {got} tokens, {fed} were fed")
+    return completion.routed_experts[:, moe_layers].astype(np.int16)
 
 
 def version_of(label: str) -> int:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
+import numpy as np
+
 from common.arrays import Array
 from common.rollouts import Sample, VersionRun
 from rollout_fleet.environments.host import EnvironmentHost
@@ -63,6 +65,8 @@ class _Trace:
     metrics: dict[str, float] = field(default_factory=dict)
     turns: int = 0
     sampled: int = 0
+    routed: list[np.ndarray] = field(default_factory=list)  # together: of the first `routed_tokens` tokens
+    routed_tokens: int = 0
 
     def observe(self, ids: list[int]) -> None:
         self.tokens += ids
@@ -84,6 +88,10 @@ class _Trace:
         self.logprobs += generation.logprobs
         self.sampled += count
         self.turns += 1
+        if generation.routed_experts is not None:
+            # what an earlier turn recorded stays: that is what its tokens were sampled with
+            self.routed.append(generation.routed_experts[self.routed_tokens :])
+            self.routed_tokens = max(self.routed_tokens, len(generation.routed_experts))
 
     def sample(self, reason: StopReason, error: str | None = None) -> Sample:
         return Sample(
@@ -97,7 +105,16 @@ class _Trace:
             turn_rewards=self.turn_rewards,
             error=error,
             metrics=self.metrics,
+            routed_experts=self._routing(),
         )
+
+    def _routing(self) -> Array | None:
+        """[T, MoE layers, experts per token], -1 for tokens that were never fed."""
+        if not self.routed:
+            return None
+        known = np.concatenate(self.routed)[: len(self.tokens)]
+        unknown = np.full((len(self.tokens) - len(known), *known.shape[1:]), -1, dtype=np.int16)
+        return Array.of(np.concatenate([known, unknown]), "int16")
 
 
 class _Refused(Exception):

@@ -7,6 +7,8 @@ sees them through these protocols, so that no other module imports vllm.
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+
 from common.rollouts import VersionRun
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -21,12 +23,15 @@ class Generation:
         logprobs: [N] log-probabilities under the distribution really sampled from (temperature, top-p).
         version_runs: policy versions by start index into `tokens`; the first run starts at 0 (empty only if N = 0).
         finish_reason: stop (an end token was sampled), length (max_tokens or context used up), abort.
+        routed_experts: [prompt + N - 1, MoE layers, experts per token] int16, the experts of every token of the prompt
+            and of the sampled ones but the last, which was not fed; None where they are not recorded.
     """
 
     tokens: list[int]
     logprobs: list[float]
     version_runs: list[VersionRun]
     finish_reason: FinishReason
+    routed_experts: np.ndarray | None = None
 
 
 class Sampler(Protocol):

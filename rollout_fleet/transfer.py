@@ -128,6 +128,12 @@ class WorkerExtension:
         """Encoded StagingStatus."""
         return msgspec.msgpack.encode(self.weight_transfer_engine.receiver.status)
 
+    def slipstream_moe_layers(self) -> list[int]:
+        """Numbers, from 0, of the layers with routed experts."""
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        return sorted(m.layer_id for m in self.model_runner.get_model().modules() if isinstance(m, MoERunner))
+
     def slipstream_proof(self) -> bytes:
         """Encoded Proof of the newest flip, or None while it is not there yet."""
         return msgspec.msgpack.encode(self.weight_transfer_engine.proof)

@@ -183,29 +183,34 @@ def send_only_finished_outputs() -> None:
 class _Held:
     """The first unsent output of a request, grown by those that follow; numbers as lists, which are quick to join."""
 
-    __slots__ = ("client", "logprobs", "output", "ranks", "sample")
+    __slots__ = ("client", "logprobs", "output", "ranks", "routed", "sample")
 
     def __init__(self, client: int, output: Any) -> None:
         self.client, self.output = client, output
         self.sample = output.new_logprobs  # LogprobsLists: its types are those of the joined one
         self.logprobs: list[float] = []
         self.ranks: list[int] = []
-        self._take(output.new_logprobs)
+        self.routed: list[Any] = []  # [tokens, layers, experts per token] each, where routing is recorded
+        self._take(output)
 
-    def _take(self, lists: Any) -> None:
+    def _take(self, output: Any) -> None:
+        lists = output.new_logprobs
+        if output.routed_experts is not None:
+            self.routed.append(output.routed_experts)
         if lists is not None:
             self.logprobs += lists.logprobs.ravel().tolist()
             self.ranks += lists.sampled_token_ranks.tolist()
 
     def add(self, output: Any) -> None:
         self.output.new_token_ids.extend(output.new_token_ids)
-        self._take(output.new_logprobs)
+        self._take(output)
 
     def finish_into(self, final: Any) -> None:
         """`final` gets everything that was held, in front of its own."""
         self.add(final)
         final.new_token_ids = self.output.new_token_ids
         final.new_logprobs = self.joined()
+        final.routed_experts = self.joined_routing()
         if final.prefill_stats is None:
             final.prefill_stats = self.output.prefill_stats
 
@@ -221,6 +226,12 @@ class _Held:
             logprobs=np.array(self.logprobs, logprobs.dtype)[:, None],
             sampled_token_ranks=np.array(self.ranks, ranks.dtype),
         )
+
+    def joined_routing(self) -> Any:
+        """[tokens, layers, experts per token] of all that was held, or None."""
+        import numpy as np
+
+        return np.concatenate(self.routed) if self.routed else None
 
 
 def _held(engine: Any) -> dict[str, _Held]:
@@ -256,7 +267,7 @@ def _may_wait(output: Any, request: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     params = getattr(request, "sampling_params", None)
-    plain = output.pooling_output is None and output.routed_experts is None and output.new_sampling_mask is None
+    plain = output.pooling_output is None and output.new_sampling_mask is None
     if params is None or not plain or params.output_kind != RequestOutputKind.FINAL_ONLY:
         return False
     return params.logprobs in (None, 0) and params.prompt_logprobs is None
@@ -271,10 +282,80 @@ def _release_held(engine: Any, request_ids: set[str] | None = None) -> None:
     for request_id in list(held) if request_ids is None else request_ids & held.keys():
         entry = held.pop(request_id)
         entry.output.new_logprobs = entry.joined()
+        entry.output.routed_experts = entry.joined_routing()
         batches.setdefault(entry.client, []).append(entry.output)
     for client, batch in batches.items():
         message = EngineCoreOutputs(outputs=batch, weight_version=engine.get_weight_version())
         engine.output_queue.put_nowait((client, message))
+
+
+def return_routed_experts_on_cpu() -> None:
+    """enable_return_routed_experts also with the model runner that the CPU has.
+
+    vLLM 0.32-0.33 serves it in its second model runner alone, which needs triton. Its connector, with the store that
+    remembers the routing of cached prefixes, asks little of a runner: what is in the batch, how far each request is.
+    """
+    from vllm.config import VllmConfig
+    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    if not hasattr(VllmConfig, "_verify_aux_output_compatibility"):
+        raise RuntimeError("this vLLM's VllmConfig has no _verify_aux_output_compatibility: routing needs a new look")
+    initialize, execute, sample = (
+        CPUModelRunner.initialize_kv_cache,
+        CPUModelRunner.execute_model,
+        CPUModelRunner.sample_tokens,
+    )
+
+    def verify(config: Any) -> None:
+        if config.aux_output_config.enabled and not config.model_config.is_moe:
+            raise ValueError("routed experts of a model without experts")
+        if config.aux_output_config.enabled and not config.cache_config.enable_prefix_caching:
+            raise ValueError("routed experts need prefix caching")
+
+    def initialize_with_routing(runner: Any, config: Any, is_profiling: bool = False, **options: Any) -> None:
+        initialize(runner, config, is_profiling, **options)
+        if runner.vllm_config.aux_output_config.enabled and not is_profiling:
+            runner.slipstream_routing = get_aux_output_connector(runner.model, runner.vllm_config, config)
+
+    def execute_with_routing(runner: Any, scheduled: Any, *rest: Any, **options: Any) -> Any:
+        connector = getattr(runner, "slipstream_routing", None)
+        if connector is not None:
+            connector.begin_step(scheduled.aux_output_connector_metadata)
+        result = execute(runner, scheduled, *rest, **options)
+        if connector is not None and runner.execute_model_state is not None:
+            runner.slipstream_routed = connector.prepare_output(_batch_of(runner.input_batch, scheduled))
+        return result
+
+    def sample_with_routing(runner: Any, *rest: Any, **options: Any) -> Any:
+        output = sample(runner, *rest, **options)
+        routed = runner.__dict__.pop("slipstream_routed", None)
+        if routed is not None:
+            import numpy as np
+
+            sampled = np.array([len(ids) for ids in output.sampled_token_ids])
+            routed.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
+            output.aux_output_connector_output = routed.process_output()
+        return output
+
+    VllmConfig._verify_aux_output_compatibility = verify  # type: ignore[method-assign]
+    CPUModelRunner.initialize_kv_cache = initialize_with_routing  # type: ignore[method-assign]
+    CPUModelRunner.execute_model = execute_with_routing  # type: ignore[method-assign]
+    CPUModelRunner.sample_tokens = sample_with_routing  # type: ignore[method-assign]
+
+
+def _batch_of(batch: Any, scheduled: Any) -> Any:
+    """The three attributes of the second model runner's batch that its routing connector reads."""
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    counts = [scheduled.num_scheduled_tokens[request_id] for request_id in batch.req_ids]
+    return SimpleNamespace(
+        req_ids=list(batch.req_ids),
+        query_start_loc_np=np.cumsum([0, *counts]),
+        num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(counts)].copy(),
+    )
 
 
 def take_in_logprobs_at_once() -> None:

@@ -23,6 +23,7 @@ def register() -> None:
     if current_platform.is_cpu():
         vllm_compat.keep_cpu_linear_weights_live()
         vllm_compat.keep_cpu_expert_weights_live()
+        vllm_compat.return_routed_experts_on_cpu()
     if vllm_compat.in_engine_process():
         die_with_parent()
         vllm_compat.flip_in_one_call()

@@ -52,7 +52,7 @@ class MegatronBackend:
         data_parallel_size: replicas.
         vocab_size: entries of the vocabulary.
         hidden_size: of the model.
-        document_multiple: see learner.backend.Backend.
+        routing_shape, document_multiple: see learner.backend.Backend.
     """
 
     @classmethod
@@ -93,9 +93,9 @@ class MegatronBackend:
         built = build(self.model_path, hf_config, dtype, layout, learner.moe)
         self.chunks = wrap_chunks(built)
         self.optimizer = Optimizer(self.chunks, learner.optimizer, dtype, total_steps)
-        self.schedule = Schedule(
-            self.chunks, built.config, parallel.device(), Experts(built.chunks, built.config, learner.moe)
-        )
+        experts = Experts(built.chunks, built.config, learner.moe)
+        self.routing_shape = experts.shape
+        self.schedule = Schedule(self.chunks, built.config, parallel.device(), experts)
         if model.verify:
             verify.check_weights(self.model_path, hf_config, dtype, self.schedule.logprobs)
         self.exporter = Exporter(built, self.chunks)

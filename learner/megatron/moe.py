@@ -30,7 +30,7 @@ from torch import Tensor
 
 from common.config import MoeConfig
 from common.errors import UsageError
-from learner.backend import LossFunction, Microbatch
+from learner.backend import LossFunction, Microbatch, RoutingShape
 from learner.megatron import parallel
 
 
@@ -76,13 +76,6 @@ def prepare(chunk: torch.nn.Module, config: MoeConfig) -> None:
                 module.router_replay = Replay(module)
             if config.freeze_router:
                 module.requires_grad_(False)
-    layout = chunk.config
-    if layout.num_moe_experts and layout.expert_tensor_parallel_size != layout.tensor_model_parallel_size:
-        # Megatron and Transformer Engine do so only where expert > 1: with tensor ranks that share no expert's rows,
-        # but have other tokens, a rank's gradient of the experts would stay its own
-        for name, parameter in chunk.named_parameters():
-            if ".experts." in name:
-                parameter.allreduce = False
 
 
 def moe_layers(config: Any) -> list[int]:
@@ -216,7 +209,11 @@ Router.__name__ = "TopKRouter"  # the bridge recognises replicated modules by cl
 
 
 class Experts:
-    """Tells the routers of one rank's chunks of the step and the microbatch; does nothing to a dense model."""
+    """Tells the routers of one rank's chunks of the step and the microbatch; does nothing to a dense model.
+
+    Attributes:
+        shape: of the routing that the model replays; None when it replays none.
+    """
 
     def __init__(self, chunks: list[torch.nn.Module], config: Any, options: MoeConfig) -> None:
         self.routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, Router)]
@@ -226,10 +223,13 @@ class Experts:
         self._sequence_ranks = mpu.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
         self._replaying = options.replay_routing  # also on a pipeline stage without routers
         self._scale, self._training = 0.0, False
-        if self.routers:
+        self.shape: RoutingShape | None = None
+        if experts:
             order = moe_layers(config)
             for router in self.routers:
                 router.moe_layer = order.index(router.layer_number - 1)
+            if self._replaying:
+                self.shape = RoutingShape(len(order), config.moe_router_topk, experts)
 
     def start(self, microbatches: list[Microbatch] | None = None, loss: LossFunction | None = None) -> None:
         """Begin a pass over microbatches, with those of this data-parallel rank and their loss if it trains.
@@ -284,8 +284,8 @@ class Experts:
     def _balance_scale(self, microbatches: list[Microbatch], loss: LossFunction) -> float:
         """Global denominator over global real tokens: per token of a microbatch, before the division to come.
 
-        A loss may bring its own denominator, which depends on the batch and not on log-probabilities: it is asked
-        for with zeros in their place.
+        A loss's own denominator is asked for before the forward pass, with zeros for log-probabilities: tokens that a
+        correction will leave out of it count here.
         """
         totals = torch.zeros(2, dtype=torch.float64)
         for batch in microbatches:

@@ -8,10 +8,21 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from common.config import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig, WeightsConfig
+from common.config import (
+    Config,
+    EngineConfig,
+    LearnerConfig,
+    ModelConfig,
+    MoeConfig,
+    RolloutConfig,
+    RunConfig,
+    TasksConfig,
+    WeightsConfig,
+)
 from common.weights.messages import Canary
 from learner.publishing import GlooPublisher
 from rollout_fleet.engine import Engine
@@ -74,7 +85,7 @@ class RigEngine(Engine):
 
 
 class Rig:
-    def __init__(self, folder: Path, make: Callable[[int], Any] = make_model) -> None:
+    def __init__(self, folder: Path, make: Callable[[int], Any] = make_model, moe: MoeConfig | None = None) -> None:
         here = str(Path(__file__).resolve().parent)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
         first = make(0)
@@ -82,6 +93,8 @@ class Rig:
         config.architectures = [type(first).__name__]
         config.save_pretrained(folder / "model")
         self.config = job(folder)
+        if moe is not None:
+            self.config = msgspec.structs.replace(self.config, learner=LearnerConfig(moe=moe))
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()

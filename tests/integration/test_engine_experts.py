@@ -17,8 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from engine_rig import END, VOCABULARY, Rig, logprobs
 
+from common.config import MoeConfig
 from common.errors import SlipstreamError
 from common.weights.messages import Canary
+from rollout_fleet.sampler_protocol import Generation
 
 TOLERANCE = 3e-5
 
@@ -37,7 +39,7 @@ def qwen3_moe(seed: int) -> Any:
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    made = Rig(tmp_path_factory.mktemp("engine"), qwen3_moe)
+    made = Rig(tmp_path_factory.mktemp("engine"), qwen3_moe, MoeConfig(replay_routing=True))
     yield made
     made.close()
 
@@ -71,15 +73,79 @@ def test_the_engine_samples_with_the_published_experts(rig: Rig, version: int) -
         assert worst(got.logprobs, logprobs(qwen3_moe(version + 1), whole)[11:]) > 0.1
 
 
+def routing(model: Any, tokens: list[int]) -> torch.Tensor:
+    """[len(tokens), MoE layers, experts per token] that `model` chooses, each token's in rising order."""
+    seen: list[torch.Tensor] = []
+    gates = [m for n, m in model.named_modules() if n.endswith("mlp.gate")]
+    hooks = [gate.register_forward_hook(lambda _m, _i, out: seen.append(out[2])) for gate in gates]
+    model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(seen, 1).sort(-1).values
+
+
+def agrees(rig: Rig, got: Generation, start: list[int], version: int) -> bool:
+    """Whether the routing of everything that was fed is that of Hugging Face under the weights of `version`."""
+    assert got.routed_experts is not None
+    found = torch.from_numpy(got.routed_experts).sort(-1).values
+    expected = routing(rig.models[version], (start + got.tokens)[:-1])
+    return torch.equal(found.long(), expected)
+
+
+def test_the_routing_of_every_fed_token_comes_back(rig: Rig) -> None:
+    async def together() -> list[Generation]:
+        return await asyncio.gather(*[rig.engine.generate(prompt(i), 30 + i) for i in range(6)])
+
+    for i, got in enumerate(rig.run(together())):
+        assert got.routed_experts is not None and got.routed_experts.shape == (12 + len(got.tokens) - 1, 2, 2)
+        assert agrees(rig, got, prompt(i), 2)
+
+
+def test_a_cached_prefix_keeps_its_routing(rig: Rig) -> None:
+    start = [(i * 13) % 90 + 4 for i in range(300)]  # more than two cache blocks
+    first = rig.run(rig.engine.generate(start, 40))
+    second = rig.run(rig.engine.generate(start + first.tokens, 40))  # the next turn
+    assert agrees(rig, first, start, 2) and agrees(rig, second, start + first.tokens, 2)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_flip_in_flight_leaves_the_routing_that_each_token_was_sampled_with(rig: Rig, recompute: bool) -> None:
+    rig.engine.weights.recompute = recompute
+    old, new = rig.engine.version, rig.engine.version + 1
+
+    async def flipped() -> list[Generation]:
+        tasks = [asyncio.create_task(rig.engine.generate(prompt(i), 400)) for i in range(8)]
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(rig.publish, new)
+        await rig.active(new)
+        return await asyncio.gather(*tasks)
+
+    rig.engine._stop_token_ids = []
+    rig.engine._params.clear()
+    done = rig.run(flipped())
+    rig.engine.weights.recompute = False
+    across = [(i, got) for i, got in enumerate(done) if len(got.version_runs) == 2]
+    assert across, "the flip came after the end of every request"
+    for i, got in across:
+        boundary = got.version_runs[1].start
+        assert got.routed_experts is not None and len(got.routed_experts) == 12 + len(got.tokens) - 1
+        before = torch.from_numpy(got.routed_experts)[: 12 + boundary - 1].sort(-1).values.long()
+        assert torch.equal(before, routing(rig.models[old], prompt(i) + got.tokens[: boundary - 1]))
+        if recompute:  # the new side's keys and values are of the new weights alone
+            after = torch.from_numpy(got.routed_experts)[12 + boundary - 1 :].sort(-1).values.long()
+            whole = routing(rig.models[new], (prompt(i) + got.tokens)[:-1])
+            assert torch.equal(after, whole[12 + boundary - 1 :])
+
+
 def test_one_damaged_element_of_one_expert_is_caught_by_the_proof(rig: Rig) -> None:
     async def damaged() -> None:
         await rig.engine._llm.collective_rpc("damage_next_load", args=("w2_weight",))
-        await asyncio.to_thread(rig.publish, 3)
-        await rig.active(3)
+        await asyncio.to_thread(rig.publish, 5)
+        await rig.active(5)
 
     rig.run(damaged())
     state = rig.client.state
     assert state.quarantined is not None and "published" in state.quarantined
-    assert state.version == 2, "the node never says that it runs the damaged version"
+    assert state.version == 4, "the node never says that it runs the damaged version"
     with pytest.raises(SlipstreamError, match="quarantined"):
         rig.run(rig.engine.generate([5, 6], 4))

@@ -74,7 +74,9 @@ def test_parallel_sizes_must_divide_world_and_model(folder, learner, key, word):
     refused(job(folder, learner=learner), key, word)
 
 
-@pytest.mark.parametrize("moe", [{"freeze_router": True}, {"balance": "aux_loss"}, {"balance": "bias"}])
+@pytest.mark.parametrize(
+    "moe", [{"freeze_router": True}, {"balance": "aux_loss"}, {"balance": "bias"}, {"replay_routing": True}]
+)
 def test_a_model_without_experts_has_nothing_to_freeze_or_balance(folder, moe):
     refused(job(folder, learner={"moe": moe}), f"learner.moe.{next(iter(moe))}", "no experts")
 
@@ -85,6 +87,19 @@ def test_experts_are_found_under_every_name(folder, name):
     (folder / "model" / "config.json").write_text(json.dumps({**shape, name: 4}))
     check_config(job(folder, learner={"moe": {"balance": "bias"}}), "job.yaml")
     check_config(job(folder, learner={"world_size": 2, "parallel": {"expert": 2}}), "job.yaml")
+
+
+def test_the_routing_of_a_group_must_fit_into_a_message(folder):
+    shape = json.loads((folder / "model" / "config.json").read_text())
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 4}
+    (folder / "model" / "config.json").write_text(json.dumps({**shape, **moe}))
+    made = job(folder, learner={"moe": {"replay_routing": True}})
+    needed = 2 * made.rollout.group_size * made.rollout.engine.max_model_len * 4 * 2
+    check_config(made, "job.yaml")
+    small = {"max_message_bytes": needed - 1, "max_bytes": 4 << 30}
+    refused(
+        job(folder, learner={"moe": {"replay_routing": True}}, broker=small), "broker.max_message_bytes", str(needed)
+    )
 
 
 def test_a_frozen_router_is_not_balanced(folder):

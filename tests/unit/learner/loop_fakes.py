@@ -41,6 +41,7 @@ class BigramBackend:
     vocab_size = VOCAB
     hidden_size = 64
     document_multiple = 1
+    routing_shape = None
 
     def __init__(self) -> None:
         self.table = torch.zeros(VOCAB, VOCAB, requires_grad=True)
@@ -287,6 +288,7 @@ def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> W
         Reporter(NoSink, incarnation, version),
         lambda: stop[0] if stop else None,
         backend.vocab_size,
+        backend.routing_shape,
     )
     lead.attach(version)
     totals = Totals(state.tokens_trained_total, state.tokens_wasted_total) if state else Totals()

@@ -11,6 +11,7 @@ from broker.contract import StoredGroup
 from common.arrays import Array
 from common.config import Config
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
+from learner.backend import RoutingShape
 from learner.batch import BadGroup, assemble, decode, expired_groups, length_deciles
 
 
@@ -35,6 +36,13 @@ def sample(
 
 def stored(group: Group) -> StoredGroup:
     return StoredGroup(group.serial, "node-a", GroupMeta(0, 0, 0.0, 0), encode_group(group))
+
+
+SHAPE = RoutingShape(layers=2, chosen=1, experts=4)
+
+
+def routed(experts: list[int], dtype: str = "int16") -> Array:
+    return Array.of(experts, dtype)
 
 
 # ---------------------------------------------------------------- decode
@@ -182,3 +190,32 @@ def test_environment_metrics_are_averaged_over_samples_that_have_them(make_confi
 def test_groups_of_equal_rewards_are_counted(make_config: Callable[..., Config]) -> None:
     even, uneven = Group(0, [sample(reward=1.0), sample(reward=1.0)]), Group(1, [sample(reward=1.0), sample()])
     assert assemble([even, uneven], 0, make_config()).statistics.groups_without_signal == 1
+
+
+# ---------------------------------------------------------------- routing to replay
+
+
+@pytest.mark.parametrize(
+    ("experts", "reason"),
+    [
+        (None, "no routed experts, which learner.moe.replay_routing needs"),
+        (routed([0] * 5), "int16 5, expected int16 10"),
+        (routed([0] * 10, "int32"), "int32 10, expected int16 10"),
+        (routed([0] * 9 + [4]), "outside -1..3"),
+        (routed([0] * 9 + [-2]), "outside -1..3"),
+    ],
+)
+def test_routing_of_another_model_is_refused(experts: Array | None, reason: str) -> None:
+    group = stored(Group(5, [sample(routed_experts=experts)]))
+    with pytest.raises(BadGroup, match=reason):
+        decode(group, 10, 1, SHAPE)
+    decode(group, 10, 1)  # nobody replays it
+
+
+def test_a_document_carries_the_routing_of_its_tokens(make_config: Callable[..., Config]) -> None:
+    made = sample(routed_experts=routed([0, 1, 2, 3, 3, 2, 1, 0, -1, -1]))
+    group = decode(stored(Group(5, [made, sample(reward=1.0, routed_experts=routed([0] * 10))])), 10, 2, SHAPE)
+    first, _ = assemble([group], 0, make_config(), SHAPE).documents
+    assert first.routed_experts is not None
+    assert first.routed_experts.tolist() == [[[0], [1]], [[2], [3]], [[3], [2]], [[1], [0]], [[-1], [-1]]]
+    assert all(d.routed_experts is None for d in assemble([group], 0, make_config()).documents)

@@ -1,6 +1,7 @@
 """Packing: bounds, balance, determinism and what a microbatch holds. tests/property has the general claim."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +32,15 @@ def test_a_microbatch_holds_shifted_targets_and_their_own_figures() -> None:
     assert batch.behavior_logprobs.tolist() == [-11, -12, -21, -22, -23]
     assert batch.staleness.tolist() == [11 % 3, 12 % 3, 21 % 3, 22 % 3, 23 % 3]
     assert (batch.tokens.dtype, batch.loss_mask.dtype) == (torch.int64, torch.float32)
+
+
+def test_routing_is_of_the_inputs_and_unknown_where_a_document_has_none() -> None:
+    routing = np.arange(12, dtype=np.int16).reshape(3, 2, 2)
+    documents = [document(4), replace(document(3), routed_experts=routing)]
+    (batch,) = build(documents, [[0, 1]])
+    assert batch.routed_experts is not None and batch.routed_experts.dtype == torch.int16
+    assert batch.routed_experts.tolist() == [[[-1, -1]] * 2] * 3 + routing[:2].tolist()
+    assert build(documents[:1], [[0]])[0].routed_experts is None
 
 
 def test_supervised_documents_get_zeros_for_what_they_lack() -> None:

@@ -61,3 +61,8 @@ def test_a_step_without_tokens_has_zeros() -> None:
 def test_a_loss_that_is_no_number_stops_the_run(bad: float) -> None:
     with pytest.raises(SlipstreamError, match=r"step 7: loss is (nan|inf); the last checkpoint is unharmed"):
         check_finite(7, StepResult(bad, 1, 1.0, 0.1, {}, {}))
+
+
+def test_the_routing_mismatch_is_over_what_was_replayed() -> None:
+    assert LossFigures.of(result(routing_changed=3.0, routing_replayed=12.0)).routing_mismatch_fraction == 0.25
+    assert LossFigures.of(result()).routing_mismatch_fraction == 0.0

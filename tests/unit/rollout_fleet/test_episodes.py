@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -271,3 +272,21 @@ def test_cancelling_an_episode_cancels_its_request_and_the_progress_stays_known(
         assert (sampler.cancelled, progress.sampled_tokens) == (1, 3)
 
     run(once())
+
+
+def test_routing_grows_with_the_turns_and_what_a_token_was_sampled_with_stays() -> None:
+    def routed(generation: Generation, tokens: int, turn: int) -> Generation:
+        experts = np.full((tokens, 2, 1), 10 * turn, dtype=np.int16) + np.arange(2, dtype=np.int16)[:, None]
+        return replace(generation, routed_experts=experts)
+
+    # "Guess 1-31\n" is 11 tokens, "16<eos>" 3, " higher 17-31\n" 14, "24<eos>" 3; the last of a turn is not fed in it
+    answers = in_turn(routed(say("16"), 13, 1), routed(say("20"), 30, 2))
+    sample = play(make_driver(ScriptedSampler(answers), NumberGuessing), {"number": 20})
+    assert sample.stop_reason == "environment_done" and sample.routed_experts is not None
+    experts = sample.routed_experts.numpy().reshape(len(sample.tokens.numpy()), 2, 1)
+    assert experts[:, 0, 0].tolist() == [10] * 13 + [20] * 17 + [-1]
+    assert experts[:, 1, 0].tolist() == [11] * 13 + [21] * 17 + [-1]
+
+
+def test_an_engine_that_records_no_routing_leaves_none() -> None:
+    assert play(make_driver(ScriptedSampler(in_turn(say(" =3"))), Addition), SUM).routed_experts is None

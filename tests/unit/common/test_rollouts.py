@@ -1,0 +1,59 @@
+"""Groups on the wire: bytes that do not change, fields that later releases added, and what is refused."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from common.arrays import Array
+from common.rollouts import Group, Sample, VersionRun, decode_group, encode_group
+
+# A group as the release before `routed_experts` sent it.
+WITHOUT_ROUTING = (
+    b"\x83\xa6serial\x03\xa7samples\x91\x8a\xa6tokens\x82\xa5dtype\xa5int32\xa4data\xc4\x0c\x05\x00\x00\x00\x06\x00\x00\x00"
+    b"\x07\x00\x00\x00\xa9loss_mask\x82\xa5dtype\xa5uint8\xa4data\xc4\x03\x00\x01\x01\xb1behavior_logprobs\x82\xa5dtype"
+    b"\xa7float32\xa4data\xc4\x0c\x00\x00\x00\x00\x00\x00\x80\xbf\x00\x00\x80\xbf\xacversion_runs\x91\x82\xa5start\x01\xa7version"
+    b"\x09\xa6reward\xcb?\xe0\x00\x00\x00\x00\x00\x00\xabstop_reason\xa4stop\xa5turns\x01\xacturn_rewards\x90\xa5error\xc0"
+    b"\xa7metrics\x80\xaeschema_version\x01"
+)
+ROUTING = b"\xaerouted_experts\x82\xa5dtype\xa5int16\xa4data\xc4\x0c\x01\x00\x02\x00\x03\x00\x00\x01\xff\xff\xff\xff"
+
+
+def sample(**changes: object) -> Sample:
+    made = Sample(
+        tokens=Array.of([5, 6, 7], "int32"),
+        loss_mask=Array.of([0, 1, 1], "uint8"),
+        behavior_logprobs=Array.of([0.0, -1.0, -1.0], "float32"),
+        version_runs=[VersionRun(1, 9)],
+        reward=0.5,
+        stop_reason="stop",
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def routed(*experts: int) -> Array:
+    return Array.of(list(experts), "int16")
+
+
+def test_golden_bytes_of_a_group_with_routing_do_not_change() -> None:
+    data = encode_group(Group(3, [sample(routed_experts=routed(1, 2, 3, 256, -1, -1))]))
+    golden = WITHOUT_ROUTING.replace(b"\x91\x8a", b"\x91\x8b", 1).replace(
+        b"\xa7metrics\x80", b"\xa7metrics\x80" + ROUTING, 1
+    )
+    assert data == golden
+
+
+def test_a_group_of_the_release_before_routing_decodes_without_it() -> None:
+    assert decode_group(WITHOUT_ROUTING) == Group(3, [sample()])
+
+
+def test_routing_comes_back_as_it_was_sent() -> None:
+    group = decode_group(encode_group(Group(3, [sample(routed_experts=routed(0, 7, 300, 2, -1, -1))])))
+    experts = group.samples[0].routed_experts
+    assert experts is not None
+    assert experts.numpy().reshape(3, 1, 2).tolist() == [[[0, 7]], [[300, 2]], [[-1, -1]]]
+    assert experts.numpy().dtype == np.int16
+
+
+def test_routing_that_does_not_divide_by_the_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="4 routed experts do not divide by 3 tokens"):
+        decode_group(encode_group(Group(3, [sample(routed_experts=routed(0, 1, 2, 3))])))
