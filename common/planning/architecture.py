@@ -138,6 +138,21 @@ def _deepseek_v3(config: Document) -> Architecture:
     return _architecture(config, attention, experts, lambda n: n >= dense)
 
 
+def _glm4_moe(config: Document) -> Architecture:
+    attention = _attention(config, qk_norm=_flag(config, "use_qk_norm"))
+    ffn = _number(config, "moe_intermediate_size")
+    experts = Experts(
+        count=_number(config, "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"),
+        per_token=_number(config, "num_experts_per_tok"),
+        ffn=ffn,
+        shared_ffn=ffn * _number(config, "n_shared_experts", 0),
+        selection_bias=True,
+    )
+    dense = _number(config, "first_k_dense_replace", 0)
+    attention = msgspec.structs.replace(attention, output_bias=False)
+    return _architecture(config, attention, experts, lambda n: n >= dense)
+
+
 READERS: dict[str, Callable[[Document], Architecture]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
@@ -146,6 +161,7 @@ READERS: dict[str, Callable[[Document], Architecture]] = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
 }
 
 

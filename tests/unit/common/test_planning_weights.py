@@ -32,6 +32,11 @@ OTHERS = {  # features that none of the folders has
         **dict(model_type="qwen3_moe", head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
         **dict(decoder_sparse_step=2, mlp_only_layers=[0], num_hidden_layers=4),
     },
+    "glm4-moe": {
+        **QWEN2,
+        **dict(model_type="glm4_moe", head_dim=32, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=2),
+        **dict(moe_intermediate_size=48, first_k_dense_replace=1, attention_bias=True, use_qk_norm=True),
+    },
 }
 
 
@@ -99,6 +104,15 @@ def test_totals_are_the_published_ones(name: str) -> None:
 
 def test_every_model_folder_has_its_published_size_here() -> None:
     assert {path.name for path in MODELS.iterdir() if path.is_dir()} == set(PUBLISHED)
+
+
+def test_every_architecture_that_the_learner_supports_is_counted() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    from common.planning.architecture import READERS
+    from learner.megatron.architectures import SUPPORTED
+
+    assert {kind for kind, model in names.items() if model in SUPPORTED} <= set(READERS)
 
 
 def test_an_unknown_architecture_names_the_known_ones() -> None:

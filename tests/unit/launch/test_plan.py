@@ -129,6 +129,17 @@ def test_an_architecture_that_cannot_be_counted_says_which_can(here: Path, capsy
     assert "the planner counts qwen2, qwen3, llama" in capsys.readouterr().err
 
 
+def test_quantised_weights_and_unproven_architectures_fail_as_at_launch(here: Path) -> None:
+    file = here / "configs" / "models" / "Qwen3-0.6B" / "config.json"
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps({**document, "quantization_config": {"quant_method": "fp8"}}))
+    (failed,) = make_review("configs/qwen3-0.6b-gsm8k.yaml", []).failed
+    assert failed.startswith("model.path: configs/models/Qwen3-0.6B holds quantised weights")
+    file.write_text(json.dumps({**document, "architectures": ["Qwen3ForSequenceClassification"]}))
+    (failed,) = make_review("configs/qwen3-0.6b-gsm8k.yaml", []).failed
+    assert "Qwen3ForSequenceClassification is not supported" in failed
+
+
 @pytest.mark.parametrize(
     ("name", "words", "remark"),
     [
@@ -168,3 +179,11 @@ def test_planning_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_documented_example_is_what_the_command_prints(here: Path) -> None:
+    documented = (ROOT / "docs" / "plan.md").read_text()
+    review = make_review("configs/mixtral-8x7b.yaml", ["learner.memory.recompute=none"])
+    lines = [line.rstrip() for line in text_of(review).splitlines()]
+    _, _, shown = documented.partition("<!-- example -->\n```\n")
+    assert shown.partition("\n```\n")[0].split("\n") == lines  # else paste the command's output there
