@@ -10,7 +10,7 @@ from tests.integration.miniatures import RANKS, miniature
 WORKERS = Path(__file__).with_name("miniature_workers.py")
 NAMES = [
     *("qwen3-0.6b-gsm8k", "llama-3.1-70b", "llama-3.1-405b", "qwen3-235b-a22b", "qwen3-235b-a22b-sft"),
-    *("mixtral-8x7b", "mixtral-8x7b-sft"),
+    *("mixtral-8x7b", "mixtral-8x7b-sft", "deepseek-v3", "deepseek-v3-sft"),
 ]
 
 

@@ -30,7 +30,7 @@ def measured(kind: str, ranks: int, dtypes: tuple[str, ...] = BOTH, **parallel: 
     ]
 
 
-KINDS = ["qwen2", "qwen3", "llama", "mixtral", "qwen3-moe"]
+KINDS = ["qwen2", "qwen3", "llama", "mixtral", "qwen3-moe", "deepseek-v3", "deepseek-v3-plain", "glm4-moe"]
 MEASURED = [
     *measured("qwen3", 1),
     *measured("qwen3", 2, tensor=2),
@@ -41,6 +41,10 @@ MEASURED = [
     *measured("mixtral", 2, expert=2),
     *measured("qwen3-moe", 4, pipeline=2, expert=2),
     *measured("qwen3-moe", 4, expert=2),
+    *measured("qwen3-moe", 4, tensor=2, expert=2, expert_tensor=2, dtypes=("bfloat16",)),
+    *measured("deepseek-v3", 4, tensor=2, pipeline=2, expert=2, dtypes=("bfloat16",)),
+    *measured("deepseek-v3-plain", 2, tensor=2, dtypes=("float32",)),
+    *measured("glm4-moe", 2, expert=2, dtypes=("bfloat16",)),
 ]
 DENSE_TOKENS = {
     **{"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"},
