@@ -17,7 +17,7 @@ from torch import Tensor
 from common.config import ParallelConfig
 from learner.backend import LossFunction, LossOutput, Microbatch
 from learner.megatron import parallel
-from learner.megatron.logprobs import logprobs_and_entropy, logprobs_of
+from learner.megatron.head import Head
 from learner.megatron.moe import Experts
 from learner.megatron.places import Places
 
@@ -89,7 +89,7 @@ class Schedule:
         self.chunks, self.device, self.experts = chunks, device, experts
         config.finalize_model_grads_func = finalize_model_grads
         self._run = get_forward_backward_func()
-        self._vocabulary_group = mpu.get_tensor_model_parallel_group()
+        self._head = Head(chunks, config.sequence_parallel)
         self._context_group = mpu.get_context_parallel_group()
         self._parallel = ParallelConfig(
             tensor=config.tensor_model_parallel_size,
@@ -103,13 +103,13 @@ class Schedule:
         `microbatches` are this data-parallel rank's, equally many on every one.
         """
 
-        def loss_of(logits: Tensor, item: _Packed) -> tuple[Tensor, LossOutput]:
+        def loss_of(hidden: Tensor, item: _Packed) -> tuple[Tensor, LossOutput]:
             if entropy:
-                both = logprobs_and_entropy(logits, item.targets, temperature, self._vocabulary_group)
+                both = self._head.logprobs_and_entropy(hidden, item.targets, temperature)
                 logprobs, entropies = (self._whole(x, item) for x in both)  # apart: one may have no gradient
                 output = loss(logprobs, entropies, item.batch)
             else:
-                logprobs = logprobs_of(logits, item.targets, temperature, self._vocabulary_group)
+                logprobs = self._head.logprobs(hidden, item.targets, temperature)
                 output = loss(self._whole(logprobs, item), None, item.batch)
             # detached: a pipelined schedule takes the loss's own storage away after the forward pass
             return output.loss_sum, replace(output, loss_sum=output.loss_sum.detach())
@@ -129,8 +129,8 @@ class Schedule:
     def logprobs(self, microbatches: list[Microbatch], temperature: float) -> list[Tensor]:
         """[T] float32 log-probabilities of each microbatch's targets, on every stage. Collective."""
 
-        def loss_of(logits: Tensor, item: _Packed) -> tuple[Tensor, Tensor]:
-            logprobs = logprobs_of(logits, item.targets, temperature, self._vocabulary_group)
+        def loss_of(hidden: Tensor, item: _Packed) -> tuple[Tensor, Tensor]:
+            logprobs = self._head.logprobs(hidden, item.targets, temperature)
             return logprobs.new_zeros(()), self._whole(logprobs, item)
 
         self.experts.start()
@@ -177,7 +177,7 @@ class Schedule:
             item = next(iterator)
 
             def loss_func(output: Tensor) -> tuple[Tensor, Tensor, tuple[Any, Tensor]]:
-                loss_sum, result = loss_of(output.squeeze(0), item)
+                loss_sum, result = loss_of(output, item)
                 tokens = item.batch.loss_mask.sum()
                 # every context rank has the loss of whole documents: Megatron shall count its tokens once
                 counted = tokens.round().int() if context_rank == 0 else tokens.new_zeros((), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel log-probabilities against torch's log_softmax, in float64, on one and on two ranks."""
+"""Vocabulary-parallel log-probabilities from hidden states against torch's log_softmax, in float64."""
 
 import os
 import subprocess
@@ -11,60 +11,100 @@ import torch
 from learner.megatron.logprobs import logprobs_and_entropy, logprobs_of
 
 ROOT = Path(__file__).resolve().parents[3]
+CHUNKS = [1, 30, 1 << 20]  # a row at a time, some rows, everything at once
 
 
-def expected(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    log_p = (logits / temperature).log_softmax(-1)
+def expected(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    log_p = (hidden @ weight.t() / temperature).log_softmax(-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 
-def example(tokens: int = 7, vocabulary: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
+def example(tokens: int = 7, width: int = 3, vocabulary: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(3)
-    logits = torch.randn(tokens, vocabulary, generator=random, dtype=torch.float64) * 3
-    return logits, torch.randint(vocabulary, (tokens,), generator=random)
+    hidden = torch.randn(tokens, width, generator=random, dtype=torch.float64) * 2
+    weight = torch.randn(vocabulary, width, generator=random, dtype=torch.float64)
+    return hidden, weight, torch.randint(vocabulary, (tokens,), generator=random)
 
 
-@pytest.mark.parametrize("chunk", [1, 30, 1 << 20])
+@pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_values_equal_log_softmax(chunk: int, temperature: float) -> None:
-    logits, targets = example()
-    logprobs, entropy = expected(logits, targets, temperature)
-    found = logprobs_and_entropy(logits, targets, temperature, chunk_elements=chunk)
+    hidden, weight, targets = example()
+    logprobs, entropy = expected(hidden, weight, targets, temperature)
+    found = logprobs_and_entropy(hidden, weight, targets, temperature, chunk_elements=chunk)
     torch.testing.assert_close(found[0], logprobs, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found[1], entropy, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(logprobs_of(logits, targets, temperature, chunk_elements=chunk), logprobs)
+    torch.testing.assert_close(logprobs_of(hidden, weight, targets, temperature, chunk_elements=chunk), logprobs)
 
 
-@pytest.mark.parametrize("chunk", [1, 30, 1 << 20])
+@pytest.mark.parametrize("chunk", CHUNKS)
 def test_gradients_pass_gradcheck(chunk: int) -> None:
-    logits, targets = example()
-    logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: logprobs_and_entropy(x, targets, 0.6, None, chunk), (logits,))
-    assert torch.autograd.gradcheck(lambda x: logprobs_of(x, targets, 0.6, None, chunk), (logits,))
+    hidden, weight, targets = example()
+    inputs = hidden.requires_grad_(), weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda h, w: logprobs_and_entropy(h, w, targets, 0.6, None, chunk), inputs)
+    assert torch.autograd.gradcheck(lambda h, w: logprobs_and_entropy(h, w, targets, 0.6, None, chunk)[1], inputs)
+    assert torch.autograd.gradcheck(lambda h, w: logprobs_of(h, w, targets, 0.6, None, chunk), inputs)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(("trained", "fixed"), [(0, 1), (1, 0)])
+def test_each_input_may_be_frozen(chunk: int, trained: int, fixed: int) -> None:
+    *inputs, targets = example()
+    inputs[trained].requires_grad_()
+    logprobs_of(*inputs, targets, 0.6, None, chunk).sum().backward()
+    assert inputs[fixed].grad is None
+    (wanted,) = torch.autograd.grad(expected(*inputs, targets, 0.6)[0].sum(), inputs[trained])
+    torch.testing.assert_close(inputs[trained].grad, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_weights_that_are_used_twice_as_tied_embeddings_are_get_both_gradients(chunk: int) -> None:
+    _, weight, targets = example()
+    weight.requires_grad_()
+
+    def both(find: object) -> torch.Tensor:
+        hidden = torch.nn.functional.embedding(targets.flip(0), weight).tanh()
+        (gradient,) = torch.autograd.grad(find(hidden).sum(), weight)
+        return gradient
+
+    wanted = both(lambda hidden: expected(hidden, weight, targets, 0.6)[0])
+    found = both(lambda hidden: logprobs_of(hidden, weight, targets, 0.6, None, chunk))
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
 
 
 def test_large_logits_do_not_overflow() -> None:
-    logits = torch.tensor([[3e4, -3e4, 0.0], [-3e4, -3e4, -3e4]])
-    logprobs, entropy = logprobs_and_entropy(logits, torch.tensor([0, 2]))
+    hidden = torch.tensor([[3e4, -3e4, 0.0], [-3e4, -3e4, -3e4]])
+    logprobs, entropy = logprobs_and_entropy(hidden, torch.eye(3), torch.tensor([0, 2]))
     torch.testing.assert_close(logprobs, torch.tensor([0.0, -1.0986123]))
     torch.testing.assert_close(entropy, torch.tensor([0.0, 1.0986123]))
 
 
-def test_bfloat16_logits_give_float32_results_and_bfloat16_gradients() -> None:
-    logits, targets = example()
-    rounded = logits.bfloat16().requires_grad_()
-    found, entropy = logprobs_and_entropy(rounded, targets)
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_bfloat16_gives_float32_results_and_gradients_that_are_summed_in_float32(chunk: int) -> None:
+    hidden, weight, targets = (x.repeat(40, 1) if x.dim() == 2 and len(x) == 7 else x for x in example())
+    targets = targets.repeat(40)
+    inputs = [x.bfloat16().requires_grad_() for x in (hidden, weight)]
+    found, entropy = logprobs_and_entropy(*inputs, targets, 1.0, None, chunk)
+    assert (found.dtype, entropy.dtype) == (torch.float32, torch.float32)
     (found.sum() + entropy.sum()).backward()
-    assert (found.dtype, entropy.dtype, rounded.grad.dtype) == (torch.float32, torch.float32, torch.bfloat16)
-    torch.testing.assert_close(found.double(), expected(rounded.detach().double(), targets, 1.0)[0], rtol=0, atol=1e-5)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    wanted = expected(*exact, targets, 1.0)
+    torch.testing.assert_close(found.double(), wanted[0], rtol=0, atol=0.03)  # logits are rounded to bfloat16
+    (wanted[0].sum() + wanted[1].sum()).backward()
+    for rounded, reference in zip(inputs, exact, strict=True):
+        assert rounded.grad.dtype == torch.bfloat16
+        assert (rounded.grad.double() - reference.grad).norm() < 0.02 * reference.grad.norm()
 
 
 def test_no_tokens_give_no_logprobs() -> None:
-    logits = torch.zeros(0, 5, requires_grad=True)
-    found = logprobs_of(logits, torch.zeros(0, dtype=torch.int64))
+    hidden, weight = torch.zeros(0, 2, requires_grad=True), torch.ones(5, 2, requires_grad=True)
+    found = logprobs_of(hidden, weight, torch.zeros(0, dtype=torch.int64))
     found.sum().backward()
     assert found.shape == (0,)
-    assert logits.grad.shape == (0, 5)
+    assert hidden.grad.shape == (0, 2)
+    assert torch.equal(weight.grad, torch.zeros(5, 2))
 
 
 _RANK = """
@@ -75,25 +115,30 @@ torch.set_num_threads(1)
 rank, where = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{where}/store", rank=rank, world_size=2)
 torch.manual_seed(4)
-logits = (torch.randn(9, 14, dtype=torch.float64) * 3).requires_grad_()
+hidden = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
+weight = torch.randn(14, 5, dtype=torch.float64, requires_grad=True)
 targets, weights = torch.randint(14, (9,)), torch.randn(2, 9, dtype=torch.float64)
-log_p = (logits / 0.6).log_softmax(-1)
+log_p = (hidden @ weight.t() / 0.6).log_softmax(-1)
 wanted = log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
-(gradient,) = torch.autograd.grad((torch.stack(wanted) * weights).sum(), logits)
+gradients = torch.autograd.grad((torch.stack(wanted) * weights).sum(), (hidden, weight))
+part = slice(rank * 7, rank * 7 + 7)
 for chunk in (1, 40, 1 << 20):
-    mine = logits.detach()[:, rank * 7 : rank * 7 + 7].clone().requires_grad_()
-    found = logprobs_and_entropy(mine, targets, 0.6, dist.group.WORLD, chunk)
+    mine = [x.detach().clone().requires_grad_() for x in (hidden, weight[part])]
+    found = logprobs_and_entropy(*mine, targets, 0.6, dist.group.WORLD, chunk)
     (torch.stack(found) * weights).sum().backward()
     torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(mine.grad, gradient[:, rank * 7 : rank * 7 + 7], rtol=1e-11, atol=1e-12)
-    alone = logprobs_of(mine.detach(), targets, 0.6, dist.group.WORLD, chunk)
+    torch.testing.assert_close(mine[1].grad, gradients[1][part], rtol=1e-11, atol=1e-12)
+    dist.all_reduce(mine[0].grad)
+    torch.testing.assert_close(mine[0].grad, gradients[0], rtol=1e-11, atol=1e-12)
+    with torch.no_grad():
+        alone = logprobs_of(*mine, targets, 0.6, dist.group.WORLD, chunk)
     torch.testing.assert_close(alone, wanted[0], rtol=1e-12, atol=1e-12)
 print("equal")
 leave(0)  # as a rank ends: gloo's threads do not survive the interpreter's teardown
 """
 
 
-def test_two_ranks_that_share_the_vocabulary_get_the_values_and_their_slices_of_the_gradient(tmp_path: Path) -> None:
+def test_two_ranks_that_share_the_vocabulary_get_the_values_and_their_parts_of_the_gradients(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ranks = [
         subprocess.Popen(
@@ -115,18 +160,35 @@ def test_two_ranks_that_share_the_vocabulary_get_the_values_and_their_slices_of_
         assert out.strip() == "equal"
 
 
-def test_an_entropy_that_the_loss_does_not_use_has_no_part_in_the_gradient() -> None:
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_an_entropy_that_the_loss_does_not_use_has_no_part_in_the_gradient(chunk: int) -> None:
     """Of impossible tokens the entropy's gradient is not a number; what is not asked for must not be computed."""
-    logits, targets = example()
-    logits[:, 0] = -torch.inf
+    hidden, weight, targets = example()
+    hidden = torch.cat([hidden, torch.full((7, 1), 1e200, dtype=torch.float64)], 1)
+    weight = torch.cat([weight, torch.zeros(11, 1, dtype=torch.float64)], 1)
+    weight[0, -1] = -1e200  # the logit of token 0 is -inf
     targets = targets.clamp(min=1)
-    inputs = [logits.clone().requires_grad_() for _ in range(2)]
-    logprobs_and_entropy(inputs[0], targets)[0].sum().backward()
-    logprobs_of(inputs[1], targets).sum().backward()
+    inputs = [hidden.clone().requires_grad_() for _ in range(2)]
+    logprobs_and_entropy(inputs[0], weight, targets, 1.0, None, chunk)[0].sum().backward()
+    logprobs_of(inputs[1], weight, targets, 1.0, None, chunk).sum().backward()
     assert torch.equal(inputs[0].grad, inputs[1].grad)
     assert torch.isfinite(inputs[0].grad).all()
 
 
-def test_the_entropy_alone_has_its_own_gradient() -> None:
-    logits, targets = example()
-    assert torch.autograd.gradcheck(lambda x: logprobs_and_entropy(x, targets)[1], (logits.requires_grad_(),))
+def test_no_tensor_is_as_large_as_all_logits() -> None:
+    """Every allocation of the forward and backward pass is counted."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            sizes.extend(x.numel() for x in [result] if isinstance(x, torch.Tensor))
+            return result
+
+    hidden, weight = torch.randn(64, 8, requires_grad=True), torch.randn(500, 8, requires_grad=True)
+    with Watch():
+        logprobs, entropy = logprobs_and_entropy(hidden, weight, torch.zeros(64, dtype=torch.int64), 1.0, None, 4000)
+        (logprobs.sum() + entropy.sum()).backward()
+    assert max(sizes) == 4000  # a chunk of logits, and the gradient of the weights; all logits are 32,000

@@ -1,0 +1,104 @@
+"""Peak memory of the log-probability pass, forward and backward, against the naive one over the full logits.
+
+usage: python bench/logprob_memory.py [--out bench/results/logprob_memory.json]
+
+Both get hidden states [tokens, hidden] and output weights [vocabulary, hidden] in float32, return the
+log-probabilities of random targets and leave the gradients of both inputs. Naive: logits = hidden @ weight.T,
+log_softmax, gather.
+Every measurement is a process of its own: what the kernel counts as its peak resident memory, from when the inputs
+exist until the gradients do, minus what was resident before. The gradients themselves are part of it.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+TOKENS, HIDDEN = 2048, 256
+VOCABULARIES = (32768, 65536, 131072, 262144)
+WAYS = ("naive", "chunked")
+
+
+def resident(field: str) -> int:
+    """Bytes of a memory field of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def measure(way: str, vocabulary: int, tokens: int) -> dict[str, float]:
+    """One pass in this process: {peak_bytes, checksum of results and gradients}."""
+    import torch
+
+    from learner.megatron.logprobs import logprobs_of
+
+    def run(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if way == "chunked":
+            return logprobs_of(hidden, weight, targets)
+        return (hidden @ weight.t()).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    small = [torch.randn(4, HIDDEN, requires_grad=True), torch.randn(8, HIDDEN, requires_grad=True)]
+    run(*small, torch.zeros(4, dtype=torch.int64)).sum().backward()  # libraries set themselves up
+    hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
+    weight = (torch.randn(vocabulary, HIDDEN) / 16).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = resident("VmRSS")
+    logprobs = run(hidden, weight, targets)
+    logprobs.sum().backward()
+    peak = resident("VmHWM") - before
+    sums = [float(x.double().sum()) for x in (logprobs.detach(), hidden.grad.abs(), weight.grad.abs())]
+    return {"peak_bytes": peak, "logprobs": sums[0], "hidden_gradient": sums[1], "weight_gradient": sums[2]}
+
+
+def compare(vocabulary: int, tokens: int) -> dict[str, object]:
+    """Both ways in fresh processes; their results must agree."""
+    found = {}
+    for way in WAYS:
+        command = [sys.executable, __file__, "--way", way, "--vocabulary", str(vocabulary), "--tokens", str(tokens)]
+        found[way] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    for key in ("logprobs", "hidden_gradient", "weight_gradient"):
+        one, other = (found[way][key] for way in WAYS)
+        if abs(one - other) > 1e-4 * abs(one):
+            raise SystemExit(f"vocabulary {vocabulary}: {key} {one} and {other} differ")
+    naive, chunked = (found[way]["peak_bytes"] for way in WAYS)
+    gradients = 4 * HIDDEN * (vocabulary + tokens)
+    return {
+        "vocabulary": vocabulary,
+        "naive_peak_mib": round(naive / 2**20, 1),
+        "chunked_peak_mib": round(chunked / 2**20, 1),
+        "gradients_mib": round(gradients / 2**20, 1),
+        "naive_kib_per_token_beyond_gradients": round((naive - gradients) / tokens / 1024, 1),
+        "chunked_kib_per_token_beyond_gradients": round((chunked - gradients) / tokens / 1024, 1),
+        "naive_over_chunked": round(naive / chunked, 2),
+    }
+
+
+def main() -> None:
+    """Print a line per vocabulary and, with --out, write them with the machine."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--way", choices=WAYS)
+    parser.add_argument("--vocabulary", type=int)
+    words = parser.parse_args()
+    if words.way:
+        print(json.dumps(measure(words.way, words.vocabulary, words.tokens)))
+        return
+    rows = []
+    for vocabulary in [words.vocabulary] if words.vocabulary else VOCABULARIES:
+        rows.append(compare(vocabulary, words.tokens))
+        print(json.dumps(rows[-1]), flush=True)
+    if words.out:
+        from machine import describe
+
+        document = {"machine": describe(("torch",)), "tokens": words.tokens, "hidden": HIDDEN, "rows": rows}
+        words.out.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
