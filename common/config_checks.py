@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from common.architectures import architecture_problems
 from common.config import Config, LearnerConfig, MoeConfig, SftConfig
 from common.errors import ConfigError
 from common.layouts import ModelShape, Problem, document_multiple, model_problems, world_problems
@@ -59,6 +60,7 @@ def problems(config: Config | SftConfig) -> Iterator[Problem]:
     yield from _moe(config)
     shape = yield from _model_folder(config.model.path)
     if shape is not None:
+        yield from architecture_problems(shape.get)
         yield from model_problems(ModelShape.of(shape.get), config.learner.parallel)
         yield from _experts(shape, config.learner.moe)
     yield from _dataset("tasks.dataset", config.tasks.dataset)

@@ -1,24 +1,11 @@
-"""The architectures that are proven to load, compute and come back as in transformers; no torch here.
-
-tests/integration/test_architectures.py is the proof; docs/models.md says what is refused and why.
-"""
+"""Whether Megatron has a model, and a place for every tensor of its folder."""
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from common.architectures import architecture_problems
 from common.errors import UsageError
-
-SUPPORTED = (
-    "DeepseekV3ForCausalLM",
-    "Glm4MoeForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
 
 
 def check_architecture(path: Path, config: Any) -> None:
@@ -26,19 +13,13 @@ def check_architecture(path: Path, config: Any) -> None:
 
     Args:
         path: the folder, for the message.
-        config: transformers configuration, or anything with `architectures`.
+        config: transformers configuration.
 
     Raises:
-        UsageError: another architecture, or weights in a quantised format.
+        UsageError: another architecture than the supported ones, or weights in a quantised format.
     """
-    architecture = (getattr(config, "architectures", None) or ["none"])[0]
-    if architecture not in SUPPORTED:
-        raise UsageError(f"model.path: {path}: {architecture} is not supported; these are: {', '.join(SUPPORTED)}")
-    if getattr(config, "quantization_config", None):
-        raise UsageError(
-            f"model.path: {path} holds quantised weights (quantization_config in config.json), whose scales "
-            "Megatron-Bridge drops; convert them to bfloat16 first"
-        )
+    for key, expected, found, hint in architecture_problems(lambda name: getattr(config, name, None)):
+        raise UsageError(f"{key}: {path}: expected {expected}, found {found}{f'; {hint}' if hint else ''}")
 
 
 def check_names(path: Path, names: Iterable[str], known: Iterable[str], layers: int) -> None:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Frequencies of these do not depend on the sequence, so Hugging Face's table can stand in for Megatron's.
 _FIXED_FREQUENCIES = {"default", "linear", "llama3"}
+_CHANGING_FREQUENCIES = {"dynamic", "longrope"}  # longer sequences have others, also where short ones agree
 LATENT_NORM_EPS = 1e-6
 
 
@@ -52,6 +53,8 @@ def correct_provider(config: Any, provider: Any) -> None:
     correct_window(config, provider)
     if getattr(provider, "num_moe_experts", None):
         correct_router(config, provider)
+    if getattr(config, "n_shared_experts", None):  # GLM's bridge counts one, however many there are
+        provider.moe_shared_expert_intermediate_size = config.moe_intermediate_size * config.n_shared_experts
     if getattr(provider, "multi_latent_attention", False):
         correct_latent_attention(config, provider)
     # multi-token prediction heads need labels; reinforcement learning has none
@@ -152,16 +155,16 @@ def _check_rotary(config: Any, rotary: Any, expected: Tensor, scaling: float) ->
     if isinstance(rotary, YarnRotaryEmbedding):
         embedded, found_scaling = rotary.get_emb(2)
         found = embedded[1, 0, 0, : len(found)].float().cpu()  # angles of position 1
-    agree = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=0)
-    if agree and abs(scaling - found_scaling) < 1e-6:
-        return
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    agree = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=0)
+    if agree and abs(scaling - found_scaling) < 1e-6 and kind not in _CHANGING_FREQUENCIES:
+        return
     if scaling != 1.0 or found.shape != expected.shape or kind not in _FIXED_FREQUENCIES:
         raise UsageError(
             f"rotary embedding of type {kind!r} is not what Megatron computes "
-            f"(attention scaling {scaling}, {len(expected)} frequencies against {len(found)}); "
-            "this model cannot be trained"
+            f"(attention scaling {scaling:.4g} against {found_scaling:.4g}, {len(expected)} frequencies against "
+            f"{len(found)}); this model cannot be trained"
         )
     logger.warning("rotary frequencies of type %r taken from Hugging Face; Megatron's differ", kind)
     rotary.inv_freq = expected.to(rotary.inv_freq.device)

@@ -61,7 +61,7 @@ def _attention(config: Any, tensor: int) -> dict[str, Any]:
     if getattr(config, "kv_lora_rank", None):
         small = math.lcm(4, tensor)
         ranks = {"q_lora_rank": 24 if config.q_lora_rank is not None else None, "kv_lora_rank": 32}
-        dims = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "head_dim": 8, "qk_head_dim": 24}
+        dims = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8, "qk_head_dim": 24}
         return {"hidden_size": 64, "num_attention_heads": small, "num_key_value_heads": small, **ranks, **dims}
     kv = 1 if groups == 1 else math.lcm(2, tensor)
     new = {"num_attention_heads": 2 * math.lcm(kv, tensor), "num_key_value_heads": kv}

@@ -1,8 +1,10 @@
 """A Hugging Face folder to Megatron model chunks, through Megatron-Bridge."""
 
+import contextlib
 import functools
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,8 @@ def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConf
     bridge = AutoBridge.from_hf_pretrained(str(path))
     hf_folder.give_rope_theta(bridge.hf_pretrained.config)
     provider = bridge.to_megatron_provider(load_weights=False)
-    bridge_fixes.correct_provider(hf_config, provider)
+    with _named(path):
+        bridge_fixes.correct_provider(hf_config, provider)
     _configure(provider, dtype, parallel)
     moe.configure(provider, experts)
     provider.finalize()
@@ -69,14 +72,23 @@ def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConf
     for chunk in chunks:
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())  # some modules, a router among them, are made on the CPU
-        bridge_fixes.check_rope(hf_config, chunk)
+        with _named(path):
+            bridge_fixes.check_rope(hf_config, chunk)
         bridge_fixes.correct_latent_norms(chunk)
         moe.prepare(chunk, experts)
+    _check_names(path, hf_config, bridge)
     tasks = bridge.get_conversion_tasks(chunks)
     _check_tasks(path, chunks, tasks)
-    _check_names(path, hf_config, bridge)
     bridge.load_hf_weights(chunks)
     return Model(chunks, provider, bridge, hf_config, tasks)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"model.path: {path}: {error}") from None
 
 
 def _check_tasks(path: Path, chunks: list[torch.nn.Module], tasks: list[Any]) -> None:
@@ -93,7 +105,9 @@ def _check_tasks(path: Path, chunks: list[torch.nn.Module], tasks: list[Any]) ->
 
 
 def _check_names(path: Path, hf_config: Any, bridge: AutoBridge) -> None:
-    registry, names = bridge._model_bridge.mapping_registry(), bridge.hf_pretrained.state.source.get_all_keys()
+    translator = bridge._model_bridge
+    translator._hf_config = hf_config  # GLM's asks for it
+    registry, names = translator.mapping_registry(), bridge.hf_pretrained.state.source.get_all_keys()
     alike = {name: re.sub(r"(?<=\.)\d+(?=\.)", "0", name) for name in names}  # one look-up for all layers and experts
     taken = {one for one in set(alike.values()) if registry.hf_to_megatron_lookup(one) is not None}
     check_names(path, names, [name for name, one in alike.items() if one in taken], hf_config.num_hidden_layers)

@@ -1,16 +1,18 @@
 """The ranks behind test_architectures.py; the process rig is that of megatron_workers.py."""
 
-import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import megatron_workers as rig
 import torch
-from architecture_models import new_model
 from safetensors.torch import load_file, save_file
 
 from common.errors import UsageError
+from tests.integration import fork_rig
+from tests.integration import megatron_workers as rig
+from tests.integration.architecture_models import new_model
 
 
 def job_model(folder: Path, spec: dict[str, Any]) -> None:
@@ -18,6 +20,8 @@ def job_model(folder: Path, spec: dict[str, Any]) -> None:
     kind = spec["kind"]
     model = new_model(kind)
     model.save_pretrained(folder / "models" / kind)
+    if spec.get("refused"):
+        return
     tensors: dict[str, torch.Tensor] = {}
     loss, tokens = torch.zeros(()), 0.0
     for i, batch in enumerate(rig.microbatches(0)):
@@ -48,46 +52,39 @@ def job_load(folder: Path, spec: dict[str, Any]) -> None:
         backend.optimizer.zero_grad()
         backend.schedule.train(mine, rig.policy_loss, rig.TEMPERATURE, entropy=True)
         tensors |= {f"gradient.{n}": t for n, t in rig._gradients(backend).items()}
-    rig._write(folder / spec["name"], backend, tensors, {})
-    rig._leave(backend)
+    fork_rig.write(folder / spec["name"], backend.rank, tensors, {})
+    fork_rig.leave()
 
 
 def job_refused(folder: Path, spec: dict[str, Any]) -> None:
-    """What loading says with corrections of the bridge disabled: of a miniature, of the model itself, unverified."""
+    """What loading says, with corrections of the bridge disabled or without."""
     from learner.megatron import bridge_fixes, hf_folder, verify
 
-    modules = {"bridge_fixes": bridge_fixes, "hf_folder": hf_folder}
-    check = verify.check_translation
-    disabled = [(modules[m], f, getattr(modules[m], f)) for m, f in (name.split(".") for name in spec["disable"])]
-    for module, function, _ in disabled:
-        setattr(module, function, _nothing)
-    result: dict[str, Any] = {"translation": _refusal(folder, spec)}
-    verify.check_translation = _nothing
-    result["weights"] = _refusal(folder, spec)
-    result["unverified"] = _refusal(folder, spec | {"verify": False})
-    verify.check_translation = check
-    for module, function, kept in disabled:
-        setattr(module, function, kept)
-    place = folder / f"wrong-{spec['name']}"
-    place.mkdir(exist_ok=True)
-    (place / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(result))
+    modules = {"bridge_fixes": bridge_fixes, "hf_folder": hf_folder, "verify": verify}
+    names = [name.split(".") for name in spec.get("disable", [])]
+    with ExitStack() as stack:
+        for module, function in names:
+            stack.enter_context(patch.object(modules[module], function, _nothing))
+        result = {"whole": _refusal(folder, spec)}
+        if names:
+            result["unverified"] = _refusal(folder, spec | {"verify": False})
+            stack.enter_context(patch.object(verify, "check_translation", _nothing))
+            result["weights"] = _refusal(folder, spec)
+    fork_rig.write(folder / "refused" / spec["name"], torch.distributed.get_rank(), {}, result)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 def _refusal(folder: Path, spec: dict[str, Any]) -> str | None:
-    from megatron.core import parallel_state
-
     try:
         rig._backend(folder, spec)
     except UsageError as error:
         return str(error)
     finally:
-        parallel_state.destroy_model_parallel()
+        fork_rig.leave()
     return None
 
 
 if __name__ == "__main__":
-    rig.JOBS |= {"model": job_model, "load": job_load, "refused": job_refused}
-    sys.exit(rig.main())
+    sys.exit(fork_rig.serve({"model": job_model, "load": job_load, "refused": job_refused}))

@@ -4,9 +4,7 @@ One run of architecture_workers.py does all the work; the tests compare what it 
 """
 
 import json
-import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,14 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-WORKERS = Path(__file__).with_name("architecture_workers.py")
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 300.0
+from tests.integration import fork_rig
+from tests.integration.architecture_models import REFUSED
+from tests.integration.fork_rig import group
 
-DENSE = ["qwen2", "qwen2.5-untied", "qwen2-window", "qwen3", "llama", "llama-tied", "mistral"]
+WORKERS = Path(__file__).with_name("architecture_workers.py")
+TIMEOUT_S = 400.0
+
+DENSE = ["qwen2", "qwen2.5-untied", "qwen2-window", "qwen3", "llama", "llama-linear", "llama-tied", "mistral"]
 LATENT = ["deepseek-v3", "deepseek-v3-rope", "deepseek-v3-plain"]
 MOE = ["mixtral", "mixtral-window", "qwen3-moe", "qwen3-moe-normed", *LATENT, "glm4-moe"]
 SPLIT = {
@@ -36,6 +37,8 @@ TWO: list[dict[str, Any]] = [
     for kind in kinds
 ]
 
+ROUNDED = [{"name": f"{k}-bf16", "kind": k, "dtype": "bfloat16", "gradients": False} for k in ("mixtral", *LATENT)]
+REFUSALS = [{"name": kind, "kind": kind} for kind in REFUSED]
 # What is disabled (functions that correct the bridge), the model that then goes wrong, and how it is loaded.
 WRONG: list[dict[str, Any]] = [
     {"name": "window", "disable": ["bridge_fixes.correct_window"], "kind": "mistral"},
@@ -65,23 +68,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("architectures")
     for name in ("models", "saved", "gradients"):
         (place / name).mkdir()
-    kinds = [{"kind": kind} for kind in DENSE + MOE]
+    models = [{"kind": kind} for kind in DENSE + MOE] + [{"kind": kind, "refused": True} for kind in REFUSED]
     stages = [
-        [group(1, "model", kinds)],
-        [group(1, "load", ONE), group(2, "load", TWO)],
-        [group(1, "refused", WRONG), group(2, "refused", WRONG_TWO)],
+        [group(1, "model", models)],
+        [group(1, "load", ONE + ROUNDED), group(2, "load", TWO)],
+        [group(1, "refused", WRONG + REFUSALS), group(2, "refused", WRONG_TWO)],
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(WORKERS), str(place), json.dumps(stages), str(TIMEOUT_S)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S + 60)
-    if done.returncode != 0:
-        logs = [f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(place.glob("*.log"))]
-        pytest.fail("\n".join([done.stderr[-3000:], *logs]), pytrace=False)
+    fork_rig.run(WORKERS, place, stages, TIMEOUT_S)
     return place
-
-
-def group(ranks: int, job: str, specs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"ranks": ranks, "job": job, "specs": specs}
 
 
 def section(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -139,15 +133,33 @@ def test_transformers_loads_the_saved_folder_with_the_same_weights(folder: Path,
         assert torch.equal(tensor, original[name]), name
 
 
+@pytest.mark.parametrize("spec", ROUNDED, ids=[s["name"] for s in ROUNDED])
+def test_bfloat16_rounds_the_weights_once_and_leaves_what_routers_select_by(folder: Path, spec: dict[str, Any]) -> None:
+    source = load_file(folder / "models" / spec["kind"] / "model.safetensors")
+    weights = section(of_ranks(folder, spec)[0], "weight")
+    assert weights.keys() == source.keys()
+    for name, tensor in source.items():
+        dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+        assert weights[name].dtype == dtype, name
+        assert torch.equal(weights[name], tensor.to(dtype)), name
+
+
 @pytest.mark.parametrize("spec", WRONG + WRONG_TWO, ids=[s["name"] for s in WRONG + WRONG_TWO])
 def test_the_forward_check_refuses_a_wrong_translation_on_every_rank(folder: Path, spec: dict[str, Any]) -> None:
     source = folder / "models" / spec["kind"]
     architecture = json.loads((source / "config.json").read_text())["architectures"][0]
-    files = sorted((folder / f"wrong-{spec['name']}").glob("*.json"))
-    assert len(files) == (2 if spec in WRONG_TWO else 1)
-    for file in files:
-        for what in ("translation", "weights"):  # a miniature, and the model itself
-            message = json.loads(file.read_text())[what]
-            assert message.startswith(f"model.path: {source}: Megatron computes {architecture} otherwise")
-            assert "model.verify: false" in message
-        assert json.loads(file.read_text())["unverified"] is None
+    ranks = fork_rig.Outcome(folder / "refused" / spec["name"]).ranks
+    assert len(ranks) == (2 if spec in WRONG_TWO else 1)
+    for said in ranks:
+        for what, named in (("whole", "a miniature of it"), ("weights", "it")):
+            assert said[what].startswith(f"model.path: {source}: Megatron computes {architecture} otherwise")
+            assert f"log-probabilities of {named} differ by" in said[what]
+            assert "model.verify: false" in said[what]
+        assert said["unverified"] is None
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_megatron_cannot_do_is_refused_with_its_reason(folder: Path, kind: str) -> None:
+    (said,) = fork_rig.Outcome(folder / "refused" / kind).ranks
+    assert said["whole"].startswith(f"model.path: {folder / 'models' / kind}")
+    assert re.search(REFUSED[kind][1], said["whole"])

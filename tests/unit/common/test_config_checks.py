@@ -133,6 +133,15 @@ def test_unreadable_model_config_is_refused(folder):
     refused(job(folder), "model.path", "readable config.json")
 
 
+@pytest.mark.parametrize(
+    ("entry", "word"),
+    [({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM"), ({"quantization_config": {"bits": 4}}, "quant")],
+)
+def test_a_model_that_megatron_cannot_be_trusted_with_is_refused(folder, entry, word):
+    (folder / "model" / "config.json").write_text(json.dumps({**SHAPE, **entry}))
+    refused(job(folder), "model.path", word)
+
+
 def test_missing_dataset_is_refused(folder):
     refused(job(folder, tasks={"dataset": str(folder / "no.jsonl")}), "tasks.dataset", "does not exist")
 

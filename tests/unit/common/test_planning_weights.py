@@ -109,8 +109,8 @@ def test_every_model_folder_has_its_published_size_here() -> None:
 def test_every_architecture_that_the_learner_supports_is_counted() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
+    from common.architectures import SUPPORTED
     from common.planning.architecture import READERS
-    from learner.megatron.architectures import SUPPORTED
 
     assert {kind for kind, model in names.items() if model in SUPPORTED} <= set(READERS)
 
