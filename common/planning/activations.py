@@ -13,6 +13,7 @@ from common.planning.architecture import Architecture, Attention
 from common.planning.ranks import stage_chunks
 
 FLOAT32 = 4
+CHUNK_ELEMENTS = 1 << 26  # of logits at once on a GPU (learner.megatron.logprobs)
 
 
 class Activations(msgspec.Struct, frozen=True):
@@ -21,18 +22,18 @@ class Activations(msgspec.Struct, frozen=True):
     Attributes:
         layers: what the layers keep for all microbatches in flight.
         recomputed: one layer's own activations while it is computed again (full recomputation).
-        logits: logits of one microbatch, their gradient, and the final norm; 0 but on the last stage.
+        output: of the final norm and the output layer for one microbatch; 0 but on the last stage.
         in_flight: microbatches whose activations are held at once, in units of the whole stage.
     """
 
     layers: int
     recomputed: int
-    logits: int
+    output: int
     in_flight: float
 
     @property
     def total(self) -> int:
-        return self.layers + self.recomputed + self.logits
+        return self.layers + self.recomputed + self.output
 
 
 def activations(
@@ -62,12 +63,24 @@ def activations(
         if memory.recompute == "full":  # a layer keeps its input alone
             kept, again = len(layers) * tokens * model.hidden * item_bytes // shards, max(sizes, default=0)
         held = in_flight(stage, parallel, microbatches)
-        logits = 0
-        if stage == len(stages) - 1:
-            width = model.vocabulary // parallel.tensor
-            logits = tokens * item_bytes * (2 * width + 2 * model.hidden // shards)
-        out.append(Activations(round(kept * held), again, logits, held))
+        output = output_bytes(model, parallel, tokens, item_bytes) if stage == len(stages) - 1 else 0
+        out.append(Activations(round(kept * held), again, output, held))
     return out
+
+
+def output_bytes(model: Architecture, parallel: ParallelConfig, tokens: int, item_bytes: int) -> int:
+    """Peak of final norm, output layer and loss in the backward pass, which takes logits in chunks.
+
+    Args:
+        tokens: of this context-parallel rank.
+    """
+    width = model.vocabulary // parallel.tensor
+    shards = parallel.tensor if parallel.sequence_parallel else 1
+    norm = 2 * tokens * model.hidden * item_bytes // shards
+    hidden = 2 * tokens * model.hidden * item_bytes  # whole on every tensor-parallel rank, and its gradient
+    weight = width * model.hidden * (FLOAT32 + item_bytes)  # its gradient, and one chunk's part of it
+    chunk = 2 * min(max(CHUNK_ELEMENTS, width), tokens * width) * FLOAT32  # log-probabilities and probabilities
+    return norm + hidden + weight + chunk
 
 
 def in_flight(stage: int, parallel: ParallelConfig, microbatches: int) -> float:

@@ -54,11 +54,6 @@ def _memory(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
         advice.append("more ranks")
         peak = f"{stage.peak / GIB:.1f} GiB with {HEADROOM:.0%} left free"
         yield f"The fullest rank does not fit a GPU of {' or '.join(too_small)} ({peak}); {', or '.join(advice)}."
-    if stage.activations.logits > stage.peak / 5:
-        yield (
-            f"Logits and their gradient take {stage.activations.logits / GIB:.1f} GiB on the last stage; a smaller "
-            "learner.micro_batch_tokens shrinks them."
-        )
     host = sum(s.host for s in plan.stages) / len(plan.stages) * plan.gpus_per_node
     if host:
         yield f"Offloading takes about {host / GIB:.0f} GiB of host memory on a node of {plan.gpus_per_node} ranks."

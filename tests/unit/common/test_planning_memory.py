@@ -3,7 +3,7 @@
 import pytest
 
 from common.config import MemoryConfig, ParallelConfig
-from common.planning.activations import activations, in_flight, layer_bytes
+from common.planning.activations import activations, in_flight, layer_bytes, output_bytes
 from common.planning.architecture import Architecture, Attention, Experts, LatentAttention
 from common.planning.shards import Parameter, chunk_parameters, share
 from common.planning.weights import count
@@ -81,15 +81,23 @@ def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
     assert full[0].layers == 2 * 2 * 100 * H * 2  # layers x microbatches x tokens x hidden x bytes
     assert full[0].recomputed == layer_bytes(model, parallel, False, 100, 2) == none[0].layers // 4
     assert none[0].recomputed == 0
-    assert full[0].logits == 0
-    assert full[1].logits == 100 * 2 * (2 * 1024 + 2 * H)
+    assert full[0].output == 0
+    assert full[1].output > 0
+
+
+def test_the_output_layer_works_in_chunks() -> None:
+    model, parallel = decoder(vocabulary=1 << 17), ParallelConfig(tensor=4)
+    width, item = (1 << 17) // 4, 2
+    norm, hidden, weight = 2 * H * item // 4, 2 * H * item, width * H * (4 + item)
+    assert output_bytes(model, parallel, 100, item) == 100 * (norm + hidden + 2 * width * 4) + weight
+    many = 1 << 20  # tokens: from 2^26 elements on, logits take no more
+    assert output_bytes(model, parallel, many, item) == many * (norm + hidden) + weight + 2 * (1 << 26) * 4
 
 
 def test_context_parallelism_divides_the_tokens() -> None:
     whole = activations(decoder(), ParallelConfig(), MemoryConfig(), 4096, 1, 2)[0]
     cut = activations(decoder(), ParallelConfig(context=4), MemoryConfig(), 4096, 1, 2)[0]
     assert cut.layers * 4 == whole.layers
-    assert cut.logits * 4 == whole.logits
 
 
 def test_a_buffer_starts_parameters_at_64_and_ends_at_a_multiple_of_128_and_the_shards() -> None:
