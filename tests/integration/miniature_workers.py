@@ -34,8 +34,8 @@ def job_model(folder: Path, spec: dict[str, Any]) -> None:
     (path / "tokenizer.json").write_text("{}")
 
 
-def documents(behavior: list[np.ndarray] | None, supervised: bool) -> list[Any]:
-    """Sixteen documents of 5 to 40 tokens; never token 0."""
+def documents(behavior: list[np.ndarray] | None, supervised: bool, routing: tuple[int, int] | None = None) -> list[Any]:
+    """Sixteen documents of 5 to 40 tokens, never token 0; with `routing` (MoE layers, experts) also a choice of two."""
     from learner.packing import Document
 
     random = np.random.default_rng(3)
@@ -49,7 +49,11 @@ def documents(behavior: list[np.ndarray] | None, supervised: bool) -> list[Any]:
             continue
         noise = random.normal(0, 0.1, length).astype(np.float32)
         logprobs = noise if behavior is None else behavior[i] + noise
-        out.append(Document(tokens, mask, logprobs, np.zeros(length, np.int32), advantage))
+        routed = None
+        if routing is not None:
+            layers, experts = routing
+            routed = random.random((length, layers, experts)).argsort(-1)[..., :2].astype(np.int16)
+        out.append(Document(tokens, mask, logprobs, np.zeros(length, np.int32), advantage, routed_experts=routed))
     return out
 
 
@@ -71,12 +75,12 @@ def job_train(folder: Path, spec: dict[str, Any]) -> None:
         return numbers, build(made, numbers)
 
     if spec["alone"] and not supervised:
-        np.savez(file, *_by_document(backend, *packed(documents(None, supervised))))
+        np.savez(file, *_by_document(backend, *packed(documents(None, supervised, small.routing))))
     behavior = None
     if not supervised:
         with np.load(file) as saved:
             behavior = [saved[name] for name in saved.files]
-    made = documents(behavior, supervised)
+    made = documents(behavior, supervised, small.routing)
     numbers, mine = packed(made)
     loss = cross_entropy
     if not supervised:

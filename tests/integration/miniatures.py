@@ -24,6 +24,7 @@ from common.config import (
 )
 from common.config_loading import load_either
 from common.layouts import layers_per_stage
+from common.planning.architecture import read_architecture
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 8
@@ -46,6 +47,14 @@ class Miniature:
     def alone(self) -> LearnerConfig | SftLearnerConfig:
         """The learner of the same miniature on one rank."""
         return msgspec.structs.replace(self.learner, world_size=1, parallel=ParallelConfig())
+
+    @property
+    def routing(self) -> tuple[int, int] | None:
+        """(MoE layers, experts) when routing is replayed."""
+        model = read_architecture(self.document)
+        if not self.learner.moe.replay_routing or model.experts is None:
+            return None
+        return sum(model.moe_layers), model.experts.count
 
     def backend(self, folder: Path, learner: LearnerConfig | SftLearnerConfig) -> Any:
         """Collective."""
