@@ -17,6 +17,7 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Text = Annotated[str, Meta(min_length=1)]
 Scalar = str | int | float | bool
+Recompute = Literal["none", "selective", "full"]
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -103,7 +104,7 @@ class LossConfig(Strict, frozen=True, kw_only=True):
 
 
 class MemoryConfig(Strict, frozen=True, kw_only=True):
-    recompute: Literal["none", "selective", "full"] = "none"  # activations computed again in the backward pass
+    recompute: Recompute = "none"  # activations computed again in the backward pass
     offload_optimizer: bool = False  # states and main parameters in host memory while not in use
     offload_gradients: bool = False
     offload_parameters: bool = False

@@ -55,7 +55,6 @@ def check_config(config: Config | SftConfig, file: str) -> None:
 
 def problems(config: Config | SftConfig) -> Iterator[Problem]:
     """Everything that does not fit, the most basic first."""
-    yield from _pending(config)
     yield from world_problems(config.learner.world_size, config.learner.parallel)
     yield from _moe(config)
     shape = yield from _model_folder(config.model.path)
@@ -76,20 +75,6 @@ def problems(config: Config | SftConfig) -> Iterator[Problem]:
     yield from _network(config)
     if shape is not None and config.learner.moe.replay_routing:
         yield from _routing_bytes(config, shape)
-
-
-def _pending(config: Config | SftConfig) -> Iterator[Problem]:
-    """Keys of the schema that nothing reads yet; each goes from here with the change that makes it work."""
-    learner = config.learner
-    used = {
-        "learner.memory.recompute": learner.memory.recompute != "none",
-        "learner.memory.offload_optimizer": learner.memory.offload_optimizer,
-        "learner.memory.offload_gradients": learner.memory.offload_gradients,
-        "learner.memory.offload_parameters": learner.memory.offload_parameters,
-    }
-    for key, is_used in used.items():
-        if is_used:
-            yield key, "its default", "another value", "this version does not support it yet"
 
 
 def split_address(address: str) -> tuple[str, int | None]:

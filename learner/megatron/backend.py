@@ -30,6 +30,7 @@ from learner.megatron.export import Exporter
 from learner.megatron.hf_folder import check_layout, read_config
 from learner.megatron.model import DTYPES, Model, build
 from learner.megatron.moe import Experts
+from learner.megatron.offload import Offload
 from learner.megatron.optimizer import Optimizer, wrap_chunks
 from learner.megatron.reference import Reference, without_routing
 from learner.megatron.schedule import Schedule
@@ -90,7 +91,7 @@ class MegatronBackend:
         if model.verify:
             assemble = partial(build, experts=MoeConfig())
             verify.check_translation(self.model_path, hf_config, dtype, layout, assemble, self._forward)
-        built = build(self.model_path, hf_config, dtype, layout, learner.moe)
+        built = build(self.model_path, hf_config, dtype, layout, learner.moe, learner.memory.recompute)
         self.chunks = wrap_chunks(built)
         self.optimizer = Optimizer(self.chunks, learner.optimizer, dtype, total_steps)
         experts = Experts(built.chunks, built.config, learner.moe)
@@ -101,6 +102,7 @@ class MegatronBackend:
         self.exporter = Exporter(built, self.chunks)
         self.reference = Reference.of(model, learner, built, self.chunks)
         self.checkpoints = Writer(self.chunks, self.optimizer, layout)
+        self.offload = Offload(learner.memory, self.chunks, self.optimizer)
         if self.rank == 0:
             logger.info(
                 "model %s on %d ranks: tensor %d, pipeline %d x %d, expert %d, data %d; %s, %s",
@@ -121,36 +123,41 @@ class MegatronBackend:
         Raises:
             SlipstreamError: the gradient norm is not finite; the weights are unchanged.
         """
-        self.optimizer.zero_grad()
-        totals = self.schedule.train(microbatches, loss, temperature, entropy)
-        norm, rate = self.optimizer.step()
+        with self.offload.parameters(), self.offload.gradients():
+            self.optimizer.zero_grad()
+            totals = self.schedule.train(microbatches, loss, temperature, entropy)
+            with self.offload.optimizer():
+                norm, rate = self.optimizer.step()
         mean = totals.loss_sum / totals.denominator if totals.denominator > 0 else 0.0
         return StepResult(mean, totals.loss_tokens, norm, rate, totals.sums, totals.maxima, totals.histograms)
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """[T] float32 log-probabilities of the targets, on the CPU of every rank of the replica. Collective."""
-        return self.schedule.logprobs(microbatches, temperature)
+        with self.offload.parameters():
+            return self.schedule.logprobs(microbatches, temperature)
 
     def reference_logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """As `logprobs`, of the model in learner.loss.reference (else model.path), with its own routing. Collective."""
-        with self.reference.in_place():
+        with self.offload.parameters(), self.reference.in_place():
             return self.schedule.logprobs(without_routing(microbatches), temperature)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on this rank's device), in a fixed order, on every rank. Collective.
 
-        A tensor may share memory with the parameter: copy what must outlive the next step.
+        A tensor may share memory with the parameter: copy it before asking for the next one.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self.offload.parameters():
             yield from self.exporter.tensors()
 
     def save_hf(self, path: Path) -> None:
         """Write a Hugging Face folder that transformers and vLLM load; complete or absent. Collective."""
-        self.exporter.save(self.model_path, Path(path))
+        with self.offload.parameters():
+            self.exporter.save(self.model_path, Path(path))
 
     def start_checkpoint(self, path: Path) -> None:
         """Begin to write model, optimizer, step and RNG, as they are now, into the new folder `path`. Collective."""
-        self.checkpoints.start(Path(path))
+        with self.offload.parameters(), self.offload.optimizer():
+            self.checkpoints.start(Path(path))
 
     def checkpoint_done(self, wait: bool) -> bool:
         """Whether the last started checkpoint is complete and durable; with `wait` it is on return. Collective.
@@ -167,7 +174,8 @@ class MegatronBackend:
 
     def load_checkpoint(self, path: Path) -> None:
         """The reverse, also under another parallel layout. Collective."""
-        self.checkpoints.load(Path(path))
+        with self.offload.parameters(), self.offload.optimizer():
+            self.checkpoints.load(Path(path))
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes to every rank. Collective."""

@@ -13,7 +13,7 @@ import torch
 from megatron.bridge import AutoBridge
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from common.config import MoeConfig, ParallelConfig
+from common.config import MoeConfig, ParallelConfig, Recompute
 from common.errors import UsageError
 from learner.megatron import bridge_fixes, hf_folder, moe
 from learner.megatron.architectures import check_names
@@ -50,7 +50,14 @@ class Model:
     tasks: list[Any]
 
 
-def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig, experts: MoeConfig) -> Model:
+def build(
+    path: Path,
+    hf_config: Any,
+    dtype: torch.dtype,
+    parallel: ParallelConfig,
+    experts: MoeConfig,
+    recompute: Recompute = "none",
+) -> Model:
     """Build and load this rank's chunks. Collective, after parallel.initialize.
 
     Raises:
@@ -65,6 +72,7 @@ def build(path: Path, hf_config: Any, dtype: torch.dtype, parallel: ParallelConf
         bridge_fixes.correct_provider(hf_config, provider)
     _configure(provider, dtype, parallel)
     moe.configure(provider, experts)
+    _recompute(provider, recompute)
     provider.finalize()
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     virtual = parallel.virtual_pipeline
@@ -89,6 +97,14 @@ def _named(path: Path) -> Iterator[None]:
         yield
     except UsageError as error:
         raise UsageError(f"model.path: {path}: {error}") from None
+
+
+def _recompute(provider: Any, recompute: Recompute) -> None:
+    """Which activations the backward pass computes again: none, those of core attention, or every layer's."""
+    provider.recompute_granularity = None if recompute == "none" else recompute
+    provider.recompute_method = "uniform" if recompute == "full" else None
+    provider.recompute_num_layers = 1 if recompute == "full" else None
+    provider.recompute_modules = ["core_attn"]
 
 
 def _check_tasks(path: Path, chunks: list[torch.nn.Module], tasks: list[Any]) -> None:

@@ -21,6 +21,7 @@ SAVE_TWO = [
     {"name": "dp2"},
     {"name": "vpp2", "parallel": {"pipeline": 2, "virtual_pipeline": 2}},
     {"name": "ep2", "kind": "moe", "parallel": {"expert": 2}},
+    {"name": "cp2", "parallel": {"context": 2}},
 ]
 SAVE_FOUR = [{"name": "dp4"}, {"name": "ep2-dp2", "kind": "moe", "parallel": {"expert": 2}}]
 
@@ -35,7 +36,7 @@ def other(checkpoint: str, name: str, kind: str = "tied", **parallel: int) -> di
 
 SAME_ONE, SAME_TWO = again(SAVE_ONE), again(SAVE_TWO)
 OTHER_ONE = [
-    *(other(name, "one") for name in ("tp2", "pp2", "vpp2", "dp4")),
+    *(other(name, "one") for name in ("tp2", "pp2", "vpp2", "dp4", "cp2")),
     other("ep2", "one", "moe"),
     other("ep2-dp2", "one", "moe"),
 ]
@@ -45,9 +46,14 @@ OTHER_TWO = [
     other("dp4", "tp2", tensor=2),
     other("one", "vpp2", pipeline=2, virtual_pipeline=2),
     other("moe", "ep2", "moe", expert=2),
+    other("one", "cp2", context=2),
     other("ep2-dp2", "ep2", "moe", expert=2),
 ]
-OTHER_FOUR = [other("tp2", "tp2-pp2", tensor=2, pipeline=2), other("ep2", "ep2-pp2", "moe", expert=2, pipeline=2)]
+OTHER_FOUR = [
+    other("tp2", "cp2-pp2", context=2, pipeline=2),
+    other("ep2", "ep2-pp2", "moe", expert=2, pipeline=2),
+    other("ep2", "ep2-tp2", "moe", expert=2, tensor=2),
+]
 FULL_DISK = {"name": "full", "parallel": {"tensor": 2}}
 
 

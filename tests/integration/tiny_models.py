@@ -13,7 +13,6 @@ VOCABULARY = 128
 TEMPERATURE = 0.7
 # eps: with 1e-8 Adam makes whole steps of the rounding of gradients that are nearly zero
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, warmup_steps=2, schedule="cosine", weight_decay=0.01, grad_clip=1.0)
-KINDS = ("tied", "untied", "moe")
 
 
 def make(path: Path, kind: str, seed: int = 0) -> Any:
@@ -25,6 +24,8 @@ def make(path: Path, kind: str, seed: int = 0) -> Any:
     base |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2)
     base |= dict(head_dim=16, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
     base |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, attn_implementation="sdpa")
+    if kind == "wide":
+        base |= dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=3, initializer_range=0.02)
     if kind == "moe":
         experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**base, **experts))
