@@ -8,7 +8,6 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -21,9 +20,11 @@ from common.layouts import ModelShape, Problem, model_problems, world_problems
 from common.planning.architecture import UnknownArchitecture, read_architecture
 from common.planning.plan import Plan, make_plan
 from common.planning.remarks import remarks
-from learner.megatron.architectures import check_architecture
 from rollout_fleet.environments import registry
 from rollout_fleet.node import LOOKAHEAD_GROUPS
+
+# how config_checks begins what it expects of a model's folder beside config.json
+MISSING_FROM_MODEL = ("a Hugging Face model folder with a tokenizer", "a Hugging Face model folder with weights")
 
 
 @dataclass
@@ -75,10 +76,6 @@ def make_review(file: str, overrides: list[str], gpus_per_node: int = 8) -> Revi
             review.failed.append(describe((error.key, error.expected, error.found, error.hint)))
     review.before_launch += _not_yet(config, gpus_per_node)
     document = read_model(Path(config.model.path))
-    try:
-        check_architecture(Path(config.model.path), SimpleNamespace(**document))
-    except UsageError as error:
-        review.failed.append(shortened(str(error)))
     learner = config.learner
     shape = ModelShape.of(document.get)
     if not [*world_problems(learner.world_size, learner.parallel), *model_problems(shape, learner.parallel)]:
@@ -106,22 +103,17 @@ def read_model(folder: Path) -> dict[str, object]:
 
 
 def describe(problem: Problem) -> str:
-    """A problem in one line."""
+    """A problem in one line, without the current folder in front of paths."""
     key, expected, found, hint = problem
     text = f"{key}: expected {expected}, found {found}"
-    return shortened(f"{text}; {hint}" if hint else text)
-
-
-def shortened(text: str) -> str:
-    """Without the current folder in front of paths."""
-    return text.replace(f"{Path.cwd()}{os.sep}", "")
+    return (f"{text}; {hint}" if hint else text).replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def _is_missing_file(problem: Problem, config: Config | SftConfig) -> bool:
     """Whether the problem goes away once somebody puts weights, a tokenizer or a dataset in its place."""
-    key = problem[0]
+    key, expected, _, _ = problem
     if key == "model.path":
-        return (Path(config.model.path) / "config.json").is_file()
+        return expected.startswith(MISSING_FROM_MODEL)
     datasets = {"tasks.dataset": config.tasks.dataset}
     if isinstance(config, Config) and config.tasks.eval_dataset:
         datasets["tasks.eval_dataset"] = config.tasks.eval_dataset

@@ -17,7 +17,7 @@ from launch.plan import Review
 
 GIB = 1 << 30
 WIDTH = 118
-MEMORY = ("parameters", "gradients", "optimizer", "activations", "output", "training", "update", "host")
+MEMORY = ("parameters", "gradients", "optimizer", "activations", "output", "training", "update", "waiting", "host")
 
 
 def show(review: Review) -> None:
@@ -178,7 +178,7 @@ def _memory(stages: Sequence[Stage]) -> Table:
 def _memory_row(stage: Stage) -> list[str]:
     r, a = stage.resident, stage.activations
     sizes = [r.parameters, r.gradients, r.optimizer, a.layers + a.recomputed, a.output]
-    sizes += [stage.training, stage.updating, stage.host]
+    sizes += [stage.training, stage.updating, stage.waiting, stage.host]
     return [*(f"{n / GIB:.1f}" for n in sizes), f"{a.in_flight:g}"]
 
 

@@ -19,7 +19,8 @@ class Stage(msgspec.Struct, frozen=True):
         layers: [first, one past the last] of each virtual stage.
         training: on the device at the peak of forward and backward.
         updating: on the device during the optimizer step.
-        host: kept in host memory.
+        waiting: on the device between steps.
+        host: kept in host memory; offloaded gradients are not, they start at zero.
     """
 
     layers: list[tuple[int, int]]
@@ -29,6 +30,7 @@ class Stage(msgspec.Struct, frozen=True):
     activations: Activations
     training: int
     updating: int
+    waiting: int
     host: int
 
     @property
@@ -121,7 +123,6 @@ def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, micro
         training = r.parameters + r.gradients + a.total + (0 if memory.offload_optimizer else r.optimizer)
         host = r.parameters if reference else 0
         host += r.optimizer if memory.offload_optimizer else 0
-        host += r.gradients if memory.offload_gradients else 0
         host += r.parameters if memory.offload_parameters else 0
         out.append(
             Stage(
@@ -132,6 +133,9 @@ def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, micro
                 activations=a,
                 training=training,
                 updating=r.parameters + r.gradients + r.optimizer,
+                waiting=(0 if memory.offload_parameters else r.parameters)
+                + (0 if memory.offload_gradients else r.gradients)
+                + (0 if memory.offload_optimizer else r.optimizer),
                 host=host,
             )
         )

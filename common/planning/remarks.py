@@ -57,6 +57,8 @@ def _memory(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
     host = sum(s.host for s in plan.stages) / len(plan.stages) * plan.gpus_per_node
     if host:
         yield f"Offloading takes about {host / GIB:.0f} GiB of host memory on a node of {plan.gpus_per_node} ranks."
+    if memory.recompute == "selective":
+        yield "Selective recomputation drops the attention matrix; flash attention never keeps it, so little is saved."
     if not config.learner.parallel.sequence and config.learner.parallel.tensor > 1:
         yield "Without sequence parallelism every tensor-parallel rank keeps norms and residuals whole."
 

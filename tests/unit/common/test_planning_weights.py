@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.planning.architecture import Architecture, UnknownArchitecture, read_architecture
+from common.architectures import SUPPORTED
+from common.planning.architecture import READERS, Architecture, UnknownArchitecture, read_architecture
 from common.planning.weights import count, count_active, hf_tensors
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
@@ -108,9 +109,6 @@ def test_every_model_folder_has_its_published_size_here() -> None:
 
 def test_every_architecture_that_the_learner_supports_is_counted() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
-
-    from common.architectures import SUPPORTED
-    from common.planning.architecture import READERS
 
     assert {kind for kind, model in names.items() if model in SUPPORTED} <= set(READERS)
 

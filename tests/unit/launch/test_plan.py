@@ -124,7 +124,7 @@ def test_without_config_json_there_is_nothing_to_plan_from(here: Path, capsys) -
 
 def test_an_architecture_that_cannot_be_counted_says_which_can(here: Path, capsys) -> None:
     file = here / "configs" / "models" / "Qwen3-0.6B" / "config.json"
-    file.write_text(file.read_text().replace('"qwen3"', '"gpt2"'))
+    file.write_text(file.read_text().replace('"qwen3"', '"gpt2"').replace("Qwen3ForCausalLM", "GPT2LMHeadModel"))
     assert main(["plan", "configs/qwen3-0.6b-gsm8k.yaml"]) == 2
     assert "the planner counts qwen2, qwen3, llama" in capsys.readouterr().err
 
@@ -134,10 +134,24 @@ def test_quantised_weights_and_unproven_architectures_fail_as_at_launch(here: Pa
     document = json.loads(file.read_text())
     file.write_text(json.dumps({**document, "quantization_config": {"quant_method": "fp8"}}))
     (failed,) = make_review("configs/qwen3-0.6b-gsm8k.yaml", []).failed
-    assert failed.startswith("model.path: configs/models/Qwen3-0.6B: expected weights in bfloat16 or float32")
+    assert failed.startswith("model.path: expected weights in bfloat16 or float32, found quantised ones")
     file.write_text(json.dumps({**document, "architectures": ["Qwen3ForSequenceClassification"]}))
     (failed,) = make_review("configs/qwen3-0.6b-gsm8k.yaml", []).failed
-    assert "Qwen3ForSequenceClassification is not supported" in failed
+    assert "found Qwen3ForSequenceClassification in config.json" in failed
+
+
+def test_offloaded_bytes_leave_the_device_where_they_are_not_in_use(here: Path) -> None:
+    full = make_review("configs/deepseek-v3.yaml", []).plan
+    words = [f"learner.memory.offload_{what}=false" for what in ("optimizer", "gradients", "parameters")]
+    kept = make_review("configs/deepseek-v3.yaml", words).plan
+    assert full is not None
+    assert kept is not None
+    for away, here_ in zip(full.stages, kept.stages, strict=True):
+        held = here_.resident
+        assert here_.training - away.training == held.optimizer
+        assert here_.updating == away.updating == held.parameters + held.gradients + held.optimizer
+        assert (here_.waiting, away.waiting) == (here_.updating, 0)
+        assert (here_.host, away.host) == (0, held.parameters + held.optimizer)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +165,7 @@ def test_quantised_weights_and_unproven_architectures_fail_as_at_launch(here: Pa
         ("mixtral-8x7b", ["rollout.engine.tensor_parallel=1"], "leaves a GPU of 80 GB cache for 0 tokens"),
         ("mixtral-8x7b", ["broker.max_bytes=1000000", "broker.max_message_bytes=1000000"], "a full window"),
         ("mixtral-8x7b", ["learner.moe.freeze_router=false"], "Routers train without balancing"),
+        ("mixtral-8x7b", ["learner.memory.recompute=selective"], "flash attention never keeps it"),
         ("mixtral-8x7b", ["learner.world_size=8"], "does not fit a GPU of 80 GB"),
     ],
 )
