@@ -1,11 +1,14 @@
 """Every config in configs/ for a named model, in miniature: its layout trains as one rank does."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from common.config_loading import load_either
+from common.layouts import layers_per_stage
 from tests.integration import fork_rig
-from tests.integration.miniatures import RANKS, miniature
+from tests.integration.miniatures import RANKS, ROOT, miniature
 
 WORKERS = Path(__file__).with_name("miniature_workers.py")
 NAMES = [
@@ -63,3 +66,17 @@ def test_parallel_sizes_are_the_largest_that_the_ranks_allow(name: str, sizes: d
     assert small.ranks <= RANKS
     found = {axis: getattr(small.learner.parallel, axis, 0) for axis in sizes if axis != "data"}
     assert found | {"data": small.learner.data_parallel} == {"data": 1} | sizes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_features_are_kept(name: str) -> None:
+    small, config = miniature(name), load_either(ROOT / "configs" / f"{name}.yaml")
+    real = json.loads((ROOT / config.model.path / "config.json").read_text())
+    assert small.document.keys() == real.keys()
+    kept = ("architectures", "model_type", "tie_word_embeddings", "norm_topk_prob", "scoring_func", "topk_method")
+    assert [small.document.get(key) for key in kept] == [real.get(key) for key in kept]
+    assert (small.document.get("rope_scaling") is None) == (real.get("rope_scaling") is None)
+    assert (small.learner.memory, small.learner.moe) == (config.learner.memory, config.learner.moe)
+    stages = [set(layers_per_stage(d["num_hidden_layers"], p)) for d, p in (
+        (real, config.learner.parallel), (small.document, small.learner.parallel))]  # fmt: skip
+    assert (len(stages[0]) > 1) == (len(stages[1]) > 1)

@@ -198,7 +198,7 @@ def test_planning_imports_nothing_heavy() -> None:
 
 def test_the_documented_example_is_what_the_command_prints(here: Path) -> None:
     documented = (ROOT / "docs" / "plan.md").read_text()
-    review = make_review("configs/mixtral-8x7b.yaml", ["learner.memory.recompute=none"])
+    review = make_review("configs/mixtral-8x7b.yaml", [])
     lines = [line.rstrip() for line in text_of(review).splitlines()]
     _, _, shown = documented.partition("<!-- example -->\n```\n")
     assert shown.partition("\n```\n")[0].split("\n") == lines  # else paste the command's output there
