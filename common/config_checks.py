@@ -214,6 +214,9 @@ def _rollout(config: Config, shape: dict[str, object] | None) -> Iterator[Proble
     if rollout.temperature < LOWEST_TEMPERATURE:
         hint = "below it sampling is greedy and log-probabilities say nothing"
         yield "rollout.temperature", f"at least {LOWEST_TEMPERATURE}", str(rollout.temperature), hint
+    if rollout.top_p < 1:
+        hint = "the sampler's log-probabilities would be those of a cut distribution: importance ratios come out biased"
+        yield "rollout.top_p", "1 in training", str(rollout.top_p), hint
     heads = _number(shape or {}, "num_attention_heads")
     if heads and heads % engine.tensor_parallel:
         expected = f"a divisor of the model's {heads} attention heads"

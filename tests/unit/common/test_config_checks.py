@@ -164,6 +164,7 @@ def test_missing_eval_dataset_is_refused(folder):
         ({"engine": {"max_model_len": 4096}}, "rollout.engine.max_model_len", "1024"),
         ({"concurrency": 4}, "rollout.concurrency", "rollout.group_size (8)"),
         ({"temperature": 0.001}, "rollout.temperature", "at least 0.01"),
+        ({"top_p": 0.9}, "rollout.top_p", "biased"),
         ({"engine": {**ENGINE, "tensor_parallel": 3}}, "rollout.engine.tensor_parallel", "4 attention heads"),
     ],
 )

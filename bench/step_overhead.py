@@ -1,0 +1,223 @@
+"""What the learner's step costs above the work itself, on one core.
+
+Three ways to do one supervised step (forward, backward, clip, AdamW) on the same documents, in turns in one process:
+
+- learner: MegatronBackend.train_step with the cross-entropy loss of `slipstream sft`
+- bare: megatron-core alone: its model, schedule, distributed optimizer and vocabulary-parallel cross-entropy, packed
+- hugging_face: the transformers model on a padded batch, torch's cross_entropy and AdamW
+
+    python bench/step_overhead.py [--rounds 20]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jobs
+import machine
+
+SHAPES = {
+    # hidden, intermediate, layers, vocabulary, (documents, tokens in each) per microbatch, microbatches
+    "wide": {"hidden": 256, "intermediate": 1024, "layers": 4, "vocabulary": 4096, "documents": 16, "tokens": 256},
+    "quickstart": {"hidden": 128, "intermediate": 256, "layers": 2, "vocabulary": 128, "documents": 128, "tokens": 44},
+    "vocabulary": {
+        "hidden": 256,
+        "intermediate": 1024,
+        "layers": 2,
+        "vocabulary": 32000,
+        "documents": 8,
+        "tokens": 256,
+    },
+}
+LR, CLIP = 1e-4, 1.0
+
+
+def make_model(folder: Path, shape: dict[str, int]) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=shape["vocabulary"], hidden_size=shape["hidden"], intermediate_size=shape["intermediate"],
+        num_hidden_layers=shape["layers"], num_attention_heads=4, num_key_value_heads=2, head_dim=shape["hidden"] // 4,
+        max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def documents(shape: dict[str, int]) -> list[Any]:
+    import numpy as np
+
+    from learner.packing import Document
+
+    draw = np.random.Generator(np.random.PCG64(0))
+    size = (shape["documents"], shape["tokens"] + 1)
+    rows = draw.integers(3, shape["vocabulary"], size).astype(np.int32)
+    return [Document(row, np.ones(len(row), dtype=np.uint8)) for row in rows]
+
+
+def learner_step(folder: Path, batch: Any) -> Callable[[], float]:
+    from common.config import LearnerConfig, ModelConfig, OptimizerConfig
+    from learner.losses import cross_entropy
+    from learner.megatron.backend import MegatronBackend
+
+    config = LearnerConfig(optimizer=OptimizerConfig(lr=LR, grad_clip=CLIP))
+    backend = MegatronBackend(ModelConfig(path=str(folder), dtype="float32", verify=False), config, 1000)
+    return lambda: backend.train_step([batch], cross_entropy).loss
+
+
+def bare_step(folder: Path, batch: Any) -> Callable[[], float]:
+    """Needs megatron's groups, which the learner's backend has made."""
+    import torch
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    from common.config import ParallelConfig
+    from learner.megatron import model as learner_model
+    from learner.megatron.hf_folder import read_config
+
+    # only the conversion is the learner's; what runs below is megatron-core's
+    built = learner_model.build(folder, read_config(folder), torch.float32, ParallelConfig())
+    config = built.config
+    config.finalize_model_grads_func = finalize_model_grads
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    chunk = DistributedDataParallel(config=config, ddp_config=ddp, module=built.chunks[0])
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=LR, adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, clip_grad=CLIP,
+            params_dtype=torch.float32, use_distributed_optimizer=True,
+        ),
+        [chunk],
+    )  # fmt: skip
+    bounds = torch.tensor([0, *batch.document_lengths]).cumsum(0).int()
+    longest = max(batch.document_lengths)
+
+    def forward(iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+        tokens, positions, targets = batch.tokens[None], batch.positions[None], batch.targets[None]
+        losses = model(tokens, positions, None, labels=targets, packed_seq_params=packed)
+
+        def loss(output: Any) -> tuple[Any, Any, Any]:
+            total = (output.squeeze(0) * batch.loss_mask).sum()
+            return total, batch.loss_mask.sum().int(), total.detach()
+
+        return losses, loss
+
+    run = get_forward_backward_func()
+
+    def step() -> float:
+        chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = run(
+            forward_step_func=forward, data_iterator=iter([None]), model=chunk, num_microbatches=1,
+            seq_length=len(batch.tokens), micro_batch_size=1, forward_only=False,
+        )  # fmt: skip
+        optimizer.step()
+        return float(reports[0]) / len(batch.tokens)
+
+    return step
+
+
+def hugging_face_step(folder: Path, rows: list[Any]) -> Callable[[], float]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    tokens = torch.stack([torch.from_numpy(row.tokens).long() for row in rows])
+
+    def step() -> float:
+        optimizer.zero_grad()
+        logits = model(tokens[:, :-1]).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def measure(name: str, rounds: int) -> dict:
+    """All three on one shape, in turns; in this process."""
+    import torch
+
+    torch.set_num_threads(1)
+    shape = SHAPES[name]
+    rows = documents(shape)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        make_model(folder, shape)
+        from learner.packing import build
+
+        batch = build(rows, [list(range(len(rows)))])[0]
+        steps = {"learner": learner_step(folder, batch)}
+        steps["bare"] = bare_step(folder, batch)
+        steps["hugging_face"] = hugging_face_step(folder, rows)
+    losses = {way: [step() for _ in range(3)] for way, step in steps.items()}
+    seconds: dict[str, list[float]] = {way: [] for way in steps}
+    for turn in range(rounds):
+        order = list(steps) if turn % 2 else list(steps)[::-1]
+        for way in order:
+            began = time.process_time()
+            steps[way]()
+            seconds[way].append(time.process_time() - began)
+    return {"losses": losses, "seconds": seconds}
+
+
+def summary(found: dict, shape: dict[str, int]) -> dict:
+    seconds = found["seconds"]
+
+    def ratio(way: str) -> dict:
+        pairs = sorted(a / b for a, b in zip(seconds["learner"], seconds[way], strict=True))
+        return {
+            "median": round(statistics.median(pairs), 3),
+            "lowest": round(pairs[0], 3),
+            "highest": round(pairs[-1], 3),
+        }
+
+    return {
+        **shape,
+        "rounds": len(seconds["learner"]),
+        "cpu_s": {way: round(statistics.median(values), 4) for way, values in seconds.items()},
+        "learner_over_bare_megatron": ratio("bare"),
+        "learner_over_hugging_face": ratio("hugging_face"),
+        "loss_after_three_steps": {way: round(values[-1], 5) for way, values in found["losses"].items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--shape", choices=SHAPES, help="measure this one in this process and print it")
+    words = parser.parse_args()
+    if words.shape:
+        print(json.dumps(measure(words.shape, words.rounds)))
+        return
+    shapes = {}
+    for name, shape in SHAPES.items():
+        command = [sys.executable, "-W", "ignore", __file__, "--shape", name, "--rounds", str(words.rounds)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{jobs.ROOT}:{jobs.ROOT / 'bench'}"}
+        done = subprocess.run(["taskset", "-c", "0", *command], env=environment, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SystemExit(done.stderr[-3000:])
+        shapes[name] = summary(json.loads(done.stdout.strip().splitlines()[-1]), shape)
+        print(name, json.dumps(shapes[name]), flush=True)
+    about = "one optimizer step, float32, one thread; CPU seconds of the process, ways in turns"
+    print(jobs.write("step_overhead", {"machine": machine.describe(), "measured": about, "shapes": shapes}))
+
+
+if __name__ == "__main__":
+    main()
