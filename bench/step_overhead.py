@@ -82,12 +82,12 @@ def bare_step(folder: Path, batch: Any) -> Callable[[], float]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    from common.config import ParallelConfig
+    from common.config import MoeConfig, ParallelConfig
     from learner.megatron import model as learner_model
     from learner.megatron.hf_folder import read_config
 
     # only the conversion is the learner's; what runs below is megatron-core's
-    built = learner_model.build(folder, read_config(folder), torch.float32, ParallelConfig())
+    built = learner_model.build(folder, read_config(folder), torch.float32, ParallelConfig(), MoeConfig())
     config = built.config
     config.finalize_model_grads_func = finalize_model_grads
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)

@@ -8,9 +8,9 @@ z = h W^T / t:
     d entropy / d z_v = -p_v (log p_v + entropy)
     dh = dz W / t (this rank's part)      dW = dz^T h / t
 
-Rows are taken in chunks: forward and backward each compute a chunk's logits, use them and drop them, so the working
-set is a few times [chunk, V / ranks] whatever T and V are. When everything fits into one chunk it is kept for the
-backward pass instead.
+Rows are taken in chunks, whose logits are used and dropped. The exponentials of the first chunks, up to a fixed budget,
+are kept for the backward pass; those of the others are computed again. So the working set is bounded whatever T and V
+are, and a batch that fits the budget costs no second matrix product.
 """
 
 from typing import Any
@@ -21,6 +21,8 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 24  # float32 elements per chunk (64 MB); larger ones are no faster on a CPU
 CUDA_CHUNK_ELEMENTS = 1 << 26  # matrix products of few rows would leave a GPU idle
+KEPT_ELEMENTS = 1 << 26  # float32 elements kept from forward to backward (256 MB)
+CUDA_KEPT_ELEMENTS = 1 << 28
 
 
 def logprobs_and_entropy(
@@ -30,6 +32,7 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     chunk_elements: int | None = None,
+    kept_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets and entropies of the distributions. Collective over `group`.
 
@@ -42,12 +45,13 @@ def logprobs_and_entropy(
         temperature: logits are divided by it.
         group: the ranks that share the vocabulary; None for one.
         chunk_elements: elements of a chunk of logits; None: as suits the device.
+        kept_elements: elements kept for the backward pass; None: as suits the device.
 
     Returns:
         ([T], [T]) float32, or float64 for float64 inputs; the same on every rank of the group. The gradient of
         `hidden` is this rank's part of the sum over the group.
     """
-    return _apply(hidden, weight, targets, temperature, group, chunk_elements, True)
+    return _apply(hidden, weight, targets, temperature, group, chunk_elements, kept_elements, True)
 
 
 def logprobs_of(
@@ -57,9 +61,10 @@ def logprobs_of(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     chunk_elements: int | None = None,
+    kept_elements: int | None = None,
 ) -> Tensor:
     """As `logprobs_and_entropy`, without the entropy and its cost: [T]."""
-    return _apply(hidden, weight, targets, temperature, group, chunk_elements, False)[0]
+    return _apply(hidden, weight, targets, temperature, group, chunk_elements, kept_elements, False)[0]
 
 
 def _apply(
@@ -69,15 +74,22 @@ def _apply(
     temperature: float,
     group: dist.ProcessGroup | None,
     chunk_elements: int | None,
+    kept_elements: int | None,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     chunks = _chunks(hidden, weight, chunk_elements)
-    training = torch.is_grad_enabled()  # always off inside a function of autograd
-    return _LogProbs.apply(hidden, weight, targets, float(temperature), group, chunks, with_entropy, training)
+    budget = 0
+    if torch.is_grad_enabled():  # always off inside a function of autograd
+        budget = kept_elements if kept_elements is not None else _device(hidden, KEPT_ELEMENTS, CUDA_KEPT_ELEMENTS)
+    return _LogProbs.apply(hidden, weight, targets, float(temperature), group, chunks, with_entropy, budget)
+
+
+def _device(tensor: Tensor, on_cpu: int, on_cuda: int) -> int:
+    return on_cuda if tensor.is_cuda else on_cpu
 
 
 def _chunks(hidden: Tensor, weight: Tensor, chunk_elements: int | None) -> list[slice]:
-    elements = chunk_elements or (CUDA_CHUNK_ELEMENTS if hidden.is_cuda else CHUNK_ELEMENTS)
+    elements = chunk_elements or _device(hidden, CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS)
     rows = max(1, elements // max(1, weight.size(0)))
     return [slice(a, a + rows) for a in range(0, hidden.size(0), rows)]
 
@@ -104,25 +116,25 @@ class _LogProbs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunks: list[slice],
         with_entropy: bool,
-        training: bool,
+        budget: int,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         index, mine = _local(targets, weight.size(0), group)
         highest = torch.empty(hidden.size(0), dtype=dtype, device=hidden.device)
         # rows: sum of exp(z - highest), z of the target, sum of exp(z - highest) * (z - highest)
         sums = torch.zeros(3, hidden.size(0), dtype=dtype, device=hidden.device)
-        keep = training and len(chunks) == 1
-        shifted = None
+        kept: list[Tensor | None] = []  # exp(z - highest of this slice), by chunk
         for rows in chunks:
             z = _logits(hidden[rows], weight, temperature, dtype)
             sums[1, rows] = z.gather(1, index[rows, None]).squeeze(1)
             highest[rows] = top = z.amax(1)
             z.sub_(top[:, None])
-            shifted = z if keep else None
-            p = z.exp() if with_entropy or keep else z.exp_()
+            p = z.exp() if with_entropy else z.exp_()
             sums[0, rows] = p.sum(1)
             if with_entropy:
-                sums[2, rows] = p.mul_(z).sum(1)
+                sums[2, rows] = z.mul_(p).sum(1)
+            budget -= p.numel()
+            kept.append(p if budget >= 0 else None)
             del z, p
         local = highest
         if group is not None and group.size() > 1:
@@ -130,8 +142,8 @@ class _LogProbs(torch.autograd.Function):
         # log Z = highest + log_sum; kept apart, since large logits would swallow the small part
         log_sum = sums[0].log()
         entropy = log_sum - sums[2] / sums[0] if with_entropy else torch.zeros_like(log_sum)
-        ctx.save_for_backward(hidden, weight, index, mine, highest, log_sum, entropy, shifted, local)
-        ctx.temperature, ctx.chunks = temperature, chunks
+        ctx.save_for_backward(hidden, weight, index, mine, highest, log_sum, entropy, local)
+        ctx.temperature, ctx.chunks, ctx.kept = temperature, chunks, kept
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
@@ -140,26 +152,25 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, index, mine, highest, log_sum, entropy, shifted, local = ctx.saved_tensors
+        hidden, weight, index, mine, highest, log_sum, entropy, local = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_sum)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=log_sum.dtype) if ctx.needs_input_grad[1] else None
-        for rows in ctx.chunks:
-            if shifted is None:
-                log_p = _logits(hidden[rows], weight, ctx.temperature, log_sum.dtype)
-                log_p.sub_(highest[rows, None]).sub_(log_sum[rows, None])
-            else:
-                log_p = shifted.sub((highest - local + log_sum)[:, None])
-            p = log_p.exp()
+        for i, rows in enumerate(ctx.chunks):
+            p, ctx.kept[i] = ctx.kept[i], None  # used up: a second backward pass computes it again
             scale = (-grad_logprobs[rows] / ctx.temperature)[:, None]
-            if grad_entropy is None:
-                p.mul_(scale)
-            else:
-                inner = log_p.add_(entropy[rows, None]).mul_((-grad_entropy[rows] / ctx.temperature)[:, None])
-                p.mul_(inner.add_(scale))
+            if grad_entropy is not None:  # needs log p, which p that has underflowed cannot give
+                p = _logits(hidden[rows], weight, ctx.temperature, log_sum.dtype)
+                p.sub_(highest[rows, None]).sub_(log_sum[rows, None])
+                inner = p.add(entropy[rows, None]).mul_((-grad_entropy[rows] / ctx.temperature)[:, None])
+                p.exp_().mul_(inner.add_(scale))
                 del inner
-            del log_p
+            elif p is not None:
+                p.mul_(scale * (local - highest - log_sum)[rows].exp_()[:, None])
+            else:
+                p = _logits(hidden[rows], weight, ctx.temperature, log_sum.dtype)
+                p.sub_(highest[rows, None]).sub_(log_sum[rows, None]).exp_().mul_(scale)
             p.scatter_add_(1, index[rows, None], torch.where(mine[rows, None], -scale, 0))
             dz = p.to(hidden.dtype)
             del p

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,13 +41,34 @@ def test_values_equal_log_softmax(chunk: int, temperature: float) -> None:
     torch.testing.assert_close(logprobs_of(hidden, weight, targets, temperature, chunk_elements=chunk), logprobs)
 
 
+@pytest.mark.parametrize("kept", [0, 60, 1 << 20])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_gradients_pass_gradcheck(chunk: int) -> None:
+def test_gradients_pass_gradcheck(chunk: int, kept: int) -> None:
     hidden, weight, targets = example()
     inputs = hidden.requires_grad_(), weight.requires_grad_()
-    assert torch.autograd.gradcheck(lambda h, w: logprobs_and_entropy(h, w, targets, 0.6, None, chunk), inputs)
-    assert torch.autograd.gradcheck(lambda h, w: logprobs_and_entropy(h, w, targets, 0.6, None, chunk)[1], inputs)
-    assert torch.autograd.gradcheck(lambda h, w: logprobs_of(h, w, targets, 0.6, None, chunk), inputs)
+    options = (targets, 0.6, None, chunk, kept)
+
+    def check(function: Callable[[torch.Tensor, torch.Tensor], Any]) -> bool:
+        # gradcheck takes the backward pass twice; what was kept is used up by the first
+        return torch.autograd.gradcheck(function, inputs, nondet_tol=1e-12)
+
+    assert check(lambda h, w: logprobs_and_entropy(h, w, *options))
+    assert check(lambda h, w: logprobs_and_entropy(h, w, *options)[1])
+    assert check(lambda h, w: logprobs_and_entropy(h, w, *options)[0])
+    assert check(lambda h, w: logprobs_of(h, w, *options))
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_what_is_kept_for_the_backward_pass_changes_nothing(chunk: int) -> None:
+    found = []
+    for kept in (0, 60, 1 << 20):
+        hidden, weight, targets = example()
+        inputs = (hidden * 30).requires_grad_(), weight.requires_grad_()  # far apart: some exponentials underflow
+        values = logprobs_of(*inputs, targets, 0.6, None, chunk, kept)
+        found.append([values.detach(), *torch.autograd.grad((values * values).sum(), inputs)])
+    for other in found[1:]:
+        for mine, reference in zip(other, found[0], strict=True):
+            torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
