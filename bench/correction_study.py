@@ -1,0 +1,149 @@
+"""What correcting for staleness buys: the quickstart task at constant lags, with and without, over seeds.
+
+Each run is bench/lagged_loop.py in a process of its own on a core of its own. Finished runs are kept in --folder, so
+the study goes on where it stopped. Writes bench/results/correction_study.json and docs/img/correction_study.png.
+
+    python bench/correction_study.py --folder runs/correction-study [--workers 2] [--lags 0 2 8 32] [--seeds 1 2 3]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+import jobs
+import machine
+
+VARIANTS = {
+    "none": ["learner.loss.correction=none"],
+    "tis": ["learner.loss.correction=tis"],
+    "ppo": ["learner.loss.proximal=behavior", "learner.loss.correction=none"],
+}
+MEANING = {
+    "none": "no correction: every token counts as if the current policy had sampled it",
+    "tis": "importance weight of each token, truncated at 2 (the default)",
+    "ppo": "proximal policy = behavior policy: the clipped ratio bounds the whole way",
+}
+LEVELS = (0.5, 0.8)
+
+
+def run(folder: Path, variant: str, lag: int, seed: int, core: int, extra: list[str]) -> Path:
+    """One run, unless its result is there."""
+    out = folder / f"{variant}-{lag}-{seed}.json"
+    if out.exists():
+        return out
+    script = str(jobs.ROOT / "bench" / "lagged_loop.py")
+    command = ["taskset", "-c", str(core), sys.executable, "-W", "ignore", script, "configs/quickstart.yaml"]
+    command += ["--lag", str(lag), "--out", str(out), f"run.seed={seed}", *VARIANTS[variant], *extra]
+    environment = {**os.environ, "PYTHONPATH": str(jobs.ROOT)}
+    done = subprocess.run(command, cwd=jobs.ROOT, env=environment, capture_output=True, text=True, timeout=3600)
+    if done.returncode != 0:
+        raise RuntimeError(f"{out.name}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    print(f"{out.stem}: {done.stdout.strip().splitlines()[-1]}", flush=True)
+    return out
+
+
+def steps_to(curve: list[dict], level: float) -> int | None:
+    """Steps until the exponentially smoothed reward reaches `level`; None if never."""
+    smoothed = curve[0]["reward"]
+    for step, point in enumerate(curve):
+        smoothed = jobs.SMOOTHING * smoothed + (1 - jobs.SMOOTHING) * point["reward"]
+        if smoothed >= level:
+            return step + 1
+    return None
+
+
+def summary(results: list[dict]) -> dict:
+    """Figures of one variant at one lag, one entry per seed."""
+    out: dict = {"held_out": [r["held_out"] for r in results]}
+    out["held_out_mean"] = round(statistics.mean(out["held_out"]), 4)
+    out["reward_mean"] = [round(statistics.mean(p["reward"] for p in r["curve"]), 4) for r in results]
+    for level in LEVELS:
+        out[f"steps_to_{level}"] = [steps_to(r["curve"], level) for r in results]
+    out["ratio_max"] = max(p["ratio_max"] for r in results for p in r["curve"])
+    out["drift_last_ten"] = round(statistics.mean(p["drift"] for r in results for p in r["curve"][-10:]), 4)
+    return out
+
+
+def plot(found: dict[str, dict[int, list[dict]]], path: Path) -> None:
+    """Reward over steps, one panel per lag, mean over seeds with the range behind it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    lags = sorted({lag for by_lag in found.values() for lag in by_lag})
+    figure, panels = plt.subplots(1, len(lags), figsize=(3.4 * len(lags), 3.2), sharey=True, squeeze=False)
+    for panel, lag in zip(panels[0], lags, strict=True):
+        for variant, by_lag in found.items():
+            if lag not in by_lag:
+                continue
+            rewards = np.array([[p["reward"] for p in r["curve"]] for r in by_lag[lag]])
+            kernel = np.ones(5) / 5
+            smooth = np.array([np.convolve(row, kernel, mode="valid") for row in rewards])
+            steps = np.arange(smooth.shape[1]) + 5
+            panel.plot(steps, smooth.mean(0), label=variant)
+            panel.fill_between(steps, smooth.min(0), smooth.max(0), alpha=0.15)
+        panel.set_title(f"staleness {lag}")
+        panel.set_xlabel("step")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("reward")
+    panels[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 2, 8, 32])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--set", nargs="*", default=[], help="overrides of the config, for every run")
+    words = parser.parse_args()
+    words.folder.mkdir(parents=True, exist_ok=True)
+    cores: SimpleQueue[int] = SimpleQueue()
+    for core in range(words.workers):
+        cores.put(core)
+
+    def task(key: tuple[str, int, int]) -> Path:
+        core = cores.get()
+        try:
+            return run(words.folder, *key, core, words.set)
+        finally:
+            cores.put(core)
+
+    # without lag every weight is 1 up to rounding: the variants coincide, and one seed of each shows it
+    keys = [
+        (v, lag, seed)
+        for seed in words.seeds
+        for lag in sorted(words.lags, reverse=True)
+        for v in VARIANTS
+        if lag > 0 or v == "tis" or seed == words.seeds[0]
+    ]
+    with ThreadPoolExecutor(words.workers) as pool:
+        paths = list(pool.map(task, keys))
+    found: dict[str, dict[int, list[dict]]] = {}
+    for (variant, lag, _), path in zip(keys, paths, strict=True):
+        found.setdefault(variant, {}).setdefault(lag, []).append(json.loads(path.read_text()))
+    table = {v: {str(lag): summary(r) for lag, r in by_lag.items()} for v, by_lag in found.items()}
+    result = {
+        "machine": machine.describe(),
+        "task": "configs/quickstart.yaml, constant lag in place of the job's varying staleness",
+        "overrides": words.set,
+        "seeds": words.seeds,
+        "variants": MEANING,
+        "figures": table,
+    }
+    print(jobs.write("correction_study", result))
+    plot(found, jobs.ROOT / "docs" / "img" / "correction_study.png")
+
+
+if __name__ == "__main__":
+    main()
