@@ -150,9 +150,8 @@ def main() -> None:
     result = train(load_config(words.config, overrides, Config), words.lag)
     words.out.write_text(json.dumps(result))
     rewards = [p["reward"] for p in result["curve"]]
-    print(
-        f"lag {words.lag}: reward {np.mean(rewards[-10:]):.3f}, held-out {result['held_out']}, {time.monotonic() - began:.0f} s"
-    )
+    seconds = time.monotonic() - began
+    print(f"lag {words.lag}: reward {np.mean(rewards[-10:]):.3f}, held-out {result['held_out']}, {seconds:.0f} s")
 
 
 if __name__ == "__main__":
