@@ -128,8 +128,9 @@ def _add_observing_commands(commands: Commands) -> None:
     _with_run(commands, "report", "summary table and plots of a finished or running job")
     ledger = _with_run(commands, "ledger", "what became of every task, also after the job ended")
     ledger.add_argument("--json", action="store_true", help="machine-readable")
-    export = _with_run(commands, "export", "copy the trained Hugging Face model")
+    export = _with_run(commands, "export", "a Hugging Face folder of the final model or of a checkpoint")
     export.add_argument("dir", metavar="DIR", help="new folder for the model")
+    export.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
 
 
 def _with_config(commands: Commands, name: str, text: str, optional: bool = False) -> argparse.ArgumentParser:

@@ -1,20 +1,58 @@
-"""slipstream export RUN DIR: copy the trained Hugging Face model out of a run."""
+"""slipstream export RUN DIR [--step N]: the trained model of a run as a Hugging Face folder.
+
+A run that is done has one in RUN/model, which is copied. A checkpoint is converted by a process of the learner's.
+"""
 
 import argparse
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-from common.errors import UsageError
+from common.errors import EXIT_DONE, UsageError
+from common.run_dir import RunDir
 from launch.targets import find_run
+from learner.checkpointing import CheckpointFolder
 
 
 def command(args: argparse.Namespace) -> int:
-    """Copy RUN/model to a new folder."""
+    """Write DIR from checkpoint N, else from RUN/model, else from the newest checkpoint."""
     run, target = find_run(args.run), Path(args.dir)
-    if not (run.model / "config.json").is_file():
-        raise UsageError(f"{run.path} has no model yet; it is written when the job is done")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} exists and is not empty")
-    shutil.copytree(run.model, target, dirs_exist_ok=True)
-    print(f"model exported to {target}")
-    return 0
+    if args.step is None and (run.model / "config.json").is_file():
+        shutil.copytree(run.model, target, dirs_exist_ok=True)
+        print(f"the final model of {run.path} is in {target}")
+        return EXIT_DONE
+    checkpoint = find_checkpoint(run, args.step)
+    code = convert(run, checkpoint, target)
+    if code == EXIT_DONE:
+        print(f"{checkpoint.name} of {run.path} is in {target}")
+    return code
+
+
+def find_checkpoint(run: RunDir, step: int | None) -> Path:
+    """The complete checkpoint of `step`, None: the newest.
+
+    Raises:
+        UsageError: there is none; naming those that exist.
+    """
+    found = {int(path.name.rpartition("-")[2]): path for path in CheckpointFolder(run.checkpoints, keep=1).complete()}
+    if not found:
+        raise UsageError(
+            f"{run.path} has no model and no checkpoint yet; one comes every learner.checkpoint.every steps"
+        )
+    if step is None:
+        return found[max(found)]
+    if step not in found:
+        raise UsageError(f"{run.path} has no checkpoint of step {step}; it has {', '.join(map(str, sorted(found)))}")
+    return found[step]
+
+
+def convert(run: RunDir, checkpoint: Path, target: Path) -> int:
+    """Run the conversion in a process of its own, on the CPU, beside whatever trains; its exit code."""
+    words = ["--config", str(run.config), "--checkpoint", str(checkpoint.resolve()), "--out", str(target.resolve())]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "learner.export_main", *words]
+    return subprocess.run(command, env=environment, check=False).returncode

@@ -162,7 +162,7 @@ class Writer:
         state["random_state"] = _random_state()
         # that every shard has one owner holds for all saves of a process or for none
         sharded, _ = save_preprocess(state, not self._validated, lambda rest: {})
-        common = {"slipstream": {"format": FORMAT, "steps": self.optimizer.steps, "layout": self._layout()}}
+        common = {"slipstream": {"format": FORMAT, "steps": self.optimizer.steps, "layout": _sizes(self.layout)}}
         self._validated = True
         modules = [chunk.module for chunk in self.chunks]
         tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
@@ -203,23 +203,14 @@ class Writer:
         Raises:
             UsageError: there is no checkpoint, one of another format, or one that this model does not fit.
         """
-        if not (path / _INDEX).is_file():
-            raise UsageError(f"{path} is not a checkpoint: no {_INDEX} in it")
-        header = dist_checkpointing.load_common_state_dict(str(path)).get("slipstream", {})
-        if header.get("format") != FORMAT:
-            raise UsageError(f"{path}: checkpoint format {header.get('format')}, this learner reads {FORMAT}")
-        same_layout = header["layout"] == self._layout()
+        header = _header(path)
+        here = _sizes(self.layout)
+        same_layout = header["layout"] == here
         self.optimizer.steps = header["steps"]
         state = self._state(loading=True)
         if same_layout:
             state["random_state"] = _random_state()
-        try:
-            loaded = dist_checkpointing.load(state, str(path))
-        except (CheckpointException, CheckpointingException, KeyError) as error:
-            raise UsageError(
-                f"{path}: written under {_words(header['layout'])}, does not load under {_words(self._layout())} "
-                f"with this model: {type(error).__name__}: {error}"
-            ) from error
+        loaded = _read(path, state, header, here)
         for i, chunk in enumerate(self.chunks):
             chunk.module.load_state_dict(loaded[_key(i, self.chunks)], strict=True)
         self.optimizer.restore(loaded.get("optimizer", {}), _SHARDING)
@@ -232,28 +223,59 @@ class Writer:
         Of the optimizer's own description only the parameters' states are kept: everything else in it follows from
         the config and the step, and its form depends on the layout.
         """
-        metadata = ensure_metadata_has_dp_cp_group(
-            {
-                # the default needs ShardedTensor.flattened_range, which 0.16.1 refuses
-                "distrib_optim_sharding_type": _SHARDING,
-                # states are gathered to the rank that writes them, instead of to all
-                "distrib_optim_fully_reshardable_mem_efficient": True,
-                "singleton_local_shards": False,
-            }
-        )
-        state: dict[str, Any] = {
-            _key(i, self.chunks): chunk.module.sharded_state_dict(metadata=metadata)
-            for i, chunk in enumerate(self.chunks)
-        }
+        metadata = _metadata()
+        state = _weights([chunk.module for chunk in self.chunks], metadata)
         models = state if len(self.chunks) > 1 else state["model"]
         if self.optimizer.steps > 0:  # before that the states are zeros, and no optimizer has made them yet
             state["optimizer"] = self.optimizer.sharded_states(models, loading, metadata)
         return state
 
-    def _layout(self) -> dict[str, int]:
-        names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
-        sizes = {name: getattr(self.layout, name) for name in names}
-        return sizes | {"data": mpu.get_data_parallel_world_size()}
+
+def load_weights(path: Path, chunks: list[Any], layout: ParallelConfig) -> None:
+    """Load the weights of a checkpoint, and nothing else, into bare chunks. Collective; raises as Writer.load does."""
+    loaded = _read(path, _weights(chunks, _metadata()), _header(path), _sizes(layout))
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[_key(i, chunks)], strict=True)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    if not (path / _INDEX).is_file():
+        raise UsageError(f"{path} is not a checkpoint: no {_INDEX} in it")
+    header = dist_checkpointing.load_common_state_dict(str(path)).get("slipstream", {})
+    if header.get("format") != FORMAT:
+        raise UsageError(f"{path}: checkpoint format {header.get('format')}, this learner reads {FORMAT}")
+    return header
+
+
+def _read(path: Path, state: dict[str, Any], header: dict[str, Any], here: dict[str, int]) -> dict[str, Any]:
+    try:
+        return dist_checkpointing.load(state, str(path))
+    except (CheckpointException, CheckpointingException, KeyError) as error:
+        raise UsageError(
+            f"{path}: written under {_words(header['layout'])}, does not load under {_words(here)} with this model: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _metadata() -> dict[str, Any]:
+    return ensure_metadata_has_dp_cp_group(
+        {
+            # the default needs ShardedTensor.flattened_range, which 0.16.1 refuses
+            "distrib_optim_sharding_type": _SHARDING,
+            # states are gathered to the rank that writes them, instead of to all
+            "distrib_optim_fully_reshardable_mem_efficient": True,
+            "singleton_local_shards": False,
+        }
+    )
+
+
+def _weights(modules: list[Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    return {_key(i, modules): module.sharded_state_dict(metadata=metadata) for i, module in enumerate(modules)}
+
+
+def _sizes(layout: ParallelConfig) -> dict[str, int]:
+    names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+    return {name: getattr(layout, name) for name in names} | {"data": mpu.get_data_parallel_world_size()}
 
 
 def _raise_everywhere(path: Path, problem: str) -> None:

@@ -26,11 +26,15 @@ def make(path: Path, kind: str, seed: int = 0) -> Any:
     base |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, attn_implementation="sdpa")
     if kind == "wide":
         base |= dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=3, initializer_range=0.02)
+    if kind == "served":
+        base |= dict(head_dim=32)  # vLLM has no smaller heads on a CPU
     if kind == "moe":
         experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**base, **experts))
     else:
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**base, tie_word_embeddings=kind == "tied"))
+        model = transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(**base, tie_word_embeddings=kind in ("tied", "served"))
+        )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
