@@ -69,6 +69,9 @@ class Snapshot:
             self._pool.release(self.flat)
 
 
+KEPT_FLOAT32 = ".e_score_correction_bias"  # engines hold it so; an update of 1e-3 would drown in bfloat16
+
+
 class SnapshotMaker:
     """Copies exported tensors; the layout is made at the first version and holds for this incarnation."""
 
@@ -88,10 +91,14 @@ class SnapshotMaker:
         if self.layout is None:
             # Only names and shapes are known once the export ran, so the first version is kept whole until then.
             named = [
-                (name, tensor.detach().to("cpu", packing.DTYPES[self._dtype], copy=True)) for name, tensor in named
+                (name, tensor.detach().to("cpu", packing.DTYPES[self._dtype_of(name)], copy=True))
+                for name, tensor in named
             ]
-            self.layout = Layout.of([(name, self._dtype, tuple(tensor.shape)) for name, tensor in named])
+            self.layout = Layout.of([(name, self._dtype_of(name), tuple(tensor.shape)) for name, tensor in named])
         flat = packing.pack(named, self.layout, self._pool.acquire(self.layout.total_bytes))
         snapshot = Snapshot(version, self.layout, flat, canary, self._pool)
         snapshot.started = started
         return snapshot
+
+    def _dtype_of(self, name: str) -> str:
+        return "float32" if name.endswith(KEPT_FLOAT32) else self._dtype

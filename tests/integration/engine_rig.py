@@ -1,9 +1,11 @@
 """A real vLLM engine fed by a real publisher, for tests: one engine, one event loop in a thread of its own."""
 
 import asyncio
+import gc
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,7 +48,7 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
 
 def exported(model: Any) -> list[tuple[str, torch.Tensor]]:
     """(Hugging Face name, tensor), the tied head once; experts one by one, as the learner exports them."""
-    out: list[tuple[str, torch.Tensor]] = []
+    out = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     for name, tensor in model.named_parameters():
         prefix, _, last = name.rpartition(".")
         if last == "gate_up_proj" and prefix.endswith("experts"):
@@ -124,9 +126,13 @@ class Rig:
             await self.client.wait_change(1)
 
     def close(self) -> None:
-        self.run(self.client.close())
-        self.publisher.close()
-        self.run(self.engine.shutdown())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
-        self.loop.close()
+        with warnings.catch_warnings():  # vLLM leaves a ZeroMQ context to the garbage collector
+            warnings.simplefilter("ignore", ResourceWarning)
+            self.run(self.client.close())
+            self.publisher.close()
+            self.run(self.engine.shutdown())
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join(10)
+            self.loop.close()
+            del self.engine, self.client, self.publisher
+            gc.collect()

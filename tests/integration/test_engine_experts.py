@@ -37,9 +37,32 @@ def qwen3_moe(seed: int) -> Any:
     return transformers.Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
 
 
+def glm4_moe(seed: int) -> Any:
+    """Tiny GLM-4.5: sigmoid routers with a bias that moves their choice, shared experts, first layer dense."""
+    torch.manual_seed(seed)
+    config = transformers.Glm4MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.15,
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, n_shared_experts=1, n_group=1,
+        topk_group=1, first_k_dense_replace=1, routed_scaling_factor=1.5, norm_topk_prob=True,
+        eos_token_id=END, pad_token_id=0, bos_token_id=2,
+    )  # fmt: skip
+    model = transformers.Glm4MoeForCausalLM(config).eval().requires_grad_(False)
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias.normal_(0, 0.3)
+    return model
+
+
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     made = Rig(tmp_path_factory.mktemp("engine"), qwen3_moe, MoeConfig(replay_routing=True))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def glm_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    made = Rig(tmp_path_factory.mktemp("glm"), glm4_moe, MoeConfig(replay_routing=True))
     yield made
     made.close()
 
@@ -149,3 +172,13 @@ def test_one_damaged_element_of_one_expert_is_caught_by_the_proof(rig: Rig) -> N
     assert state.version == 4, "the node never says that it runs the damaged version"
     with pytest.raises(SlipstreamError, match="quarantined"):
         rig.run(rig.engine.generate([5, 6], 4))
+
+
+def test_a_model_with_expert_bias_and_shared_experts_is_published_proven_and_sampled_from(glm_rig: Rig) -> None:
+    rig = glm_rig
+    rig.publish(1)
+    rig.run(rig.active(1))
+    assert rig.client.state.quarantined is None
+    got = rig.run(rig.engine.generate(prompt(1), 40))
+    assert worst(got.logprobs, logprobs(rig.models[1], prompt(1) + got.tokens)[11:]) < TOLERANCE
+    assert agrees(rig, got, prompt(1), 1)
