@@ -14,8 +14,6 @@ from pathlib import Path
 import jobs
 import machine
 
-REPORTED = ("config", "steps", "max_tokens", "lr", "threads", "micro_batch", "overrides")
-
 
 def run_trl(args: argparse.Namespace, seed: int) -> dict:
     command = [args.trl_python, str(jobs.ROOT / "bench" / "trl_grpo.py"), "--seed", str(seed)]

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -88,8 +89,9 @@ def main() -> None:
     batch = args.prompts * args.group_size
     micro = args.micro_batch or batch
     config = trl.GRPOConfig(
-        output_dir="/tmp/trl-out", per_device_train_batch_size=micro, gradient_accumulation_steps=batch // micro,
-        steps_per_generation=batch // micro, num_iterations=1, num_generations=args.group_size,
+        output_dir=tempfile.mkdtemp(prefix="trl-"), per_device_train_batch_size=micro,
+        gradient_accumulation_steps=batch // micro, steps_per_generation=batch // micro,
+        num_iterations=1, num_generations=args.group_size,
         max_completion_length=args.max_tokens, temperature=1.0, top_p=1.0, top_k=0, learning_rate=args.lr,
         lr_scheduler_type="constant", warmup_steps=0, adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0,
         max_grad_norm=1.0, beta=0.0, epsilon=0.2, epsilon_high=0.28, loss_type="dapo", scale_rewards="group",

@@ -13,8 +13,6 @@ from msgspec import Meta
 
 Reduction = Literal["mean", "sum", "max", "last"]
 
-METRICS_FILE = "metrics.jsonl"
-
 
 def metric(unit: str, reduction: Reduction, description: str) -> Meta:
     """Declare one metric: `unit` as written on a plot's axis, `reduction` over steps."""

@@ -58,10 +58,6 @@ class RunDir:
         except (OSError, msgspec.DecodeError):
             return None
 
-    def metrics_lines(self) -> list[dict[str, float]]:
-        """Every complete line of metrics.jsonl; a line that is being written is left out."""
-        return list(read_jsonl(self.metrics))
-
     def prepare(self, config: Config | SftConfig) -> None:
         """Create the folder and write the resolved config.yaml and run.json.
 

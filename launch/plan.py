@@ -136,6 +136,13 @@ def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> list[str]:
             f"rollout.engine.tensor_parallel: this version's weight plane ({config.weights.transport}) serves engines "
             f"of 1 device, not {config.rollout.engine.tensor_parallel}"
         )
+    if isinstance(config, Config):
+        devices = config.learner.world_size + config.rollout.nodes * config.rollout.engine.tensor_parallel
+        if devices > gpus_per_node:
+            out.append(
+                f"broker.address, weights.address: {devices} devices of learner and rollout nodes are more than one "
+                f"machine of {gpus_per_node} has, and this version's sockets bind to loopback only"
+            )
     return out
 
 

@@ -102,18 +102,3 @@ class EngineCounters:
     aborted: int = 0
     tokens_aborted: int = 0  # sampled for requests that were cancelled before their end
     extra: dict[str, float] = field(default_factory=dict)
-
-
-class RolloutEngine(Sampler, Protocol):
-    """The whole engine as the node's main sees it: Engine(config, weights='random' | 'folder')."""
-
-    @property
-    def counters(self) -> EngineCounters: ...
-
-    async def start(self) -> None:
-        """Bring the engine up (seconds to minutes). Raises SlipstreamError with the reason."""
-        ...
-
-    async def shutdown(self) -> None:
-        """Abort what runs and end the engine's processes; safe to call twice."""
-        ...

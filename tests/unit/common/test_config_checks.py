@@ -198,6 +198,13 @@ def test_single_samples_need_an_estimator_that_compares_over_the_batch(folder):
     assert list(problems(job(folder, rollout=rollout, learner={"loss": {"advantage": "reinforce_pp"}}))) == []
 
 
+def test_dynamic_sampling_of_single_samples_is_refused_since_every_group_would_be_left_out(folder):
+    learner = {"loss": {"advantage": "reinforce_pp"}, "dynamic_sampling": True}
+    rollout = {"max_tokens": 100, "engine": ENGINE, "group_size": 1}
+    refused(job(folder, rollout=rollout, learner=learner), "learner.dynamic_sampling", "rollout.group_size: 1")
+    assert list(problems(job(folder, rollout=rollout | {"group_size": 2}, learner=learner))) == []
+
+
 @pytest.mark.parametrize(
     ("loss", "key", "word"),
     [

@@ -188,6 +188,15 @@ def test_the_page_is_within_its_width_and_says_everything_that_json_says(here: P
         assert " ".join(line.split()) in flat
 
 
+def test_a_job_of_several_machines_is_told_that_sockets_bind_to_loopback(here: Path) -> None:
+    def told(*words: str) -> bool:
+        review = make_review("configs/qwen3-0.6b-gsm8k.yaml", list(words))
+        return any("loopback" in line for line in review.before_launch)
+
+    assert not told()
+    assert told("rollout.nodes=5")
+
+
 def test_planning_imports_nothing_heavy() -> None:
     code = (
         "import sys, launch.plan, launch.plan_page; print([m for m in ('torch','vllm','megatron') if m in sys.modules])"
