@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import tempfile
 import threading
 import time
 import warnings
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.config import (
@@ -47,19 +49,10 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
 
 
 def exported(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, tensor), the tied head once; experts one by one, as the learner exports them."""
-    out = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    for name, tensor in model.named_parameters():
-        prefix, _, last = name.rpartition(".")
-        if last == "gate_up_proj" and prefix.endswith("experts"):
-            for i, expert in enumerate(tensor):
-                gate, up = expert.chunk(2, 0)
-                out += [(f"{prefix}.{i}.gate_proj.weight", gate), (f"{prefix}.{i}.up_proj.weight", up)]
-        elif last == "down_proj" and prefix.endswith("experts"):
-            out += [(f"{prefix}.{i}.down_proj.weight", expert) for i, expert in enumerate(tensor)]
-        else:
-            out.append((name, tensor))
-    return out
+    """(name, tensor) as in a Hugging Face folder and the learner's export: the tied head once, experts one by one."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return sorted(load_file(Path(folder) / "model.safetensors").items())
 
 
 def logprobs(model: Any, tokens: list[int], temperature: float = 1.0) -> list[float]:

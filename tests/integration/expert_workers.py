@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.config import LearnerConfig, ModelConfig, MoeConfig, ParallelConfig
+from common.config import LearnerConfig, MemoryConfig, ModelConfig, MoeConfig, ParallelConfig
 from learner.backend import LossOutput, Microbatch
 
 EXPERTS, CHOSEN = 8, 2
@@ -205,20 +205,16 @@ def _named_gates(model: Any) -> list[tuple[str, Any]]:
 
 def job_experts(folder: Path, spec: dict[str, Any]) -> None:
     """One layout of one case: log-probabilities, gradients and norm of the first step, then the steps themselves."""
-    from learner.megatron import moe
     from learner.megatron.backend import MegatronBackend
 
     path = str(folder / "models" / spec["kind"])
     learner = LearnerConfig(
         parallel=ParallelConfig(**spec.get("parallel", {})),
         moe=MoeConfig(**{**spec["moe"], **({"balance_rate": RATE} if "balance" in spec["moe"] else {})}),
+        memory=MemoryConfig(recompute=spec.get("recompute", "none")),
         optimizer=rig.OPTIMIZER,
     )
-    configure, moe.configure = moe.configure, moe.configure
-    if spec.get("recompute"):
-        moe.configure = lambda provider, options: (_recompute_all(provider), configure(provider, options))
     backend = MegatronBackend(ModelConfig(path=path, dtype="float32", verify=False), learner, total_steps=10, seed=1)
-    moe.configure = configure
     loss = LOSSES[spec.get("loss", "tokens")]
     tensors = {f"weight.{n}": t.clone() for n, t in backend.export()}
     mine = share(backend, 0, spec)
@@ -249,10 +245,6 @@ def share(backend: Any, step: int, spec: dict[str, Any]) -> list[Microbatch]:
         routing = perturbed_routing(spec["kind"])
         batches = [replace(b, routed_experts=r) for b, r in zip(batches, routing, strict=True)]
     return batches[backend.data_parallel_rank :: backend.data_parallel_size]
-
-
-def _recompute_all(provider: Any) -> None:
-    provider.recompute_granularity, provider.recompute_method, provider.recompute_num_layers = "full", "uniform", 1
 
 
 def _restore_bias(backend: Any, tensors: dict[str, Tensor]) -> None:

@@ -25,8 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     "replayed": {"kind": "qwen", "moe": {"replay_routing": True}},
     "replayed-normed": {"kind": "normed", "moe": {"replay_routing": True}},
     "replayed-biased": {"kind": "glm", "moe": {"replay_routing": True}},
-    "replayed-again": {"kind": "qwen", "moe": {"replay_routing": True}, "recompute": True},
-    "balanced-again": {"kind": "qwen", "moe": {"balance": "aux_loss"}, "recompute": True},
+    "replayed-again": {"kind": "qwen", "moe": {"replay_routing": True}, "recompute": "full"},
+    "balanced-again": {"kind": "qwen", "moe": {"balance": "aux_loss"}, "recompute": "full"},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one": (1, {}),
