@@ -22,6 +22,7 @@ from common.loss_checks import loss_problems
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
 LEASE_HEARTBEATS = 3
+MODEL_HINT = "names of a hub are not downloaded: `hf download NAME --local-dir FOLDER`; `slipstream sft` builds one"
 C = TypeVar("C", Config, SftConfig)
 
 
@@ -116,7 +117,7 @@ def _model_folder(path: str) -> Generator[Problem, None, dict[str, object] | Non
     key, expected = "model.path", "a Hugging Face model folder"
     if not folder.is_dir():
         found = f"{path}, which is a file" if folder.is_file() else f"{path}, which does not exist"
-        yield key, expected, found, "build it first, for example with `slipstream sft`"
+        yield key, expected, found, MODEL_HINT
         return None
     if not (folder / "config.json").is_file():
         yield key, f"{expected} with config.json", f"{path} without one", None
