@@ -69,6 +69,9 @@ def problems(config: Config | SftConfig) -> Iterator[Problem]:
     if config.tasks.eval_dataset is not None:
         yield from _dataset("tasks.eval_dataset", config.tasks.eval_dataset)
     yield from loss_problems(config.learner.loss)
+    if config.learner.dynamic_sampling and config.learner.loss.advantage == "reinforce_pp":
+        hint = "rewards are compared over the batch, so groups whose rewards are all equal do carry signal"
+        yield "learner.dynamic_sampling", "false with learner.loss.advantage: reinforce_pp", "true", hint
     if config.learner.loss.reference is not None:
         yield from _reference(Path(config.learner.loss.reference))
     yield from _rollout(config, shape)
@@ -191,9 +194,6 @@ def _rollout(config: Config, shape: dict[str, object] | None) -> Iterator[Proble
     if rollout.group_size == 1 and advantage != "reinforce_pp":
         hint = "a group of one has nothing to be compared with: every advantage would be zero"
         yield "rollout.group_size", f"at least 2 with learner.loss.advantage: {advantage}", "1", hint
-    if rollout.group_size == 1 and config.learner.dynamic_sampling:
-        hint = "the rewards of a group of one are all equal: every group would be left out"
-        yield "learner.dynamic_sampling", "false with rollout.group_size: 1", "true", hint
     if rollout.max_tokens >= engine.max_model_len:
         expected = f"less than rollout.engine.max_model_len ({engine.max_model_len}), which holds the prompt too"
         yield "rollout.max_tokens", expected, str(rollout.max_tokens), None

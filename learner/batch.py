@@ -129,6 +129,22 @@ def _check_routing(sample: Sample, index: int, shape: RoutingShape) -> None:
         )
     if len(experts) and not -1 <= int(experts.min()) <= int(experts.max()) < shape.experts:
         raise ValueError(f"sample {index}: routed experts outside -1..{shape.experts - 1}")
+    columns = np.ascontiguousarray(experts.reshape(-1, shape.chosen).T)  # [chosen, tokens x layers]
+    if (wrong := _impossible(columns)).any():
+        raise ValueError(
+            f"sample {index}: routed experts {columns[:, wrong.argmax()].tolist()} of one token and layer are not "
+            f"{shape.chosen} distinct ones"
+        )
+
+
+def _impossible(columns: np.ndarray) -> np.ndarray:
+    """[n] bool, where [chosen, n] experts are neither all unknown nor all different: fewer would get the token."""
+    known = columns >= 0
+    wrong = known.any(0) & ~known.all(0)
+    for i, column in enumerate(columns):  # comparing pairs takes a third of the time of sorting
+        for other in columns[:i]:
+            wrong |= (column == other) & known[0]
+    return wrong
 
 
 def expired_groups(groups: Sequence[Group], step: int, max_staleness: int) -> list[int]:

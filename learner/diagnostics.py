@@ -60,6 +60,7 @@ def token_counts(mask: Tensor, drift: Tensor, staleness: Tensor | None) -> dict[
     Arguments as in `token_sums`; staleness: [T] int, None counts as 0.
     """
     ones = mask.to(drift.dtype)
+    drift = drift.nan_to_num(0.0, LOG_BOUND, -LOG_BOUND)  # the loss tells of NaN; here it would be no place
     x = drift.sign() * torch.log1p(drift.abs().clamp(max=LOG_BOUND) / LINEAR_BELOW)
     place = (x / BIN_WIDTH).round().long() + HALF_BINS
     age = torch.zeros_like(place) if staleness is None else _age_classes(staleness.device)[_clamped(staleness)]

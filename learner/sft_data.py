@@ -76,12 +76,14 @@ class SftDataset:
         self._tokenizer = tokenizer
         self._chats = ChatTemplate(tokenizer)
         self._rows: list[Row] = []
+        self._names: list[str] = []
         digest = hashlib.sha256()
         for number, line in read_rows(path, KEY):
             digest.update(line + b"\n")
             row = parse_row(line, path, number)
+            self._names.append(f"{KEY}: {path} line {number}")
             if isinstance(row, Chat):
-                self._chats.check(row, f"{KEY}: {path} line {number}")
+                self._chats.check(row, self._names[-1])
             self._rows.append(row)
         self.digest = digest.hexdigest()[:16]
         self._shuffle = shuffle
@@ -112,12 +114,12 @@ class SftDataset:
         for row in rows:
             found = self._rows[row]
             if isinstance(found, Chat):
-                tokens, mask = self._chats.tokens(found, f"{KEY} row {row + 1}")
+                tokens, mask = self._chats.tokens(found, self._names[row])
             else:
                 tokens, mask = self._joined(found, pieces)
             if len(tokens) < 2:
-                raise UsageError(f"{KEY}: row {row + 1} has {len(tokens)} tokens, nothing to predict")
-            documents.append(_document(tokens, mask, row))
+                raise UsageError(f"{self._names[row]} has {len(tokens)} tokens, nothing to predict")
+            documents.append(_document(tokens, mask, self._names[row]))
         return documents
 
     def _joined(self, segments: list[Segment], pieces: Iterator[list[int]]) -> tuple[list[int], list[int]]:
@@ -132,10 +134,10 @@ class SftDataset:
         return tokens, mask
 
 
-def _document(tokens: list[int], mask: list[int], row: int) -> Document:
+def _document(tokens: list[int], mask: list[int], name: str) -> Document:
     loss_mask = np.array(mask, dtype=np.uint8)
     loss_mask[0] = 0
-    return Document(np.array(tokens, dtype=np.int32), loss_mask, name=f"{KEY} row {row + 1}")
+    return Document(np.array(tokens, dtype=np.int32), loss_mask, name=name)
 
 
 def parse_row(row: bytes, path: Path, number: int) -> Row:

@@ -34,6 +34,8 @@ def read_rows(path: Path, key: str) -> list[tuple[int, bytes]]:
             value = msgspec.json.decode(text)
         except msgspec.DecodeError as error:
             raise UsageError(f"{key}: {path} line {number} is not JSON: {error}") from None
+        except RecursionError:
+            raise UsageError(f"{key}: {path} line {number} is nested too deeply to be read") from None
         if not isinstance(value, dict):
             raise UsageError(f"{key}: {path} line {number}: expected a JSON object, found {type(value).__name__}")
         rows.append((number, text))

@@ -75,7 +75,8 @@ def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.
 def _nothing() -> Microbatch:
     """A document of one token that trains nothing, for a rank that has fewer microbatches to fill than the others."""
     one, zero = torch.ones(1, dtype=torch.int64), torch.zeros(1)
-    return Microbatch(one, one, torch.zeros(1, dtype=torch.int64), (1,), zero, zero, zero)
+    age = torch.zeros(1, dtype=torch.int32)
+    return Microbatch(one, one, torch.zeros(1, dtype=torch.int64), (1,), zero, zero, zero, age, zero)
 
 
 def _values(sums: dict[str, Tensor], names: list[str]) -> list[Tensor | float]:
@@ -201,8 +202,8 @@ class Schedule:
     def _reduce(self, reports: list[tuple[LossOutput, Tensor]]) -> Totals:
         encoded: bytes | None = None
         if mpu.is_pipeline_last_stage(ignore_virtual=True):
-            encoded = msgspec.json.encode(self._reduce_over_data_parallel(reports))
-        return msgspec.json.decode(parallel.broadcast_from_last_stage(encoded), type=Totals)
+            encoded = msgspec.msgpack.encode(self._reduce_over_data_parallel(reports))  # JSON has neither NaN nor inf
+        return msgspec.msgpack.decode(parallel.broadcast_from_last_stage(encoded), type=Totals)
 
     def _reduce_over_data_parallel(self, reports: list[tuple[LossOutput, Tensor]]) -> Totals:
         sum_names = sorted({name for output, _ in reports for name in output.sums})

@@ -81,6 +81,8 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
 
     backend = tiny_models.backend(folder, spec)
     packs = _given(tiny_models.microbatches(0), load_file(folder / "data.safetensors"))
+    if spec.get("uneven"):
+        packs = [*packs[:2], _whole(packs[2:])]
     mine = packs[backend.data_parallel_rank :: backend.data_parallel_size]
     for name, config in LOSSES.items():
         backend.optimizer.zero_grad()
@@ -89,6 +91,22 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
         figures = dict(sums=totals.sums, histograms=totals.histograms, maxima=totals.maxima)
         result = {"loss": totals.loss_sum / totals.denominator, "tokens": totals.loss_tokens, **figures}
         fork_rig.write(folder / spec["name"] / name, backend.rank, found, result)
+    fork_rig.leave()
+
+
+def job_spoiled(folder: Path, spec: dict[str, Any]) -> None:
+    """What a step says whose log-probabilities are gone."""
+    from learner.losses import policy_loss
+
+    backend = tiny_models.backend(folder, spec)
+    loss = policy_loss(LossConfig(), MAX_TOKENS)
+    packs = _given(tiny_models.microbatches(0), load_file(folder / "data.safetensors"))
+    try:
+        backend.train_step(packs, lambda logprobs, entropy, batch: loss(logprobs * float("nan"), entropy, batch))
+        said = ""
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    fork_rig.write(folder / spec["name"], backend.rank, {}, {"said": said})
     fork_rig.leave()
 
 
@@ -129,4 +147,4 @@ def _figures(out: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(fork_rig.serve({"reference": job_reference, "layout": job_layout}))
+    sys.exit(fork_rig.serve({"reference": job_reference, "layout": job_layout, "spoiled": job_spoiled}))

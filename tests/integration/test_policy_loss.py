@@ -20,6 +20,8 @@ TWO = [
     {"name": "tp2", "parallel": {"tensor": 2}},
     {"name": "pp2", "parallel": {"pipeline": 2}},
     {"name": "cp2", "parallel": {"context": 2}},
+    # a filler joins the last round
+    {"name": "vpp2", "parallel": {"pipeline": 2, "virtual_pipeline": 2}, "uneven": True},
 ]
 NAMES = [spec["name"] for spec in ONE + TWO]
 
@@ -31,7 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fork_rig.run(
         WORKERS,
         place,
-        [[group(1, "reference", [{}])], [group(1, "layout", ONE), group(2, "layout", TWO)]],
+        [
+            [group(1, "reference", [{}])],
+            [group(1, "layout", ONE), group(1, "spoiled", [{"name": "spoiled"}]), group(2, "layout", TWO)],
+        ],
     )
     return place
 
@@ -77,3 +82,8 @@ def test_the_losses_make_use_of_their_masks_and_bounds(folder: Path) -> None:
     assert 0 < sums["ppo_clip"]["vetoed"] < tokens
     assert 0 < sums["dppo_tv"]["objective_clipped"] < tokens
     assert sums["dppo_tv"]["weight"] != pytest.approx(tokens, rel=1e-3)
+
+
+def test_a_step_whose_log_probabilities_are_gone_says_so(folder: Path) -> None:
+    said = Outcome(folder / "spoiled").ranks[0]["said"]
+    assert said == "SlipstreamError: gradient norm is nan in optimizer step 0; the weights are unchanged"

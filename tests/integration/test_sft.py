@@ -90,7 +90,7 @@ def test_a_row_longer_than_the_bound_ends_with_code_2_and_names_the_key(tmp_path
     config = write_config(tmp_path, model, as_rows([("a" * 50, "b")]), micro_batch_tokens=32)
     done = sft(config)
     assert done.returncode == 2, done.stderr
-    assert "tasks.dataset row 1 needs 51 tokens" in done.stderr
+    assert "rows.jsonl line 1 needs 51 tokens" in done.stderr
     assert "learner.micro_batch_tokens is 32" in done.stderr
     assert not (tmp_path / "run" / "model").exists()
 

@@ -198,11 +198,14 @@ def test_single_samples_need_an_estimator_that_compares_over_the_batch(folder):
     assert list(problems(job(folder, rollout=rollout, learner={"loss": {"advantage": "reinforce_pp"}}))) == []
 
 
-def test_dynamic_sampling_of_single_samples_is_refused_since_every_group_would_be_left_out(folder):
-    learner = {"loss": {"advantage": "reinforce_pp"}, "dynamic_sampling": True}
-    rollout = {"max_tokens": 100, "engine": ENGINE, "group_size": 1}
-    refused(job(folder, rollout=rollout, learner=learner), "learner.dynamic_sampling", "rollout.group_size: 1")
-    assert list(problems(job(folder, rollout=rollout | {"group_size": 2}, learner=learner))) == []
+def test_groups_of_equal_rewards_are_not_left_out_where_they_carry_signal(folder):
+    """Groups of one, of which every one would be left out, are among them: they need reinforce_pp."""
+    over_the_batch = {"dynamic_sampling": True, "loss": {"advantage": "reinforce_pp"}}
+    for size in (1, 2):
+        rollout = {"max_tokens": 100, "engine": ENGINE, "group_size": size}
+        config = job(folder, rollout=rollout, learner=over_the_batch)
+        refused(config, "learner.dynamic_sampling", "false", "reinforce_pp")
+    assert list(problems(job(folder, learner={"dynamic_sampling": True}))) == []
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,18 @@ def test_routing_of_another_model_is_refused(experts: Array | None, reason: str)
     decode(group, 10, 1)  # nobody replays it
 
 
+@pytest.mark.parametrize(("row", "fits"), [((2, 0), True), ((-1, -1), True), ((3, 3), False), ((2, -1), False)])
+def test_a_token_goes_to_experts_of_which_none_is_another_s_double(row: tuple[int, int], fits: bool) -> None:
+    experts = routed([0, 1] * 9 + list(row))
+    group = stored(Group(5, [sample(routed_experts=experts)]))
+    shape = RoutingShape(layers=2, chosen=2, experts=4)
+    if fits:
+        decode(group, 10, 1, shape)
+        return
+    with pytest.raises(BadGroup, match=r"sample 0: routed experts \[.*\] of one token and layer are not 2 distinct"):
+        decode(group, 10, 1, shape)
+
+
 def test_a_document_carries_the_routing_of_its_tokens(make_config: Callable[..., Config]) -> None:
     made = sample(routed_experts=routed([0, 1, 2, 3, 3, 2, 1, 0, -1, -1]))
     group = decode(stored(Group(5, [made, sample(reward=1.0, routed_experts=routed([0] * 10))])), 10, 2, SHAPE)

@@ -67,3 +67,10 @@ def test_ratios_beyond_the_bins_are_counted_in_the_outermost() -> None:
 def test_no_tokens_have_no_quantile() -> None:
     assert ratio_quantile([0.0] * 241, 0.5) == 0.0
     assert ratio_quantile([], 0.5) == 0.0
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
+def test_log_probabilities_that_are_gone_break_no_count(lost: float) -> None:
+    """The loss says it; an index out of bounds would end the process, on a GPU for every later operation."""
+    drift = torch.tensor([0.5, lost, 0.0, 0.0, 0.0], dtype=torch.float64)
+    assert token_counts(MASK, drift, None)["ratio_bins"].sum().item() == MASK.sum().item()

@@ -180,10 +180,10 @@ def test_a_template_that_rewrites_earlier_turns_takes_single_answers_only(tmp_pa
     ("template", "row", "message"),
     [
         (None, chat_row(), "line 1: chat rows need a tokenizer with a chat template, and model.path has none"),
-        (ENDLESS, chat_row(), "row 1: the chat template ends the assistant's turn with no special token"),
+        (ENDLESS, chat_row(), "line 1: the chat template ends the assistant's turn with no special token"),
         (CHATML, chat_row([("assistant", "hello")]), "line 1: the assistant speaks first"),
         ("{{ raise_exception('roles must alternate') }}", chat_row(), "line 1: .* refuses it: roles must alternate"),
-        (UNENTERED, chat_row(), "row 1: the chat template marks no token"),
+        (UNENTERED, chat_row(), "line 1: the chat template marks no token"),
     ],
 )
 def test_a_conversation_that_cannot_be_learnt_from_is_refused_by_name(
@@ -200,3 +200,15 @@ def test_chat_rows_and_others_may_be_mixed(tmp_path: Path) -> None:
     plain, chat = SftDataset(path, tokenizer, seed=0, shuffle=False).documents([1, 0])
     assert tokenizer.decode(plain.tokens.tolist()) == "ab<|im_end|>"
     assert tokenizer.decode(chat.tokens.tolist()).startswith("<|im_start|>system\nBe brief.")
+
+
+def test_a_row_nested_too_deeply_is_refused_with_its_line(tmp_path: Path) -> None:
+    deep = '{"messages": [{"role": "user", "content": "a", "extra": ' + "[" * 100_000 + "]" * 100_000 + "}]}"
+    with pytest.raises(UsageError, match=r"tasks.dataset: .*rows.jsonl line 2 .*nested"):
+        dataset(tmp_path, '{"prompt": "a", "completion": "b"}', deep)
+
+
+def test_a_row_found_to_hold_nothing_is_named_by_its_line(tmp_path: Path) -> None:
+    rows = dataset(tmp_path, '{"prompt": "a", "completion": "b"}', "", '{"prompt": "", "completion": ""}')
+    with pytest.raises(UsageError, match=r"tasks.dataset: .*rows.jsonl line 3 has 1 tokens, nothing to predict"):
+        rows.documents([1])
