@@ -7,7 +7,9 @@ and multiplied by (all tokens) / (loss tokens). `Router` scales it so that, for 
     gradient = d/dw [ main loss + balance_rate * sum over MoE layers of sum_m n_m L_m / sum_m n_m ]
     L_m = E sum_i f_i P_i    (Switch Transformer, Fedus et al., arXiv 2101.03961, equations 4 to 6)
 
-whatever the layout, the loss mask and the loss's own denominator are. Pads and fillers count as no tokens.
+whatever the layout, the loss mask and the reduction are. Pads and fillers count as no tokens. What a correction leaves
+out of the denominator (mis, a veto, correction_normalize) is known only after the forward passes: where it makes the
+denominator smaller by a factor, the balance weighs more by that factor.
 
 The expert bias is that of auxiliary-loss-free balancing (Wang et al., arXiv 2408.15664, algorithm 1; DeepSeek-V3,
 arXiv 2412.19437, section 2.1.2): after each step b_i += balance_rate * sign(mean count - count of i).

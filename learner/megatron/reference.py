@@ -52,17 +52,20 @@ class Reference:
     def of(
         cls, config: ModelConfig, learner: LearnerConfig | SftLearnerConfig, model: Model, chunks: list[Any]
     ) -> "Reference":
-        """The reference that a job's config names: learner.loss.reference, or the model that training starts from."""
+        """The reference that a job's config names: learner.loss.reference, or the model that training starts from.
+
+        Raises:
+            UsageError: the folder holds another kind of model, which is said before anything is sampled.
+        """
         named = learner.loss.reference if isinstance(learner, LearnerConfig) else None
-        return cls(Path(named or config.path), model, chunks)
+        reference = cls(Path(named or config.path), model, chunks)
+        if named is not None:
+            reference._check()
+        return reference
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the model has the reference's weights; afterwards its own again, bitwise. Collective.
-
-        Raises:
-            UsageError: the folder holds another kind of model.
-        """
+        """Within, the model has the reference's weights; afterwards its own again, bitwise. Collective."""
         if self._elsewhere is None:
             self._elsewhere = self._load()
         _exchange(_slots(self.chunks), self._elsewhere)
@@ -72,7 +75,6 @@ class Reference:
             _exchange(_slots(self.chunks), self._elsewhere)
 
     def _load(self) -> list[Tensor]:
-        self._check()
         slots = _slots(self.chunks)
         host = [_host_copy(slot) for slot in slots]
         try:
