@@ -72,6 +72,12 @@ def problems(config: Config | SftConfig) -> Iterator[Problem]:
     if config.learner.dynamic_sampling and config.learner.loss.advantage == "reinforce_pp":
         hint = "rewards are compared over the batch, so groups whose rewards are all equal do carry signal"
         yield "learner.dynamic_sampling", "false with learner.loss.advantage: reinforce_pp", "true", hint
+    loss = config.learner.loss
+    drops = loss.correction == "mis" or loss.correction_normalize or loss.correction_veto is not None
+    if config.learner.moe.balance == "aux_loss" and drops:
+        expected = "bias or none with correction mis, correction_normalize or correction_veto"
+        hint = "what these leave out is known after the forward pass only: the auxiliary loss would get an odd weight"
+        yield "learner.moe.balance", expected, "aux_loss", hint
     if config.learner.loss.reference is not None:
         yield from _reference(Path(config.learner.loss.reference))
     yield from _rollout(config, shape)

@@ -198,6 +198,16 @@ def test_single_samples_need_an_estimator_that_compares_over_the_batch(folder):
     assert list(problems(job(folder, rollout=rollout, learner={"loss": {"advantage": "reinforce_pp"}}))) == []
 
 
+@pytest.mark.parametrize("loss", [{"correction": "mis"}, {"correction_normalize": True}, {"correction_veto": 1e-4}])
+def test_an_auxiliary_loss_beside_corrections_that_drop_tokens_is_refused(folder, loss):
+    def named(balance):
+        config = job(folder, learner={"moe": {"balance": balance}, "loss": loss})
+        return [expected for key, expected, *_ in problems(config) if key == "learner.moe.balance"]
+
+    assert any("correction_veto" in expected for expected in named("aux_loss"))
+    assert not any("correction_veto" in expected for expected in named("bias"))
+
+
 def test_groups_of_equal_rewards_are_not_left_out_where_they_carry_signal(folder):
     """Groups of one, of which every one would be left out, are among them: they need reinforce_pp."""
     over_the_batch = {"dynamic_sampling": True, "loss": {"advantage": "reinforce_pp"}}
