@@ -125,6 +125,12 @@ class Engine:
             self.weights.detach()
             await loop.run_in_executor(creator, lambda: llm.shutdown(timeout=SHUTDOWN_S))
             llm.shutdown = lambda timeout=None: None  # AsyncLLM.__del__ calls it again, when its imports may be gone
+            # vLLM leaves its ZeroMQ context, with two threads, to the garbage collector. Its sockets, made by the
+            # asynchronous view of the context, are closed on this loop by now; any left would make this wait forever.
+            view, context = llm.engine_core.ctx, llm.engine_core.resources.ctx
+            for socket in list(view._sockets):
+                socket.close(linger=0)
+            context.destroy(linger=0)
         if creator is not None:
             await loop.run_in_executor(None, creator.shutdown)
 

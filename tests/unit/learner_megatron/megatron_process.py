@@ -13,6 +13,7 @@ cpu_compat.enable()
 
 import megatron.core.parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from transformers import Qwen3Config
 
@@ -50,7 +51,8 @@ def _attention(window: tuple[int, int] | None) -> SDPACoreAttention:
         window_size=window,
         window_attn_skip_freq=None,
     )
-    return SDPACoreAttention(config, 1, AttnMaskType.causal, "self", k_channels=8)
+    alone = ProcessGroupCollection(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+    return SDPACoreAttention(config, 1, AttnMaskType.causal, "self", k_channels=8, pg_collection=alone)
 
 
 def _by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int) -> torch.Tensor:
@@ -87,8 +89,14 @@ def test_packed_documents_attend_as_they_would_alone(window: tuple[int, int] | N
 
 def test_bounds_that_do_not_cover_the_pack_are_refused() -> None:
     q, k, v, packed = _pack()
-    with pytest.raises(ValueError, match="documents cover 114 tokens, the pack has 113"):
+    with pytest.raises(ValueError, match="documents cover 114 places of this rank, the pack has 113"):
         _attention(None)(q[:-1], k[:-1], v[:-1], None, packed_seq_params=packed)
+
+
+def _model_with(rotary: torch.nn.Module) -> torch.nn.Module:
+    model = torch.nn.Module()
+    model.rotary_pos_emb = rotary
+    return model
 
 
 def test_wrong_rotary_frequencies_are_replaced_by_hugging_faces() -> None:
@@ -96,7 +104,7 @@ def test_wrong_rotary_frequencies_are_replaced_by_hugging_faces() -> None:
     config.architectures = ["Qwen3ForCausalLM"]
     rotary = torch.nn.Module()
     rotary.inv_freq = 1.0 / 10000 ** (torch.arange(0, 16, 2) / 16)
-    bridge_fixes.check_rope(config, SimpleNamespace(rotary_pos_emb=rotary))
+    bridge_fixes.check_rope(config, _model_with(rotary))
     torch.testing.assert_close(rotary.inv_freq, 1.0 / 1e6 ** (torch.arange(0, 16, 2) / 16))
 
 
@@ -107,7 +115,7 @@ def test_a_rotary_embedding_that_megatron_cannot_be_given_is_refused() -> None:
     rotary = torch.nn.Module()
     rotary.inv_freq = 1.0 / 1e6 ** (torch.arange(0, 16, 2) / 16)
     with pytest.raises(UsageError, match="'yarn'"):
-        bridge_fixes.check_rope(config, SimpleNamespace(rotary_pos_emb=rotary))
+        bridge_fixes.check_rope(config, _model_with(rotary))
 
 
 def test_torch_is_left_alone_and_megatron_sees_its_own_view() -> None:
