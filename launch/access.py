@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from broker.client import BrokerClient
+from broker.connect import Access, connect
 from broker.contract import BrokerStatus
 from common.config import Config
 from common.config_checks import split_address
@@ -18,7 +18,7 @@ POLL_S = 0.1
 def ask_status(address: str, timeout_s: float) -> BrokerStatus:
     """What the broker at `address` says; raises UsageError with the reason when none answers in time."""
     try:
-        with BrokerClient(address, deadline_s=timeout_s, retry_s=0.5) as client:
+        with connect(Access(address=address, role="observer", deadline_s=timeout_s, retry_s=0.5)) as client:
             return client.status()
     except BrokerUnreachable as error:
         raise UsageError(

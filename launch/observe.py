@@ -5,10 +5,11 @@ from typing import Any
 
 import msgspec
 
+from broker.connect import Access, connect
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeStatus
 from common.errors import SlipstreamError
 from common.lifecycle import alive
-from common.run_dir import RunDir
+from common.run_dir import BrokerFile, RunDir
 from launch.ledger_history import former_ledgers, whole_ledger
 
 ANSWER_TIMEOUT_S = 3.0
@@ -32,8 +33,6 @@ class Observation:
 
 def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
     """Ask the broker; fall back to RUN/status.json. Raises SlipstreamError when there is neither."""
-    from broker.client import BrokerClient
-
     file = run.broker()
     reason = _absent(run)
     if file is not None:
@@ -41,7 +40,7 @@ def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
             reason = f"broker {file.pid} has ended"
         else:
             try:
-                with BrokerClient(file.address, deadline_s=timeout_s, retry_s=0.5) as client:
+                with connect(_access(file, timeout_s)) as client:
                     return Observation(client.status(), live=True)
             except SlipstreamError as error:
                 reason = f"broker not reachable: {error}"
@@ -65,13 +64,11 @@ def observe_ledger(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Led
 
 
 def _newest_ledger(run: RunDir, timeout_s: float) -> list[LedgerEntry]:
-    from broker.client import BrokerClient
-
     file = run.broker()
     reason = _absent(run)
     if file is not None and alive(file.pid):
         try:
-            with BrokerClient(file.address, deadline_s=timeout_s, retry_s=0.5) as client:
+            with connect(_access(file, timeout_s)) as client:
                 return client.ledger()
         except SlipstreamError as error:
             reason = f"broker not reachable: {error}"
@@ -81,6 +78,10 @@ def _newest_ledger(run: RunDir, timeout_s: float) -> list[LedgerEntry]:
         raise SlipstreamError(f"{run.path}: {reason}, and it left no ledger.json") from None
     except msgspec.DecodeError as error:
         raise SlipstreamError(f"{run.ledger_json} cannot be read: {error}") from None
+
+
+def _access(file: BrokerFile, timeout_s: float) -> Access:
+    return Access(address=file.address, role="observer", deadline_s=timeout_s, retry_s=0.5)
 
 
 def _absent(run: RunDir) -> str:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from broker.client import BrokerClient
+from broker.connect import Access, BrokerConnection, connect
 from common.config import Config
 from common.config_checks import check_config, resolve_paths
 from common.config_loading import load_config
@@ -42,7 +42,7 @@ BROKER_WAIT_S = 30.0
 class LeadParts:
     """What the lead rank prepares before the model is loaded."""
 
-    broker: BrokerClient
+    broker: BrokerConnection
     reporter: Reporter
     events: EventLog
     checkpoints: CheckpointFolder
@@ -87,12 +87,12 @@ def prepare_lead(config: Config, run_dir: RunDir, broker_address: str | None) ->
     resume, state = find_start(config, run_dir, checkpoints, events, source.digest)
     incarnation = resume.incarnation
     address = find_broker(config, run_dir, broker_address)
-    limit = config.broker.max_message_bytes
-    reporter = Reporter(lambda: BrokerClient(address, max_message_bytes=limit), incarnation, resume.version)
+    access = Access(address=address, role="learner", max_message_bytes=config.broker.max_message_bytes)
+    reporter = Reporter(lambda: connect(access), incarnation, resume.version)
     write_record(run_dir, incarnation, "running", resume.version)
     events.add("learner_started", incarnation=incarnation, step=resume.version, checkpoint=resume.checkpoint)
     tasks = TaskStream(source, state.tasks if state else None)
-    return LeadParts(BrokerClient(address, max_message_bytes=limit), reporter, events, checkpoints, tasks, resume)
+    return LeadParts(connect(access), reporter, events, checkpoints, tasks, resume)
 
 
 def train(config: Config, run_dir: RunDir, process: RankProcess, parts: LeadParts | None) -> str:

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from broker.async_client import AsyncBrokerClient
+from broker.connect import Access, NodeConnection, connect_node
 from broker.contract import RunInfo
 from common.config import Config
 from common.errors import EXIT_DONE, BrokerUnreachable, SlipstreamError, UsageError
@@ -57,12 +57,9 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
     engine = Engine(config, seed=node_seed(config.run.seed, node_id))
     host = EnvironmentHost()
     driver = build_driver(config, engine, host)  # a config error shows before anything is started
-    connect = partial(
-        AsyncBrokerClient,
-        address,
-        deadline_s=CALL_DEADLINE_S,
-        max_message_bytes=config.broker.max_message_bytes,
-    )
+    limit = config.broker.max_message_bytes
+    access = Access(address=address, role="node", deadline_s=CALL_DEADLINE_S, max_message_bytes=limit)
+    connect = partial(connect_node, access)
     board = Board(node_id)
     async with AsyncExitStack() as stack:
         stack.callback(host.close)
@@ -90,7 +87,7 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         return code
 
 
-async def _register(broker: AsyncBrokerClient, board: Board, address: str) -> RunInfo:
+async def _register(broker: NodeConnection, board: Board, address: str) -> RunInfo:
     try:
         return await asyncio.wait_for(broker.register(board.report()), JOIN_WAIT_S)
     except (BrokerUnreachable, TimeoutError) as error:
@@ -98,7 +95,7 @@ async def _register(broker: AsyncBrokerClient, board: Board, address: str) -> Ru
         raise UsageError(f"cannot join a job at {address}: {reason}; is its broker running?") from error
 
 
-async def _leave(broker: AsyncBrokerClient, board: Board) -> None:
+async def _leave(broker: NodeConnection, board: Board) -> None:
     """Last figures, then goodbye; a broker that is gone needs neither."""
     try:
         await broker.heartbeat(board.report(), [])
@@ -128,7 +125,7 @@ async def _start_engine(engine: "Engine", drain: "_Drain", heart: "_Heart", stac
 class _Heart:
     """The heartbeat, and where its news go before and after there is a node."""
 
-    def __init__(self, connect: Callable[[], AsyncBrokerClient], board: Board, address: str, every_s: float) -> None:
+    def __init__(self, connect: Callable[[], NodeConnection], board: Board, address: str, every_s: float) -> None:
         self.patience = Patience(BROKER_PATIENCE_S, address)
         self.error: SlipstreamError | None = None
         self.on_failure: Callable[[], None] = lambda: None

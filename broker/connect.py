@@ -1,0 +1,82 @@
+"""Clients for a broker, chosen by its address: the one place that knows which backend speaks which scheme."""
+
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+import msgspec
+
+from broker.contract import LearnerBroker, NodeBroker, ObserverBroker
+from common.errors import UsageError
+
+Role = Literal["learner", "node", "observer"]
+
+
+class Access(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a broker is, who one is to it, and how long one waits for it.
+
+    Attributes:
+        address: tcp://HOST:PORT or ipc://PATH of the embedded broker.
+        role: decides what a connection may do where connections are authenticated.
+        max_message_bytes: broker.max_message_bytes.
+        deadline_s: without an answer for this long (beyond what a request itself waits), a call gives up.
+        retry_s: pause before a request is repeated.
+    """
+
+    address: str
+    role: Role
+    max_message_bytes: int = 1 << 30
+    deadline_s: float = 30.0
+    retry_s: float = 2.0
+
+
+class BrokerConnection(LearnerBroker, ObserverBroker, Protocol):
+    """A synchronous connection; any thread may call. Leaving the context closes it."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NodeConnection(NodeBroker, Protocol):
+    """An asynchronous connection of the event loop that makes the first call."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def connect(access: Access) -> BrokerConnection:
+    """A learner's or an observer's connection; raises UsageError when the address is of no known kind."""
+    _check_scheme(access.address)
+    from broker.client import BrokerClient
+
+    return BrokerClient(
+        access.address,
+        deadline_s=access.deadline_s,
+        retry_s=access.retry_s,
+        max_message_bytes=access.max_message_bytes,
+    )
+
+
+def connect_node(access: Access) -> NodeConnection:
+    """A node's connection; raises UsageError when the address is of no known kind."""
+    _check_scheme(access.address)
+    from broker.async_client import AsyncBrokerClient
+
+    return AsyncBrokerClient(
+        access.address,
+        deadline_s=access.deadline_s,
+        retry_s=access.retry_s,
+        max_message_bytes=access.max_message_bytes,
+    )
+
+
+def _check_scheme(address: str) -> None:
+    if not address.startswith(("tcp://", "ipc://")):
+        raise UsageError(f"broker address: expected tcp://HOST:PORT or ipc://PATH, found {address!r}")
