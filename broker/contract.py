@@ -3,7 +3,8 @@
 States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> committed, or dead after
 `max_attempts` failures or lost leases. Every backend passes tests/contract/.
 
-- A lease has a token and a deadline that heartbeats renew. A lost lease puts the task back, oldest first.
+- A lease has a token and a deadline that heartbeats renew, up to `max_lease_s` after it was given: a node that lives
+  and never finishes loses it too. A lost lease puts the task back, oldest first.
 - `complete` with a token that is no longer current is refused: one task, one accepted group.
 - `take(step)` is idempotent: a restarted learner gets the same groups in the same order.
 - A group that a step filters stays that step's: it is committed with it, marked in the ledger, and its place in the
@@ -33,6 +34,7 @@ class RunInfo(msgspec.Struct, frozen=True):
     lease_s: float
     max_bytes: int
     config: bytes = b""
+    max_lease_s: float = 3600.0  # no heartbeat renews a lease beyond this
 
 
 class Lease(msgspec.Struct, frozen=True):

@@ -81,6 +81,7 @@ def run_info(config: Config, config_json: bytes) -> RunInfo:
         lease_s=config.broker.lease_s,
         max_bytes=config.broker.max_bytes,
         config=config_json,
+        max_lease_s=config.broker.max_lease_s,
     )
 
 

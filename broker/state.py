@@ -197,7 +197,7 @@ class DeliveryState:
         while len(leases) < most and admits_oldest(self.tasks, self.run, steps, self._wanted):
             now = self._clock()
             token = self._new_token()
-            entry = self.tasks.lease_oldest(node_id, token, now, now + self.run.lease_s)
+            entry = self.tasks.lease_oldest(node_id, token, now, now + min(self.run.lease_s, self.run.max_lease_s))
             self._lease_deadlines.add(token, entry.deadline)
             node.tokens.add(token)
             leases.append(Lease(entry.task, token, entry.attempts, self.run.lease_s))
@@ -235,7 +235,7 @@ class DeliveryState:
         for token in tokens:
             entry = self.tasks.leased.get(token)
             if entry is not None and entry.node == report.node_id:
-                entry.deadline = now + self.run.lease_s
+                self.tasks.renew(entry, now, self.run.lease_s, self.run.max_lease_s)
             elif self._accepted.get(token) != report.node_id:
                 lost.append(token)
         learner = self.learner.report
@@ -308,9 +308,11 @@ class DeliveryState:
 
         for token in self._lease_deadlines.passed(now, deadline):
             entry = self.tasks.leased[token]
-            self._lease_expiries += 1
-            self.event_log.add("lease_expired", serial=entry.serial, node=entry.node, attempt=entry.attempts)
-            self._lose(entry, f"lease of node {entry.node} expired")
+            if entry.deadline >= entry.leased_at + self.run.max_lease_s:  # the bound, not the silence, ended it
+                held = f"node {entry.node} held the lease for {self.run.max_lease_s:g} s (broker.max_lease_s)"
+                self._take_back(entry, f"{held} and did not finish", "lease_overdue")
+            else:
+                self._take_back(entry, f"lease of node {entry.node} expired")
         for node_id in self.fleet.newly_dead(now):
             self.event_log.add("node_lost", node=node_id, silent_s=self.run.lease_s)
 
@@ -388,7 +390,9 @@ class DeliveryState:
 
     def _lose_all(self, node: Node, reason: str) -> None:
         for token in list(node.tokens):
-            entry = self.tasks.leased[token]
-            self._lease_expiries += 1
-            self.event_log.add("lease_expired", serial=entry.serial, node=entry.node, attempt=entry.attempts)
-            self._lose(entry, reason)
+            self._take_back(self.tasks.leased[token], reason)
+
+    def _take_back(self, entry: Entry, reason: str, kind: str = "lease_expired") -> None:
+        self._lease_expiries += 1
+        self.event_log.add(kind, serial=entry.serial, node=entry.node, attempt=entry.attempts)
+        self._lose(entry, reason)

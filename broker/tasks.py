@@ -95,6 +95,10 @@ class TaskTable:
         self.leased[token] = entry
         return entry
 
+    def renew(self, entry: Entry, now: float, lease_s: float, max_lease_s: float) -> None:
+        """A sign of life of a lease's holder; nothing moves the deadline beyond `max_lease_s` after the lease began."""
+        entry.deadline = min(now + lease_s, entry.leased_at + max_lease_s)
+
     def hand_back(self, entry: Entry) -> None:
         """leased -> pending without counting the attempt."""
         self._end_lease(entry)

@@ -171,6 +171,7 @@ class BrokerConfig(Strict, frozen=True, kw_only=True):
     max_bytes: Positive = 4 << 30
     max_message_bytes: Positive = 1 << 30
     lease_s: Seconds = 60.0
+    max_lease_s: Seconds = 3600.0  # heartbeats renew a lease no longer than this: bounds a node that never finishes
     heartbeat_s: Seconds = 2.0
 
 

@@ -256,6 +256,10 @@ def _network(config: Config) -> Iterator[Problem]:
     if broker.lease_s < LEASE_HEARTBEATS * broker.heartbeat_s:
         expected = f"at least {LEASE_HEARTBEATS} x broker.heartbeat_s ({broker.heartbeat_s})"
         yield "broker.lease_s", expected, str(broker.lease_s), "a node that breathes must not lose its leases"
+    longest = broker.lease_s + config.rollout.sample_timeout_s
+    if broker.max_lease_s < longest:
+        expected = f"at least broker.lease_s + rollout.sample_timeout_s ({longest:g})"
+        yield "broker.max_lease_s", expected, f"{broker.max_lease_s:g}", "an episode that may go on keeps its lease"
     if broker.max_message_bytes > broker.max_bytes:
         expected = f"at most broker.max_bytes ({broker.max_bytes})"
         yield "broker.max_message_bytes", expected, str(broker.max_message_bytes), None

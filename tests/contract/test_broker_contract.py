@@ -61,8 +61,8 @@ def tasks(*serials: int) -> list[Task]:
     return [Task(serial=s, problem=b"{}", seed=s, group_size=4) for s in serials]
 
 
-def run_info(lease_s: float, max_bytes: int) -> RunInfo:
-    return RunInfo("test", "/nowhere", GROUPS_PER_STEP, 1, 2, lease_s, max_bytes, b'{"a": 1}')
+def run_info(lease_s: float, max_bytes: int, max_lease_s: float) -> RunInfo:
+    return RunInfo("test", "/nowhere", GROUPS_PER_STEP, 1, 2, lease_s, max_bytes, b'{"a": 1}', max_lease_s)
 
 
 def memory(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
@@ -105,8 +105,8 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Backend]]:
     with asyncio.Runner() as runner:
         started: list[Iterator[Backend]] = []
 
-        def factory(lease_s: float = 30.0, max_bytes: int = 1 << 30) -> Backend:
-            started.append(BACKENDS[request.param](run_info(lease_s, max_bytes), runner))
+        def factory(lease_s: float = 30.0, max_bytes: int = 1 << 30, max_lease_s: float = 3600.0) -> Backend:
+            started.append(BACKENDS[request.param](run_info(lease_s, max_bytes, max_lease_s), runner))
             return next(started[-1])
 
         yield factory
@@ -281,6 +281,22 @@ def test_heartbeats_keep_a_lease_and_its_node_alive(make: Callable[..., Backend]
         reply = backend.run(backend.node.heartbeat(node_report(), [lease.token]))
         assert reply.lost == []
     assert backend.complete(lease)
+
+
+def test_heartbeats_renew_a_lease_no_longer_than_max_lease_s(make: Callable[..., Backend]) -> None:
+    backend = make(lease_s=5.0, max_lease_s=1.0)
+    backend.learner.offer(tasks(0))
+    backend.join("stuck")
+    backend.join("works")
+    lease = backend.lease(1, "stuck")[0]
+    assert backend.run(backend.node.heartbeat(node_report("stuck"), [lease.token])).lost == []
+    time.sleep(1.1)
+    assert backend.run(backend.node.heartbeat(node_report("stuck"), [lease.token])).lost == [lease.token]
+    assert [(le.task.serial, le.attempt) for le in backend.lease(1, "works", wait_s=5)] == [(0, 2)]
+    assert "held the lease for 1 s (broker.max_lease_s)" in backend.learner.ledger()[0].reason
+    assert [e.detail["node"] for e in backend.learner.events(-1) if e.kind == "lease_overdue"] == ["stuck"]
+    assert {n.report.node_id: n.alive for n in backend.learner.status().nodes} == {"stuck": True, "works": True}
+    assert not backend.complete(lease, "stuck")
 
 
 def test_a_result_with_an_old_token_is_refused_and_counted(make: Callable[..., Backend]) -> None:

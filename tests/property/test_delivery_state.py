@@ -15,6 +15,7 @@ from common.rollouts import GroupMeta, Task
 
 NODES = ("a", "b", "c")
 LEASE_S = 10.0
+MAX_LEASE_S = 25.0
 MAX_ATTEMPTS = 3
 PAYLOAD_BYTES = 100
 
@@ -43,7 +44,9 @@ class Delivery(RuleBasedStateMachine):
     )
     def start(self, groups_per_step: int, max_staleness: int, max_bytes: int) -> None:
         numbers = itertools.count()
-        run = RunInfo("r", "/nowhere", groups_per_step, max_staleness, MAX_ATTEMPTS, LEASE_S, max_bytes)
+        run = RunInfo(
+            "r", "", groups_per_step, max_staleness, MAX_ATTEMPTS, LEASE_S, max_bytes, max_lease_s=MAX_LEASE_S
+        )
         self.b = groups_per_step
         self.state = DeliveryState(run, lambda: self.now, lambda: f"t{next(numbers)}", EventLog(wall_clock=lambda: 0))
         self.state.attach(LearnerReport(1, 1, "training", 0))
@@ -114,6 +117,7 @@ class Delivery(RuleBasedStateMachine):
         self.now += seconds
         self.state.expire()
         assert all(e.deadline > self.now for e in self.state.tasks.leased.values())
+        assert all(e.leased_at > self.now - MAX_LEASE_S for e in self.state.tasks.leased.values())
 
     @rule(in_order=st.booleans())
     def take(self, in_order: bool) -> None:

@@ -272,6 +272,7 @@ def test_publishing_less_often_than_the_window_allows_would_stall(folder):
         ("broker", {"address": "tcp://10.0.0.4:5555"}, "broker.address", "authentication"),
         ("weights", {"address": "0.0.0.0"}, "weights.address", "loopback"),
         ("broker", {"lease_s": 5.0, "heartbeat_s": 2.0}, "broker.lease_s", "heartbeat_s"),
+        ("broker", {"max_lease_s": 60.0}, "broker.max_lease_s", "sample_timeout_s"),
         ("broker", {"max_bytes": 10, "max_message_bytes": 20}, "broker.max_message_bytes", "broker.max_bytes"),
     ],
 )
