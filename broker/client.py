@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import zmq
 
 from broker import wire
-from broker.contract import BrokerEvent, BrokerStatus, LearnerReport, LedgerEntry, StoredGroup
+from broker.contract import Attached, BrokerEvent, BrokerStatus, LearnerReport, LedgerEntry, StoredGroup
 from broker.sockets import connect_dealer, frame_limit
 from common.errors import BrokerError, BrokerUnreachable
 from common.rollouts import Task
@@ -45,7 +45,7 @@ class BrokerClient:
         self._local = threading.local()
         self._channels: list[_Channel] = []
         self._lock = threading.Lock()
-        self._incarnation: int | None = None
+        self._sender: dict[str, Any] = {}  # incarnation and instance, once attached
 
     def __enter__(self) -> "BrokerClient":
         return self
@@ -63,18 +63,18 @@ class BrokerClient:
 
     # ---------------------------------------------------------------- learner
 
-    def attach(self, report: LearnerReport) -> int:
+    def attach(self, report: LearnerReport) -> Attached:
         """See LearnerBroker."""
         reply = self._ask(wire.Attached, wire.Attach, report=report)
-        self._incarnation = report.incarnation
-        return reply.next_serial
+        self._sender = {"incarnation": report.incarnation, "instance": report.instance}
+        return Attached(reply.next_serial, reply.store_id, reply.committed_step)
 
     def offer(self, tasks: list[Task]) -> int:
         """See LearnerBroker. Long lists go in several messages."""
         new = 0
         for start in range(0, len(tasks), OFFER_TASKS):
             part = tasks[start : start + OFFER_TASKS]
-            new += self._ask(wire.Offered, wire.Offer, incarnation=self._incarnation, tasks=part).new
+            new += self._ask(wire.Offered, wire.Offer, **self._sender, tasks=part).new
         return new
 
     def take(self, step: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
@@ -86,7 +86,7 @@ class BrokerClient:
                 wire.Taken,
                 wire.Take,
                 piece_s,
-                incarnation=self._incarnation,
+                **self._sender,
                 step=step,
                 count=count,
                 wait_s=piece_s,
@@ -102,20 +102,20 @@ class BrokerClient:
 
     def regenerate(self, step: int, serials: list[int]) -> None:
         """See LearnerBroker."""
-        self._ask(wire.Done, wire.Regenerate, incarnation=self._incarnation, step=step, serials=serials)
+        self._ask(wire.Done, wire.Regenerate, **self._sender, step=step, serials=serials)
 
     def filter(self, step: int, serials: list[int], most_replaced: int) -> None:
         """See LearnerBroker."""
         fields = {"step": step, "serials": serials, "most_replaced": most_replaced}
-        self._ask(wire.Done, wire.Filter, incarnation=self._incarnation, **fields)
+        self._ask(wire.Done, wire.Filter, **self._sender, **fields)
 
     def commit(self, step: int) -> None:
         """See LearnerBroker."""
-        self._ask(wire.Done, wire.Commit, incarnation=self._incarnation, step=step)
+        self._ask(wire.Done, wire.Commit, **self._sender, step=step)
 
     def report(self, report: LearnerReport) -> None:
         """See LearnerBroker."""
-        self._ask(wire.Done, wire.Report, incarnation=self._incarnation, report=report)
+        self._ask(wire.Done, wire.Report, **self._sender, report=report)
 
     # ---------------------------------------------------------------- observers
 

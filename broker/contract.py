@@ -11,6 +11,10 @@ States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> c
   order may pass to the next task, so the step takes another one.
 - `commit(step)` releases everything taken by steps <= step; said only when the checkpoint is durable.
 - Admission (common/staleness.py) decides which tasks a node may lease.
+- Of the learners that attach or report, the one with the highest incarnation is the learner. Of two with the same
+  incarnation (two processes on one run folder, or on a copy of it) the second is refused while the first is alive,
+  that is seen within LOST_AFTER_S and not ended, and takes its place otherwise. Whoever was replaced stays refused.
+- A store (what a broker remembers, in memory or on a disk) has a random `store_id` from its making to its end.
 """
 
 from typing import Protocol
@@ -18,6 +22,9 @@ from typing import Protocol
 import msgspec
 
 from common.rollouts import GroupMeta, Task
+
+LOST_AFTER_S = 10.0  # a learner unseen for longer is lost; it reports about once a second
+LEARNER_ENDED = ("done", "drained", "failed")  # states after which a learner says nothing more
 
 
 class RunInfo(msgspec.Struct, frozen=True):
@@ -58,12 +65,27 @@ class LearnerReport(msgspec.Struct, frozen=True):
 
     pid: int
     incarnation: int
-    state: str  # starting | waiting | training | publishing | checkpointing | replaying | draining | done | failed
+    state: str  # starting | waiting | training | publishing | checkpointing | replaying | done | drained | failed
     policy_version: int
     waiting_on: str = ""
     since_s: float = 0.0  # seconds in this state
     weights_address: str = ""  # control endpoint of the weight plane
     step: int = 0
+    instance: str = ""  # random per process; '' from a learner that does not say
+
+
+class Attached(msgspec.Struct, frozen=True):
+    """What a learner hears when it (re)starts.
+
+    Attributes:
+        next_serial: one past the highest serial ever offered.
+        store_id: of the broker's store; another one than last time means that the broker has lost its memory.
+        committed_step: highest committed step, -1 for none; the groups of steps up to it are gone.
+    """
+
+    next_serial: int
+    store_id: str = ""
+    committed_step: int = -1
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -86,7 +108,7 @@ class NodeReport(msgspec.Struct, frozen=True):
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
-    """`lost`: tokens that are no longer this node's; `weights_address`: '' while no learner is attached."""
+    """`lost`: tokens that are no longer this node's; `weights_address`: '' while no learner is attached or it ended."""
 
     lost: list[str] = []
     weights_address: str = ""
@@ -143,8 +165,8 @@ class LedgerEntry(msgspec.Struct, frozen=True):
 class LearnerBroker(Protocol):
     """The learner's side. Calls block; all raise BrokerUnreachable after the client's deadline."""
 
-    def attach(self, report: LearnerReport) -> int:
-        """A learner (re)starts; returns one past the highest serial ever offered."""
+    def attach(self, report: LearnerReport) -> Attached:
+        """A learner (re)starts. Raises BrokerError when it was replaced, or another of its incarnation is alive."""
         ...
 
     def offer(self, tasks: list[Task]) -> int:

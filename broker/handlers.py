@@ -54,7 +54,7 @@ class Handlers:
         self._displaced = []
         try:
             if isinstance(request, wire.LearnerRequest):
-                self._state.check_learner(request.incarnation)
+                self._state.check_learner(request.incarnation, request.instance)
             reply = self._handlers[type(request)](client, request, payload)
         except BrokerError as error:
             reply = wire.Refused(id=request.id, reason=str(error))
@@ -100,7 +100,10 @@ class Handlers:
     # ---------------------------------------------------------------- learner
 
     def _attach(self, client: bytes, request: wire.Attach, payload: Payload | None) -> wire.Reply:
-        return wire.Attached(id=request.id, next_serial=self._state.attach(request.report))
+        told = self._state.attach(request.report)
+        return wire.Attached(
+            id=request.id, next_serial=told.next_serial, store_id=told.store_id, committed_step=told.committed_step
+        )
 
     def _offer(self, client: bytes, request: wire.Offer, payload: Payload | None) -> wire.Reply:
         return wire.Offered(id=request.id, new=self._state.offer(request.tasks))
@@ -112,7 +115,7 @@ class Handlers:
         return reply
 
     def _try_take(self, request: wire.Take) -> wire.Reply | None:
-        self._state.learner.check(request.incarnation)
+        self._state.learner.check(request.incarnation, request.instance)
         taken = self._state.take(request.step, request.count, request.in_order)
         if taken is None:
             return None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import cast
 
 from broker.contract import (
+    Attached,
     BrokerEvent,
     BrokerStatus,
     HeartbeatReply,
@@ -49,12 +50,13 @@ class MemoryLearner:
     def __init__(self, state: DeliveryState) -> None:
         self._state = state
         self._incarnation: int | None = None
+        self._instance = ""
 
-    def attach(self, report: LearnerReport) -> int:
+    def attach(self, report: LearnerReport) -> Attached:
         """See LearnerBroker."""
-        serial = self._state.attach(report)
-        self._incarnation = report.incarnation
-        return serial
+        attached = self._state.attach(report)
+        self._incarnation, self._instance = report.incarnation, report.instance
+        return attached
 
     def offer(self, tasks: list[Task]) -> int:
         """See LearnerBroker."""
@@ -103,7 +105,7 @@ class MemoryLearner:
 
     def _checked(self) -> DeliveryState:
         self._state.expire()
-        self._state.check_learner(self._incarnation)
+        self._state.check_learner(self._incarnation, self._instance)
         return self._state
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 from broker.admission import admits_oldest
 from broker.contract import (
+    LEARNER_ENDED,
+    Attached,
     BrokerEvent,
     BrokerStatus,
     HeartbeatReply,
@@ -38,6 +40,7 @@ class DeliveryState:
         new_token: unguessable, never repeating strings for leases.
         events: where events go.
         pid, address: of the broker, for the status.
+        store_id: of the store that this state was read from; a new one when there was none.
     """
 
     def __init__(
@@ -48,9 +51,11 @@ class DeliveryState:
         events: EventLog,
         pid: int = 0,
         address: str = "",
+        store_id: str = "",
     ) -> None:
         self.run = run
         self.address = address
+        self.store_id = store_id or new_token()
         self.tasks = TaskTable()
         self.fleet = Fleet(run.lease_s)
         self.event_log = events
@@ -67,8 +72,8 @@ class DeliveryState:
 
     # ---------------------------------------------------------------- learner
 
-    def attach(self, report: LearnerReport) -> int:
-        """A learner (re)starts; returns one past the highest serial ever offered. Raises BrokerError when fenced.
+    def attach(self, report: LearnerReport) -> Attached:
+        """A learner (re)starts. Raises BrokerError when it was replaced, or another of its incarnation is alive.
 
         Where no task was ever offered, task 0 is due at the step that the learner resumes at: so the staleness
         bound holds for a learner that continues from a checkpoint with a new broker.
@@ -77,18 +82,19 @@ class DeliveryState:
         if self.tasks.next_serial == 0:
             self._first_step = report.step
         self.event_log.add("learner_attached", incarnation=report.incarnation, pid=report.pid, step=report.step)
-        return self.tasks.next_serial
+        return Attached(self.tasks.next_serial, self.store_id, self.committed_step)
 
     def report(self, report: LearnerReport) -> None:
         """Keep what the learner says of itself. Raises BrokerError when fenced."""
         before = self.learner.update(report, self._clock())
-        if before is not None and before.state != report.state and report.state in ("done", "failed"):
+        if before is not None and before.state != report.state and report.state in LEARNER_ENDED:
             self.event_log.add("learner_" + report.state, incarnation=report.incarnation, step=report.step)
 
-    def check_learner(self, incarnation: int | None) -> None:
-        """Before any request of a learner: a sign of life, or BrokerError when that incarnation was replaced."""
-        self.learner.check(incarnation)
-        self.learner.seen(self._clock())
+    def check_learner(self, incarnation: int | None, instance: str = "") -> None:
+        """Before any request of a learner: a sign of life if it has attached, or BrokerError when it was replaced."""
+        self.learner.check(incarnation, instance)
+        if incarnation is not None:
+            self.learner.seen(self._clock())
 
     def offer(self, tasks: Sequence[Task]) -> int:
         """Add tasks in order of serial; known ones are ignored. Raises BrokerError on a gap, before adding any."""
@@ -243,7 +249,7 @@ class DeliveryState:
             return HeartbeatReply(lost=lost)
         return HeartbeatReply(
             lost=lost,
-            weights_address=learner.weights_address,
+            weights_address="" if learner.state in LEARNER_ENDED else learner.weights_address,
             learner_incarnation=learner.incarnation,
             drain=learner.state == "done",
         )

@@ -45,6 +45,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 class LearnerRequest(Request, frozen=True, kw_only=True):
     incarnation: int | None = None  # of the sender, once it has attached
+    instance: str = ""  # likewise
 
 
 class Attach(LearnerRequest, frozen=True, kw_only=True, tag="attach"):
@@ -177,6 +178,8 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
 
 class Attached(Reply, frozen=True, kw_only=True, tag="attached"):
     next_serial: int
+    store_id: str = ""
+    committed_step: int = -1
 
 
 class Offered(Reply, frozen=True, kw_only=True, tag="offered"):

@@ -6,14 +6,13 @@ from typing import Any
 import msgspec
 
 from broker.connect import Access, connect
-from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeStatus
+from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, LearnerReport, LedgerEntry, NodeStatus
 from common.errors import SlipstreamError
 from common.lifecycle import alive
 from common.run_dir import BrokerFile, RunDir
 from launch.ledger_history import former_ledgers, whole_ledger
 
 ANSWER_TIMEOUT_S = 3.0
-LEARNER_SILENT_S = 10.0  # the learner reports about once a second, also while it trains
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,8 @@ def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:
 
 def learner_state(report: LearnerReport, last_seen_s: float, live: bool) -> str:
     """The state it reported, or 'silent' when it has not reported for long (killed, stopped or unreachable)."""
-    ended = report.state in ("done", "failed")
-    return "silent" if live and not ended and last_seen_s > LEARNER_SILENT_S else report.state
+    ended = report.state in LEARNER_ENDED
+    return "silent" if live and not ended and last_seen_s > LOST_AFTER_S else report.state
 
 
 def _learner(report: LearnerReport | None, last_seen_s: float, live: bool) -> dict[str, Any]:

@@ -19,7 +19,8 @@ SPARKLINE_WIDTH = 48
 COLOURS = {
     "training": "green", "generating": "green", "publishing": "green", "checkpointing": "green", "done": "green",
     "waiting": "yellow", "starting": "yellow", "joining": "yellow", "flipping": "yellow", "replaying": "yellow",
-    "draining": "yellow", "silent": "red", "gone": "red", "failed": "red", "quarantined": "red", "absent": "red",
+    "draining": "yellow", "drained": "yellow", "silent": "red", "lost": "red", "gone": "red", "failed": "red",
+    "quarantined": "red", "absent": "red",
 }  # fmt: skip
 
 
@@ -102,6 +103,9 @@ def explain(seen: Observation) -> str:
     alive = [node for node in status.nodes if node.alive]
     if state == "silent":
         return f"The learner (pid {learner.pid}) has said nothing for {duration(status.learner_last_seen_s)}."
+    if state == "drained":
+        at = learner.policy_version
+        return f"The learner was told to stop and left at version {at}; started again, it goes on from there."
     if state == "waiting" and not alive:
         return "The learner waits for groups and no node is alive: start one with `slipstream rollout`."
     if state == "waiting":

@@ -20,6 +20,7 @@ from learner.commands import Command, Drain, Fail, Train, Wait
 from learner.dynamic_sampling import most_replaced, without_signal
 from learner.publisher_protocol import Publisher
 from learner.reporting import Reporter
+from learner.resume import check_not_behind
 from learner.run_files import EventLog
 from learner.task_stream import TaskStream
 
@@ -91,7 +92,9 @@ class Lead:
     def attach(self, version: int) -> None:
         """Say to the broker that this incarnation trains from `version` on; everything before is durable."""
         report = self.reporter.snapshot()
-        if not self.tasks.attach(self.broker.attach(report)):
+        attached = self.broker.attach(report)
+        check_not_behind(version, attached.committed_step)
+        if not self.tasks.attach(attached):
             self.events.add("tasks_renumbered", step=version)
             logger.warning("the broker knows less than the checkpoint; tasks not yet consumed are offered again")
         if version > 0:
@@ -254,8 +257,7 @@ class Lead:
 
     def close(self, state: str, version: int, reason: str = "") -> None:
         """Tell the broker how it ended (done, drained or failed) and release everything."""
-        reported = "draining" if state == "drained" else state
-        self.reporter.set(reported, reason or f"{state} at version {version}", policy_version=version)
+        self.reporter.set(state, reason or f"{state} at version {version}", policy_version=version)
         self.events.add("learner_stopped", state=state, step=version, reason=reason)
         self.publisher.close()
         self.reporter.stop()

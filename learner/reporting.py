@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +31,9 @@ class Reporter:
 
     def __init__(self, connect: Callable[[], ReportSink], incarnation: int, policy_version: int) -> None:
         self._connect = connect
-        self._report = LearnerReport(os.getpid(), incarnation, "starting", policy_version, step=policy_version)
+        self._report = LearnerReport(
+            os.getpid(), incarnation, "starting", policy_version, step=policy_version, instance=secrets.token_hex(8)
+        )
         self._since = time.monotonic()
         self._lock = threading.Lock()
         self._changed = threading.Event()

@@ -44,6 +44,23 @@ def find_start(
     return _resume(config, path, state, incarnation, dataset_digest), state
 
 
+def check_not_behind(version: int, committed_step: int) -> None:
+    """Raise UsageError when the broker has committed steps that the checkpoint does not hold.
+
+    Args:
+        version: of the checkpoint, the step that would be trained next; 0 without a checkpoint.
+        committed_step: the broker's, -1 for none.
+    """
+    if committed_step < version:
+        return
+    first = f"its checkpoint is of step {version}" if version else "it has no checkpoint"
+    raise UsageError(
+        f"the learner would train step {version} next ({first}), but the broker has committed steps up to "
+        f"{committed_step}: the groups of steps {version} to {committed_step} are gone. Put a checkpoint of step "
+        f"{committed_step + 1} back into RUN/checkpoints, or start anew in another run.dir"
+    )
+
+
 def _resume(
     config: Config | SftConfig, path: Path | None, state: TrainerState | None, incarnation: int, dataset: str
 ) -> Resume:

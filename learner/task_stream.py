@@ -2,12 +2,13 @@
 
 The broker numbers tasks 0, 1, 2, ... (serials); the dataset numbers its tasks likewise (positions,
 learner/tasks.py). They are the same as long as the broker remembers the run. A broker that starts with an empty
-memory under a learner that resumes counts from 0 again; then the positions that were offered but never
-consumed come first, and each position is still consumed once.
+memory under a learner that resumes counts from 0 again, and its store has another id than the one that the checkpoint
+names; then the positions that were offered but never consumed come first, and each position is still consumed once.
 """
 
 import msgspec
 
+from broker.contract import Attached
 from common.rollouts import Task
 from learner.tasks import TaskSource
 
@@ -21,6 +22,7 @@ class StreamState(msgspec.Struct, frozen=True, kw_only=True):
         backlog: positions to offer before that.
         outstanding: serial -> position of what was offered and not consumed.
         renumbered: a broker lost its memory, serials are lower than positions.
+        store_id: of the broker's store that these serials belong to; '' in checkpoints from before there was one.
     """
 
     next_serial: int = 0
@@ -28,6 +30,7 @@ class StreamState(msgspec.Struct, frozen=True, kw_only=True):
     backlog: list[int] = []
     outstanding: dict[int, int] = {}
     renumbered: bool = False
+    store_id: str = ""
 
 
 class TaskStream:
@@ -41,31 +44,38 @@ class TaskStream:
         self._backlog = list(state.backlog)
         self._outstanding = dict(state.outstanding)
         self.renumbered = state.renumbered
+        self._store_id = state.store_id
 
     @property
     def outstanding(self) -> int:
         """Tasks offered that no step has consumed, dead ones included."""
         return len(self._outstanding)
 
-    def attach(self, next_serial: int) -> bool:
-        """Agree with the broker, which says that its next serial is `next_serial`.
+    def attach(self, attached: Attached) -> bool:
+        """Agree with the broker on the next serial. Returns False when it lost its memory, or the newest part of it.
 
         What the broker has seen after the checkpoint was offered in the order in which it would be offered now, so
-        the stream walks on to it. Returns False when the broker knows less than the checkpoint: it lost its memory.
+        the stream walks on to it; also where an earlier learner from the same checkpoint met the new store before.
+        A store that knows fewer serials than the checkpoint lost what it had not synced (broker.durability: everysec,
+        and a power cut): only what it lost is offered again.
         """
-        if next_serial < self._next_serial:
-            self._backlog = sorted([*self._outstanding.values(), *self._backlog])
-            self._outstanding.clear()
-            self._next_serial = 0
-            self.renumbered = True
-            self._walk(next_serial)
-            return False
-        self._walk(next_serial)
-        return True
-
-    def _walk(self, next_serial: int) -> None:
-        while self._next_serial < next_serial:
+        known = not self._store_id or attached.store_id == self._store_id
+        behind = attached.next_serial < self._next_serial
+        if known and behind and self._store_id:
+            self._forget(attached.next_serial)
+        elif not known or behind:
+            self._forget(0)
+        self._store_id = attached.store_id
+        while self._next_serial < attached.next_serial:
             self._advance()
+        return known and not behind
+
+    def _forget(self, first: int) -> None:
+        """The broker no longer knows the serials from `first` on."""
+        lost = [serial for serial in self._outstanding if serial >= first]
+        self._backlog = sorted([*(self._outstanding.pop(serial) for serial in lost), *self._backlog])
+        self._next_serial = first
+        self.renumbered = True
 
     def next(self, count: int) -> list[Task]:
         """The next `count` tasks to offer, under the broker's serials."""
@@ -87,6 +97,7 @@ class TaskStream:
             backlog=list(self._backlog),
             outstanding=dict(self._outstanding),
             renumbered=self.renumbered,
+            store_id=self._store_id,
         )
 
     def _advance(self) -> tuple[int, int]:

@@ -53,8 +53,12 @@ def node_report(node_id: str = "n0", pid: int = 1, version: int = 0, generated: 
     return NodeReport(node_id, pid, "host", "generating", version, tokens_generated=generated, tokens_wasted=wasted)
 
 
-def learner_report(state: str = "training", incarnation: int = 1, step: int = 0) -> LearnerReport:
-    return LearnerReport(pid=5, incarnation=incarnation, state=state, policy_version=step, step=step)
+def learner_report(
+    state: str = "training", incarnation: int = 1, step: int = 0, instance: str = "", weights: str = ""
+) -> LearnerReport:
+    return LearnerReport(
+        5, incarnation, state, policy_version=step, step=step, instance=instance, weights_address=weights
+    )
 
 
 def tasks(*serials: int) -> list[Task]:
@@ -125,10 +129,10 @@ def test_register_tells_a_node_about_the_run(backend: Backend) -> None:
 
 
 def test_offering_known_serials_again_adds_nothing(backend: Backend) -> None:
-    assert backend.learner.attach(learner_report()) == 0
+    assert backend.learner.attach(learner_report()).next_serial == 0
     assert backend.learner.offer(tasks(0, 1, 2)) == 3
     assert backend.learner.offer(tasks(1, 2, 3)) == 1
-    assert backend.learner.attach(learner_report()) == 4
+    assert backend.learner.attach(learner_report()).next_serial == 4
 
 
 def test_offering_with_a_gap_is_refused_and_adds_nothing(backend: Backend) -> None:
@@ -545,8 +549,64 @@ def test_a_replaced_learner_is_fenced(backend: Backend) -> None:
     assert successor.offer(tasks(0)) == 1
 
 
+def test_of_two_learners_with_one_incarnation_the_second_is_refused_while_the_first_is_alive(backend: Backend) -> None:
+    backend.learner.attach(learner_report(instance="a"))
+    second = backend.new_learner()
+    for action in (second.attach, second.report):
+        with pytest.raises(BrokerError, match="learner incarnation 1 is alive already: process 5, training, seen"):
+            action(learner_report(instance="b"))
+    assert backend.learner.offer(tasks(0)) == 1
+    assert backend.learner.status().learner.instance == "a"
+
+
+def test_a_learner_of_the_same_incarnation_replaces_one_that_ended_and_fences_it(backend: Backend) -> None:
+    backend.learner.attach(learner_report(instance="a"))
+    backend.learner.report(learner_report("failed", instance="a"))
+    second = backend.new_learner()
+    second.attach(learner_report(instance="b"))
+    for action in (
+        lambda: backend.learner.take(0, 1, 0.0),
+        lambda: backend.learner.commit(0),
+        lambda: backend.learner.offer(tasks(0)),
+        lambda: backend.learner.report(learner_report(instance="a")),
+        lambda: backend.learner.attach(learner_report(instance="a")),
+    ):
+        with pytest.raises(BrokerError, match="incarnation 1 was replaced by another process of the same incarnation"):
+            action()
+    assert second.offer(tasks(0)) == 1
+
+
+def test_attach_tells_the_store_and_what_is_committed(make: Callable[..., Backend]) -> None:
+    backend = make()
+    first = backend.learner.attach(learner_report())
+    assert (first.next_serial, first.committed_step) == (0, -1)
+    filled(backend, 4)
+    backend.learner.take(0, 2, 0.0)
+    backend.learner.take(1, 2, 0.0)
+    backend.learner.commit(0)
+    again = backend.new_learner().attach(learner_report(incarnation=2))
+    assert (again.next_serial, again.committed_step) == (4, 0)
+    assert again.store_id == first.store_id
+    assert make().learner.attach(learner_report()).store_id not in ("", first.store_id)
+
+
+def test_a_drained_learner_is_shown_as_drained_and_its_weights_are_no_longer_offered(backend: Backend) -> None:
+    backend.join()
+    for state, address in (
+        ("training", "tcp://weights"),
+        ("drained", ""),
+        ("failed", ""),
+        ("training", "tcp://weights"),
+    ):
+        backend.learner.report(learner_report(state, weights="tcp://weights"))
+        reply = backend.run(backend.node.heartbeat(node_report(), []))
+        assert (reply.weights_address, reply.drain) == (address, False)
+        assert backend.learner.status().learner.state == state
+    assert [e.kind for e in backend.learner.events(-1)] == ["join", "learner_drained", "learner_failed"]
+
+
 def test_the_window_starts_at_the_step_of_a_learner_that_resumes_with_a_new_broker(backend: Backend) -> None:
-    assert backend.learner.attach(learner_report(step=40)) == 0
+    assert backend.learner.attach(learner_report(step=40)).next_serial == 0
     backend.learner.offer(tasks(*range(10)))
     backend.learner.commit(39)
     backend.join()

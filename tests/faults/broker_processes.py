@@ -81,7 +81,7 @@ def learner(address: str, run_dir: str, steps: str) -> None:
         log = Path(run_dir) / "learner.jsonl"
         durable = Path(run_dir) / "checkpoint"
         first = int(durable.read_text()) if durable.exists() else 0
-        serial = client.attach(LearnerReport(os.getpid(), first, "starting", first, step=first))
+        serial = client.attach(LearnerReport(os.getpid(), first, "starting", first, step=first)).next_serial
         total = (int(steps) + 3) * GROUPS_PER_STEP
         client.offer([Task(n, b"{}", n, 1) for n in range(serial, total)])
         for step in range(first, int(steps)):

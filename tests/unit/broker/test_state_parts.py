@@ -2,13 +2,14 @@
 
 import pytest
 
-from broker.contract import LearnerReport, LedgerEntry, NodeReport
+from broker.contract import LOST_AFTER_S, LearnerReport, LedgerEntry, NodeReport
 from broker.deadlines import Deadlines
 from broker.event_log import RING_EVENTS, EventLog
 from broker.fleet import FORGET_AFTER_S, Fleet
 from broker.history import History
-from broker.learner_record import LOST_AFTER_S, LearnerRecord
+from broker.learner_record import LearnerRecord
 from broker.tasks import TaskTable
+from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
 
 
@@ -114,10 +115,54 @@ def test_a_silent_learner_is_shown_as_lost_unless_it_ended() -> None:
     back = record.status(21.0)
     assert back is not None
     assert back.state == "training"
-    record.update(LearnerReport(1, 1, "done", 5), 30.0)
-    ended = record.status(1000.0)
-    assert ended is not None
-    assert ended.state == "done"
+    for state in ("done", "drained", "failed"):
+        record.update(LearnerReport(1, 1, state, 5), 30.0)
+        ended = record.status(1000.0)
+        assert ended is not None
+        assert ended.state == state
+
+
+def learner_process(instance: str, state: str = "training", incarnation: int = 1) -> LearnerReport:
+    return LearnerReport(7, incarnation, state, 4, instance=instance)
+
+
+def test_a_second_learner_of_an_incarnation_takes_the_place_of_a_silent_one_which_never_comes_back() -> None:
+    record = LearnerRecord()
+    record.update(learner_process("a"), 0.0)
+    record.seen(5.0)
+    with pytest.raises(BrokerError, match=r"incarnation 1 is alive already: process 7, training, seen 9.0 s ago"):
+        record.update(learner_process("b"), 14.0)
+    record.check(1, "a")
+    record.update(learner_process("b"), 15.5)
+    for step in (lambda: record.check(1, "a"), lambda: record.update(learner_process("a"), 100.0)):
+        with pytest.raises(BrokerError, match="incarnation 1 was replaced by another process of the same incarnation"):
+            step()
+    record.check(1, "b")
+
+
+@pytest.mark.parametrize("state", ["done", "drained", "failed"])
+def test_a_learner_that_ended_is_replaced_at_once(state: str) -> None:
+    record = LearnerRecord()
+    record.update(learner_process("a", state), 0.0)
+    record.update(learner_process("b"), 0.5)
+    record.check(1, "b")
+
+
+def test_a_process_of_a_later_incarnation_is_no_second_learner() -> None:
+    record = LearnerRecord()
+    record.update(learner_process("a"), 0.0)
+    record.update(learner_process("b", incarnation=2), 0.5)
+    record.check(2, "b")
+    with pytest.raises(BrokerError, match="incarnation 1 was replaced by incarnation 2"):
+        record.check(1, "a")
+
+
+def test_a_process_that_does_not_say_which_one_it_is_counts_as_the_known_one() -> None:
+    record = LearnerRecord()
+    record.update(learner_process("a"), 0.0)
+    record.check(1, "")
+    record.update(learner_process(""), 1.0)
+    record.update(learner_process("b"), 2.0)
 
 
 def test_bytes_on_the_way_are_foreseen_at_the_mean_size() -> None:

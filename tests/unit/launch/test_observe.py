@@ -169,6 +169,10 @@ def test_living_broker_is_asked(run, living_broker, capsys):
         (status_of(LEARNER, NodeStatus(NODE, 0, False, 9.0)), "no node is alive"),
         (status_of(LEARNER, last_seen_s=60.0), "has said nothing for 60 s"),
         (
+            status_of(msgspec.structs.replace(LEARNER, state="drained"), last_seen_s=60.0),
+            "was told to stop and left at version 7",
+        ),
+        (
             status_of(
                 msgspec.structs.replace(LEARNER, state="training"),
                 NodeStatus(msgspec.structs.replace(NODE, state="waiting"), 0, True, 0.1),

@@ -24,7 +24,7 @@ from learner.checkpointing import MODEL_FOLDER, CheckpointFolder
 from learner.lead import Lead
 from learner.publisher_protocol import PublishReceipt, PublishStats
 from learner.reporting import Reporter
-from learner.run_files import EventLog, next_incarnation
+from learner.run_files import EventLog, next_incarnation, write_record
 from learner.step_metrics import Totals
 from learner.task_stream import TaskStream
 from learner.tasks import TaskSource
@@ -277,6 +277,7 @@ def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> W
     if path is not None:
         backend.load_checkpoint(path / MODEL_FOLDER)
     incarnation = next_incarnation(run_dir, state.incarnation if state else None)
+    write_record(run_dir, incarnation, "running", version)
     lead = Lead(
         config,
         broker,

@@ -1,5 +1,6 @@
 """The training loop on a real in-memory broker: bounds, drains, kills, replays and what it refuses."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.config import Config
-from common.errors import SlipstreamError
+from common.errors import SlipstreamError, UsageError
 from common.metrics import StepMetrics, read_metrics
 from common.rollouts import Group, encode_group
 from common.run_dir import RunDir
@@ -260,6 +261,23 @@ def test_a_kill_between_checkpoint_and_commit_is_made_good_at_the_next_start(
     assert again.broker.status().groups_committed == 4
     assert again.run() == "done"
     assert [line.step for line in lines(config)] == list(range(6))
+
+
+def test_a_checkpoint_behind_what_the_broker_committed_is_refused_before_anything_is_trained(
+    fakes: ModuleType, make_config: MakeConfig
+) -> None:
+    config = make_config(run={"steps": 6})
+    world = fakes.world(config)
+    world.run()
+    newest = world.lead.checkpoints.complete()[-1]
+    shutil.rmtree(newest)  # as if RUN/checkpoints had been restored from an older copy
+    before = lines(config)
+    with pytest.raises(UsageError, match=r"step 4 next .*is of step 4.* up to 5: the groups of steps 4 to 5"):
+        world.restart()
+    assert [line.step for line in before] == list(range(6))
+    shutil.rmtree(RunDir(config.run.dir).checkpoints)
+    with pytest.raises(UsageError, match=r"step 0 next \(it has no checkpoint\).*Put a checkpoint of step 6 back"):
+        world.restart()
 
 
 def test_a_half_written_checkpoint_is_ignored(fakes: ModuleType, make_config: MakeConfig) -> None:
