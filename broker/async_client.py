@@ -15,13 +15,16 @@ import zmq
 from broker import wire
 from broker.client import checked, new_identity, unreachable
 from broker.contract import HeartbeatReply, Lease, NodeReport, RunInfo
+from broker.curve import Handshakes
 from broker.sockets import connect_dealer, frame_limit
-from common.errors import BrokerError, BrokerUnreachable
+from common.credentials import Credential
+from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.rollouts import GroupMeta
 
 logger = logging.getLogger(__name__)
 
 LONG_POLL_S = 5.0  # a longer wait is asked for in pieces, each a sign of life
+MAX_REASON_CHARS = 2000
 SEND_PAUSE_S = 0.02  # before another attempt while there is no connection
 
 R = TypeVar("R", bound=wire.AnyReply)
@@ -49,15 +52,24 @@ class AsyncBrokerClient:
         deadline_s: without an answer for this long (beyond what the request itself waits), give up.
         retry_s: pause before a request is repeated.
         max_message_bytes: broker.max_message_bytes; a larger group is refused here.
+        credential: proves who this client is, to a broker that asks for it.
 
-    Every method raises BrokerUnreachable at the deadline and BrokerError when the broker refuses. A cancelled
-    `lease` hands back what the broker may have leased to it.
+    Every method raises BrokerUnreachable at the deadline, BrokerError when the broker refuses, and UsageError when it
+    refuses the credential. A cancelled `lease` hands back what the broker may have leased to it.
     """
 
     def __init__(
-        self, address: str, *, deadline_s: float = 30.0, retry_s: float = 2.0, max_message_bytes: int = 1 << 30
+        self,
+        address: str,
+        *,
+        deadline_s: float = 30.0,
+        retry_s: float = 2.0,
+        max_message_bytes: int = 1 << 30,
+        credential: Credential | None = None,
     ) -> None:
         self.address = address
+        self._credential = credential
+        self._handshakes: Handshakes | None = None
         self._deadline_s, self._retry_s = deadline_s, retry_s
         self._max_message_bytes = max_message_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -83,6 +95,8 @@ class AsyncBrokerClient:
             self._finish(call, BrokerUnreachable(f"the connection to the broker at {self.address} was closed"))
         if self._socket is not None and self._loop is not None:
             self._loop.remove_reader(cast(int, self._socket.getsockopt(zmq.FD)))
+            if self._handshakes is not None:
+                self._handshakes.close()
             self._socket.close(linger=0)
             self._socket = None
         self._context.term()
@@ -121,7 +135,7 @@ class AsyncBrokerClient:
 
     async def fail(self, node_id: str, token: str, reason: str) -> None:
         """See NodeBroker."""
-        await self._ask(wire.Done, wire.Fail, node_id=node_id, token=token, reason=reason)
+        await self._ask(wire.Done, wire.Fail, node_id=node_id, token=token, reason=reason[:MAX_REASON_CHARS])
 
     async def release(self, node_id: str, tokens: list[str]) -> None:
         """See NodeBroker."""
@@ -196,6 +210,10 @@ class AsyncBrokerClient:
             self._finish(call, unreachable(self.address, call.limit_s, call.connected))
             return
         sent = self._send(call.frames)
+        refusal = self._handshakes.refusal() if self._handshakes is not None and not sent else ""
+        if refusal:
+            self._finish(call, UsageError(refusal))
+            return
         call.connected |= sent
         call.timer = loop.call_at(min(call.end, now + (self._retry_s if sent else SEND_PAUSE_S)), self._attempt, call)
         self._read()
@@ -215,8 +233,8 @@ class AsyncBrokerClient:
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._socket = connect_dealer(
-                self._context, self.address, new_identity(), frame_limit(self._max_message_bytes)
+            self._socket, self._handshakes = connect_dealer(
+                self._context, self.address, new_identity(), frame_limit(self._max_message_bytes), self._credential
             )
             self._loop.add_reader(cast(int, self._socket.getsockopt(zmq.FD)), self._read)
         return self._loop

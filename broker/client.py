@@ -11,12 +11,15 @@ import zmq
 
 from broker import wire
 from broker.contract import Attached, BrokerEvent, BrokerStatus, LearnerReport, LedgerEntry, StoredGroup
+from broker.curve import Handshakes
 from broker.sockets import connect_dealer, frame_limit
-from common.errors import BrokerError, BrokerUnreachable
+from common.credentials import Credential
+from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.rollouts import Task
 
 LONG_POLL_S = 1.0  # a longer wait is asked for in pieces, each a sign of life
 OFFER_TASKS = 512  # tasks in one message
+CONNECT_POLL_S = 0.2  # between looks at how connecting goes
 
 R = TypeVar("R", bound=wire.AnyReply)
 
@@ -31,14 +34,23 @@ class BrokerClient:
         deadline_s: without an answer for this long (beyond what the request itself waits), give up.
         retry_s: pause before a request is repeated.
         max_message_bytes: broker.max_message_bytes.
+        credential: proves who this client is, to a broker that asks for it.
 
-    Every method raises BrokerUnreachable at the deadline and BrokerError when the broker refuses.
+    Every method raises BrokerUnreachable at the deadline, BrokerError when the broker refuses, and UsageError when it
+    refuses the credential.
     """
 
     def __init__(
-        self, address: str, *, deadline_s: float = 30.0, retry_s: float = 2.0, max_message_bytes: int = 1 << 30
+        self,
+        address: str,
+        *,
+        deadline_s: float = 30.0,
+        retry_s: float = 2.0,
+        max_message_bytes: int = 1 << 30,
+        credential: Credential | None = None,
     ) -> None:
         self.address = address
+        self._credential = credential
         self._deadline_s, self._retry_s = deadline_s, retry_s
         self._frame_limit = frame_limit(max_message_bytes)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -57,7 +69,7 @@ class BrokerClient:
         """Close every thread's connection; no call may be under way."""
         with self._lock:
             for channel in self._channels:
-                channel.socket.close(linger=0)
+                channel.close()
             self._channels.clear()
         self._context.term()
 
@@ -147,7 +159,7 @@ class BrokerClient:
     def _channel(self) -> "_Channel":
         channel: _Channel | None = getattr(self._local, "channel", None)
         if channel is None:
-            channel = self._local.channel = _Channel(self._context, self.address, self._frame_limit)
+            channel = self._local.channel = _Channel(self._context, self.address, self._frame_limit, self._credential)
             with self._lock:
                 self._channels.append(channel)
         return channel
@@ -156,13 +168,26 @@ class BrokerClient:
 class _Channel:
     """One connection with one request at a time."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, max_frame_bytes: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        max_frame_bytes: int,
+        credential: Credential | None,
+    ) -> None:
         self.address = address
         self.ids = itertools.count()
-        self.socket = connect_dealer(context, address, new_identity(), max_frame_bytes)
+        self.socket, self._handshakes = connect_dealer(context, address, new_identity(), max_frame_bytes, credential)
+
+    def close(self) -> None:
+        self._handshakes.close()
+        self.socket.close(linger=0)
 
     def exchange(self, request: wire.Request, limit_s: float, retry_s: float) -> tuple[wire.AnyReply, list[bytes]]:
-        """Send `request`, again every `retry_s`, until its reply comes; BrokerUnreachable after `limit_s`."""
+        """Send `request`, again every `retry_s`, until its reply comes; BrokerUnreachable after `limit_s`.
+
+        UsageError as soon as the broker has refused the credential.
+        """
         header = wire.encode(request)
         end = time.monotonic() + limit_s
         connected = False
@@ -170,7 +195,8 @@ class _Channel:
             try:
                 self.socket.send(header, zmq.NOBLOCK)
             except zmq.Again:
-                self.socket.poll(int(min(1.0, end - now) * 1000) + 1, zmq.POLLOUT)
+                raise_refusal(self._handshakes)
+                self.socket.poll(int(min(CONNECT_POLL_S, end - now) * 1000) + 1, zmq.POLLOUT)
                 continue
             connected = True
             answer = self._answer(request.id, min(end, now + retry_s))
@@ -187,6 +213,13 @@ class _Channel:
             if reply.id in (request_id, -1):
                 return reply, payloads
         return None
+
+
+def raise_refusal(handshakes: Handshakes) -> None:
+    """Raise UsageError when the broker will not have this client."""
+    refusal = handshakes.refusal()
+    if refusal:
+        raise UsageError(refusal)
 
 
 def new_identity() -> bytes:

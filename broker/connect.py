@@ -1,14 +1,13 @@
 """Clients for a broker, chosen by its address: the one place that knows which backend speaks which scheme."""
 
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Protocol, Self
 
 import msgspec
 
 from broker.contract import LearnerBroker, NodeBroker, ObserverBroker
+from common.credentials import Credential, Role, load_credential
 from common.errors import UsageError
-
-Role = Literal["learner", "node", "observer"]
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +19,8 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
         max_message_bytes: broker.max_message_bytes.
         deadline_s: without an answer for this long (beyond what a request itself waits), a call gives up.
         retry_s: pause before a request is repeated.
+        credentials: broker.credentials: a key folder or a credential's file; None where nobody asks for keys.
+        name: of a node, which chooses its file in a key folder.
     """
 
     address: str
@@ -27,6 +28,8 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     max_message_bytes: int = 1 << 30
     deadline_s: float = 30.0
     retry_s: float = 2.0
+    credentials: str | None = None
+    name: str = ""
 
 
 class BrokerConnection(LearnerBroker, ObserverBroker, Protocol):
@@ -52,7 +55,7 @@ class NodeConnection(NodeBroker, Protocol):
 
 
 def connect(access: Access) -> BrokerConnection:
-    """A learner's or an observer's connection; raises UsageError when the address is of no known kind."""
+    """A learner's or an observer's connection; raises UsageError when the address or the credentials are of no use."""
     _check_scheme(access.address)
     from broker.client import BrokerClient
 
@@ -61,11 +64,12 @@ def connect(access: Access) -> BrokerConnection:
         deadline_s=access.deadline_s,
         retry_s=access.retry_s,
         max_message_bytes=access.max_message_bytes,
+        credential=_credential(access),
     )
 
 
 def connect_node(access: Access) -> NodeConnection:
-    """A node's connection; raises UsageError when the address is of no known kind."""
+    """A node's connection; raises UsageError when the address or the credentials are of no use."""
     _check_scheme(access.address)
     from broker.async_client import AsyncBrokerClient
 
@@ -74,7 +78,12 @@ def connect_node(access: Access) -> NodeConnection:
         deadline_s=access.deadline_s,
         retry_s=access.retry_s,
         max_message_bytes=access.max_message_bytes,
+        credential=_credential(access),
     )
+
+
+def _credential(access: Access) -> Credential | None:
+    return load_credential(access.credentials, access.role, access.name) if access.credentials else None
 
 
 def _check_scheme(address: str) -> None:

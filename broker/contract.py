@@ -21,6 +21,7 @@ from typing import Protocol
 
 import msgspec
 
+from common.bounds import Finite, Name, StepNumber, Tally, Text, Version
 from common.rollouts import GroupMeta, Task
 
 LOST_AFTER_S = 10.0  # a learner unseen for longer is lost; it reports about once a second
@@ -65,13 +66,13 @@ class LearnerReport(msgspec.Struct, frozen=True):
 
     pid: int
     incarnation: int
-    state: str  # starting | waiting | training | publishing | checkpointing | replaying | done | drained | failed
-    policy_version: int
-    waiting_on: str = ""
-    since_s: float = 0.0  # seconds in this state
-    weights_address: str = ""  # control endpoint of the weight plane
-    step: int = 0
-    instance: str = ""  # random per process; '' from a learner that does not say
+    state: Text  # starting | waiting | training | publishing | checkpointing | replaying | done | drained | failed
+    policy_version: Version
+    waiting_on: Text = ""
+    since_s: Finite = 0.0  # seconds in this state
+    weights_address: Text = ""  # control endpoint of the weight plane
+    step: StepNumber = 0
+    instance: Text = ""  # random per process; '' from a learner that does not say
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -91,20 +92,20 @@ class Attached(msgspec.Struct, frozen=True):
 class NodeReport(msgspec.Struct, frozen=True):
     """What a node says of itself with each heartbeat."""
 
-    node_id: str
+    node_id: Name
     pid: int
-    host: str
-    state: str  # starting | joining | generating | waiting | flipping | quarantined | draining
-    policy_version: int  # -1 before the first weights
-    waiting_on: str = ""
-    since_s: float = 0.0
-    tokens_generated: int = 0
-    tokens_wasted: int = 0
-    tokens_per_s: float = 0.0
-    episodes_running: int = 0
-    generation_stall_s: float = 0.0  # total so far
-    flips: int = 0
-    canary_max_difference: float = 0.0
+    host: Text
+    state: Text  # starting | joining | generating | waiting | flipping | quarantined | draining
+    policy_version: Version  # -1 before the first weights
+    waiting_on: Text = ""
+    since_s: Finite = 0.0
+    tokens_generated: Tally = 0
+    tokens_wasted: Tally = 0
+    tokens_per_s: Finite = 0.0
+    episodes_running: Tally = 0
+    generation_stall_s: Finite = 0.0  # total so far
+    flips: Tally = 0
+    canary_max_difference: Finite = 0.0
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
@@ -142,9 +143,11 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     learner_last_seen_s: float
     nodes: list[NodeStatus]
     oldest_lease_s: float = 0.0
-    refused_messages: int = 0  # that did not decode or broke a limit
+    refused_messages: int = 0  # that did not decode, broke a limit, or that their sender may not send
     steps_taken: int = 0  # uncommitted steps that have all their groups
     groups_filtered: int = 0  # by all steps, committed ones included
+    denied_requests: int = 0  # those of them that their sender's role may not send
+    quarantined_messages: int = 0  # those of them that this broker kept in RUN/quarantine
 
 
 class LedgerEntry(msgspec.Struct, frozen=True):

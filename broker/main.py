@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from broker.client import BrokerClient
+from broker.connect import Access, connect
 from broker.contract import BrokerEvent, RunInfo
 from broker.event_log import EventLog
 from broker.server import BrokerServer
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 SNAPSHOT_S = 5.0  # at the most often; a snapshot may use a fiftieth of the time
 ALIVE_CHECK_S = 5.0
+QUARANTINE = "quarantine"
 
 
 def run_broker(config: Config, config_json: bytes) -> int:
@@ -40,7 +41,7 @@ def run_broker(config: Config, config_json: bytes) -> int:
     """
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    refuse_second_broker(run_dir)
+    refuse_second_broker(run_dir, config.broker.credentials)
     with (run_dir / "events.jsonl").open("ab", buffering=0) as events_file:
 
         def write_event(event: BrokerEvent) -> None:
@@ -55,7 +56,14 @@ def run_broker(config: Config, config_json: bytes) -> int:
         )
         snapshots = Snapshots(run_dir, state)
         broker = config.broker
-        server = BrokerServer(state, broker.address, broker.max_message_bytes, snapshots.tick)
+        server = BrokerServer(
+            state,
+            broker.address,
+            broker.max_message_bytes,
+            snapshots.tick,
+            broker.credentials,
+            run_dir / QUARANTINE,
+        )
         keep_former_ledger(run_dir)
         here = BrokerFile(os.getpid(), server.address, time.time())
         write_atomic(run_dir / "broker.json", msgspec.json.encode(here))
@@ -85,13 +93,14 @@ def run_info(config: Config, config_json: bytes) -> RunInfo:
     )
 
 
-def refuse_second_broker(run_dir: Path) -> None:
+def refuse_second_broker(run_dir: Path, credentials: str | None = None) -> None:
     """Raise UsageError when RUN/broker.json names a broker that is alive and answers."""
     known = RunDir(run_dir).broker()
     if known is None or not alive(known.pid):
         return
     try:
-        with BrokerClient(known.address, deadline_s=ALIVE_CHECK_S) as client:
+        access = Access(address=known.address, role="broker", deadline_s=ALIVE_CHECK_S, credentials=credentials)
+        with connect(access) as client:
             status = client.status()
     except (BrokerError, BrokerUnreachable, UsageError):
         logger.warning("broker.json names process %d, which does not answer; taking its place", known.pid)

@@ -10,14 +10,18 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 
 import zmq
 
 from broker import wire
+from broker.addresses import reachable
+from broker.gate import Gate
 from broker.handlers import Handlers
 from broker.parked import ParkedLease, ParkedTake
 from broker.sockets import bind_router, frame_limit
 from broker.state import DeliveryState
+from common.credentials import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +29,6 @@ BATCH_MESSAGES = 512  # read in one turn
 TICK_S = 1.0
 FLUSH_MS = 1000  # for the last replies at the end
 HOLD_FRAME_BYTES = 16 << 10  # smaller payloads are copied out of ZeroMQ's receive buffer, which they would pin
-REFUSALS_LOGGED = 100
 
 
 class BrokerServer:
@@ -33,12 +36,16 @@ class BrokerServer:
 
     Args:
         state: the delivery state; only the thread in `run` touches it from then on.
-        address: tcp://127.0.0.1:PORT (0: a free one) or ipc://PATH.
+        address: tcp://HOST:PORT (0: a free one) or ipc://PATH; beyond loopback only with credentials.
         max_message_bytes: largest header or payload that is accepted.
         on_tick: called in every turn of the loop, at least about once a second.
+        credentials: key folder; clients must then prove a key of it.
+        quarantine: folder for the first messages that do not decode.
+
+    `address` is what clients connect to.
 
     Raises:
-        UsageError: when the address is refused or in use.
+        UsageError: when the address is refused or in use, or the keys cannot be used.
     """
 
     def __init__(
@@ -47,17 +54,23 @@ class BrokerServer:
         address: str,
         max_message_bytes: int,
         on_tick: Callable[[], None] = lambda: None,
+        credentials: str | None = None,
+        quarantine: Path | None = None,
     ) -> None:
         self._state = state
         self._max_message_bytes = max_message_bytes
         self._on_tick = on_tick
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        gate: Gate | None = None
         try:
-            self._router = bind_router(self._context, address, frame_limit(max_message_bytes))
+            gate = self._gate = Gate(self._context, state, credentials, quarantine)
+            self._router = bind_router(self._context, address, frame_limit(max_message_bytes), gate.curve)
         except Exception:
+            if gate is not None:
+                gate.close()
             self._context.term()
             raise
-        self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = reachable(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
         state.address = self.address
         self._handlers = Handlers(state)
         self._remembered: OrderedDict[tuple[bytes, int], wire.Reply] = OrderedDict()
@@ -89,6 +102,7 @@ class BrokerServer:
                 self._answer_empty(parked)
         finally:
             self._router.close(linger=FLUSH_MS)
+            self._gate.close()
             self._context.term()
             os.close(self._wake_read)
             os.close(self._wake_write)
@@ -104,6 +118,7 @@ class BrokerServer:
             self._answer_empty(parked)
         if ticking:
             self._next_tick = now + TICK_S
+            self._gate.tick()
         self._on_tick()
 
     def _timeout_ms(self) -> int:
@@ -115,10 +130,10 @@ class BrokerServer:
         """Handle up to BATCH_MESSAGES; returns whether nothing is left."""
         for _ in range(BATCH_MESSAGES):
             try:
-                client = self._router.recv(zmq.NOBLOCK)
+                client, sender = self._gate.receive(self._router)
             except zmq.Again:
                 return True
-            self._handle(client, *self._read_frames())
+            self._handle(client, sender, *self._read_frames())
         return False
 
     def _read_frames(self) -> tuple[bytes, list[bytes | zmq.Frame]]:
@@ -135,15 +150,17 @@ class BrokerServer:
                 payloads.append(b"")
         return header, payloads
 
-    def _handle(self, client: bytes, header: bytes, payloads: list[bytes | zmq.Frame]) -> None:
+    def _handle(self, client: bytes, sender: Identity | None, header: bytes, payloads: list[bytes | zmq.Frame]) -> None:
         limit = self._max_message_bytes
         try:
             request = wire.decode_request(header, len(payloads))
             largest = max(len(header), *(len(p) for p in payloads)) if payloads else len(header)
             if largest > limit:
                 raise wire.WireError(f"{largest} bytes; broker.max_message_bytes is {limit}", request.id)
+            self._gate.check(sender, request)
         except wire.WireError as error:
-            self._refuse(client, error)
+            self._gate.refusals.note(client, error, header, len(payloads))
+            self._send(client, wire.Refused(id=error.request_id, reason=str(error)))
             return
         try:
             reply = self._remembered.get((client, request.id)) or self._answer(client, request, payloads)
@@ -191,14 +208,6 @@ class BrokerServer:
         self._remembered[key] = reply
         if len(self._remembered) > 4096:
             self._remembered.popitem(last=False)
-
-    def _refuse(self, client: bytes, error: wire.WireError) -> None:
-        self._state.refused_messages += 1
-        count = self._state.refused_messages
-        if count <= REFUSALS_LOGGED or count % 1000 == 0:
-            logger.warning("refused message %d from %s: %s", count, client.hex(), error)
-            self._state.event_log.add("refused_message", client=client.hex(), reason=str(error)[:500], count=count)
-        self._send(client, wire.Refused(id=error.request_id, reason=str(error)))
 
 
 def _must_not_repeat(reply: wire.Reply) -> bool:

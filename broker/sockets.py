@@ -6,33 +6,23 @@ from pathlib import Path
 
 import zmq
 
-from common.config_checks import is_loopback
+from broker.addresses import bindable, check_address
+from broker.curve import CurveServer, Handshakes, secure_client
+from common.credentials import Credential
 from common.errors import UsageError
 
 HEADER_BYTES_FLOOR = 1 << 20  # a header may always be this large
 
 
-def check_address(address: str) -> None:
-    """Raise UsageError unless `address` is an ipc path or a loopback tcp address."""
-    if address.startswith("ipc://") and len(address) > len("ipc://"):
-        return
-    host, separator, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not separator or not port.isdigit() or int(port) > 65535:
-        raise UsageError(f"broker.address: expected tcp://HOST:PORT or ipc://PATH, found {address!r}")
-    if not is_loopback(host.strip("[]")):
-        raise UsageError(
-            f"broker.address: {address} reaches beyond this machine, and connections are not authenticated; "
-            "use a loopback address such as tcp://127.0.0.1:0"
-        )
-
-
-def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str, max_frame_bytes: int) -> zmq.Socket[bytes]:
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, max_frame_bytes: int, curve: CurveServer | None = None
+) -> zmq.Socket[bytes]:
     """A ROUTER socket bound to `address`; its real address is in LAST_ENDPOINT.
 
     Raises:
-        UsageError: when the address is not allowed, in use or cannot be bound.
+        UsageError: when the address is not allowed (beyond loopback without `curve`), in use or cannot be bound.
     """
-    check_address(address)
+    check_address(address, curve is not None)
     if address.startswith("ipc://") and _ipc_in_use(address.removeprefix("ipc://")):
         raise _in_use(address)  # ZeroMQ itself would take a living broker's path over
     router = context.socket(zmq.ROUTER)
@@ -42,8 +32,15 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str, max_frame
     router.setsockopt(zmq.RCVHWM, 64)  # per client: what a slow broker does not read waits at the sender
     router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     _set_heartbeats(router)
+    if curve is not None:
+        curve.secure(router)
     try:
-        router.bind(address)
+        where = bindable(address)
+        router.setsockopt(zmq.IPV6, int("[" in where))
+        router.bind(where)
+    except UsageError:
+        router.close()
+        raise
     except zmq.ZMQError as error:
         router.close()
         if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
@@ -53,9 +50,16 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str, max_frame
 
 
 def connect_dealer(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes, max_frame_bytes: int
-) -> zmq.Socket[bytes]:
-    """A DEALER socket to the broker that queues nothing while there is no connection."""
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    identity: bytes,
+    max_frame_bytes: int,
+    credential: Credential | None = None,
+) -> tuple[zmq.Socket[bytes], Handshakes]:
+    """A DEALER socket to the broker that queues nothing while there is no connection, and how connecting goes.
+
+    Close the second before the first.
+    """
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.ROUTING_ID, identity)
@@ -63,13 +67,18 @@ def connect_dealer(
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     dealer.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    dealer.setsockopt(zmq.IPV6, int("[" in address))
     _set_heartbeats(dealer)
+    if credential is not None:
+        secure_client(dealer, credential, credential.server_public)
+    handshakes = Handshakes(dealer, f"the broker at {address}", credential)
     try:
         dealer.connect(address)
     except zmq.ZMQError as error:
+        handshakes.close()
         dealer.close()
         raise UsageError(f"broker address {address!r} cannot be used: {error}") from error
-    return dealer
+    return dealer, handshakes
 
 
 def frame_limit(max_message_bytes: int) -> int:

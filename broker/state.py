@@ -60,7 +60,7 @@ class DeliveryState:
         self.fleet = Fleet(run.lease_s)
         self.event_log = events
         self.lease_revision = 0  # grows whenever a lease that was refused before may now be given
-        self.refused_messages = 0
+        self.refused_messages = self.denied_requests = self.quarantined_messages = 0
         self.learner = LearnerRecord()
         self._clock, self._new_token, self._pid = clock, new_token, pid
         self._lease_deadlines = Deadlines()
@@ -353,6 +353,8 @@ class DeliveryState:
             nodes=self.fleet.status(now),
             oldest_lease_s=max((now - e.leased_at for e in tasks.leased.values()), default=0.0),
             refused_messages=self.refused_messages,
+            denied_requests=self.denied_requests,
+            quarantined_messages=self.quarantined_messages,
             steps_taken=sum(tasks.places_taken(step) >= self.run.groups_per_step for step in tasks.steps),
             groups_filtered=tasks.filtered,
         )

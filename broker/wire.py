@@ -21,12 +21,16 @@ from broker.contract import (
     NodeReport,
     RunInfo,
 )
+from common.bounds import Name, StepNumber, Version
 from common.rollouts import GroupMeta, Task
 
 SCHEMA = 1
-NodeId = Annotated[str, Meta(min_length=1, max_length=256)]
 Token = Annotated[str, Meta(max_length=256)]
-WaitSeconds = Annotated[float, Meta(ge=0)]
+Tokens = Annotated[list[Token], Meta(max_length=1 << 14)]
+Tasks = Annotated[list[Task], Meta(max_length=1 << 13)]
+Serials = Annotated[list[int], Meta(max_length=1 << 20)]
+Reason = Annotated[str, Meta(max_length=1 << 16)]
+WaitSeconds = Annotated[float, Meta(ge=0, le=1e9)]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
@@ -53,29 +57,29 @@ class Attach(LearnerRequest, frozen=True, kw_only=True, tag="attach"):
 
 
 class Offer(LearnerRequest, frozen=True, kw_only=True, tag="offer"):
-    tasks: list[Task]
+    tasks: Tasks
 
 
 class Take(LearnerRequest, frozen=True, kw_only=True, tag="take"):
-    step: int
+    step: StepNumber
     count: Count
     wait_s: WaitSeconds
     in_order: bool = False
 
 
 class Regenerate(LearnerRequest, frozen=True, kw_only=True, tag="regenerate"):
-    step: int
-    serials: list[int]
+    step: StepNumber
+    serials: Serials
 
 
 class Filter(LearnerRequest, frozen=True, kw_only=True, tag="filter"):
-    step: int
-    serials: list[int]
+    step: StepNumber
+    serials: Serials
     most_replaced: Annotated[int, Meta(ge=0)]
 
 
 class Commit(LearnerRequest, frozen=True, kw_only=True, tag="commit"):
-    step: int
+    step: StepNumber
 
 
 class Report(LearnerRequest, frozen=True, kw_only=True, tag="report"):
@@ -87,8 +91,8 @@ class Register(Request, frozen=True, kw_only=True, tag="register"):
 
 
 class AskLease(Request, frozen=True, kw_only=True, tag="lease"):
-    node_id: NodeId
-    version: int
+    node_id: Name
+    version: Version
     max_groups: Count
     wait_s: WaitSeconds
 
@@ -101,30 +105,30 @@ class Cancel(Request, frozen=True, kw_only=True, tag="cancel"):
 
 class Heartbeat(Request, frozen=True, kw_only=True, tag="heartbeat"):
     report: NodeReport
-    tokens: list[Token]
+    tokens: Tokens
 
 
 class Complete(Request, frozen=True, kw_only=True, tag="complete"):
     """Followed by one payload frame."""
 
-    node_id: NodeId
+    node_id: Name
     token: Token
     meta: GroupMeta
 
 
 class Fail(Request, frozen=True, kw_only=True, tag="fail"):
-    node_id: NodeId
+    node_id: Name
     token: Token
-    reason: str
+    reason: Reason
 
 
 class Release(Request, frozen=True, kw_only=True, tag="release"):
-    node_id: NodeId
-    tokens: list[Token]
+    node_id: Name
+    tokens: Tokens
 
 
 class Leave(Request, frozen=True, kw_only=True, tag="leave"):
-    node_id: NodeId
+    node_id: Name
 
 
 class AskStatus(Request, frozen=True, kw_only=True, tag="status"):

@@ -168,6 +168,7 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
 class BrokerConfig(Strict, frozen=True, kw_only=True):
     backend: Literal["zeromq"] = "zeromq"
     address: Text = "tcp://127.0.0.1:0"  # port 0: a free one, written to RUN/broker.json
+    credentials: Text | None = None  # folder of `slipstream keys`; needed beyond loopback
     max_bytes: Positive = 4 << 30
     max_message_bytes: Positive = 1 << 30
     lease_s: Seconds = 60.0

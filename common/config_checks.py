@@ -15,6 +15,7 @@ import msgspec
 
 from common.architectures import architecture_problems
 from common.config import Config, LearnerConfig, MoeConfig, SftConfig
+from common.credentials import check_credentials
 from common.errors import ConfigError
 from common.layouts import ModelShape, Problem, document_multiple, model_problems, world_problems
 from common.loss_checks import loss_problems
@@ -40,6 +41,9 @@ def resolve_paths(config: C) -> C:
     if isinstance(learner, LearnerConfig) and learner.loss.reference is not None:
         loss = msgspec.structs.replace(learner.loss, reference=_absolute(learner.loss.reference))
         learner = msgspec.structs.replace(learner, loss=loss)
+    broker = getattr(config, "broker", None)
+    if broker is not None and broker.credentials is not None:
+        changed["broker"] = msgspec.structs.replace(broker, credentials=_absolute(broker.credentials))
     return msgspec.structs.replace(config, tasks=tasks, learner=learner, **changed)
 
 
@@ -99,6 +103,11 @@ def split_address(address: str) -> tuple[str, int | None]:
     if parts.scheme != "tcp" or not parts.hostname or port is None or parts.path or parts.query:
         raise ValueError("expected tcp://HOST:PORT or ipc://PATH")
     return parts.hostname, port
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether a host to listen on means every interface, so that nobody can connect to it by that name."""
+    return host in ("0.0.0.0", "::", "*")
 
 
 def is_loopback(host: str) -> bool:
@@ -248,10 +257,16 @@ def _network(config: Config) -> Iterator[Problem]:
     except ValueError as error:
         yield "broker.address", str(error).removeprefix("expected "), repr(broker.address), "port 0 picks a free one"
         return
-    hint = "other interfaces need authentication, which this version does not have"
-    if host and not is_loopback(host):
-        yield "broker.address", "a loopback address such as tcp://127.0.0.1:5555", repr(broker.address), hint
+    if broker.credentials is not None:
+        problem = check_credentials(broker.credentials)
+        if problem is not None:
+            yield "broker.credentials", "the folder of `slipstream keys DIR`, or a file of it", problem, None
+    elif host and not is_loopback(host):
+        expected = "a loopback address such as tcp://127.0.0.1:5555 while broker.credentials is not set"
+        hint = "other interfaces need authentication: `slipstream keys DIR` makes keys for broker.credentials"
+        yield "broker.address", expected, repr(broker.address), hint
     if not is_loopback(config.weights.address):
+        hint = "the collectives that carry weights have no authentication"
         yield "weights.address", "a loopback address such as 127.0.0.1", repr(config.weights.address), hint
     if broker.lease_s < LEASE_HEARTBEATS * broker.heartbeat_s:
         expected = f"at least {LEASE_HEARTBEATS} x broker.heartbeat_s ({broker.heartbeat_s})"

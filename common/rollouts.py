@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from common.arrays import Array
+from common.bounds import Finite, Tally, Version
 
 SCHEMA_VERSION = 1
 
@@ -95,12 +96,12 @@ class GroupMeta(msgspec.Struct, frozen=True):
         generation_s: from the start of the group's first sample to the end of its last.
     """
 
-    version_min: int
-    version_max: int
+    version_min: Version
+    version_max: Version
     reward_mean: float
-    sampled_tokens: int
-    failed_samples: int = 0
-    generation_s: float = 0.0
+    sampled_tokens: Tally
+    failed_samples: Tally = 0
+    generation_s: Finite = 0.0
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -15,10 +15,11 @@ from launch.targets import fixed_broker_address
 POLL_S = 0.1
 
 
-def ask_status(address: str, timeout_s: float) -> BrokerStatus:
+def ask_status(address: str, timeout_s: float, credentials: str | None = None) -> BrokerStatus:
     """What the broker at `address` says; raises UsageError with the reason when none answers in time."""
+    access = Access(address=address, role="observer", deadline_s=timeout_s, retry_s=0.5, credentials=credentials)
     try:
-        with connect(Access(address=address, role="observer", deadline_s=timeout_s, retry_s=0.5)) as client:
+        with connect(access) as client:
             return client.status()
     except BrokerUnreachable as error:
         raise UsageError(

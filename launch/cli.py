@@ -32,6 +32,7 @@ HANDLERS = {
     "report": "launch.report:command",
     "ledger": "launch.ledger:command",
     "export": "launch.export:command",
+    "keys": "launch.keys:command",
 }
 
 
@@ -94,6 +95,11 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_job_commands(commands)
     _add_observing_commands(commands)
+    keys = commands.add_parser("keys", help="CURVE keys for broker.credentials; only ever adds to an existing folder")
+    keys.add_argument("dir", metavar="DIR", help="the key folder, made when it is missing")
+    keys.add_argument("--nodes", type=int, default=0, metavar="N", help="credentials node-0 ... node-(N-1)")
+    keys.add_argument("--node", action="append", default=[], metavar="NAME", help="a node's credential; repeatable")
+    keys.add_argument("--revoke", action="append", default=[], metavar="NAME", help="take a node's credential back")
     return parser
 
 
@@ -109,6 +115,7 @@ def _add_job_commands(commands: Commands) -> None:
     rollout.add_argument("--join", metavar="ADDRESS", help="broker of a running job, for example tcp://127.0.0.1:5555")
     rollout.add_argument("--node-id", metavar="ID", help="name of this node, unique in the job (default: host-pid)")
     rollout.add_argument("--join-timeout-s", type=float, default=30.0, help="how long to wait for the broker (30)")
+    rollout.add_argument("--credentials", metavar="PATH", help="key folder or credential file (broker.credentials)")
     _with_config(commands, "sft", "supervised warm start on the Megatron learner; the result is RUN/model")
     plan = _with_config(commands, "plan", "layout, memory per GPU, batches, window and all checks; needs no GPU")
     plan.add_argument("--json", action="store_true", help="machine-readable")

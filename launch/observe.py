@@ -11,6 +11,7 @@ from common.errors import SlipstreamError
 from common.lifecycle import alive
 from common.run_dir import BrokerFile, RunDir
 from launch.ledger_history import former_ledgers, whole_ledger
+from launch.targets import config_of
 
 ANSWER_TIMEOUT_S = 3.0
 
@@ -39,7 +40,7 @@ def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
             reason = f"broker {file.pid} has ended"
         else:
             try:
-                with connect(_access(file, timeout_s)) as client:
+                with connect(_access(run, file, timeout_s)) as client:
                     return Observation(client.status(), live=True)
             except SlipstreamError as error:
                 reason = f"broker not reachable: {error}"
@@ -67,7 +68,7 @@ def _newest_ledger(run: RunDir, timeout_s: float) -> list[LedgerEntry]:
     reason = _absent(run)
     if file is not None and alive(file.pid):
         try:
-            with connect(_access(file, timeout_s)) as client:
+            with connect(_access(run, file, timeout_s)) as client:
                 return client.ledger()
         except SlipstreamError as error:
             reason = f"broker not reachable: {error}"
@@ -79,8 +80,10 @@ def _newest_ledger(run: RunDir, timeout_s: float) -> list[LedgerEntry]:
         raise SlipstreamError(f"{run.ledger_json} cannot be read: {error}") from None
 
 
-def _access(file: BrokerFile, timeout_s: float) -> Access:
-    return Access(address=file.address, role="observer", deadline_s=timeout_s, retry_s=0.5)
+def _access(run: RunDir, file: BrokerFile, timeout_s: float) -> Access:
+    config = config_of(run)
+    credentials = config.broker.credentials if config is not None else None
+    return Access(address=file.address, role="observer", deadline_s=timeout_s, retry_s=0.5, credentials=credentials)
 
 
 def _absent(run: RunDir) -> str:

@@ -52,15 +52,17 @@ def rollout(args: argparse.Namespace) -> int:
         raise UsageError("a node needs a CONFIG, or the address of a running job's broker: --join tcp://HOST:PORT")
     if args.join is not None:
         check_join_address(args.join)
+    if args.credentials is not None:
+        args.overrides = [*args.overrides, f"broker.credentials={Path(args.credentials).expanduser().resolve()}"]
     if args.config is None:
-        status = ask_status(args.join, args.join_timeout_s)
+        status = ask_status(args.join, args.join_timeout_s, args.credentials)
         config, run = checked(joined_config(status.run.config, args.join, args.overrides), f"the job at {args.join}")
         address = args.join
     else:
         config, run = load_job(args.config, args.overrides, environment=True)
         run.check_agrees(config)
         address = args.join or discover_broker(config, run, args.join_timeout_s)
-        ask_status(address, args.join_timeout_s)
+        ask_status(address, args.join_timeout_s, config.broker.credentials)
     node_id = args.node_id or f"{socket.gethostname()}-{os.getpid()}"
     setup_logging("rollout", node_id, run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))

@@ -11,13 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 
 from broker.connect import Access, BrokerConnection, connect
 from common.config import Config
-from common.config_checks import check_config, resolve_paths
+from common.config_checks import check_config, is_wildcard, resolve_paths, split_address
 from common.config_loading import load_config
 from common.errors import BrokerUnreachable, SlipstreamError
 from common.lifecycle import alive, leave
@@ -59,7 +58,10 @@ def find_broker(config: Config, run_dir: RunDir, given: str | None, wait_s: floa
     if given:
         return given
     address = config.broker.address
-    if not address.startswith("tcp://") or urlsplit(address).port:
+    if not address.startswith("tcp://"):
+        return address
+    host, port = split_address(address)
+    if port and not is_wildcard(host):
         return address
     end = time.monotonic() + wait_s
     while True:
@@ -87,7 +89,9 @@ def prepare_lead(config: Config, run_dir: RunDir, broker_address: str | None) ->
     resume, state = find_start(config, run_dir, checkpoints, events, source.digest)
     incarnation = resume.incarnation
     address = find_broker(config, run_dir, broker_address)
-    access = Access(address=address, role="learner", max_message_bytes=config.broker.max_message_bytes)
+    broker = config.broker
+    limit, credentials = broker.max_message_bytes, broker.credentials
+    access = Access(address=address, role="learner", max_message_bytes=limit, credentials=credentials)
     reporter = Reporter(lambda: connect(access), incarnation, resume.version)
     write_record(run_dir, incarnation, "running", resume.version)
     events.add("learner_started", incarnation=incarnation, step=resume.version, checkpoint=resume.checkpoint)

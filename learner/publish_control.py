@@ -57,12 +57,16 @@ class PublishControl:
         bucket_bytes: int,
         timeout_s: float,
         group_factory: GroupFactory = GlooGroup,
+        credentials: str | None = None,
     ) -> None:
-        """Bind the control endpoint and the store on `address`; raises zmq.ZMQError or OSError when that fails."""
+        """Bind the control endpoint and the store on `address`.
+
+        Raises zmq.ZMQError or OSError when that fails, UsageError when `credentials` cannot be used.
+        """
         self._incarnation, self._bucket_bytes, self._timeout_s = incarnation, bucket_bytes, timeout_s
         self._group_factory = group_factory
         self._store = Store(address)
-        self._endpoint: Endpoint[Snapshot | Sent | None] = Endpoint(address)
+        self._endpoint: Endpoint[Snapshot | Sent | None] = Endpoint(address, credentials)
         self.address = self._endpoint.address
         self._members: dict[bytes, Member] = {}
         self._transfers: list[Transfer] = []
@@ -111,7 +115,7 @@ class PublishControl:
                 self._update_stats()
         except Exception:
             logger.exception("the weight plane stopped")
-            self._change_stats(fatal="the publisher's control thread failed; see the log", crashed=True)
+            self._change_stats(fatal="the publisher's control thread failed; see the log")
             raise
         finally:
             self._endpoint.close()

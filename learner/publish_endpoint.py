@@ -9,11 +9,16 @@ from typing import Generic, TypeVar
 
 import zmq
 
+from broker.curve import CurveServer, KeyRing
+from common.credentials import load_credential
 from common.weights import messages
 
 logger = logging.getLogger(__name__)
 
 MAX_NODE_MESSAGE_BYTES = 1 << 20
+WAITING_MESSAGES = 32  # of one node, unread; more wait at the node
+BATCH_MESSAGES = 512
+MALFORMED_LOGGED = 100
 
 Item = TypeVar("Item")
 
@@ -21,12 +26,25 @@ Item = TypeVar("Item")
 class Endpoint(Generic[Item]):
     """Used by one thread, except `post`."""
 
-    def __init__(self, address: str) -> None:
-        """Bind a free port of `address` (host name or IP); raises zmq.ZMQError when that fails."""
-        self._router = zmq.Context.instance().socket(zmq.ROUTER)
+    def __init__(self, address: str, credentials: str | None = None) -> None:
+        """Bind a free port of `address` (host name or IP); with `credentials`, a key folder, for its nodes only.
+
+        Raises:
+            zmq.ZMQError: when it cannot be bound.
+            UsageError: the learner's keys or the list of allowed ones cannot be read.
+        """
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._curve: CurveServer | None = None
+        if credentials is not None:
+            keys, ring = load_credential(credentials, "learner"), KeyRing(credentials, ("node",))
+            self._curve = CurveServer(self._context, keys, ring)
+        self._router = self._context.socket(zmq.ROUTER)
+        if self._curve is not None:
+            self._curve.secure(self._router)
         self._router.setsockopt(zmq.LINGER, 200)  # ms that close() waits for the last words
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a closed connection fails: the death signal
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_NODE_MESSAGE_BYTES)
+        self._router.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
         self._router.setsockopt(zmq.IPV6, int(":" in address))
         host = f"tcp://[{address}]" if ":" in address else f"tcp://{address}"
         self.address = f"{host}:{self._router.bind_to_random_port(host)}"
@@ -47,6 +65,8 @@ class Endpoint(Generic[Item]):
 
     def wait(self, timeout_ms: int) -> None:
         """Return when a node or a thread has something to say, or after the timeout."""
+        if self._curve is not None:
+            self._curve.ring.refresh()
         self._poller.poll(timeout_ms)
         with contextlib.suppress(BlockingIOError):
             while self._wake_out.recv(4096):
@@ -59,21 +79,25 @@ class Endpoint(Generic[Item]):
 
     def received(self) -> Iterator[tuple[bytes, messages.NodeMessage]]:
         """(connection, message) of the nodes; what does not decode is counted and its sender hears why."""
-        while True:
+        for _ in range(BATCH_MESSAGES):  # whoever floods the endpoint does not keep its thread from everything else
             try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            connection = identity.bytes
             try:
+                if self._curve is not None and self._curve.sender(identity) is None:
+                    raise ValueError("this key was revoked")
                 if len(frames) != 1:
                     raise ValueError(f"{len(frames)} frames")
-                message = messages.decode_from_node(frames[0])
-            except ValueError as error:
+                message = messages.decode_from_node(frames[0].buffer)
+            except (ValueError, RecursionError) as error:
                 self.malformed += 1
-                logger.warning("a message that does not decode was ignored: %s", error)
-                self.send(identity, messages.Eject(f"malformed message: {error}"))
+                if self.malformed <= MALFORMED_LOGGED or self.malformed % 1000 == 0:
+                    logger.warning("message %d that does not decode was ignored: %s", self.malformed, error)
+                self.send(connection, messages.Eject(f"malformed message: {str(error)[:500]}"))
                 continue
-            yield identity, message
+            yield connection, message
 
     def send(self, identity: bytes, message: messages.LearnerMessage) -> bool:
         """False when the node's connection is closed."""
@@ -89,5 +113,8 @@ class Endpoint(Generic[Item]):
 
     def close(self) -> None:
         self._router.close()
+        if self._curve is not None:
+            self._curve.close()
+        self._context.term()
         self._wake_in.close()
         self._wake_out.close()

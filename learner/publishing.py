@@ -28,8 +28,13 @@ class GlooPublisher:
         bucket_bytes: int,
         timeout_s: float,
         group_factory: GroupFactory = GlooGroup,
+        credentials: str | None = None,
     ) -> None:
-        """`dtype` is the engines' dtype, `address` the interface to bind, `timeout_s` bounds one attempt."""
+        """`dtype` is the engines' dtype, `address` the interface to bind, `timeout_s` bounds one attempt.
+
+        With `credentials`, a key folder, only its nodes may join.
+        """
+        self._credentials = credentials
         self._incarnation, self._address = incarnation, address
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         self._group_factory = group_factory
@@ -41,7 +46,12 @@ class GlooPublisher:
     def start(self) -> str:
         """Bind the control endpoint and start the sending thread; returns the endpoint's address."""
         self._control = PublishControl(
-            self._address, self._incarnation, self._bucket_bytes, self._timeout_s, self._group_factory
+            self._address,
+            self._incarnation,
+            self._bucket_bytes,
+            self._timeout_s,
+            self._group_factory,
+            self._credentials,
         )
         self._thread = threading.Thread(target=self._control.run, daemon=True, name="weight-plane")
         self._thread.start()
@@ -87,4 +97,11 @@ class GlooPublisher:
 def create_publisher(config: Config, incarnation: int) -> Publisher:
     """The publisher that the config asks for; call it on the lead rank only."""
     weights = config.weights
-    return GlooPublisher(incarnation, config.model.dtype, weights.address, weights.bucket_mib << 20, weights.timeout_s)
+    return GlooPublisher(
+        incarnation,
+        config.model.dtype,
+        weights.address,
+        weights.bucket_mib << 20,
+        weights.timeout_s,
+        credentials=config.broker.credentials,
+    )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from broker.connect import Access, NodeConnection, connect_node
 from broker.contract import RunInfo
 from common.config import Config
+from common.credentials import load_credential
 from common.errors import EXIT_DONE, BrokerUnreachable, SlipstreamError, UsageError
 from rollout_fleet.board import Board
 from rollout_fleet.drivers import build_driver
@@ -58,7 +59,15 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
     host = EnvironmentHost()
     driver = build_driver(config, engine, host)  # a config error shows before anything is started
     limit = config.broker.max_message_bytes
-    access = Access(address=address, role="node", deadline_s=CALL_DEADLINE_S, max_message_bytes=limit)
+    credentials = config.broker.credentials
+    access = Access(
+        address=address,
+        role="node",
+        deadline_s=CALL_DEADLINE_S,
+        max_message_bytes=limit,
+        credentials=credentials,
+        name=node_id,
+    )
     connect = partial(connect_node, access)
     board = Board(node_id)
     async with AsyncExitStack() as stack:
@@ -75,7 +84,8 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
             return EXIT_DONE
         from rollout_fleet.weight_client import WeightClient
 
-        feed = WeightClient(node_id, engine.weights)
+        credential = load_credential(credentials, "node", node_id) if credentials else None
+        feed = WeightClient(node_id, engine.weights, credential)
         stack.push_async_callback(feed.close)
         runner = GroupRunner(driver, config.rollout.concurrency)
         parts = NodeParts(broker, feed, runner, board, heart.patience, lambda: engine.counters, heart.beat.beat_now)

@@ -17,6 +17,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from broker.curve import Handshakes, secure_client
+from common.credentials import Credential
 from common.weights import messages
 from common.weights.messages import Canary, Publish
 from rollout_fleet.sampler_protocol import WeightsState
@@ -74,8 +76,13 @@ class WeightTarget(Protocol):
 class WeightClient:
     """WeightFeed of a node; see sampler_protocol.py."""
 
-    def __init__(self, node_id: str, target: WeightTarget) -> None:
-        """Needs a running event loop only from `follow` on."""
+    def __init__(self, node_id: str, target: WeightTarget, credential: Credential | None = None) -> None:
+        """Needs a running event loop only from `follow` on.
+
+        `credential` proves to a learner that asks for it that this node may join.
+        """
+        self._credential = credential
+        self._handshakes: Handshakes | None = None
         self._node_id, self._target = node_id, target
         self._state = WeightsState()
         self._changed = asyncio.Condition()
@@ -127,6 +134,9 @@ class WeightClient:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_LEARNER_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
+        if self._credential is not None:
+            secure_client(self._socket, self._credential, self._credential.learner_public)
+        self._handshakes = Handshakes(self._socket, f"the learner's weight plane at {address}", self._credential)
         self._socket.connect(address)
         self._jobs = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._read(self._socket)), asyncio.create_task(self._work(self._jobs))]
@@ -135,6 +145,9 @@ class WeightClient:
         for task in self._tasks:
             task.cancel()
         self._cancel_staging()
+        if self._handshakes is not None:
+            self._handshakes.close()
+            self._handshakes = None
         if self._socket is not None:
             self._socket.close()
         self._tasks, self._socket = [], None
@@ -154,6 +167,10 @@ class WeightClient:
             try:
                 data = await asyncio.wait_for(connection.recv(), REJOIN_AFTER_S)
             except TimeoutError:
+                refusal = self._handshakes.refusal() if self._handshakes is not None else ""
+                if refusal:
+                    logger.error("%s", refusal)
+                    await self._change(waiting_on=refusal)
                 await self._join()
                 continue
             try:

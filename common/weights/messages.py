@@ -15,6 +15,7 @@ Frames: [MessagePack of the tagged union], keyed structs, append-only fields.
 
 import msgspec
 
+from common.bounds import Finite, Name, Text, Version
 from common.weights.layout import Layout
 
 
@@ -31,44 +32,44 @@ class Canary(msgspec.Struct, frozen=True):
 
 # node -> learner
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    node_id: str
+    node_id: Name
     pid: int
     incarnation: int = -1  # of the learner whose weights the node holds; -1: none
-    version: int = -1
+    version: Version = -1
 
 
 class Staged(msgspec.Struct, frozen=True, tag="staged"):
-    node_id: str
+    node_id: Name
     incarnation: int
-    version: int
-    receive_s: float
+    version: Version
+    receive_s: Finite
     epoch: int = -1  # of the publish that it answers: a retry has another one
 
 
 class Active(msgspec.Struct, frozen=True, tag="active"):
-    node_id: str
+    node_id: Name
     incarnation: int
-    version: int
-    stall_s: float  # generation paused for the flip
-    checksum: str  # of what the engine holds, in layout order
-    canary_max_difference: float | None = None  # None: no canary with this publish
+    version: Version
+    stall_s: Finite  # generation paused for the flip
+    checksum: Text  # of what the engine holds, in layout order
+    canary_max_difference: Finite | None = None  # None: no canary with this publish
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    node_id: str
+    node_id: Name
     incarnation: int
-    version: int
-    reason: str
+    version: Version
+    reason: Text
     fatal: bool = False  # the node quarantines itself (proof failed); False: the transfer failed, retry
     epoch: int = -1  # as in Staged
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    node_id: str
+    node_id: Name
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    node_id: str
+    node_id: Name
 
 
 # learner -> node

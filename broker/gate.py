@@ -1,0 +1,67 @@
+"""What stands between the broker's socket and its handlers: who sends, may they, and what becomes of a refusal."""
+
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from broker.curve import CurveServer, KeyRing
+from broker.refusals import Denied, Refusals
+from broker.roles import Roles
+from broker.state import DeliveryState
+from broker.wire import AnyRequest
+from common.credentials import Identity, load_server
+
+ROLES = ("learner", "observer", "node", "broker")
+
+
+class Gate:
+    """Without credentials every sender may send everything; the address is then a loopback one.
+
+    Args:
+        context: of the broker's socket.
+        state: asked which nodes live, told what was refused.
+        credentials: key folder, or None.
+        quarantine: where refused messages are kept; None: nowhere.
+
+    Raises:
+        UsageError: the broker's keys or the list of allowed ones cannot be read.
+    """
+
+    def __init__(
+        self,
+        context: "zmq.Context[Any]",
+        state: DeliveryState,
+        credentials: str | None = None,
+        quarantine: Path | None = None,
+    ) -> None:
+        self.refusals = Refusals(state, quarantine)
+        self.curve: CurveServer | None = None
+        self._roles = Roles(state.node_alive)
+        if credentials is not None:
+            self.curve = CurveServer(context, load_server(credentials), KeyRing(credentials, ROLES))
+
+    def receive(self, router: "zmq.Socket[bytes]") -> tuple[bytes, Identity | None]:
+        """The first frame of the next message: its connection, and whose it is. Raises zmq.Again."""
+        if self.curve is None:
+            return router.recv(zmq.NOBLOCK), None
+        frame = router.recv(zmq.NOBLOCK, copy=False)
+        return frame.bytes, self.curve.sender(frame)
+
+    def check(self, sender: Identity | None, request: AnyRequest) -> None:
+        """Raise Denied when `sender` may not make this request."""
+        if self.curve is None:
+            return
+        reason = self._roles.refusal(sender, request)
+        if reason:
+            raise Denied(reason, request.id)
+
+    def tick(self) -> None:
+        """About once a second: see whether keys were added or revoked."""
+        if self.curve is not None:
+            self.curve.ring.refresh()
+
+    def close(self) -> None:
+        """After the socket was closed, before the context is."""
+        if self.curve is not None:
+            self.curve.close()

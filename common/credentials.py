@@ -1,0 +1,193 @@
+"""Key folders of `slipstream keys DIR`: who may speak to the broker, and with which CURVE keys.
+
+    DIR/server.json        the broker's key pair; only on the broker's machine
+    DIR/allowed.json       public keys that the broker and the weight plane let in, each with a role and a name
+    DIR/learner.json       what the learner needs: its key pair and the broker's public key
+    DIR/observer.json      the same for status, top and ledger
+    DIR/nodes/NAME.json    the same for a rollout node; all that the machine of a node needs
+
+Keys are Z85 text, 40 characters for 32 bytes. Files are JSON, and only their owner may read them.
+"""
+
+import logging
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from common.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+KEY = "broker.credentials"
+MAKE = "`slipstream keys DIR` makes a folder of keys"
+CREDENTIAL_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z"
+
+Z85 = Annotated[str, Meta(min_length=40, max_length=40)]
+Role = Literal["learner", "observer", "node", "broker"]
+
+
+class ServerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """DIR/server.json."""
+
+    public: Z85
+    secret: Z85
+
+
+class Credential(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One client's file: its own key pair, and the public keys by which it knows whom it speaks to."""
+
+    role: Role
+    name: Annotated[str, Meta(pattern=CREDENTIAL_NAME)]
+    public: Z85
+    secret: Z85
+    server_public: Z85
+    learner_public: Z85  # of the weight plane's control socket
+
+
+class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A public key that is let in, and as whom."""
+
+    public: Z85
+    role: Role
+    name: Annotated[str, Meta(pattern=CREDENTIAL_NAME)]
+
+
+class AllowedKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """DIR/allowed.json."""
+
+    keys: list[Identity]
+
+
+class KeyFolder:
+    """Paths below DIR, or the one file of a credential."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.server = self.path / "server.json"
+        self.allowed = self.path / "allowed.json"
+        self.learner = self.path / "learner.json"
+        self.observer = self.path / "observer.json"
+        self.nodes = self.path / "nodes"
+
+    def node_files(self) -> list[Path]:
+        """Credential files of nodes, by name."""
+        return sorted(self.nodes.glob("*.json"))
+
+    def client_files(self) -> list[Path]:
+        """Every credential file that is here."""
+        return [file for file in (self.learner, self.observer, *self.node_files()) if file.exists()]
+
+
+T = TypeVar("T")
+
+
+def read_file(file: Path, kind: type[T], what: str) -> T:
+    """Decode one file of a key folder; raises UsageError naming it, with what was expected and what to do."""
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"{KEY}: {file} does not exist; expected {what}; {MAKE}") from None
+    except OSError as error:
+        raise UsageError(f"{KEY}: {file} cannot be read: {error.strerror or error}; expected {what}") from None
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the error names a field, never a key's value
+        raise UsageError(f"{KEY}: {file}: expected {what}, found something else ({error}); {MAKE}") from None
+
+
+def load_server(path: str | Path) -> ServerKeys:
+    """The broker's own keys; raises UsageError."""
+    folder = _folder(path, "the broker")
+    _warn_if_open(folder.server)
+    return read_file(folder.server, ServerKeys, "the broker's key pair")
+
+
+def load_allowed(path: str | Path) -> dict[str, Identity]:
+    """Who may speak to the broker, by public key; raises UsageError."""
+    folder = _folder(path, "the list of allowed keys")
+    listed = read_file(folder.allowed, AllowedKeys, "the list of allowed public keys")
+    return {identity.public: identity for identity in listed.keys}
+
+
+def load_credential(path: str | Path, role: Role, name: str = "") -> Credential:
+    """A client's keys.
+
+    Args:
+        path: a key folder, or the file of one credential.
+        role: an observer makes do with any credential that is there, for every role may ask for the status; the
+            other roles need their own, which is the server's key pair for a broker that asks another one.
+        name: of a node: the file of that name if there is one, else the first.
+
+    Raises:
+        UsageError: nothing there serves the role; the message names the file.
+    """
+    if role == "broker":
+        keys = load_server(path)
+        return Credential(role, role, keys.public, keys.secret, keys.public, keys.public)
+    file = _credential_file(Path(path), role, name)
+    _warn_if_open(file)
+    found = read_file(file, Credential, f"the credential of {_a(role)}")
+    if found.role != role and role != "observer":
+        raise UsageError(
+            f"{KEY}: {file} is the credential of {_a(found.role)}, expected that of {_a(role)}; "
+            "every role has a file of its own in the folder of `slipstream keys`"
+        )
+    return found
+
+
+def check_credentials(path: str) -> str | None:
+    """What is wrong with the value of broker.credentials for every role, without the name of the key; None: nothing."""
+    place = Path(path)
+    try:
+        if not place.exists():
+            return f"{path}, which does not exist"
+        if place.is_file():
+            read_file(place, Credential, "a credential")
+            return None
+        folder = KeyFolder(place)
+        for file in folder.client_files():
+            read_file(file, Credential, "a credential")
+        if folder.allowed.exists():
+            load_allowed(path)
+        if not folder.client_files() and not folder.server.exists():
+            return f"{path}, which holds no keys"
+    except (UsageError, OSError) as error:
+        return str(error).removeprefix(f"{KEY}: ")
+    return None
+
+
+def _folder(path: str | Path, whose: str) -> KeyFolder:
+    if Path(path).is_file():
+        raise UsageError(f"{KEY}: {path} is a file; {whose} needs the folder of `slipstream keys`")
+    return KeyFolder(path)
+
+
+def _credential_file(path: Path, role: Role, name: str) -> Path:
+    if path.is_file():
+        return path
+    folder = KeyFolder(path)
+    nodes = folder.node_files()
+    if role == "learner":
+        return folder.learner
+    if role == "node":
+        own = folder.nodes / f"{name}.json"
+        named = [own] if name and own in nodes else nodes
+        if not named:
+            raise UsageError(f"{KEY}: {folder.nodes} holds no credential of a node; `slipstream keys DIR --node NAME`")
+        return named[0]
+    return next((f for f in (folder.observer, folder.learner, *nodes) if f.exists()), folder.observer)
+
+
+def _warn_if_open(file: Path) -> None:
+    try:
+        mode = file.stat().st_mode
+    except OSError:
+        return  # reading it says why
+    if mode & 0o077:
+        logger.warning("%s: %s can be read by others than its owner (mode %o); chmod 600 it", KEY, file, mode & 0o777)
+
+
+def _a(role: str) -> str:
+    return f"an {role}" if role == "observer" else f"a {role}"

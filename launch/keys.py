@@ -1,0 +1,150 @@
+"""`slipstream keys DIR`: the key folder of a job whose sockets are authenticated. See common/credentials.py.
+
+It only ever adds: existing keys stay, so a running job goes on, and a broker that runs lets a new credential in at
+once. `--revoke NAME` takes one back.
+"""
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from common.credentials import (
+    CREDENTIAL_NAME,
+    AllowedKeys,
+    Credential,
+    Identity,
+    KeyFolder,
+    Role,
+    ServerKeys,
+    load_allowed,
+    read_file,
+)
+from common.errors import UsageError
+from common.run_dir import write_atomic
+
+DEFAULT_NODE = "node-0"
+
+
+def command(args: argparse.Namespace) -> int:
+    """Make or extend the folder and say what it holds."""
+    if not zmq.has("curve"):
+        raise UsageError("this ZeroMQ was built without CURVE; install the pyzmq wheel of PyPI")
+    folder = KeyFolder(Path(args.dir).expanduser().resolve())
+    if args.revoke:
+        for name in args.revoke:
+            revoke(folder, name)
+            print(f"revoked {name}; its connections are refused from now on")
+        return 0
+    names = [*(f"node-{i}" for i in range(args.nodes)), *args.node]
+    made = make(folder, names or [DEFAULT_NODE])
+    for file in made:
+        print(f"made {file}")
+    print(f"{folder.path}: {len(load_allowed(folder.path))} keys are let in; {len(made)} are new")
+    print(f"set broker.credentials: {folder.path}; a node's machine needs its nodes/NAME.json and nothing else")
+    return 0
+
+
+def make(folder: KeyFolder, nodes: Sequence[str]) -> list[Path]:
+    """Make what is missing: server keys, learner, observer and the named nodes. Returns the credential files made.
+
+    A name that is in the list without a file here was handed out and is left alone.
+
+    Raises:
+        UsageError: a name that cannot be one, or a folder that cannot be used.
+    """
+    for name in nodes:
+        if not re.match(CREDENTIAL_NAME, name):
+            raise UsageError(f"--node {name!r}: expected letters, digits, '.', '_' and '-', at most 64")
+    try:
+        folder.nodes.mkdir(parents=True, exist_ok=True, mode=0o700)
+        server = _server(folder)
+        allowed = list(load_allowed(folder.path).values()) if folder.allowed.exists() else []
+        wanted: list[tuple[Role, str, Path]] = [
+            ("learner", "learner", folder.learner),
+            ("observer", "observer", folder.observer),
+            *(("node", name, folder.nodes / f"{name}.json") for name in dict.fromkeys(nodes)),
+        ]
+        made: list[Path] = []
+        for role, name, file in wanted:
+            identity = _credential(folder, server, allowed, role, name, file)
+            if identity is not None:
+                allowed.append(identity)
+                made.append(file)
+        if Identity(server.public, "broker", "broker") not in allowed:  # it asks another broker of its run for signs
+            allowed.append(Identity(server.public, "broker", "broker"))
+        if made or not folder.allowed.exists():
+            _write_allowed(folder, allowed)
+        return made
+    except OSError as error:
+        raise UsageError(f"{folder.path}: cannot make keys there: {error.strerror or error}") from error
+
+
+def revoke(folder: KeyFolder, name: str) -> None:
+    """Take the credential of a node out of the list, and its file away; raises UsageError when there is none."""
+    allowed = load_allowed(folder.path).values()
+    kept = [identity for identity in allowed if (identity.role, identity.name) != ("node", name)]
+    if len(kept) == len(allowed):
+        known = ", ".join(i.name for i in allowed if i.role == "node") or "none"
+        raise UsageError(f"--revoke {name}: {folder.allowed} lists no node of that name (nodes: {known})")
+    (folder.nodes / f"{name}.json").unlink(missing_ok=True)
+    _write_allowed(folder, kept)
+
+
+def _server(folder: KeyFolder) -> ServerKeys:
+    if not folder.server.exists():
+        if folder.allowed.exists():
+            raise UsageError(f"{folder.server} is missing beside {folder.allowed}; put it back, or use a new folder")
+        public, secret = zmq.curve_keypair()
+        _write_new(folder.server, ServerKeys(public.decode(), secret.decode()))
+    return read_file(folder.server, ServerKeys, "the broker's key pair")
+
+
+def _credential(
+    folder: KeyFolder, server: ServerKeys, allowed: list[Identity], role: Role, name: str, file: Path
+) -> Identity | None:
+    """The identity to add to the list; None when it is there."""
+    listed = any((identity.role, identity.name) == (role, name) for identity in allowed)
+    if listed:
+        return None
+    if not file.exists():
+        public, secret = zmq.curve_keypair()
+        learner = public.decode() if role == "learner" else _learner_public(folder)
+        _write_new(file, Credential(role, name, public.decode(), secret.decode(), server.public, learner))
+    found = read_file(file, Credential, f"the credential of {role} {name}")  # its list was lost in a crash
+    return Identity(found.public, role, name)
+
+
+def _learner_public(folder: KeyFolder) -> str:
+    listed = load_allowed(folder.path).values() if folder.allowed.exists() else ()
+    for identity in listed:
+        if identity.role == "learner":
+            return identity.public
+    return read_file(folder.learner, Credential, "the credential of the learner").public
+
+
+def _write_allowed(folder: KeyFolder, keys: Sequence[Identity]) -> None:
+    write_atomic(folder.allowed, _pretty(AllowedKeys(list(keys))), mode=0o600)
+
+
+def _write_new(file: Path, value: ServerKeys | Credential) -> None:
+    """Complete and durable before it has its name, and never in place of another."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(handle, "wb") as out:
+            out.write(_pretty(value))
+            out.flush()
+            os.fsync(out.fileno())
+        os.link(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _pretty(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

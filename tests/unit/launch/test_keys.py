@@ -1,0 +1,179 @@
+"""`slipstream keys DIR`: what it makes, what it never touches, and what is said about a folder that cannot be used."""
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from common.credentials import (
+    Credential,
+    Identity,
+    KeyFolder,
+    check_credentials,
+    load_allowed,
+    load_credential,
+    load_server,
+)
+from common.errors import UsageError
+from launch.cli import main
+from launch.keys import make, revoke
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> KeyFolder:
+    found = KeyFolder(tmp_path / "keys")
+    make(found, ["a", "b"])
+    return found
+
+
+def contents(folder: KeyFolder) -> dict[str, bytes]:
+    return {str(f.relative_to(folder.path)): f.read_bytes() for f in folder.path.rglob("*.json")}
+
+
+def test_every_role_and_node_gets_a_file_and_a_line_in_the_list(folder: KeyFolder) -> None:
+    expected = {"server.json", "allowed.json", "learner.json", "observer.json", "nodes/a.json", "nodes/b.json"}
+    assert set(contents(folder)) == expected
+    listed = {(i.role, i.name) for i in load_allowed(folder.path).values()}
+    nodes = {("node", "a"), ("node", "b")}
+    assert listed == {("learner", "learner"), ("observer", "observer"), ("broker", "broker"), *nodes}
+
+
+def test_a_nodes_file_holds_its_own_secret_and_public_keys_only(folder: KeyFolder) -> None:
+    text = (folder.nodes / "a.json").read_text()
+    others = [load_server(folder.path).secret, load_credential(folder.path, "learner").secret]
+    others += [load_credential(folder.path, "node", "b").secret, load_credential(folder.path, "observer").secret]
+    assert not any(secret in text for secret in others)
+    assert load_credential(folder.nodes / "a.json", "node").server_public == load_server(folder.path).public
+
+
+def test_only_the_owner_may_read_what_is_made(folder: KeyFolder) -> None:
+    modes = {stat.S_IMODE(f.stat().st_mode) for f in folder.path.rglob("*.json")}
+    assert modes == {0o600}
+    assert stat.S_IMODE(folder.nodes.stat().st_mode) == 0o700
+
+
+def test_a_second_call_changes_nothing_and_a_later_one_only_adds(folder: KeyFolder) -> None:
+    before = contents(folder)
+    assert make(folder, ["a", "b"]) == []
+    assert contents(folder) == before
+    assert make(folder, ["c"]) == [folder.nodes / "c.json"]
+    after = contents(folder)
+    assert {k: v for k, v in after.items() if k in before and k != "allowed.json"} == {
+        k: v for k, v in before.items() if k != "allowed.json"
+    }
+    assert load_credential(folder.path, "node", "c").public in load_allowed(folder.path)
+
+
+def test_a_credential_that_was_handed_out_is_not_made_again(folder: KeyFolder) -> None:
+    listed = load_allowed(folder.path)
+    (folder.nodes / "a.json").unlink()
+    folder.learner.unlink()
+    assert make(folder, ["a", "c"]) == [folder.nodes / "c.json"]
+    assert load_allowed(folder.path).keys() > listed.keys()
+    learner = next(i.public for i in listed.values() if i.role == "learner")
+    assert load_credential(folder.path, "node", "c").learner_public == learner
+
+
+def test_a_list_that_a_crash_kept_from_being_written_is_completed(folder: KeyFolder) -> None:
+    listed = load_allowed(folder.path)
+    folder.allowed.unlink()
+    make(folder, ["a", "b"])
+    assert load_allowed(folder.path) == listed
+
+
+def test_a_revoked_credential_leaves_the_list_and_its_name_may_be_used_again(folder: KeyFolder) -> None:
+    old = load_credential(folder.path, "node", "a").public
+    revoke(folder, "a")
+    assert old not in load_allowed(folder.path)
+    make(folder, ["a"])
+    assert load_credential(folder.path, "node", "a").public != old
+    with pytest.raises(UsageError, match=r"lists no node of that name \(nodes: b, a\)"):
+        revoke(folder, "zzz")
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 65, "a\n"])
+def test_names_that_could_leave_the_folder_are_refused(folder: KeyFolder, name: str) -> None:
+    with pytest.raises(UsageError, match="expected letters, digits"):
+        make(folder, [name])
+
+
+def test_the_command_makes_numbered_nodes_and_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keys", str(tmp_path / "k"), "--nodes", "2", "--node", "big"]) == 0
+    assert sorted(f.name for f in KeyFolder(tmp_path / "k").node_files()) == ["big.json", "node-0.json", "node-1.json"]
+    assert "broker.credentials" in capsys.readouterr().out
+    assert main(["keys", str(tmp_path / "k"), "--revoke", "big"]) == 0
+    (tmp_path / "file").write_text("")
+    assert main(["keys", str(tmp_path / "file")]) == 2
+
+
+def test_a_folder_without_its_server_key_is_not_given_another_one(folder: KeyFolder) -> None:
+    folder.server.unlink()
+    with pytest.raises(UsageError, match=r"server\.json is missing beside"):
+        make(folder, ["c"])
+
+
+def test_each_role_finds_its_file_and_an_observer_makes_do_with_any(folder: KeyFolder) -> None:
+    assert load_credential(folder.path, "node", "b").name == "b"
+    assert load_credential(folder.path, "node", "unknown").name == "a"
+    assert load_credential(folder.path, "broker").public == load_server(folder.path).public
+    folder.observer.unlink()
+    assert load_credential(folder.path, "observer").role == "learner"
+    assert load_credential(folder.nodes / "b.json", "observer").name == "b"
+
+
+@pytest.mark.parametrize(
+    ("damage", "role", "said"),
+    [
+        (
+            lambda f: f.learner.unlink(),
+            "learner",
+            r"learner\.json does not exist; expected the credential",
+        ),
+        (lambda f: f.learner.write_text("{}"), "learner", r"learner\.json: expected the credential of a learner"),
+        (lambda f: f.learner.write_bytes(b"\xff\xfe"), "learner", r"learner\.json: expected"),
+        (lambda f: f.learner.write_bytes(f.observer.read_bytes()), "learner", "is the credential of an observer"),
+        (lambda f: f.server.unlink(), "broker", r"server\.json does not exist; expected the broker's key pair"),
+        (lambda f: [n.unlink() for n in f.node_files()], "node", "holds no credential of a node"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_what_was_expected(folder, damage, role, said) -> None:  # type: ignore[no-untyped-def]
+    damage(folder)
+    with pytest.raises(UsageError, match=r"broker\.credentials: .*" + said) as caught:
+        load_credential(folder.path, role)
+    assert caught.value.exit_code == 2
+
+
+def test_an_error_never_shows_a_secret(folder: KeyFolder) -> None:
+    found = load_credential(folder.path, "learner")
+    folder.learner.write_bytes(msgspec.json.encode({**msgspec.to_builtins(found), "secret": found.secret + "x"}))
+    with pytest.raises(UsageError) as caught:
+        load_credential(folder.path, "learner")
+    assert found.secret[:10] not in str(caught.value)
+
+
+def test_secrets_that_others_may_read_are_warned_about(folder: KeyFolder, caplog: pytest.LogCaptureFixture) -> None:
+    folder.learner.chmod(0o644)
+    with caplog.at_level(logging.WARNING):
+        load_credential(folder.path, "learner")
+    assert "can be read by others than its owner (mode 644)" in caplog.text
+
+
+def test_the_config_check_tells_a_usable_place_from_one_that_is_not(folder: KeyFolder, tmp_path: Path) -> None:
+    assert check_credentials(str(folder.path)) is None
+    assert check_credentials(str(folder.nodes / "a.json")) is None
+    assert "does not exist" in str(check_credentials(str(tmp_path / "nowhere")))
+    (tmp_path / "empty").mkdir()
+    assert "holds no keys" in str(check_credentials(str(tmp_path / "empty")))
+    folder.observer.write_text("nonsense")
+    assert "observer.json" in str(check_credentials(str(folder.path)))
+
+
+def test_structs_are_what_the_files_say(folder: KeyFolder) -> None:
+    found = msgspec.json.decode((folder.nodes / "a.json").read_bytes(), type=Credential)
+    assert Identity(found.public, "node", "a") in load_allowed(folder.path).values()
+    assert not [f for f in os.listdir(folder.nodes) if f.startswith(".")]

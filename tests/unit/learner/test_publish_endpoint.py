@@ -1,0 +1,141 @@
+"""The weight plane's control socket: who may join, and what it does with what it cannot read."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from broker.curve import secure_client
+from common.credentials import Credential, KeyFolder, load_credential
+from common.weights import messages
+from launch.keys import make, revoke
+from learner.publish_endpoint import Endpoint
+from rollout_fleet import weight_client
+from rollout_fleet.weight_client import WeightClient
+
+WAIT_S = 20.0
+JOIN = messages.Join("n0", 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> KeyFolder:
+    found = KeyFolder(tmp_path / "k")
+    make(found, ["a"])
+    return found
+
+
+@contextmanager
+def listening(credentials: Path | None) -> Iterator[tuple["Endpoint[None]", list[Any]]]:
+    """An endpoint served by a thread, and the messages that it let through."""
+    endpoint: Endpoint[None] = Endpoint("127.0.0.1", str(credentials) if credentials else None)
+    heard: list[Any] = []
+    stopping = threading.Event()
+
+    def serve() -> None:
+        while not stopping.is_set():
+            endpoint.wait(50)
+            heard.extend(message for _, message in endpoint.received())
+        endpoint.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield endpoint, heard
+    finally:
+        stopping.set()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def dealer(address: str, credential: Credential | None = None) -> Iterator["zmq.Socket[bytes]"]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+        if credential is not None:
+            secure_client(socket, credential, credential.learner_public)
+        socket.connect(address)
+        yield socket
+
+
+def eventually(condition: Any) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.02)
+
+
+def test_a_node_with_its_key_joins_and_nobody_else_does(folder: KeyFolder) -> None:
+    with listening(folder.path) as (endpoint, heard):
+        others = [None, load_credential(folder.path, "observer"), load_credential(folder.path, "learner")]
+        for other in others:
+            with dealer(endpoint.address, other) as socket:
+                socket.send(messages.encode(JOIN))
+                assert socket.poll(300) == 0
+        assert (heard, endpoint.malformed) == ([], 0)
+        with dealer(endpoint.address, load_credential(folder.path, "node")) as socket:
+            socket.send(messages.encode(JOIN))
+            eventually(lambda: heard == [JOIN])
+
+
+def test_a_node_that_was_revoked_after_it_joined_is_not_heard_any_more(folder: KeyFolder) -> None:
+    with (
+        listening(folder.path) as (endpoint, heard),
+        dealer(endpoint.address, load_credential(folder.path, "node")) as socket,
+    ):
+        socket.send(messages.encode(JOIN))
+        eventually(lambda: len(heard) == 1)
+        revoke(folder, "a")
+        eventually(lambda: endpoint.malformed >= 1 or socket.send(messages.encode(messages.Pong("n0"))))
+        ejected = messages.decode_from_learner(socket.recv())
+        assert isinstance(ejected, messages.Eject)
+        assert "revoked" in ejected.reason
+
+
+def test_a_weight_client_says_on_what_it_waits_when_its_key_is_refused(
+    folder: KeyFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = KeyFolder(tmp_path / "other")
+    make(other, ["a"])
+    monkeypatch.setattr(weight_client, "REJOIN_AFTER_S", 0.5)
+
+    async def scenario(address: str) -> str:
+        client = WeightClient("n0", None, load_credential(other.path, "node"))  # type: ignore[arg-type]
+        client.follow(address, 0)
+        async with asyncio.timeout(WAIT_S):
+            while "weights from" in client.state.waiting_on:
+                await client.wait_change(0.1)
+        waiting_on = client.state.waiting_on
+        await client.close()
+        return waiting_on
+
+    with listening(folder.path) as (endpoint, heard):
+        assert "refused this key" in asyncio.run(scenario(endpoint.address))
+        assert heard == []
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"\xc1"],
+        [b"\x91" * 5000],
+        [messages.encode(JOIN)] * 2,
+        [messages.encode(messages.Active("n0", 0, 1, float("nan"), ""))],
+        [messages.encode(messages.Staged("n0", 0, 1 << 40, 0.0))],
+        [messages.encode(messages.Join("n" * 1000, 1))],
+    ],
+)
+def test_what_does_not_decode_or_breaks_a_limit_is_counted_and_its_sender_hears_why(frames: list[bytes]) -> None:
+    with listening(None) as (endpoint, heard), dealer(endpoint.address) as socket:
+        socket.send_multipart(frames)
+        reply = messages.decode_from_learner(socket.recv())
+        assert isinstance(reply, messages.Eject)
+        assert "malformed message" in reply.reason
+        assert (heard, endpoint.malformed) == ([], 1)
