@@ -3,6 +3,8 @@
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_HOPELESS = 3
+EXITS_FOR_GOOD = (EXIT_USAGE, EXIT_HOPELESS)  # of a role that a supervisor does not start again
 
 
 class SlipstreamError(Exception):
@@ -15,6 +17,12 @@ class UsageError(SlipstreamError):
     """Bad usage or bad input; the command prints the message and exits with code 2."""
 
     exit_code = EXIT_USAGE
+
+
+class HopelessError(SlipstreamError):
+    """A failure that the same process, started again, would run into again; a role exits with code 3."""
+
+    exit_code = EXIT_HOPELESS
 
 
 class ConfigError(UsageError):

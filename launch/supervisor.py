@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from common.errors import EXITS_FOR_GOOD
 from common.lifecycle import SUPERVISOR_ENV
 
 SCAN_EVERY_S = 1.0
@@ -34,7 +35,7 @@ class RoleSpec:
         env: added to the environment.
         cores: CPU cores that it and its children may use; None leaves them free.
         child_cores: cores of the processes that it starts, while it stays free itself.
-        max_restarts: times it is started again after a crash.
+        max_restarts: times it is started again after a crash; never after one of EXITS_FOR_GOOD.
     """
 
     name: str
@@ -195,8 +196,7 @@ class Supervisor:
         if code == 0 or self.stopping:
             self._sink("ended", {"role": name, "exit_code": code})
             return False
-        usage_error = code == 2
-        if usage_error or role.restarts >= role.spec.max_restarts:
+        if code in EXITS_FOR_GOOD or role.restarts >= role.spec.max_restarts:
             self._sink("gave_up", {"role": name, "exit_code": code, "restarts": role.restarts})
             return False
         wait_s = min(FIRST_BACKOFF_S * 2**role.restarts, LONGEST_BACKOFF_S)

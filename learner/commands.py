@@ -28,6 +28,7 @@ class Fail(msgspec.Struct, frozen=True, tag="fail"):
     """The lead cannot go on; every rank leaves with this error instead of waiting for it."""
 
     reason: str
+    hopeless: bool = False  # a learner that is started again would fail again
 
 
 Command = Wait | Train | Drain | Fail

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from broker.contract import BrokerStatus, LearnerBroker, ObserverBroker, StoredGroup
 from common.config import Config
-from common.errors import SlipstreamError
+from common.errors import HopelessError, SlipstreamError
 from common.metrics import MetricsWriter, StepMetrics
 from common.rollouts import Group
 from learner.backend import RoutingShape
@@ -110,19 +110,21 @@ class Lead:
         if reason := self.stop_requested():
             logger.info("draining: %s", reason)
             return Drain()
-        if fatal := self.publisher.stats().fatal:
-            return Fail(f"no node may generate with version {step}: {fatal}")
+        stats = self.publisher.stats()
+        if stats.fatal:
+            return Fail(f"no node may generate with version {step}: {stats.fatal}", hopeless=not stats.crashed)
         try:
             taken = self._gather(step)
         except SlipstreamError as error:
-            return Fail(str(error))
+            return Fail(str(error), hopeless=isinstance(error, HopelessError))
         return Wait() if taken is None else Train(step, taken)
 
     def _gather(self, step: int) -> list[StoredGroup] | None:
         """Offer tasks, take groups, give back what cannot be trained on; None: not enough groups yet.
 
         Raises:
-            SlipstreamError: tasks only die, a group stays unusable, or the broker is gone.
+            HopelessError: tasks only die, or a group stays unusable.
+            SlipstreamError: the broker is gone, or refuses.
         """
         status = self.refresh()
         self._check_deaths(status)
@@ -165,12 +167,12 @@ class Lead:
         return self._missing <= 0
 
     def _check_deaths(self, status: BrokerStatus) -> None:
-        """Raise SlipstreamError when tasks do nothing but die, as when every episode of the environment fails."""
+        """Raise HopelessError when tasks do nothing but die, as when every episode of the environment fails."""
         died = status.groups_dead - self._dead_at_last_take
         if died < DEAD_STEPS * self.config.learner.groups_per_step:
             return
         last = max((e for e in self.broker.ledger() if e.state == "dead"), key=lambda e: e.serial)
-        raise SlipstreamError(
+        raise HopelessError(
             f"{died} tasks died since the last step, each after {self.config.tasks.max_attempts} failed attempts; "
             f"the last was task {last.serial}: {last.reason}"
         )
@@ -192,7 +194,7 @@ class Lead:
         """(usable groups, serials of the others).
 
         Raises:
-            SlipstreamError: a task came back unusable BAD_GROUP_ATTEMPTS times.
+            HopelessError: a task came back unusable BAD_GROUP_ATTEMPTS times.
         """
         usable: list[Group] = []
         refused: list[int] = []
@@ -204,7 +206,7 @@ class Lead:
                 self.events.add("bad_group", serial=error.serial, node=error.node_id, reason=error.reason)
                 self._bad[error.serial] += 1
                 if self._bad[error.serial] >= BAD_GROUP_ATTEMPTS:
-                    raise SlipstreamError(f"unusable {BAD_GROUP_ATTEMPTS} times: {error}") from None
+                    raise HopelessError(f"unusable {BAD_GROUP_ATTEMPTS} times: {error}") from None
                 refused.append(error.serial)
         return usable, refused
 

@@ -115,7 +115,7 @@ class PublishControl:
                 self._update_stats()
         except Exception:
             logger.exception("the weight plane stopped")
-            self._change_stats(fatal="the publisher's control thread failed; see the log")
+            self._change_stats(fatal="the publisher's control thread failed; see the log", crashed=True)
             raise
         finally:
             self._endpoint.close()

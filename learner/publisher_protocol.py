@@ -41,6 +41,7 @@ class PublishStats:
         ejections: nodes dropped so far because they died, stalled or failed.
         canary_max_difference: largest |difference| of a canary log-probability at the newest comparison, in nats.
         fatal: why no node may generate (every node's proof failed); None while any is fine.
+        crashed: `fatal` is a crash of the publisher itself.
         canary_owed: a live node never compared the newest canary: it joined later, or skipped that version.
     """
 
@@ -53,6 +54,7 @@ class PublishStats:
     ejections: int = 0
     canary_max_difference: float = 0.0
     fatal: str | None = None
+    crashed: bool = False
     canary_owed: bool = False
 
 

@@ -34,7 +34,7 @@ import numpy as np
 
 from broker.contract import StoredGroup
 from common.config import Config
-from common.errors import SlipstreamError
+from common.errors import HopelessError, SlipstreamError
 from common.run_dir import RunDir
 from common.weights.messages import Canary
 from learner import commands
@@ -108,7 +108,7 @@ class Trainer:
                 self._checkpoint(wait=True)
                 return "drained"
             if isinstance(command, Fail):
-                raise SlipstreamError(command.reason)
+                raise (HopelessError if command.hopeless else SlipstreamError)(command.reason)
             if isinstance(command, Train):
                 self._turn(command.groups)
         self._checkpoint(wait=True)
@@ -175,7 +175,7 @@ class Trainer:
         figures = batch.statistics
         self._untrained = self._untrained + 1 if figures.samples_failed == figures.samples else 0
         if self._untrained >= UNTRAINED_STEPS:
-            raise SlipstreamError(
+            raise HopelessError(
                 f"every sample of the last {UNTRAINED_STEPS} steps failed; reasons: {'; '.join(figures.failures)}"
             )
 

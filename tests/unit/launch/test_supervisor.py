@@ -97,17 +97,18 @@ def test_crashed_role_is_restarted_until_it_works(supervisor, tmp_path, events, 
 
 def test_role_that_keeps_crashing_is_given_up(supervisor, tmp_path, events, monkeypatch):
     monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.02)
-    role = supervisor.start(spec(tmp_path, "a", "raise SystemExit(3)", max_restarts=2))
+    role = supervisor.start(spec(tmp_path, "a", "raise SystemExit(4)", max_restarts=2))
     ended = until(supervisor.poll)
     assert ended == [role]
-    assert (role.restarts, role.exit_code) == (2, 3)
+    assert (role.restarts, role.exit_code) == (2, 4)
     assert kinds(events).count("restarted") == 2
     assert kinds(events)[-1] == "gave_up"
     assert supervisor.poll() == []  # said once
 
 
-def test_usage_error_is_not_retried(supervisor, tmp_path, events):
-    role = supervisor.start(spec(tmp_path, "a", "raise SystemExit(2)", max_restarts=5))
+@pytest.mark.parametrize("code", [2, 3])
+def test_what_would_fail_again_is_not_retried(supervisor, tmp_path, events, code):
+    role = supervisor.start(spec(tmp_path, "a", f"raise SystemExit({code})", max_restarts=5))
     assert until(supervisor.poll) == [role]
     assert role.restarts == 0
 

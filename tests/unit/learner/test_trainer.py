@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.config import Config
-from common.errors import SlipstreamError, UsageError
+from common.errors import HopelessError, UsageError
 from common.metrics import StepMetrics, read_metrics
 from common.rollouts import Group, encode_group
 from common.run_dir import RunDir
@@ -350,14 +350,14 @@ def test_an_unusable_group_is_generated_again(fakes: ModuleType, make_config: Ma
 def test_a_group_that_stays_unusable_stops_the_run_with_the_reason(fakes: ModuleType, make_config: MakeConfig) -> None:
     world = fakes.world(make_config())
     world.fleet.spoil = lambda group: encode_group(Group(group.serial, group.samples[:1]))
-    with pytest.raises(SlipstreamError, match=r"unusable 3 times: group 0 from node fake: 1 samples, expected 2"):
+    with pytest.raises(HopelessError, match=r"unusable 3 times: group 0 from node fake: 1 samples, expected 2"):
         world.run()
 
 
 def test_a_canary_that_fails_everywhere_stops_the_run(fakes: ModuleType, make_config: MakeConfig) -> None:
     world = fakes.world(make_config())
     world.publisher.fatal = "log-probabilities differ by 3.1, weights.canary_tolerance is 0.5"
-    with pytest.raises(SlipstreamError, match=r"no node may generate .* weights\.canary_tolerance is 0\.5"):
+    with pytest.raises(HopelessError, match=r"no node may generate .* weights\.canary_tolerance is 0\.5"):
         world.run()
 
 
@@ -372,7 +372,7 @@ def test_an_environment_that_only_fails_stops_the_run(fakes: ModuleType, make_co
         return encode_group(Group(group.serial, samples))
 
     world.fleet.spoil = fail
-    with pytest.raises(SlipstreamError, match=r"every sample of the last 3 steps failed; reasons: no calculator"):
+    with pytest.raises(HopelessError, match=r"every sample of the last 3 steps failed; reasons: no calculator"):
         world.run()
     assert world.backend.steps == 0
 
@@ -386,7 +386,7 @@ def test_tasks_that_only_die_stop_the_run_with_the_last_reason(fakes: ModuleType
         return False
 
     node.complete = fail
-    with pytest.raises(SlipstreamError, match=r"[6-9] tasks died .* 3 failed attempts; .* no calculator"):
+    with pytest.raises(HopelessError, match=r"[6-9] tasks died .* 3 failed attempts; .* no calculator"):
         world.run()
     assert world.backend.steps == 0
 
