@@ -1,206 +1,75 @@
-"""CPU that the broker adds to a group: lease, complete, take and commit, over producer, broker and consumer.
+"""What the broker costs a group, beside raw ZeroMQ with the same bytes (the floor) and beside the ways of peers.
 
-    python bench/broker_overhead.py [--groups 6000] [--payload 83000] [--transport tcp|ipc] [--repeat 3]
+    python bench/broker_overhead.py [--durability memory fsync everysec] [--size 1k 8k] [--rounds 5] [--only NAME ...]
 
-Three processes (one node, the broker, one learner) move pre-encoded groups; CPU time is read from each process's
-own rusage around the loop. Raw ZeroMQ PUSH/PULL with the same bytes, in the same run, is the floor. One JSON line.
+From structs at the node to numpy arrays at the learner: microseconds of CPU per group over every process, and groups
+per second. All ways of a size run in turn, round after round, so a ratio holds when the machine's speed drifts.
+Writes bench/results/broker_overhead.json; with --only nothing is written.
 """
 
 import argparse
-import asyncio
 import json
-import multiprocessing
 import os
-import platform
-import resource
 import statistics
-import tempfile
-import time
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
-import msgspec
-import psutil
-import zmq
+import jobs
+import machine
+from broker_embedded import GROUPS_PER_STEP, Embedded
+from broker_peers import MsgspecListsZeroMQ, RedisPickledLists
+from broker_ways import Load, RawZeroMQ, Way, measure
 
-from broker.async_client import AsyncBrokerClient
-from broker.client import BrokerClient
-from broker.contract import LearnerReport, Lease, NodeReport
-from broker.main import run_broker
-from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, StalenessConfig, TasksConfig
-from common.rollouts import GroupMeta, Task
-
-GROUPS_PER_STEP = 16
-STALENESS = 4
-CONCURRENCY = 32
-META = GroupMeta(version_min=3, version_max=4, reward_mean=0.5, sampled_tokens=8192)
+GROUPS = {"1k": 4000, "8k": 800}
+PEERS_FEWER = 10  # slow ways move fewer groups
+FLOOR = RawZeroMQ.name
 
 
-def cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+def measure_size(ways: list[Way], load: Load, rounds: int, scratch: str | None) -> dict[str, dict[str, object]]:
+    """Per way: the median of every figure, and the CPU of each round; the order turns from round to round."""
+    runs: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
+    for number in range(rounds):
+        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+            peer = isinstance(way, RedisPickledLists | MsgspecListsZeroMQ)
+            figures = measure(way, load._replace(groups=load.groups // PEERS_FEWER) if peer else load, scratch)
+            runs[way.name].append(figures)
+            rounded = {name: round(value, 1) for name, value in figures.items()}
+            print(json.dumps({"size": load.size, "way": way.name, **rounded}), flush=True)
+    return {name: summary(of_way, runs.get(FLOOR)) for name, of_way in runs.items()}
 
 
-def broker(run_dir: str, address: str) -> None:
-    config = Config(
-        run=RunConfig(name="bench", dir=run_dir, steps=1),
-        model=ModelConfig(path="none"),
-        tasks=TasksConfig(environment="none", dataset="none"),
-        learner=LearnerConfig(groups_per_step=GROUPS_PER_STEP),
-        broker=BrokerConfig(address=address),
-        staleness=StalenessConfig(max=STALENESS),
-    )
-    run_broker(config, msgspec.json.encode(config))
-
-
-def node(address: str, groups: int, payload_bytes: int, out: Connection) -> None:
-    asyncio.run(_node(address, groups, payload_bytes, out))
-
-
-async def _node(address: str, groups: int, payload_bytes: int, out: Connection) -> None:
-    payload = os.urandom(payload_bytes)
-    async with AsyncBrokerClient(address) as client:
-        await client.register(NodeReport("n0", os.getpid(), "h", "generating", 0))
-        done = 0
-        started = cpu_s()
-
-        async def complete(lease: Lease) -> None:
-            assert await client.complete("n0", lease.token, META, payload)
-
-        while done < groups:
-            version = done // GROUPS_PER_STEP  # the freshest that a learner could have published by now
-            leases = await client.lease("n0", version, CONCURRENCY, 10)
-            await asyncio.gather(*(complete(lease) for lease in leases))
-            done += len(leases)
-        out.send(cpu_s() - started)
-
-
-def learner(address: str, groups: int, out: Connection) -> None:
-    problem = json.dumps({"question": "384+519", "answer": "903"}).encode()
-    with BrokerClient(address) as client:
-        client.attach(LearnerReport(os.getpid(), 0, "training", 0))
-        started, wall = cpu_s(), time.perf_counter()
-        client.offer([Task(i, problem, i, 8) for i in range(groups)])
-        for step in range(groups // GROUPS_PER_STEP):
-            taken = None
-            while taken is None:
-                taken = client.take(step, GROUPS_PER_STEP, 10)
-            client.commit(step)
-        out.send((cpu_s() - started, time.perf_counter() - wall))
-
-
-def push(address: str, groups: int, payload_bytes: int, out: Connection) -> None:
-    payload = os.urandom(payload_bytes)
-    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-        socket.connect(address)
-        started = cpu_s()
-        for _ in range(groups):
-            socket.send(payload)
-    out.send(cpu_s() - started)
-
-
-def pull(address: str, groups: int, out: Connection) -> None:
-    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
-        socket.bind(address)
-        out.send(socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        socket.recv()
-        started, wall = cpu_s(), time.perf_counter()
-        for _ in range(groups - 1):
-            socket.recv()
-        out.send((cpu_s() - started, time.perf_counter() - wall))
-
-
-def start(target: Any, *arguments: Any) -> tuple[Any, Connection]:
-    context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(False)
-    process = context.Process(target=target, args=(*arguments, send))
-    process.start()
-    return process, receive
-
-
-def received(pipe: Connection) -> Any:
-    assert pipe.poll(300), "no answer from a bench process"
-    return pipe.recv()
-
-
-def measure_broker(groups: int, payload_bytes: int, transport: str) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        address = "tcp://127.0.0.1:0" if transport == "tcp" else f"ipc://{folder}/socket"
-        server = multiprocessing.get_context("spawn").Process(target=broker, args=(folder, address))
-        server.start()
-        try:
-            found = Path(folder, "broker.json")
-            while not found.exists():
-                time.sleep(0.05)
-            address = json.loads(found.read_text())["address"]
-            times = psutil.Process(server.pid).cpu_times()
-            n, n_out = start(node, address, groups, payload_bytes)
-            c, c_out = start(learner, address, groups)
-            consumer_s, wall_s = received(c_out)
-            producer_s = received(n_out)
-            after = psutil.Process(server.pid).cpu_times()
-            n.join(10)
-            c.join(10)
-        finally:
-            server.terminate()
-            server.join(10)
-    broker_s = after.user + after.system - times.user - times.system
-    return {
-        "groups_per_s": groups / wall_s,
-        "producer_us": producer_s / groups * 1e6,
-        "broker_us": broker_s / groups * 1e6,
-        "consumer_us": consumer_s / groups * 1e6,
-        "cpu_us_per_group": (producer_s + broker_s + consumer_s) / groups * 1e6,
-    }
-
-
-def measure_floor(groups: int, payload_bytes: int, transport: str) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        address = "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{folder}/socket"
-        c, c_out = start(pull, address, groups)
-        n, n_out = start(push, received(c_out), groups, payload_bytes)
-        consumer_s, wall_s = received(c_out)
-        producer_s = received(n_out)
-        n.join(10)
-        c.join(10)
-    return {"groups_per_s": groups / wall_s, "cpu_us_per_group": (producer_s + consumer_s) / groups * 1e6}
+def summary(runs: list[dict[str, float]], floor: list[dict[str, float]] | None) -> dict[str, object]:
+    """Medians over the rounds; the ratio to the floor is the median of the rounds' ratios."""
+    result: dict[str, object] = {name: round(statistics.median(r[name] for r in runs), 1) for name in runs[0]}
+    if floor is not None:
+        pairs = zip(runs, floor, strict=True)
+        ratio = statistics.median(r["cpu_us_per_group"] / f["cpu_us_per_group"] for r, f in pairs)
+        result["times_raw_zeromq"] = round(ratio, 2)
+    result["rounds_us"] = [round(r["cpu_us_per_group"], 1) for r in runs]
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=6000)
-    parser.add_argument("--payload", type=int, default=83_000, help="bytes of one encoded group")
-    parser.add_argument("--transport", choices=("tcp", "ipc"), default="tcp")
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--durability", nargs="+", choices=("memory", "fsync", "everysec"), default=["memory"])
+    parser.add_argument("--size", nargs="+", choices=tuple(GROUPS), default=list(GROUPS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="times the number of groups")
+    parser.add_argument("--scratch", help="folder for the broker's store; put it on a real disk")
+    parser.add_argument("--only", nargs="+", help="names of the ways to run; nothing is written")
     options = parser.parse_args()
-    groups = options.groups // GROUPS_PER_STEP * GROUPS_PER_STEP
-    runs = [
-        (
-            measure_broker(groups, options.payload, options.transport),
-            measure_floor(groups, options.payload, options.transport),
-        )
-        for _ in range(options.repeat)
-    ]
-    broker_us = statistics.median(b["cpu_us_per_group"] for b, _ in runs)
-    floor_us = statistics.median(f["cpu_us_per_group"] for _, f in runs)
-    result = {
-        "bench": "broker_overhead",
-        "groups": groups,
-        "payload_bytes": options.payload,
-        "transport": options.transport,
-        "cpu_us_per_group": round(broker_us, 1),
-        "raw_zeromq_us_per_group": round(floor_us, 1),
-        "ratio": round(broker_us / floor_us, 2),
-        "runs": [
-            {"broker": {k: round(v, 1) for k, v in b.items()}, "floor": {k: round(v, 1) for k, v in f.items()}}
-            for b, f in runs
-        ],
-        "versions": {"python": platform.python_version(), "pyzmq": zmq.__version__, "msgspec": msgspec.__version__},
-        "cpus": os.cpu_count(),
-        "load_1min": round(os.getloadavg()[0], 1),
-    }
-    print(json.dumps(result))
+    ways: list[Way] = [RawZeroMQ(), *(Embedded(d) for d in options.durability)]
+    ways += [RedisPickledLists(), MsgspecListsZeroMQ()]
+    if options.only:
+        ways = [way for way in ways if way.name in options.only]
+    sizes: dict[str, object] = {}
+    for size in options.size:
+        groups = int(GROUPS[size] * options.scale) // GROUPS_PER_STEP * GROUPS_PER_STEP
+        sizes[size] = {
+            "groups": groups,
+            "ways": measure_size(ways, Load(size, groups), options.rounds, options.scratch),
+        }
+    packages = ("pyzmq", "msgspec", "redis", "numpy")
+    result = {"machine": machine.describe(packages), "load_1min": round(os.getloadavg()[0], 1), "sizes": sizes}
+    print(json.dumps(result) if options.only else jobs.write("broker_overhead", result))
 
 
 if __name__ == "__main__":

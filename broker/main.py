@@ -6,6 +6,7 @@ import secrets
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +25,8 @@ from common.run_dir import BrokerFile, RunDir, write_atomic
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT_S = 5.0  # at the most often; a snapshot may use a fiftieth of the time
+SNAPSHOT_S = 5.0  # at the most often, but for commits
+SNAPSHOT_SHARE = 50  # snapshots use at most one part of so many of the time
 ALIVE_CHECK_S = 5.0
 QUARANTINE = "quarantine"
 
@@ -127,23 +129,29 @@ class Snapshots:
     """RUN/ledger.json and RUN/status.json, so that they can be read when the broker is gone.
 
     They are written at every commit too: what a broker killed with -9 leaves behind then lacks no step that the
-    next learner does not train again.
+    next learner does not train again. Each kind uses at most a fiftieth of the time, because a ledger is as long as
+    the run: when commits come faster than that, the newest is written as soon as it may be.
     """
 
-    def __init__(self, run_dir: Path, state: DeliveryState) -> None:
-        self._run_dir, self._state = run_dir, state
-        self._next_at = 0.0
+    def __init__(self, run_dir: Path, state: DeliveryState, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run_dir, self._state, self._clock = run_dir, state, clock
+        self._next_at = 0.0  # monotonic seconds
+        self._next_commit_at = 0.0
         self._committed_step = state.committed_step
 
     def tick(self) -> None:
         """Write when it is time again, or something was committed."""
-        started = time.monotonic()
-        if started < self._next_at and self._committed_step == self._state.committed_step:
+        started = self._clock()
+        committed = self._committed_step != self._state.committed_step
+        if started < (self._next_commit_at if committed else self._next_at):
             return
         self._committed_step = self._state.committed_step
         self.write()
-        now = time.monotonic()
-        self._next_at = now + max(SNAPSHOT_S, 50 * (now - started))
+        now = self._clock()
+        pause_s = SNAPSHOT_SHARE * (now - started)
+        self._next_at = now + max(SNAPSHOT_S, pause_s)
+        if committed:
+            self._next_commit_at = now + pause_s
 
     def write(self) -> None:
         """Write both now; a failure is logged, since serving matters more."""

@@ -7,6 +7,7 @@ DTYPES = {
     **{"int16": np.dtype("<i2"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8")},
     **{"float32": np.dtype("<f4"), "uint8": np.dtype("u1")},
 }
+_ITEM_BYTES = {name: kind.itemsize for name, kind in DTYPES.items()}
 
 
 class Array(msgspec.Struct, frozen=True):
@@ -29,5 +30,18 @@ class Array(msgspec.Struct, frozen=True):
         """Decode to a read-only [n] numpy view; raises ValueError when the bytes do not fit the dtype."""
         kind = DTYPES.get(self.dtype)
         if kind is None:
-            raise ValueError(f"unknown dtype {self.dtype!r}; the wire carries {', '.join(DTYPES)}")
+            raise self._unknown()
         return np.frombuffer(self.data, dtype=kind)
+
+    def entries(self) -> int:
+        """Number of elements, without making an array; raises ValueError as `numpy` does."""
+        item_bytes = _ITEM_BYTES.get(self.dtype)
+        if item_bytes is None:
+            raise self._unknown()
+        elements, rest = divmod(len(self.data), item_bytes)
+        if rest:
+            raise ValueError(f"{len(self.data)} bytes are no whole number of {self.dtype} elements")
+        return elements
+
+    def _unknown(self) -> ValueError:
+        return ValueError(f"unknown dtype {self.dtype!r}; the wire carries {', '.join(DTYPES)}")

@@ -122,21 +122,36 @@ def decode_group(data: bytes | memoryview) -> Group:
     group = _decoder.decode(data)
     if group.schema_version != SCHEMA_VERSION:
         raise ValueError(f"group schema {group.schema_version}, this learner reads {SCHEMA_VERSION}")
-    for i, s in enumerate(group.samples):
-        n = len(s.tokens.numpy())
-        for name in ("loss_mask", "behavior_logprobs"):
-            got = len(getattr(s, name).numpy())
-            if got != n:
-                raise ValueError(f"group {group.serial} sample {i}: {name} has {got} entries for {n} tokens")
-        routed = 0 if s.routed_experts is None else len(s.routed_experts.numpy())
-        if routed % max(n, 1):
-            raise ValueError(f"group {group.serial} sample {i}: {routed} routed experts do not divide by {n} tokens")
-        starts = [r.start for r in s.version_runs]
-        if starts != sorted(set(starts)) or any(not 0 <= x < max(n, 1) for x in starts):
-            raise ValueError(
-                f"group {group.serial} sample {i}: version runs {starts} are not increasing within {n} tokens"
-            )
-        sampled = np.flatnonzero(s.loss_mask.numpy())
-        if len(sampled) and (not starts or starts[0] > sampled[0]):
-            raise ValueError(f"group {group.serial} sample {i}: sampled tokens without a policy version")
+    for i, sample in enumerate(group.samples):
+        wrong = _wrong(sample)
+        if wrong:
+            raise ValueError(f"group {group.serial} sample {i}: {wrong}")
     return group
+
+
+def _wrong(sample: Sample) -> str:
+    """What does not fit together in a sample, '' when all does; looks at sizes and makes no arrays, for speed."""
+    n = sample.tokens.entries()
+    for name, array in (("loss_mask", sample.loss_mask), ("behavior_logprobs", sample.behavior_logprobs)):
+        if array.entries() != n:
+            return f"{name} has {array.entries()} entries for {n} tokens"
+    routed = 0 if sample.routed_experts is None else sample.routed_experts.entries()
+    if routed % max(n, 1):
+        return f"{routed} routed experts do not divide by {n} tokens"
+    previous = -1
+    for run in sample.version_runs:
+        if not previous < run.start < max(n, 1):
+            starts = [run.start for run in sample.version_runs]
+            return f"version runs {starts} are not increasing within {n} tokens"
+        previous = run.start
+    unversioned = sample.version_runs[0].start if sample.version_runs else n
+    if unversioned and _any_sampled(sample.loss_mask, unversioned):
+        return "sampled tokens without a policy version"
+    return ""
+
+
+def _any_sampled(mask: Array, first: int) -> bool:
+    """Whether any of the `first` entries is not 0."""
+    if mask.dtype == "uint8":
+        return mask.data.count(0, 0, first) != first
+    return bool(mask.numpy()[:first].any())

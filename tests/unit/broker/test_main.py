@@ -1,5 +1,6 @@
 """The broker process: what it leaves in the run directory, and how it ends."""
 
+import itertools
 import json
 import os
 import threading
@@ -92,6 +93,25 @@ def test_what_was_committed_is_on_disk_at_once(tmp_path: Path) -> None:
     snapshots.tick()  # much sooner than the next snapshot is due
     ledger = msgspec.json.decode((tmp_path / "ledger.json").read_bytes(), type=list[LedgerEntry])
     assert {entry.state for entry in ledger} == {"committed"}
+
+
+def test_the_cost_of_snapshots_does_not_grow_with_the_number_of_commits(tmp_path: Path) -> None:
+    now_s, written_at = 0.0, list[float]()
+
+    class Slow(main.Snapshots):
+        def write(self) -> None:
+            nonlocal now_s
+            written_at.append(now_s)
+            now_s += 0.1
+
+    state = DeliveryState(main.run_info(job(tmp_path), b""), time.monotonic, lambda: str(uuid.uuid4()), EventLog())
+    snapshots = Slow(tmp_path, state, lambda: now_s)
+    for step in range(10_000):
+        state.committed_step = step
+        snapshots.tick()
+        now_s += 0.01
+    assert 0.1 * len(written_at) < 0.03 * now_s
+    assert max(later - sooner for sooner, later in itertools.pairwise(written_at)) < 6
 
 
 def test_the_server_looks_after_every_turn_whether_something_was_committed(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.arrays import Array
+from common.arrays import DTYPES, Array
 from common.rollouts import Group, Sample, VersionRun, decode_group, encode_group
 
 # A group as the release before `routed_experts` sent it.
@@ -57,3 +57,51 @@ def test_routing_comes_back_as_it_was_sent() -> None:
 def test_routing_that_does_not_divide_by_the_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="4 routed experts do not divide by 3 tokens"):
         decode_group(encode_group(Group(3, [sample(routed_experts=routed(0, 1, 2, 3))])))
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_entries_are_counted_as_numpy_counts_them(dtype: str) -> None:
+    for n in (0, 1, 7):
+        array = Array.of(np.arange(n), dtype)
+        assert array.entries() == len(array.numpy()) == n
+
+
+@pytest.mark.parametrize("array", [Array("int32", b"12345"), Array("float64", b"12345678")])
+def test_what_numpy_refuses_is_not_counted_either(array: Array) -> None:
+    with pytest.raises(ValueError):
+        array.numpy()
+    with pytest.raises(ValueError, match=f"{array.dtype}"):
+        array.entries()
+
+
+def sample_of(mask: Array, starts: list[int]) -> Sample:
+    n = mask.entries()
+    runs = [VersionRun(start, 1) for start in starts]
+    return Sample(Array.of([5] * n, "int32"), mask, Array.of([0.0] * n, "float32"), runs, 0.0, "stop")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16"])
+@pytest.mark.parametrize(
+    ("mask", "starts", "wrong"),
+    [
+        ([0, 1, 1], [1, 1], "not increasing"),
+        ([0, 1, 1], [2, 1], "not increasing"),
+        ([0, 1, 1], [-1], "not increasing"),
+        ([0, 1, 1], [1, 3], "not increasing"),
+        ([0, 1, 1], [2], "without a policy version"),
+        ([0, 1, 1], [], "without a policy version"),
+        ([2, 0, 0], [1], "without a policy version"),
+    ],
+)
+def test_versions_that_do_not_fit_the_tokens_are_refused(
+    dtype: str, mask: list[int], starts: list[int], wrong: str
+) -> None:
+    data = encode_group(Group(0, [sample_of(Array.of(mask, dtype), starts)]))
+    with pytest.raises(ValueError, match=f"group 0 sample 0: .*{wrong}"):
+        decode_group(data)
+
+
+@pytest.mark.parametrize(("mask", "starts"), [([0, 1, 1], [1]), ([0, 1, 1], [0, 2]), ([0, 0, 0], []), ([0, 0, 1], [2])])
+def test_versions_that_cover_what_was_sampled_are_accepted(mask: list[int], starts: list[int]) -> None:
+    group = Group(0, [sample_of(Array.of(mask, "uint8"), starts)])
+    assert decode_group(encode_group(group)) == group

@@ -1,0 +1,115 @@
+"""The embedded broker as a way of bench/broker_ways.py: leases, heartbeats, acknowledgements and commits included."""
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import broker_groups
+import msgspec
+from broker_ways import PATIENCE_S, Load
+
+from broker.connect import Access, connect, connect_node
+from broker.contract import LearnerReport, Lease, NodeReport
+from broker.main import run_broker
+from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, StalenessConfig, TasksConfig
+from common.rollouts import Task, decode_group, encode_group
+
+GROUPS_PER_STEP = 16
+STALENESS = 4
+LEASES_AT_ONCE = 32
+HEARTBEAT_S = 2.0  # the default of broker.heartbeat_s
+PROBLEM = json.dumps({"question": "384+519", "answer": "903"}).encode()
+
+
+class Embedded:
+    """`durability`: broker.durability; '' leaves the key at its default."""
+
+    def __init__(self, durability: str) -> None:
+        self.name = f"slipstream_{durability}"
+        self._durability = durability
+
+    @contextlib.contextmanager
+    def serve(self, folder: str) -> Iterator[tuple[str, int | None]]:
+        process = multiprocessing.get_context("spawn").Process(target=serve_broker, args=(folder, self._durability))
+        process.start()
+        try:
+            yield wait_for_address(Path(folder)), process.pid
+        finally:
+            process.terminate()
+            process.join(PATIENCE_S)
+
+    def produce(self, address: str, load: Load) -> Iterator[None]:
+        yield
+        asyncio.run(_node(address, load))
+
+    def consume(self, address: str, load: Load) -> Iterator[None]:
+        steps = load.groups // GROUPS_PER_STEP
+        with connect(Access(address=address, role="learner")) as client:
+            client.attach(LearnerReport(os.getpid(), 0, "training", 0))
+            yield
+            client.offer([Task(i, PROBLEM, i, broker_groups.SAMPLES) for i in range(steps * GROUPS_PER_STEP)])
+            for step in range(steps):
+                taken = None
+                while taken is None:
+                    taken = client.take(step, GROUPS_PER_STEP, 10)
+                for stored in taken:
+                    broker_groups.arrays_of_structs(decode_group(stored.payload))
+                client.commit(step)
+
+
+async def _node(address: str, load: Load) -> None:
+    source = broker_groups.structs(load.size)
+    report = NodeReport("n0", os.getpid(), "host", "generating", 0)
+    held: set[str] = set()
+    async with connect_node(Access(address=address, role="node")) as client:
+
+        async def hand_in(lease: Lease) -> None:
+            group, meta = next(source)
+            payload = encode_group(msgspec.structs.replace(group, serial=lease.task.serial))
+            assert await client.complete("n0", lease.token, meta, payload)
+            held.discard(lease.token)
+
+        async def beat() -> None:
+            while True:
+                await client.heartbeat(report, sorted(held))
+                await asyncio.sleep(HEARTBEAT_S)
+
+        await client.register(report)
+        beating = asyncio.create_task(beat())
+        done = 0
+        while done < load.groups:
+            version = done // GROUPS_PER_STEP  # the freshest that a learner could have published by now
+            leases = await client.lease("n0", version, LEASES_AT_ONCE, 10)
+            held.update(lease.token for lease in leases)
+            await asyncio.gather(*(hand_in(lease) for lease in leases))
+            done += len(leases)
+        beating.cancel()
+
+
+def serve_broker(folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP) -> None:
+    """A broker process of run folder `folder`, on a free port."""
+    keys = {"durability": durability} if "durability" in BrokerConfig.__struct_fields__ else {}
+    config = Config(
+        run=RunConfig(name="bench", dir=folder, steps=1),
+        model=ModelConfig(path="none"),
+        tasks=TasksConfig(environment="none", dataset="none"),
+        learner=LearnerConfig(groups_per_step=groups_per_step),
+        broker=BrokerConfig(address="tcp://127.0.0.1:0", **keys),
+        staleness=StalenessConfig(max=STALENESS),
+    )
+    run_broker(config, msgspec.json.encode(config))
+
+
+def wait_for_address(folder: Path) -> str:
+    """Where the broker of a run folder listens."""
+    end = time.monotonic() + PATIENCE_S
+    while not (folder / "broker.json").exists():
+        if time.monotonic() > end:
+            raise RuntimeError(f"no broker in {folder} after {PATIENCE_S} s")
+        time.sleep(0.05)
+    return json.loads((folder / "broker.json").read_text())["address"]
