@@ -133,9 +133,10 @@ class AsyncBrokerClient:
         reply = await self._ask(wire.Completed, wire.Complete, payload=payload, node_id=node_id, token=token, meta=meta)
         return reply.accepted
 
-    async def fail(self, node_id: str, token: str, reason: str) -> None:
+    async def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
         """See NodeBroker."""
-        await self._ask(wire.Done, wire.Fail, node_id=node_id, token=token, reason=reason[:MAX_REASON_CHARS])
+        fields = {"reason": reason[:MAX_REASON_CHARS], "tokens": tokens, "seconds": seconds}
+        await self._ask(wire.Done, wire.Fail, None, node_id=node_id, token=token, **fields)
 
     async def release(self, node_id: str, tokens: list[str]) -> None:
         """See NodeBroker."""

@@ -14,14 +14,19 @@ States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> c
 - Of the learners that attach or report, the one with the highest incarnation is the learner. Of two with the same
   incarnation (two processes on one run folder, or on a copy of it) the second is refused while the first is alive,
   that is seen within LOST_AFTER_S and not ended, and takes its place otherwise. Whoever was replaced stays refused.
+- Waste is counted under the node that spent it, since the broker process started. `lost`: the seconds of a lease that
+  is taken back (deadline, bound or restart), the tokens of every result that comes with an old token. `failed`: what a
+  `fail` under a current token tells. `filtered`, `regenerated`: `sampled_tokens` and `generation_s` of the group, once.
+  A node that comes again under its id goes on counting; what nodes that left had lost stays in the totals.
 - A store (what a broker remembers, in memory or on a disk) has a random `store_id` from its making to its end.
 """
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
+from msgspec import Meta
 
-from common.bounds import Finite, Name, StepNumber, Tally, Text, Version
+from common.bounds import Finite, Name, Seconds, StepNumber, Tally, Text, Version
 from common.rollouts import GroupMeta, Task
 
 LOST_AFTER_S = 10.0  # a learner unseen for longer is lost; it reports about once a second
@@ -61,6 +66,17 @@ class StoredGroup(msgspec.Struct, frozen=True):
     payload: bytes
 
 
+class Waste(msgspec.Struct, frozen=True):
+    """What was spent and never trained on, under one of the reasons of docs/waste.md."""
+
+    tokens: Tally = 0  # sampled
+    seconds: Seconds = 0.0
+
+
+WASTE_REASONS = ("lost", "failed", "filtered", "regenerated", "masked", "cancelled", "stalled", "waiting")
+WasteByReason = Annotated[dict[Name, Waste], Meta(max_length=64)]
+
+
 class LearnerReport(msgspec.Struct, frozen=True):
     """What the learner says of itself, about once a second and on every change of state."""
 
@@ -73,6 +89,7 @@ class LearnerReport(msgspec.Struct, frozen=True):
     weights_address: Text = ""  # control endpoint of the weight plane
     step: StepNumber = 0
     instance: Text = ""  # random per process; '' from a learner that does not say
+    waste: WasteByReason = {}  # since step 0: failed (samples of groups that were trained on), masked
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -100,12 +117,13 @@ class NodeReport(msgspec.Struct, frozen=True):
     waiting_on: Text = ""
     since_s: Finite = 0.0
     tokens_generated: Tally = 0
-    tokens_wasted: Tally = 0
+    tokens_wasted: Tally = 0  # the sum of `waste`
     tokens_per_s: Finite = 0.0
     episodes_running: Tally = 0
     generation_stall_s: Finite = 0.0  # total so far
     flips: Tally = 0
     canary_max_difference: Finite = 0.0
+    waste: WasteByReason = {}  # by this process: cancelled, stalled, waiting
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
@@ -122,6 +140,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     leases: int
     alive: bool
     last_seen_s: float
+    waste: WasteByReason = {}  # by this node id since it joined: what it reported, and what the broker counted
 
 
 class BrokerStatus(msgspec.Struct, frozen=True):
@@ -148,6 +167,7 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     groups_filtered: int = 0  # by all steps, committed ones included
     denied_requests: int = 0  # those of them that their sender's role may not send
     quarantined_messages: int = 0  # those of them that this broker kept in RUN/quarantine
+    waste: WasteByReason = {}  # of all nodes that ever joined, by reason; the learner's own is in `learner`
 
 
 class LedgerEntry(msgspec.Struct, frozen=True):
@@ -222,8 +242,8 @@ class NodeBroker(Protocol):
         """Hand in a group; False when the token is no longer current (the group is discarded and counted)."""
         ...
 
-    async def fail(self, node_id: str, token: str, reason: str) -> None:
-        """The whole group failed; counts as an attempt."""
+    async def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
+        """The whole group failed, `tokens` sampled in `seconds` are lost; counts as an attempt."""
         ...
 
     async def release(self, node_id: str, tokens: list[str]) -> None:

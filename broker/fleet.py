@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from broker.contract import NodeReport, NodeStatus
+from broker import waste
+from broker.contract import WASTE_REASONS, NodeReport, NodeStatus, Waste
 from broker.deadlines import Deadlines
 
 FORGET_AFTER_S = 600.0  # a dead node stays in the status for at least this long
@@ -17,11 +18,17 @@ class Node:
     alive: bool = True
     has_leased: bool = False  # this process of the node
     handed_in: int = 0  # sampled tokens of the groups that this process handed in
+    counted: dict[str, Waste] = field(default_factory=dict[str, Waste])  # by the broker, and of its earlier processes
 
     @property
     def tokens_generated(self) -> int:
         """By this process; its reports come with heartbeats, so groups handed in since are the better lower bound."""
         return max(self.report.tokens_generated, self.handed_in)
+
+    @property
+    def wasted(self) -> dict[str, Waste]:
+        """By this node id since it joined."""
+        return waste.merged((self.counted, reported(self.report)))
 
 
 class Fleet:
@@ -32,15 +39,17 @@ class Fleet:
         self._silent_s = silent_s
         self._deadlines = Deadlines()
         self._past_generated = 0  # tokens of processes that are gone
-        self._past_wasted = 0
+        self._past_wasted: dict[str, Waste] = {}  # of nodes that are gone
 
     def join(self, report: NodeReport, now: float) -> Node:
         """Add a node, or a new process of one; the record's leases are kept for the caller to end."""
         old = self.nodes.get(report.node_id)
         goes_on = old is not None and same_process(old.report, report)
         if old is not None and not goes_on:
-            self._remember_totals(old)
+            self._past_generated += old.tokens_generated
         node = Node(report, report.policy_version, now, old.tokens if old else set())
+        if old is not None:
+            node.counted = old.counted if goes_on else old.wasted
         if old is not None and goes_on:
             node.has_leased, node.handed_in = old.has_leased, old.handed_in
         self.nodes[report.node_id] = node
@@ -60,7 +69,8 @@ class Fleet:
         """Forget a node, keeping its totals."""
         node = self.nodes.pop(node_id, None)
         if node is not None:
-            self._remember_totals(node)
+            self._past_generated += node.tokens_generated
+            self._past_wasted = waste.merged((self._past_wasted, node.wasted))
 
     def next_check(self) -> float | None:
         """When some node may turn dead, monotonic seconds."""
@@ -91,20 +101,28 @@ class Fleet:
         """Sampled tokens over all nodes that ever joined."""
         return self._past_generated + sum(n.tokens_generated for n in self.nodes.values())
 
-    def tokens_wasted(self) -> int:
-        """Tokens that nodes reported as wasted, over all nodes that ever reported."""
-        return self._past_wasted + sum(n.report.tokens_wasted for n in self.nodes.values())
+    def waste_of(self, node_id: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
+        """Count what was lost of a node's work; the node may be gone."""
+        node = self.nodes.get(node_id)
+        waste.add(self._past_wasted if node is None else node.counted, reason, tokens, seconds)
+
+    def waste(self) -> dict[str, Waste]:
+        """Over all nodes that ever joined."""
+        return waste.merged([self._past_wasted, *(n.wasted for n in self.nodes.values())])
 
     def status(self, now: float) -> list[NodeStatus]:
         """One line per node, by id."""
         return [
-            NodeStatus(report=n.report, leases=len(n.tokens), alive=n.alive, last_seen_s=max(0.0, now - n.seen_at))
+            NodeStatus(n.report, len(n.tokens), n.alive, last_seen_s=max(0.0, now - n.seen_at), waste=n.wasted)
             for _, n in sorted(self.nodes.items())
         ]
 
-    def _remember_totals(self, node: Node) -> None:
-        self._past_generated += node.tokens_generated
-        self._past_wasted += node.report.tokens_wasted
+
+def reported(report: NodeReport) -> dict[str, Waste]:
+    """What a node says it wasted, under known reasons; a node of an earlier release says none."""
+    if report.waste or not report.tokens_wasted:
+        return {reason: spent for reason, spent in report.waste.items() if reason in WASTE_REASONS}
+    return {"cancelled": Waste(report.tokens_wasted)}
 
 
 def same_process(a: NodeReport, b: NodeReport) -> bool:

@@ -173,7 +173,8 @@ class Handlers:
         return wire.Completed(id=request.id, accepted=accepted)
 
     def _fail(self, client: bytes, request: wire.Fail, payload: Payload | None) -> wire.Reply:
-        self._state.fail(request.node_id, request.token, request.reason[:MAX_REASON_CHARS])
+        reason = request.reason[:MAX_REASON_CHARS]
+        self._state.fail(request.node_id, request.token, reason, request.tokens, request.seconds)
         return wire.Done(id=request.id)
 
     def _release(self, client: bytes, request: wire.Release, payload: Payload | None) -> wire.Reply:

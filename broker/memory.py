@@ -136,9 +136,9 @@ class MemoryNode:
         """See NodeBroker."""
         return self._current().complete(node_id, token, meta, payload, len(payload))
 
-    async def fail(self, node_id: str, token: str, reason: str) -> None:
+    async def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
         """See NodeBroker."""
-        self._current().fail(node_id, token, reason)
+        self._current().fail(node_id, token, reason, tokens, seconds)
 
     async def release(self, node_id: str, tokens: list[str]) -> None:
         """See NodeBroker."""

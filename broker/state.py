@@ -24,6 +24,7 @@ from broker.deadlines import Deadlines
 from broker.event_log import EventLog
 from broker.fleet import Fleet, Node, same_process
 from broker.learner_record import LearnerRecord
+from broker.status import status_of
 from broker.tasks import LEASED, Entry, TaskTable
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
@@ -62,13 +63,13 @@ class DeliveryState:
         self.lease_revision = 0  # grows whenever a lease that was refused before may now be given
         self.refused_messages = self.denied_requests = self.quarantined_messages = 0
         self.learner = LearnerRecord()
-        self._clock, self._new_token, self._pid = clock, new_token, pid
+        self.clock, self._new_token, self.pid = clock, new_token, pid
         self._lease_deadlines = Deadlines()
         self._accepted: OrderedDict[str, str] = OrderedDict()  # token -> node of the newest accepted results
         self.committed_step = -1
         self._first_step = 0  # the step at which task 0 is due
         self._wanted = run.groups_per_step  # groups that the learner needs to go on
-        self._lease_expiries = self._stale_results = self._discarded_tokens = 0
+        self.lease_expiries = self.stale_results = 0
 
     # ---------------------------------------------------------------- learner
 
@@ -86,7 +87,7 @@ class DeliveryState:
 
     def report(self, report: LearnerReport) -> None:
         """Keep what the learner says of itself. Raises BrokerError when fenced."""
-        before = self.learner.update(report, self._clock())
+        before = self.learner.update(report, self.clock())
         if before is not None and before.state != report.state and report.state in LEARNER_ENDED:
             self.event_log.add("learner_" + report.state, incarnation=report.incarnation, step=report.step)
 
@@ -94,7 +95,7 @@ class DeliveryState:
         """Before any request of a learner: a sign of life if it has attached, or BrokerError when it was replaced."""
         self.learner.check(incarnation, instance)
         if incarnation is not None:
-            self.learner.seen(self._clock())
+            self.learner.seen(self.clock())
 
     def offer(self, tasks: Sequence[Task]) -> int:
         """Add tasks in order of serial; known ones are ignored. Raises BrokerError on a gap, before adding any."""
@@ -141,7 +142,7 @@ class DeliveryState:
             BrokerError: when a serial was never offered, or is committed.
         """
         for entry in self.tasks.taken_by(step, serials, "generated again"):
-            self._discarded_tokens += entry.meta.sampled_tokens if entry.meta else 0
+            self._waste_group(entry, "regenerated")
             self.tasks.give_up(entry)
             self.event_log.add("regenerate", serial=entry.serial, step=step)
         self.lease_revision += 1
@@ -156,6 +157,8 @@ class DeliveryState:
         """
         entries = self.tasks.taken_by(step, serials, "filtered")
         replaced = sum([self.tasks.filter(entry, most_replaced) for entry in entries])
+        for entry in entries:
+            self._waste_group(entry, "filtered")
         if entries:
             self.event_log.add("filter", step=step, groups=len(entries), replaced=replaced)
         self.lease_revision += bool(replaced)
@@ -174,7 +177,7 @@ class DeliveryState:
 
     def register(self, report: NodeReport) -> RunInfo:
         """A node joins. A new process under a known id loses what the old one held."""
-        now = self._clock()
+        now = self.clock()
         old = self.fleet.nodes.get(report.node_id)
         replaced = old is not None and not same_process(old.report, report)
         if old is not None and replaced:
@@ -201,7 +204,7 @@ class DeliveryState:
         steps = node.version - self._first_step
         most = max_groups if node.version >= 0 else 0
         while len(leases) < most and admits_oldest(self.tasks, self.run, steps, self._wanted):
-            now = self._clock()
+            now = self.clock()
             token = self._new_token()
             entry = self.tasks.lease_oldest(node_id, token, now, now + min(self.run.lease_s, self.run.max_lease_s))
             self._lease_deadlines.add(token, entry.deadline)
@@ -224,7 +227,7 @@ class DeliveryState:
             BrokerError: another process has registered under this id; two that took it from each other in turn would
                 lose each other's leases until the tasks are dead.
         """
-        now = self._clock()
+        now = self.clock()
         node = self.fleet.nodes.get(report.node_id)
         if node is None:
             self.register(report)
@@ -264,8 +267,8 @@ class DeliveryState:
         if node_id in self.fleet.nodes:
             self.fleet.nodes[node_id].handed_in += meta.sampled_tokens
         if entry is None or not current:
-            self._stale_results += 1
-            self._discarded_tokens += meta.sampled_tokens
+            self.stale_results += 1
+            self.fleet.waste_of(node_id, "lost", meta.sampled_tokens)  # the seconds were, when the lease was lost
             self.event_log.add("stale_result", node=node_id, tokens=meta.sampled_tokens)
             return False
         self._drop_token(entry)
@@ -275,12 +278,16 @@ class DeliveryState:
             self._accepted.popitem(last=False)
         return True
 
-    def fail(self, node_id: str, token: str, reason: str) -> None:
-        """The group could not be generated; counts towards death. A token that is not current is ignored."""
+    def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
+        """The group could not be generated, after `tokens` and `seconds`; counts towards death.
+
+        A token that is not current is ignored.
+        """
         self._seen_if_known(node_id)
         entry = self.tasks.leased.get(token)
         if entry is not None and entry.node == node_id:
             self.event_log.add("group_failed", serial=entry.serial, node=node_id, reason=reason)
+            self.fleet.waste_of(node_id, "failed", tokens, seconds)
             self._lose(entry, reason)
 
     def release(self, node_id: str, tokens: Sequence[str]) -> None:
@@ -306,7 +313,7 @@ class DeliveryState:
 
     def expire(self) -> None:
         """Take back leases past their deadline and mark silent nodes dead."""
-        now = self._clock()
+        now = self.clock()
 
         def deadline(token: str) -> float | None:
             entry = self.tasks.leased.get(token)
@@ -331,33 +338,7 @@ class DeliveryState:
 
     def status(self) -> BrokerStatus:
         """Counts, learner, nodes."""
-        now = self._clock()
-        tasks = self.tasks
-        return BrokerStatus(
-            pid=self._pid,
-            address=self.address,
-            run=self.run,
-            groups_pending=len(tasks.pending),
-            groups_ready=len(tasks.ready),
-            groups_leased=len(tasks.leased),
-            groups_taken=sum(len(serials) for serials in tasks.steps.values()),
-            groups_committed=tasks.history.committed,
-            groups_dead=tasks.history.dead,
-            bytes_held=tasks.bytes_held,
-            lease_expiries=self._lease_expiries,
-            stale_results=self._stale_results,
-            tokens_generated_total=self.fleet.tokens_generated(),
-            tokens_wasted_total=self.fleet.tokens_wasted() + self._discarded_tokens,
-            learner=self.learner.status(now),
-            learner_last_seen_s=self.learner.silent_s(now),
-            nodes=self.fleet.status(now),
-            oldest_lease_s=max((now - e.leased_at for e in tasks.leased.values()), default=0.0),
-            refused_messages=self.refused_messages,
-            denied_requests=self.denied_requests,
-            quarantined_messages=self.quarantined_messages,
-            steps_taken=sum(tasks.places_taken(step) >= self.run.groups_per_step for step in tasks.steps),
-            groups_filtered=tasks.filtered,
-        )
+        return status_of(self)
 
     def ledger(self) -> list[LedgerEntry]:
         """Every task ever offered, ascending by serial."""
@@ -376,7 +357,7 @@ class DeliveryState:
         return node
 
     def _seen(self, node: Node) -> None:
-        if self.fleet.seen(node, self._clock()):
+        if self.fleet.seen(node, self.clock()):
             self.event_log.add("node_back", node=node.report.node_id)
 
     def _seen_if_known(self, node_id: str) -> None:
@@ -396,11 +377,16 @@ class DeliveryState:
             self.event_log.add("task_dead", serial=entry.serial, attempts=entry.attempts, reason=reason)
         self.lease_revision += 1
 
+    def _waste_group(self, entry: Entry, reason: str) -> None:
+        if entry.meta is not None:
+            self.fleet.waste_of(entry.nodes[-1], reason, entry.meta.sampled_tokens, entry.meta.generation_s)
+
     def _lose_all(self, node: Node, reason: str) -> None:
         for token in list(node.tokens):
             self._take_back(self.tasks.leased[token], reason)
 
     def _take_back(self, entry: Entry, reason: str, kind: str = "lease_expired") -> None:
-        self._lease_expiries += 1
+        self.lease_expiries += 1
+        self.fleet.waste_of(entry.node, "lost", seconds=self.clock() - entry.leased_at)
         self.event_log.add(kind, serial=entry.serial, node=entry.node, attempt=entry.attempts)
         self._lose(entry, reason)

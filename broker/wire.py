@@ -21,7 +21,7 @@ from broker.contract import (
     NodeReport,
     RunInfo,
 )
-from common.bounds import Name, StepNumber, Version
+from common.bounds import Name, Seconds, StepNumber, Tally, Version
 from common.rollouts import GroupMeta, Task
 
 SCHEMA = 1
@@ -120,6 +120,8 @@ class Fail(Request, frozen=True, kw_only=True, tag="fail"):
     node_id: Name
     token: Token
     reason: Reason
+    tokens: Tally = 0
+    seconds: Seconds = 0.0
 
 
 class Release(Request, frozen=True, kw_only=True, tag="release"):

@@ -116,8 +116,21 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_trained_total: Annotated[int, metric("tokens", "last", "in the loss since step 0")]
     tokens_wasted_total: Annotated[
         int,
-        metric("tokens", "last", "generated, not trained on: lost, late and filtered groups, failed samples, expired"),
+        metric("tokens", "last", "generated, not trained on: the sum of the reasons below (docs/waste.md)"),
     ]
+    tokens_wasted_lost: Annotated[int, metric("tokens", "last", "of results that came after their lease was lost")] = 0
+    tokens_wasted_failed: Annotated[int, metric("tokens", "last", "of failed groups and failed samples")] = 0
+    tokens_wasted_filtered: Annotated[int, metric("tokens", "last", "of groups whose rewards are all equal")] = 0
+    tokens_wasted_regenerated: Annotated[int, metric("tokens", "last", "of groups that a step gave back")] = 0
+    tokens_wasted_masked: Annotated[int, metric("tokens", "last", "too old when their group was trained on")] = 0
+    tokens_wasted_cancelled: Annotated[int, metric("tokens", "last", "of groups and requests ended half-way")] = 0
+    seconds_wasted_lost: Annotated[float, metric("s", "last", "group-seconds of leases that were lost")] = 0.0
+    seconds_wasted_failed: Annotated[float, metric("s", "last", "group-seconds of failed groups")] = 0.0
+    seconds_wasted_filtered: Annotated[float, metric("s", "last", "group-seconds of filtered groups")] = 0.0
+    seconds_wasted_regenerated: Annotated[float, metric("s", "last", "group-seconds of groups given back")] = 0.0
+    seconds_wasted_cancelled: Annotated[float, metric("s", "last", "group-seconds of groups ended half-way")] = 0.0
+    seconds_wasted_stalled: Annotated[float, metric("s", "last", "node-seconds of generation paused for flips")] = 0.0
+    seconds_wasted_waiting: Annotated[float, metric("s", "last", "node-seconds without tasks or weights")] = 0.0
     groups_ready: Annotated[int, metric("groups", "last", "waiting in the broker after this step's were taken")]
     groups_leased: Annotated[int, metric("groups", "last", "being generated")]
     nodes_live: Annotated[int, metric("", "last", "nodes with a recent heartbeat")]

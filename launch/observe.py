@@ -10,6 +10,7 @@ from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, LearnerRe
 from common.errors import SlipstreamError
 from common.lifecycle import alive
 from common.run_dir import BrokerFile, RunDir
+from launch import waste_view
 from launch.ledger_history import former_ledgers, whole_ledger
 from launch.targets import config_of
 
@@ -112,7 +113,9 @@ def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:
             "bytes_held": status.bytes_held,
             "lease_expiries": status.lease_expiries,
             "oldest_lease_s": status.oldest_lease_s,
+            "stale_results": status.stale_results,
         },
+        "waste": waste_view.as_json(waste_view.whole(status)),
         "nodes": [_node(node) for node in status.nodes],
     }
 
@@ -151,5 +154,6 @@ def _node(node: NodeStatus) -> dict[str, Any]:
         "since_s": report.since_s + node.last_seen_s,
         "tokens_per_s": report.tokens_per_s,
         "tokens_generated": report.tokens_generated,
+        "waste": waste_view.as_json(node.waste),
         "last_seen_s": node.last_seen_s,
     }

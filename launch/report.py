@@ -9,7 +9,7 @@ import msgspec
 
 from common.errors import SlipstreamError, UsageError
 from common.run_dir import RunDir, write_json
-from launch import warm_start
+from launch import warm_start, waste_view
 from launch.metrics_tail import MetricsTail, mean
 from launch.targets import config_of, find_run
 from launch.warm_start import warm_start_of
@@ -75,6 +75,7 @@ def summarise(run: RunDir, tail: MetricsTail) -> dict[str, Any]:
             "wasted": last.get("tokens_wasted_total"),
             "trained_per_s": sum(tail.series("tokens_trained")) / seconds if seconds else None,
         },
+        "wasted": waste_view.of_report(last),
         "off_policy": {
             "ratio_max": max(tail.series("ratio_max"), default=None),
             "ratio_p1": mean(tail.series("ratio_p1")),

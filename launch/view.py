@@ -11,6 +11,7 @@ from rich.text import Text
 from broker.contract import BrokerStatus, NodeStatus
 from common.config import Config
 from common.run_dir import RunDir
+from launch import waste_view
 from launch.metrics_tail import MetricsTail, mean
 from launch.observe import Observation, learner_state
 
@@ -38,6 +39,7 @@ def render_status(run: RunDir, seen: Observation) -> RenderableType:
     if not seen.live:
         parts.append(Text(seen.note, "yellow"))
     parts.append(processes(seen.status, seen.live))
+    parts.append(waste_view.table(seen.status))
     parts.append(Text(explain(seen)))
     return Group(*parts)
 
@@ -67,6 +69,8 @@ def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> Ren
     if seen is not None:
         rate = sum(node.report.tokens_per_s for node in seen.status.nodes if node.alive)
         grid.add_row("generation", f"{rate:,.0f} tokens/s  {seen.status.tokens_generated_total:,} in all")
+        if lost := waste_view.sentence(seen.status):
+            grid.add_row("wasted", lost)
     return grid
 
 

@@ -42,7 +42,7 @@ class BatchStatistics:
     samples_failed: int
     failures: tuple[str, ...]  # distinct reasons, at most three
     samples_truncated: int
-    tokens_failed: int  # sampled in failed samples
+    tokens_failed: int  # sampled in failed samples of groups that are trained on
     tokens_expired: int
     tokens_expired_by_length_decile: tuple[int, ...]
     tokens_trained: int
@@ -56,7 +56,6 @@ class BatchStatistics:
     turns_mean: float
     environment: dict[str, float]
     groups_filtered: int = 0  # by learner.dynamic_sampling
-    tokens_filtered: int = 0  # sampled in them, without failed samples
 
 
 @dataclass(frozen=True)
@@ -242,7 +241,7 @@ class _Tally:
         self._failed_tokens = 0
         self._ages: list[np.ndarray] = []
         self._environment: dict[str, list[float]] = {}
-        self._filtered_groups = self._filtered_tokens = 0
+        self._filtered_groups = 0
 
     def group(self, rewards: np.ndarray) -> None:
         self._rewards.append(rewards)
@@ -253,15 +252,15 @@ class _Tally:
         self.group(np.array([s.reward for s in group.samples if s.error is None], dtype=np.float64))
         for sample in group.samples:
             if sample.error is not None:
-                self.failed(sample)
+                self.failed(sample, trained=False)
                 continue
             sampled = int((sample.loss_mask.numpy()[1:] > 0).sum())
-            self._filtered_tokens += sampled
             self.sample(sample, sampled, 0, np.zeros(0, dtype=np.int32))
 
-    def failed(self, sample: Sample) -> None:
+    def failed(self, sample: Sample, trained: bool = True) -> None:
+        """A sample without an episode; the tokens of a group that is not trained on are the broker's to count."""
         self._failures.append(sample.error or sample.stop_reason)
-        self._failed_tokens += int((sample.loss_mask.numpy() > 0).sum())
+        self._failed_tokens += int((sample.loss_mask.numpy() > 0).sum()) if trained else 0
 
     def sample(self, sample: Sample, sampled: int, too_old: int, ages: np.ndarray) -> None:
         self._lengths.append(sampled)
@@ -299,7 +298,6 @@ class _Tally:
             turns_mean=self._turns / kept,
             environment={name: float(np.mean(values)) for name, values in sorted(self._environment.items())},
             groups_filtered=self._filtered_groups,
-            tokens_filtered=self._filtered_tokens,
         )
 
 

@@ -32,7 +32,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         tasks: where the task stream stands.
         dataset_digest: of the task source.
         config_digest: of the resolved config.
-        tokens_trained_total, tokens_wasted_total: the learner's own counts since step 0.
+        tokens_trained_total, tokens_wasted_total, tokens_masked_total: the learner's own counts since step 0.
     """
 
     policy_version: int
@@ -42,6 +42,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     config_digest: str = ""
     tokens_trained_total: int = 0
     tokens_wasted_total: int = 0
+    tokens_masked_total: int = 0
 
 
 class CheckpointFolder:

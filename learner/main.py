@@ -120,7 +120,7 @@ def train(config: Config, run_dir: RunDir, process: RankProcess, parts: LeadPart
     if resume.checkpoint:
         logger.info("resuming from %s", resume.checkpoint)
         backend.load_checkpoint(Path(resume.checkpoint) / MODEL_FOLDER)
-    totals = Totals(resume.tokens_trained, resume.tokens_wasted)
+    totals = Totals(resume.tokens_trained, resume.tokens_wasted, resume.tokens_masked)
     start = Start(resume.version, resume.incarnation, totals, (resume.dataset_digest, resume.config_digest))
     lead = None
     if parts is not None and publisher is not None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from broker.contract import LearnerReport
+from broker.contract import LearnerReport, Waste
 from common.errors import SlipstreamError
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,11 @@ class Reporter:
             self._report = msgspec.structs.replace(
                 self._report, state=state, waiting_on=waiting_on, policy_version=version, step=version
             )
+
+    def set_waste(self, waste: dict[str, Waste]) -> None:
+        """What the learner itself wasted since step 0, by reason."""
+        with self._lock:
+            self._report = msgspec.structs.replace(self._report, waste=waste)
 
     def set_weights_address(self, address: str) -> None:
         """From now on nodes learn from the broker where the weight plane listens."""

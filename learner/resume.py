@@ -25,6 +25,7 @@ class Resume(msgspec.Struct, frozen=True):
     tokens_wasted: int
     dataset_digest: str
     config_digest: str
+    tokens_masked: int = 0
 
 
 def find_start(
@@ -77,4 +78,5 @@ def _resume(
         state.tokens_wasted_total,
         dataset,
         digest,
+        state.tokens_masked_total,
     )

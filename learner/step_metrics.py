@@ -2,10 +2,12 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from broker.contract import BrokerStatus
+from broker import waste
+from broker.contract import BrokerStatus, Waste
 from common.errors import SlipstreamError
 from common.metrics import StepMetrics
 from learner.backend import StepResult
@@ -28,14 +30,20 @@ class Times:
 
 @dataclass
 class Totals:
-    """Running counts of this run's learner; kept in checkpoints."""
+    """Running counts of this run's learner; kept in checkpoints. `tokens_wasted`: failed samples and masked tokens."""
 
     tokens_trained: int = 0
     tokens_wasted: int = 0
+    tokens_masked: int = 0
 
     def add(self, statistics: BatchStatistics) -> None:
         self.tokens_trained += statistics.tokens_trained
-        self.tokens_wasted += statistics.tokens_expired + statistics.tokens_failed + statistics.tokens_filtered
+        self.tokens_wasted += statistics.tokens_expired + statistics.tokens_failed
+        self.tokens_masked += statistics.tokens_expired
+
+    def waste(self) -> dict[str, Waste]:
+        """By reason, as in a LearnerReport."""
+        return {"failed": Waste(self.tokens_wasted - self.tokens_masked), "masked": Waste(self.tokens_masked)}
 
 
 NO_AGES: Sequence[float] = (0.0,) * len(AGE_CLASSES)
@@ -106,6 +114,13 @@ def check_finite(step: int, result: StepResult) -> None:
             )
 
 
+def waste_metrics(wasted: Mapping[str, Waste]) -> dict[str, Any]:
+    """Under the names of common.metrics.StepMetrics: tokens_wasted_REASON and seconds_wasted_REASON."""
+    found = {f"tokens_wasted_{reason}": spent.tokens for reason, spent in wasted.items()}
+    found |= {f"seconds_wasted_{reason}": spent.seconds for reason, spent in wasted.items()}
+    return {name: found[name] for name in StepMetrics.__struct_fields__ if name in found}
+
+
 def step_metrics(
     *,
     step: int,
@@ -125,6 +140,7 @@ def step_metrics(
     """Everything that is said of step `step`."""
     figures = LossFigures.of(result)
     samples = statistics.samples - statistics.samples_failed
+    wasted = waste.merged((broker.waste, totals.waste()))
     return StepMetrics(
         step=step,
         policy_version=step + 1,
@@ -168,7 +184,8 @@ def step_metrics(
         generation_stall_s=generation_stall_s,
         tokens_generated_total=broker.tokens_generated_total,
         tokens_trained_total=totals.tokens_trained,
-        tokens_wasted_total=broker.tokens_wasted_total + totals.tokens_wasted,
+        tokens_wasted_total=waste.tokens(wasted),
+        **waste_metrics(wasted),
         groups_ready=broker.groups_ready,
         groups_leased=broker.groups_leased,
         nodes_live=nodes_live,

@@ -238,6 +238,7 @@ class Trainer:
                 publisher=self.lead.publisher.stats(),
             )
             self.lead.record(line)
+            self.lead.reporter.set_waste(self.totals.waste())
         self._times = Times()
 
     def _checkpoint(self, wait: bool = False) -> None:
@@ -265,6 +266,7 @@ class Trainer:
             config_digest=config,
             tokens_trained_total=self.totals.tokens_trained,
             tokens_wasted_total=self.totals.tokens_wasted,
+            tokens_masked_total=self.totals.tokens_masked,
         )
 
     def _export_model(self) -> None:

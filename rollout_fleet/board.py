@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from broker.contract import NodeReport, RunInfo
+from broker.contract import NodeReport, RunInfo, Waste
 from common.staleness import window_end
 from rollout_fleet.sampler_protocol import EngineCounters, WeightsState
+
+IDLE = ("joining", "waiting")  # states in which the engine runs and no episode does
 
 
 class Board:
@@ -22,14 +24,18 @@ class Board:
         self._weights = WeightsState()
         self._counters = EngineCounters()
         self._leases: tuple[str, ...] = ()
-        self._episodes, self._wasted = 0, 0
+        self._episodes = 0
+        self._cancelled_tokens, self._cancelled_s = 0, 0.0
+        self._waited_s = 0.0  # in states of IDLE that are over
         self._rate_at, self._rate_tokens, self._rate = clock(), 0, 0.0
 
     def show(self, state: str, waiting_on: str = "") -> None:
         """Set the state and what it waits for; the clock of a state runs on while it stays the same."""
         with self._lock:
             if state != self._state:
-                self._since = self._clock()
+                now = self._clock()
+                self._waited_s += self._idle_s(now)
+                self._since = now
             self._state, self._waiting_on = state, waiting_on
 
     def measure(self, weights: WeightsState, counters: EngineCounters, leases: list[str], episodes: int) -> None:
@@ -38,10 +44,11 @@ class Board:
             self._weights, self._counters = weights, counters
             self._leases, self._episodes = tuple(leases), episodes
 
-    def waste(self, tokens: int) -> None:
-        """Count sampled tokens that will never train."""
+    def cancelled(self, tokens: int, seconds: float) -> None:
+        """Count what was sampled for a group that ended half-way, and the seconds that nobody else counts."""
         with self._lock:
-            self._wasted += tokens
+            self._cancelled_tokens += tokens
+            self._cancelled_s += seconds
 
     @property
     def leases(self) -> list[str]:
@@ -56,6 +63,7 @@ class Board:
             if now - self._rate_at >= 0.5:
                 self._rate = (generated - self._rate_tokens) / (now - self._rate_at)
                 self._rate_at, self._rate_tokens = now, generated
+            tokens_cancelled = self._cancelled_tokens + self._counters.tokens_aborted
             return NodeReport(
                 node_id=self.node_id,
                 pid=os.getpid(),
@@ -65,13 +73,22 @@ class Board:
                 waiting_on=self._waiting_on,
                 since_s=now - self._since,
                 tokens_generated=generated,
-                tokens_wasted=self._wasted + self._counters.tokens_aborted,
+                tokens_wasted=tokens_cancelled,
                 tokens_per_s=self._rate,
                 episodes_running=self._episodes,
                 generation_stall_s=self._weights.stall_s,
                 flips=self._weights.flips,
                 canary_max_difference=self._weights.canary_max_difference,
+                waste={
+                    "cancelled": Waste(tokens_cancelled, self._cancelled_s),
+                    "stalled": Waste(seconds=self._weights.stall_s),
+                    "waiting": Waste(seconds=self._waited_s + self._idle_s(now)),
+                },
             )
+
+    def _idle_s(self, now: float) -> float:
+        """Seconds of the current state that the engine had nothing to do."""
+        return now - self._since if self._state in IDLE else 0.0
 
 
 def explain(

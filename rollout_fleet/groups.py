@@ -17,12 +17,22 @@ class GroupProgress:
     """How far a group got, also when it is cancelled half-way.
 
     Attributes:
-        started: whether an episode of it has begun.
+        started_at: when its first episode began, monotonic seconds; None before.
+        lost: the lease was lost, so the broker has counted its seconds.
         progress: tokens sampled so far by finished calls of the model.
     """
 
-    started: bool = False
+    started_at: float | None = None
+    lost: bool = False
     progress: Progress = field(default_factory=Progress)
+
+    @property
+    def started(self) -> bool:
+        return self.started_at is not None
+
+    def seconds(self) -> float:
+        """Since its first episode began; 0 before."""
+        return 0.0 if self.started_at is None else time.monotonic() - self.started_at
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,6 @@ class RolledOut:
 
     group: Group
     meta: GroupMeta
-    failed_tokens: int
     failure: str | None
 
 
@@ -52,13 +61,14 @@ class GroupRunner:
         try:
             problem = _decode_problem(task)
         except ValueError as error:
-            return RolledOut(Group(task.serial, []), NOTHING, 0, str(error))
+            return RolledOut(Group(task.serial, []), NOTHING, str(error))
         started = [0.0] * task.group_size
 
         async def episode(index: int) -> Sample:
             async with self._slots:
-                progress.started = True
                 started[index] = time.monotonic()
+                if progress.started_at is None:
+                    progress.started_at = started[index]
                 self.episodes_running += 1
                 try:
                     return await self._driver.run(problem, task.seed + index, progress.progress)
@@ -98,9 +108,8 @@ def summarize(serial: int, samples: list[Sample], generation_s: float) -> Rolled
         failed_samples=len(samples) - len(good),
         generation_s=generation_s,
     )
-    failed_tokens = sum(n for n, s in zip(sampled, samples, strict=True) if s.error is not None)
     failure = None if good else f"every sample failed, the first with {samples[0].stop_reason}: {samples[0].error}"
-    return RolledOut(Group(serial, samples), meta, failed_tokens, failure)
+    return RolledOut(Group(serial, samples), meta, failure)
 
 
 def _sampled_versions(sample: Sample) -> list[int]:

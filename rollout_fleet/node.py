@@ -99,6 +99,7 @@ class Node:
             running = self._running.get(token)
             if running is not None and running.task is not None and not running.handing_in:
                 logger.warning("lease of task %d is lost; its episodes are cancelled", running.lease.task.serial)
+                running.progress.lost = True
                 running.task.cancel()
         if reply.drain and self._drain_reason is None:
             self.request_drain("the learner is done", abandon=True)
@@ -175,17 +176,17 @@ class Node:
         self._measure()
 
     async def _work(self, running: Running) -> None:
-        """One lease from start to hand-in; what it sampled in vain is counted."""
+        """One lease from start to hand-in; what it sampled in vain is counted (docs/waste.md)."""
         lease, parts = running.lease, self._parts
         try:
             done = await parts.runner.run(lease.task, running.progress)
             running.handing_in = True
             await self._hand_in(lease, done)
-        except asyncio.CancelledError:
-            parts.board.waste(running.progress.progress.sampled_tokens)
-            raise
-        except SlipstreamError as error:
-            parts.board.waste(running.progress.progress.sampled_tokens)
+        except (asyncio.CancelledError, SlipstreamError) as error:
+            progress = running.progress
+            parts.board.cancelled(progress.progress.sampled_tokens, 0.0 if progress.lost else progress.seconds())
+            if isinstance(error, asyncio.CancelledError):
+                raise
             self.fail(error)
         finally:
             self._running.pop(lease.token, None)
@@ -193,9 +194,8 @@ class Node:
 
     async def _hand_in(self, lease: Lease, done: RolledOut) -> None:
         parts = self._parts
-        parts.board.waste(done.failed_tokens)
         if done.failure is not None:
-            await self._give_up(lease, done.failure)
+            await self._give_up(lease, done, done.failure)
             return
         payload = encode_group(done.group)
         try:
@@ -203,15 +203,20 @@ class Node:
                 lambda: parts.broker.complete(parts.board.node_id, lease.token, done.meta, payload)
             )
         except BrokerError as error:
-            await self._give_up(lease, str(error))
+            await self._give_up(lease, done, str(error))
             return
         if not accepted:  # the broker counts its tokens as wasted
             logger.warning("the group of task %d came too late and was refused", lease.task.serial)
 
-    async def _give_up(self, lease: Lease, reason: str) -> None:
-        """Tell the broker that a group failed; it counts as an attempt."""
+    async def _give_up(self, lease: Lease, done: RolledOut, reason: str) -> None:
+        """Tell the broker that a group failed, and what it took; it counts as an attempt."""
         logger.warning("task %d failed: %s", lease.task.serial, reason)
-        await self._call(lambda: self._parts.broker.fail(self._parts.board.node_id, lease.token, reason))
+        node_id, spent = self._parts.board.node_id, done.meta
+        await self._call(
+            lambda: self._parts.broker.fail(
+                node_id, lease.token, reason, spent.sampled_tokens, max(0.0, spent.generation_s)
+            )
+        )
 
     async def _call(self, request: Callable[[], Awaitable[T]]) -> T:
         """Repeat a request until the broker answers or patience ends (BrokerLost)."""

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
+from broker import waste
 from broker.async_client import AsyncBrokerClient
 from broker.client import BrokerClient
-from broker.contract import LearnerBroker, LearnerReport, NodeBroker, NodeReport, RunInfo
+from broker.contract import LearnerBroker, LearnerReport, NodeBroker, NodeReport, RunInfo, Waste
 from broker.event_log import EventLog
 from broker.memory import MemoryBroker
 from broker.server import BrokerServer
@@ -19,7 +21,7 @@ from broker.state import DeliveryState
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
 
-META = GroupMeta(version_min=0, version_max=1, reward_mean=0.5, sampled_tokens=10)
+META = GroupMeta(version_min=0, version_max=1, reward_mean=0.5, sampled_tokens=10, generation_s=2.5)
 GROUPS_PER_STEP = 2
 
 
@@ -647,3 +649,72 @@ def test_generated_tokens_count_groups_that_no_heartbeat_has_reported_yet(backen
     for _ in range(2):  # the second is a repetition, and counts once
         assert backend.run(backend.node.complete("n0", lease.token, GroupMeta(0, 0, 1.0, 321), b"x"))
     assert backend.learner.status().tokens_generated_total == 321
+
+
+# ---------------------------------------------------------------- waste
+
+
+def wasted(backend: Backend, node_id: str | None = None) -> dict[str, Waste]:
+    """By reason, of the run or of a node; without reasons under which nothing was lost."""
+    status = backend.learner.status()
+    found = status.waste if node_id is None else {n.report.node_id: n.waste for n in status.nodes}[node_id]
+    assert status.tokens_wasted_total == waste.tokens(status.waste)
+    return {reason: spent for reason, spent in found.items() if spent != Waste()}
+
+
+def test_a_failed_group_counts_what_it_took_once_under_its_node(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join()
+    lease = backend.lease(1)[0]
+    for _ in range(2):  # the second has no lease any more
+        backend.run(backend.node.fail("n0", lease.token, "bad day", 120, 3.5))
+    assert wasted(backend, "n0") == wasted(backend) == {"failed": Waste(120, 3.5)}
+
+
+def test_filtered_and_regenerated_groups_count_once_under_the_node_that_made_them(backend: Backend) -> None:
+    filled(backend, 4)
+    backend.join("other")
+    backend.learner.take(0, 2, 0.0)
+    for _ in range(2):
+        backend.learner.filter(0, [0], 0)
+        backend.learner.regenerate(0, [0, 1])
+    assert wasted(backend, "n0") == {"filtered": Waste(10, 2.5), "regenerated": Waste(10, 2.5)}
+    assert wasted(backend, "other") == {}
+    backend.run(backend.node.leave("n0"))
+    assert wasted(backend) == {"filtered": Waste(10, 2.5), "regenerated": Waste(10, 2.5)}
+
+
+def test_a_lost_lease_counts_its_seconds_and_a_late_result_its_tokens(make: Callable[..., Backend]) -> None:
+    backend = make(lease_s=0.3)
+    backend.learner.offer(tasks(0))
+    backend.join()
+    lease = backend.lease(1)[0]
+    time.sleep(0.5)
+    lost = wasted(backend, "n0")
+    assert list(lost) == ["lost"]
+    assert lost["lost"].tokens == 0
+    assert 0.3 <= lost["lost"].seconds < 30
+    assert not backend.complete(lease)
+    assert wasted(backend, "n0") == {"lost": Waste(10, lost["lost"].seconds)}
+
+
+def test_what_a_node_reports_adds_up_over_its_processes_and_survives_its_leaving(backend: Backend) -> None:
+    def beat(pid: int, tokens: int, seconds: float) -> None:
+        spent = {"cancelled": Waste(tokens, 0.0), "waiting": Waste(0, seconds)}
+        report = msgspec.structs.replace(node_report(pid=pid, wasted=tokens), waste=spent)
+        backend.run(backend.node.heartbeat(report, []))
+
+    backend.join(pid=1)
+    beat(1, 5, 1.0)
+    beat(1, 7, 2.0)
+    backend.join(pid=2)
+    beat(2, 1, 0.5)
+    assert wasted(backend, "n0") == wasted(backend) == {"cancelled": Waste(8, 0.0), "waiting": Waste(0, 2.5)}
+    backend.run(backend.node.leave("n0"))
+    assert wasted(backend) == {"cancelled": Waste(8, 0.0), "waiting": Waste(0, 2.5)}
+
+
+def test_the_learners_own_waste_is_shown_with_its_report(backend: Backend) -> None:
+    backend.learner.report(msgspec.structs.replace(learner_report(), waste={"masked": Waste(9)}))
+    assert backend.learner.status().learner.waste == {"masked": Waste(9)}
+    assert wasted(backend) == {}

@@ -272,7 +272,7 @@ def test_environments_that_raise_or_hang_fail_their_groups_and_not_the_node(job:
     assert "fault on purpose" in entries[0].reason
     assert "timeout" in entries[1].reason and "3 s" in entries[1].reason
     status = job.status()
-    assert status is not None and status.alive and status.report.tokens_wasted > 0
+    assert status is not None and status.alive and status.waste["failed"].tokens > 0
 
 
 def test_sigterm_drains_the_node_and_leaves_no_process_behind(job: Job) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport, NodeStatus, RunInfo
+from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport, NodeStatus, RunInfo, Waste
 from broker.event_log import EventLog
 from broker.main import run_info
 from broker.server import BrokerServer
@@ -19,6 +19,7 @@ from broker.state import DeliveryState
 from common.config import Config, ModelConfig, RunConfig, TasksConfig
 from common.errors import EXIT_FAILED
 from common.run_dir import RunDir, write_json
+from launch import waste_view
 from launch.cli import main
 from launch.metrics_tail import MetricsTail, mean
 from launch.observe import Observation, as_json
@@ -159,6 +160,51 @@ def test_living_broker_is_asked(run, living_broker, capsys):
     assert json.loads(capsys.readouterr().out) == []
     assert main(["status", str(run.path)]) == 0
     assert "No learner has attached" in capsys.readouterr().out
+
+
+WASTEFUL = msgspec.structs.replace(
+    status_of(
+        msgspec.structs.replace(LEARNER, waste={"masked": Waste(25), "failed": Waste(5)}),
+        NodeStatus(NODE, 2, True, 0.2, waste={"lost": Waste(10, 61.0), "failed": Waste(20, 2.5)}),
+        NodeStatus(msgspec.structs.replace(NODE, node_id="node-1"), 2, True, 0.2, waste={"waiting": Waste(0, 7.0)}),
+        NodeStatus(msgspec.structs.replace(NODE, node_id="node-2"), 2, True, 0.2),
+    ),
+    waste={"lost": Waste(10, 61.0), "failed": Waste(20, 2.5), "waiting": Waste(0, 7.0)},
+)
+
+
+def test_waste_is_shown_by_reason_for_the_run_and_for_each_node(run):
+    found = as_json(run, Observation(WASTEFUL, live=True))
+    assert found["waste"]["lost"] == {"tokens": 10, "seconds": 61.0}
+    assert found["waste"]["failed"] == {"tokens": 25, "seconds": 2.5}
+    assert found["waste"]["masked"] == {"tokens": 25, "seconds": 0.0}
+    assert found["waste"]["filtered"] == {"tokens": 0, "seconds": 0.0}
+    assert found["nodes"][0]["waste"]["failed"] == {"tokens": 20, "seconds": 2.5}
+    assert found["nodes"][2]["waste"]["failed"] == {"tokens": 0, "seconds": 0.0}
+    shown = [line.split() for line in text_of(render_status(run, Observation(WASTEFUL, live=True))).splitlines()]
+    assert ["wasted", "lost", "failed", "masked", "waiting"] in shown
+    assert ["all", "10,", "61.0", "s", "25,", "2.5", "s", "25", "7.0", "s"] in shown
+    assert ["node-0", "10,", "61.0", "s", "20,", "2.5", "s", "-", "-"] in shown
+    assert ["node-1", "-", "-", "-", "7.0", "s"] in shown
+    assert ["learner", "-", "5", "25", "-"] in shown
+    assert "nothing wasted" in text_of(render_status(run, Observation(status_of(), live=True)))
+
+
+def test_the_live_view_says_how_much_was_wasted_and_on_what(config):
+    tail = MetricsTail(Path(config.run.dir) / "metrics.jsonl")
+    said = text_of(render_live(config, Observation(WASTEFUL, live=True), tail, []))
+    assert "60 tokens (12% of those generated): 25 masked, 25 failed, 10 lost" in said
+    assert "of those generated" not in text_of(render_live(config, Observation(status_of(), live=True), tail, []))
+
+
+def test_of_many_nodes_the_first_are_shown_and_the_rest_counted():
+    nodes = [
+        NodeStatus(msgspec.structs.replace(NODE, node_id=f"n{i}"), 0, True, 0.1, waste={"failed": Waste(1)})
+        for i in range(20)
+    ]
+    shown = text_of(waste_view.table(msgspec.structs.replace(status_of(None, *nodes), waste={"failed": Waste(20)})))
+    assert "n15" in shown and "n16" not in shown
+    assert "and 4 more" in shown
 
 
 @pytest.mark.parametrize(

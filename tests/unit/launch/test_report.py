@@ -43,7 +43,8 @@ def line(step: int) -> dict[str, float]:
         "train_s": 1.0, "publish_s": 0.25, "generation_stall_s": 0.01, "entropy": 1.0 / (step + 1), "ratio_mean": 1.0,
         "ratio_max": 1.0 + step, "mismatch_abs_mean": 1e-6, "drift_abs_mean": 1e-3, "correction_clip_fraction": 0.0,
         "tokens_trained": 100, "tokens_generated_total": 120 * (step + 1), "tokens_trained_total": 100 * (step + 1),
-        "tokens_wasted_total": 5, "incarnation": 0, "effective_sample_fraction": 0.9, "ratio_p1": 0.5, "ratio_p99": 2.0,
+        "tokens_wasted_total": 5, "tokens_wasted_lost": 5, "seconds_wasted_lost": 1.5, "tokens_wasted_failed": 0,
+        "incarnation": 0, "effective_sample_fraction": 0.9, "ratio_p1": 0.5, "ratio_p99": 2.0,
         "mismatch_by_age": [0.1, 0.2 + step, 0, 0, 0, 0.5], "tokens_by_age": [60, step, 0, 0, 0, 10],
     }  # fmt: skip
 
@@ -59,6 +60,7 @@ def test_summary_has_the_figures_of_the_run(run, capsys):
     assert summary["reward"]["steps_to_0.9"] == 20
     assert summary["staleness"] == {"allowed": 2, "mean": 1.0, "max": 2.0, "tokens_expired": 20.0}
     assert summary["time_per_step_s"]["waiting_for_groups"] == 0.5
+    assert summary["wasted"] == {"tokens_lost": 5, "seconds_lost": 1.5}
     assert summary["tokens"] == {"generated": 2400, "trained": 2000, "wasted": 5, "trained_per_s": 50.0}
     assert summary["held_out"]["greedy_accuracy"] == 0.99
     assert summary["off_policy"]["effective_sample_fraction"] == pytest.approx(0.9)

@@ -188,7 +188,8 @@ class Fleet:
             if not self.hold_back(lease.task.serial, self.turn):
                 self.held.remove((lease, version))
                 group = make_group(lease.task.serial, version, self.group_size)
-                meta = GroupMeta(version, version, float(np.mean([s.reward for s in group.samples])), 8)
+                sampled = sum(int(s.loss_mask.numpy().sum()) for s in group.samples)
+                meta = GroupMeta(version, version, float(np.mean([s.reward for s in group.samples])), sampled)
                 await self.node.complete("fake", lease.token, meta, self.spoil(group))
 
 
@@ -292,6 +293,8 @@ def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> W
         backend.routing_shape,
     )
     lead.attach(version)
-    totals = Totals(state.tokens_trained_total, state.tokens_wasted_total) if state else Totals()
+    totals = (
+        Totals(state.tokens_trained_total, state.tokens_wasted_total, state.tokens_masked_total) if state else Totals()
+    )
     trainer = Trainer(config, run_dir, backend, Start(version, incarnation, totals, (source.digest, "c")), lead)
     return World(config, memory, publisher, fleet, broker, backend, trainer, lead, stop)

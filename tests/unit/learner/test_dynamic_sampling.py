@@ -73,7 +73,7 @@ def test_every_step_is_full_and_every_group_belongs_to_one(
     assert {line.groups for line in found} == {SIZE}
     assert all(line.staleness_max <= maximum and line.tokens_expired == 0 for line in found)
     wasted = sum(sampled_tokens(fakes.make_group(serial, 0, 2)) for serial in flat)
-    assert found[-1].tokens_wasted_total == wasted
+    assert found[-1].tokens_wasted_total == found[-1].tokens_wasted_filtered == wasted
 
 
 def test_the_weights_are_those_of_a_run_that_never_saw_the_filtered_groups(

@@ -8,6 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from broker.contract import Waste
 from common.config import Config
 from common.errors import HopelessError, UsageError
 from common.metrics import StepMetrics, read_metrics
@@ -158,7 +159,8 @@ def test_a_straggler_does_not_block_and_its_expired_tokens_leave_the_loss(
     sampled = sum(int(sample.loss_mask.numpy().sum()) for sample in straggler.samples)
     assert sum(line.tokens_expired for line in found) == sampled
     assert sum(sum(line.tokens_expired_by_length_decile) for line in found) == sampled
-    assert found[-1].tokens_wasted_total == sampled
+    assert found[-1].tokens_wasted_total == found[-1].tokens_wasted_masked == sampled
+    assert world.lead.reporter.snapshot().waste == {"failed": Waste(0), "masked": Waste(sampled)}
     assert {entry.state for entry in world.broker.ledger()} == {"committed"}
 
 

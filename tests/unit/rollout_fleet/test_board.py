@@ -3,6 +3,7 @@
 import pytest
 from fleet_fakes import run_info
 
+from broker.contract import Waste
 from rollout_fleet.board import Board, explain
 from rollout_fleet.patience import BrokerLost, Patience
 from rollout_fleet.sampler_protocol import EngineCounters, WeightsState
@@ -56,12 +57,27 @@ def test_a_report_carries_engine_weights_and_waste() -> None:
     board = Board("n", clock)
     weights = WeightsState(version=3, incarnation=1, flips=4, stall_s=0.5, canary_max_difference=0.01)
     board.measure(weights, EngineCounters(tokens_generated=100, tokens_aborted=7), ["a", "b"], 9)
-    board.waste(5)
+    board.cancelled(5, 1.5)
     clock.now = 2.0
     report = board.report()
     assert (report.policy_version, report.flips, report.generation_stall_s) == (3, 4, 0.5)
     assert (report.tokens_generated, report.tokens_wasted, report.tokens_per_s) == (100, 12, 50.0)
+    assert report.waste == {"cancelled": Waste(12, 1.5), "stalled": Waste(0, 0.5), "waiting": Waste(0, 0.0)}
     assert (report.episodes_running, report.canary_max_difference, board.leases) == (9, 0.01, ["a", "b"])
+
+
+def test_waiting_counts_the_time_without_work_also_while_it_lasts() -> None:
+    clock = Clock()
+    board = Board("n", clock)
+    for now, state in ((1.0, "joining"), (3.0, "waiting"), (3.5, "generating"), (7.0, "flipping"), (8.0, "waiting")):
+        clock.now = now
+        board.show(state)
+    clock.now = 8.25
+    for _ in range(2):
+        assert board.report().waste["waiting"] == Waste(0, 2.75)
+    board.show("draining")
+    clock.now = 20.0
+    assert board.report().waste["waiting"] == Waste(0, 2.75)
 
 
 def test_the_rate_covers_the_time_since_the_last_report() -> None:

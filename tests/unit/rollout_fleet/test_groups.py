@@ -65,7 +65,6 @@ def test_a_failed_sample_is_counted_and_leaves_the_reward_mean() -> None:
 
     (done,) = roll(GroupRunner(make_driver(ScriptedSampler(add), Moody), 8), addition_task(2, group_size=4))
     assert (done.meta.failed_samples, done.meta.reward_mean, done.failure) == (2, 1.0, None)
-    assert done.failed_tokens == 2 * len(" 2+1 =3\0")
 
 
 def test_a_group_of_failures_says_why() -> None:

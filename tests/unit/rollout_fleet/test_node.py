@@ -19,6 +19,7 @@ from fleet_fakes import (
     until,
 )
 
+from broker.contract import Waste
 from broker.memory import MemoryBroker
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from common.rollouts import decode_group
@@ -205,6 +206,7 @@ def test_a_lost_lease_cancels_its_episodes_and_counts_the_waste() -> None:
             token = site.board.leases[0]
             await site.broker.node().release("n0", [token])
             await until(lambda: site.board.report().tokens_wasted == 10)
+            assert site.board.report().waste["cancelled"] == Waste(10, 0.0)  # the broker has counted the seconds
             await until(lambda: site.board.leases != [token])
             assert site.learner.status().stale_results == 0
 
@@ -247,6 +249,7 @@ def test_a_group_whose_samples_all_fail_counts_as_an_attempt_with_the_reason() -
             entry = site.learner.ledger()[0]
             assert entry.attempts == 3
             assert "token outside the vocabulary" in entry.reason
+            assert site.learner.status().waste["failed"].seconds > 0
 
     run(once())
 
