@@ -1,16 +1,23 @@
 """The broker's events: a bounded ring for clients, and a sink for the file."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 
 from broker.contract import BrokerEvent
 
+logger = logging.getLogger(__name__)
+
 RING_EVENTS = 4096
 
 
 class EventLog:
-    """Numbers events and keeps the newest RING_EVENTS; `sink`, when given, sees every one."""
+    """Numbers events and keeps the newest RING_EVENTS; `sink`, when given, sees every one.
+
+    An event is told, never needed: a sink that cannot write (OSError, a full disk) disturbs nobody. How many it missed
+    is said by an event `events_unwritten` before the next one that it takes.
+    """
 
     def __init__(
         self, sink: Callable[[BrokerEvent], None] | None = None, wall_clock: Callable[[], float] = time.time
@@ -19,14 +26,33 @@ class EventLog:
         self._wall_clock = wall_clock
         self._ring: deque[BrokerEvent] = deque(maxlen=RING_EVENTS)
         self._next_index = 0
+        self._unwritten = 0
 
     def add(self, kind: str, **detail: str | int | float) -> None:
         """Record that `kind` happened now."""
+        if self._sink is not None and self._unwritten:
+            missed = BrokerEvent(self._next_index, self._wall_clock(), "events_unwritten", {"count": self._unwritten})
+            if self._write(missed):
+                self._keep(missed)
+                self._unwritten = 0
         event = BrokerEvent(index=self._next_index, time_s=self._wall_clock(), kind=kind, detail=detail)
+        self._keep(event)
+        if self._sink is not None and (self._unwritten or not self._write(event)):
+            self._unwritten += 1
+
+    def _keep(self, event: BrokerEvent) -> None:
         self._next_index += 1
         self._ring.append(event)
-        if self._sink is not None:
+
+    def _write(self, event: BrokerEvent) -> bool:
+        assert self._sink is not None
+        try:
             self._sink(event)
+        except OSError as error:
+            if not self._unwritten:
+                logger.error("events cannot be written: %s", error)
+            return False
+        return True
 
     def after(self, index: int) -> list[BrokerEvent]:
         """Events with a greater index that the ring still holds, oldest first."""

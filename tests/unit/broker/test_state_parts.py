@@ -2,7 +2,7 @@
 
 import pytest
 
-from broker.contract import LOST_AFTER_S, LearnerReport, LedgerEntry, NodeReport
+from broker.contract import LOST_AFTER_S, BrokerEvent, LearnerReport, LedgerEntry, NodeReport
 from broker.deadlines import Deadlines
 from broker.event_log import RING_EVENTS, EventLog
 from broker.fleet import FORGET_AFTER_S, Fleet
@@ -69,6 +69,32 @@ def test_the_event_ring_is_bounded_and_the_sink_sees_everything() -> None:
     assert [e.index for e in log.after(-1)] == list(range(10, RING_EVENTS + 10))
     assert [e.detail["number"] for e in log.after(RING_EVENTS + 8)] == [RING_EVENTS + 9]
     assert log.after(RING_EVENTS + 9) == []
+
+
+def test_a_sink_that_cannot_write_disturbs_nobody_and_what_it_missed_is_counted() -> None:
+    written: list[tuple[int, str, object]] = []
+    full = False
+
+    def sink(event: BrokerEvent) -> None:
+        if full:
+            raise OSError(28, "No space left on device")
+        written.append((event.index, event.kind, event.detail.get("count")))
+
+    log = EventLog(sink, wall_clock=lambda: 1.0)
+    log.add("before")
+    full = True
+    log.add("lost")
+    log.add("lost")
+    full = False
+    log.add("after")
+    log.add("later")
+    assert written == [
+        (0, "before", None),
+        (3, "events_unwritten", 2),
+        (4, "after", None),
+        (5, "later", None),
+    ]
+    assert [e.kind for e in log.after(-1)] == ["before", "lost", "lost", "events_unwritten", "after", "later"]
 
 
 def node_report(pid: int = 1, generated: int = 0) -> NodeReport:

@@ -1,0 +1,92 @@
+"""What the processes of a fault test are told, and what their learner writes down."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from learner.task_stream import StreamState
+
+GROUP_SIZE = 2
+PROMPTS = 1009  # rows of the dataset
+GROUPS_PER_STEP = 4
+MAX_STALENESS = 1
+LEASE_S = 1.0
+HEARTBEAT_S = 0.2
+RETRY_S = 0.5  # of the clients; in the product 2 s
+
+
+class BrokerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`broker` is the config's section of that name."""
+
+    run_dir: str
+    broker: dict[str, Any]
+    max_attempts: int = 50
+    groups_per_step: int = GROUPS_PER_STEP
+    max_staleness: int = MAX_STALENESS
+
+
+class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Attributes:
+    think_s: mean time of an episode.
+    concurrency: episodes at once.
+    padding_tokens: added to every sample, to make groups large.
+    hang_after: from this episode on the node's loop stands still; its heartbeats go on.
+    repeats: hand in every group three times.
+    """
+
+    address: str
+    name: str
+    seed: int = 0
+    think_s: float = 0.05
+    concurrency: int = 6
+    heartbeat_s: float = HEARTBEAT_S
+    retry_s: float = RETRY_S
+    padding_tokens: int = 0
+    hang_after: int | None = None
+    repeats: bool = False
+
+
+class LearnerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`deadline_s`: how long the learner bears a broker that does not answer."""
+
+    address: str
+    run_dir: str
+    incarnation: int
+    step_s: float = 0.03
+    in_order: bool = False
+    deadline_s: float = 30.0
+    retry_s: float = RETRY_S
+    groups_per_step: int = GROUPS_PER_STEP
+    max_staleness: int = MAX_STALENESS
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """A line of learner.jsonl: a step was trained, or trained again.
+
+    Attributes:
+        at_s: monotonic seconds, the same clock for every process of the machine.
+        groups: [serial, position in the dataset, marks of the samples...] of each group, in order.
+        weights: hash over the payloads of all steps up to this one.
+    """
+
+    at_s: float
+    incarnation: int
+    step: int
+    groups: list[list[Any]]
+    weights: str
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What the learner resumes from: the next step, its weights, what they were trained on, and the task stream."""
+
+    step: int = 0
+    weights: str = ""
+    trained: list[list[list[Any]]] = []
+    stream: StreamState = StreamState()
+
+    @classmethod
+    def load(cls, run_dir: Path) -> "Checkpoint":
+        """The checkpoint of a run, an empty one when there is none yet."""
+        path = run_dir / "checkpoint.json"
+        return msgspec.json.decode(path.read_bytes(), type=cls) if path.exists() else cls()

@@ -1,0 +1,182 @@
+"""A TCP proxy between clients and a broker that can cut, hold back, slow down and lose connections."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+CHUNK = 16 << 10
+LINE_CHUNKS = 64  # under way in one direction
+
+
+class Link:
+    """One proxied connection."""
+
+    def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter) -> None:
+        self.client, self.server = client, server
+        self.open = asyncio.Event()  # bytes pass
+        self.open.set()
+        self.lost = False  # stays silent for ever
+
+
+class Proxy:
+    """Forwards connections to (host, port) on a thread of its own; every method may be called from any thread.
+
+    Attributes:
+        address: tcp://127.0.0.1:PORT to connect to.
+        delay_s: from a byte's arrival to its departure, in each direction.
+        bytes_per_s: of every connection, in each direction; None: as fast as it goes.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._host, port = target.removeprefix("tcp://").rsplit(":", 1)
+        self._port = int(port)
+        self.delay_s = 0.0
+        self.bytes_per_s: float | None = None
+        self._holding = False
+        self._links: set[Link] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+        self._thread.start()
+        self._server = self._call(self._listen())
+        self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        return len(self._links)
+
+    def cut(self) -> None:
+        """Reset every connection; new ones are welcome."""
+        self._do(lambda: [self._reset(link) for link in list(self._links)])
+
+    def hold(self) -> None:
+        """A black hole: nothing passes on any connection, nothing is closed, until `release`."""
+
+        def hold() -> None:
+            self._holding = True
+            for link in self._links:
+                link.open.clear()
+
+        self._do(hold)
+
+    def release(self) -> None:
+        """What was held passes; connections that were lost stay so."""
+
+        def release() -> None:
+            self._holding = False
+            for link in self._links:
+                if not link.lost:
+                    link.open.set()
+
+        self._do(release)
+
+    def lose(self) -> None:
+        """Present connections never carry another byte and are never closed, as when a NAT forgets them."""
+
+        def lose() -> None:
+            for link in self._links:
+                link.lost = True
+                link.open.clear()
+
+        self._do(lose)
+
+    def half_close(self, to_server: bool) -> None:
+        """End one direction of every connection; the other stays open."""
+
+        def half_close() -> None:
+            for link in self._links:
+                with contextlib.suppress(OSError):
+                    (link.server if to_server else link.client).write_eof()
+
+        self._do(half_close)
+
+    def close(self) -> None:
+        """End everything."""
+        self.cut()
+        self._call(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    # ---------------------------------------------------------------- inside the loop
+
+    async def _listen(self) -> asyncio.Server:
+        return await asyncio.start_server(self._accept, "127.0.0.1", 0)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            server_reader, server_writer = await asyncio.open_connection(self._host, self._port)
+        except OSError:
+            writer.close()
+            return
+        link = Link(writer, server_writer)
+        if self._holding:
+            link.open.clear()
+        self._links.add(link)
+        for source, target in ((reader, server_writer), (server_reader, writer)):
+            pump = asyncio.ensure_future(self._pump(link, source, target))
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
+
+    async def _pump(self, link: Link, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        line: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(LINE_CHUNKS)
+
+        async def deliver() -> None:
+            while True:
+                arrived, data = await line.get()
+                await asyncio.sleep(max(0.0, arrived + self.delay_s - self._loop.time()))
+                if self.bytes_per_s:
+                    await asyncio.sleep(len(data) / self.bytes_per_s)
+                await link.open.wait()
+                if not data:
+                    return
+                target.write(data)
+                await target.drain()
+
+        async def collect() -> None:
+            while data := await source.read(CHUNK):
+                await line.put((self._loop.time(), data))
+            await line.put((self._loop.time(), b""))
+
+        ends = [asyncio.ensure_future(deliver()), asyncio.ensure_future(collect())]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+        if not link.lost:
+            self._reset(link)
+
+    def _reset(self, link: Link) -> None:
+        self._links.discard(link)
+        link.open.set()
+        for writer in (link.client, link.server):
+            raw = writer.get_extra_info("socket")
+            if raw is not None and raw.fileno() >= 0:
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # RST, not FIN
+            writer.transport.abort()
+
+    async def _end(self) -> None:
+        self._server.close()
+        for link in list(self._links):
+            self._reset(link)
+        for pump in list(self._pumps):
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    # ---------------------------------------------------------------- from other threads
+
+    def _call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+
+    def _do(self, action: Callable[[], Any]) -> None:
+        async def run() -> None:
+            action()
+
+        self._call(run())

@@ -1,0 +1,248 @@
+"""Starts the processes of one run, does harm to them, and ends the run with a check of the promise."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fault_options import HEARTBEAT_S, LEASE_S, PROMPTS, BrokerOptions, LearnerOptions, NodeOptions
+from fault_promise import always_fails, check_promise, final_ledger, trained_lines
+from fault_proxy import Proxy
+
+from broker.connect import Access, BrokerConnection, connect
+from broker.contract import LedgerEntry
+from common.errors import BrokerError, BrokerUnreachable
+
+PROGRAM = Path(__file__).with_name("fault_roles.py")
+WILD_CLOCK = Path(__file__).with_name("wild_clock")
+EVENTUALLY_S = 60.0  # for what only a broken system does not reach
+
+Process = subprocess.Popen[bytes]
+
+
+class Rig:
+    """One run in `run_dir`. Close it to end whatever it started.
+
+    Attributes:
+        random: decides when and whom.
+        address: of the broker, known once it is started; it stays the same when the broker is started again.
+    """
+
+    def __init__(self, run_dir: Path, seed: int, poisoned: int | None = None, wild_clock: bool = False) -> None:
+        self.run_dir, self.random, self.seed = run_dir, random.Random(seed), seed
+        self.poisoned, self._wild_clock = poisoned, wild_clock
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.broker_process: Process | None = None
+        self.learner_process: Process | None = None
+        self.nodes: dict[str, Process] = {}
+        self.broker_options: dict[str, Any] = {}
+        self._incarnation = 0
+        self._started: list[Process] = []
+        self._proxies: list[Proxy] = []
+        self._observer: BrokerConnection | None = None
+        rows = [{"n": n, "poison": always_fails(n, poisoned)} for n in range(PROMPTS)]
+        (run_dir / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    # ---------------------------------------------------------------- processes
+
+    def start_broker(self, wait: bool = True, **options: Any) -> Process:
+        """The run's broker; keyword arguments are keys of the config's section `broker`, kept for later starts."""
+        self.broker_options |= options
+        attempts = self.broker_options.get("max_attempts", 50)
+        section = {"address": self.address, "lease_s": LEASE_S, "heartbeat_s": HEARTBEAT_S, **self.broker_options}
+        section.pop("max_attempts", None)
+        self.broker_process = self.start(
+            "broker", BrokerOptions(run_dir=str(self.run_dir), broker=section, max_attempts=attempts)
+        )
+        if wait:
+            self.eventually(self.broker_answers, "the broker does not answer")
+        return self.broker_process
+
+    def start_learner(self, address: str | None = None, **options: Any) -> Process:
+        """A learner that resumes from the checkpoint, as the next incarnation."""
+        self._incarnation += 1
+        self.learner_process = self.start(
+            "learner",
+            LearnerOptions(
+                address=address or self.address, run_dir=str(self.run_dir), incarnation=self._incarnation, **options
+            ),
+        )
+        return self.learner_process
+
+    def start_node(self, name: str, address: str | None = None, **options: Any) -> Process:
+        options = {"seed": self.seed, **options}
+        self.nodes[name] = self.start("node", NodeOptions(address=address or self.address, name=name, **options))
+        return self.nodes[name]
+
+    def start(self, role: str, options: msgspec.Struct, preexec: Callable[[], None] | None = None) -> Process:
+        """One process; its output goes to RUN/ROLE-NUMBER.log."""
+        paths = [str(PROGRAM.parents[2]), os.environ.get("PYTHONPATH", "")]
+        if self._wild_clock:
+            paths.insert(0, str(WILD_CLOCK))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        command = [sys.executable, str(PROGRAM), role, msgspec.json.encode(options).decode()]
+        with (self.run_dir / f"{role}-{len(self._started)}.log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, preexec_fn=preexec)
+        self._started.append(process)
+        return process
+
+    def start_all(self, nodes: int = 2, **node_options: Any) -> None:
+        """Broker, learner and nodes n0, n1, ...; returns when the run is well under way."""
+        self.start_broker()
+        self.start_learner()
+        for number in range(nodes):
+            self.start_node(f"n{number}", **node_options)
+        self.warm_up()
+
+    def warm_up(self, steps: int = 4) -> None:
+        """Wait until that many steps are trained, and a random moment longer."""
+        self.eventually(lambda: len(trained_lines(self.run_dir)) >= steps, "the run does not get going")
+        self.pause()
+
+    def proxy(self) -> Proxy:
+        """A proxy in front of the broker."""
+        self._proxies.append(Proxy(self.address))
+        return self._proxies[-1]
+
+    # ---------------------------------------------------------------- harm and recovery
+
+    def pause(self, least_s: float = 0.0, most_s: float = 0.4) -> None:
+        """A random time."""
+        time.sleep(self.random.uniform(least_s, most_s))
+
+    def kill(self, process: Process) -> float:
+        """SIGKILL; returns when it was done, monotonic seconds."""
+        assert process.poll() is None, "the process had ended before it was killed"
+        process.kill()
+        at_s = time.monotonic()
+        process.wait(10)
+        return at_s
+
+    def stop_for(self, process: Process, seconds: float) -> float:
+        """SIGSTOP, SIGCONT after `seconds`; returns when it went on."""
+        self.send_stop(process)
+        time.sleep(seconds)
+        return self.send_continue(process)
+
+    def send_stop(self, process: Process) -> None:
+        """SIGSTOP."""
+        process.send_signal(signal.SIGSTOP)
+
+    def send_continue(self, process: Process) -> float:
+        """SIGCONT; returns when, monotonic seconds."""
+        process.send_signal(signal.SIGCONT)
+        return time.monotonic()
+
+    def next_step_s(self, since_s: float, steps: int = 1, incarnation: int = 0) -> float:
+        """Seconds from `since_s` until a learner, of that incarnation at least, had trained `steps` new steps."""
+        known = [line for line in trained_lines(self.run_dir) if line.at_s <= since_s]
+        highest = max((line.step for line in known), default=-1) + steps
+
+        def reached() -> float | None:
+            lines = [x for x in trained_lines(self.run_dir) if x.at_s > since_s and x.incarnation >= incarnation]
+            return next((x.at_s for x in lines if x.step >= highest), None)
+
+        return self.eventually(reached, f"step {highest} was not trained") - since_s
+
+    def leased_by(self, node: str) -> list[int]:
+        """Tasks that the node holds now."""
+        return [e.serial for e in self.ledger() if e.state == "leased" and e.nodes[-1] == node]
+
+    def done_elsewhere_s(self, serials: list[int], since_s: float, node: str) -> float:
+        """Seconds from `since_s` until other processes than `node`'s have generated all these groups."""
+
+        def done() -> bool:
+            entries = {e.serial: e for e in self.ledger()}
+            return all(
+                entries[s].state in ("ready", "taken", "committed") and entries[s].nodes[-1] != node for s in serials
+            )
+
+        self.eventually(done, f"tasks {serials} of {node} were not generated by another node")
+        return time.monotonic() - since_s
+
+    # ---------------------------------------------------------------- looking
+
+    @property
+    def observer(self) -> BrokerConnection:
+        if self._observer is None:
+            self._observer = connect(Access(address=self.address, role="observer", deadline_s=20.0, retry_s=0.5))
+        return self._observer
+
+    def broker_answers(self) -> bool:
+        """Whether there is a broker at the address."""
+        assert self.broker_process is None or self.broker_process.poll() is None, self.log_of("broker")
+        try:
+            with connect(Access(address=self.address, role="observer", deadline_s=1.0, retry_s=0.2)) as observer:
+                return observer.status().address != ""
+        except (BrokerError, BrokerUnreachable):
+            return False
+
+    def ledger(self) -> list[LedgerEntry]:
+        return self.observer.ledger()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Details of the events of one kind, from RUN/events.jsonl."""
+        return [event["detail"] for event in self._events() if event["kind"] == kind]
+
+    def event_times(self) -> list[float]:
+        """Unix times of all events, in order of their numbers."""
+        return [event["time_s"] for event in self._events()]
+
+    def _events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "events.jsonl").read_bytes().splitlines()]
+
+    def log_of(self, role: str) -> str:
+        """All that processes of this role wrote."""
+        paths = sorted(self.run_dir.glob(f"{role}-*.log"), key=lambda path: path.stat().st_mtime)
+        return "\n".join(path.read_text(errors="replace") for path in paths)
+
+    def eventually(self, condition: Callable[[], Any], otherwise: str, seconds: float = EVENTUALLY_S) -> Any:
+        """The first true value of `condition`; AssertionError with the learner's log when there is none."""
+        end = time.monotonic() + seconds
+        while not (value := condition()):
+            assert time.monotonic() < end, f"{otherwise} within {seconds:g} s\n{self.log_of('learner')[-3000:]}"
+            time.sleep(0.01)
+        return value
+
+    # ---------------------------------------------------------------- the end
+
+    def finish(self) -> list[LedgerEntry]:
+        """Train a few steps more, drain the learner, see the others end, check the promise; returns the ledger."""
+        assert self.learner_process is not None and self.broker_process is not None
+        self.next_step_s(time.monotonic(), steps=4)
+        (self.run_dir / "drain").touch()
+        assert self.learner_process.wait(EVENTUALLY_S) == 0, self.log_of("learner")[-3000:]
+        ledger = self.ledger()
+        for name, process in self.nodes.items():
+            assert process.wait(EVENTUALLY_S) == 0, f"{name}\n{self.log_of('node')[-3000:]}"
+        self.broker_process.send_signal(signal.SIGTERM)
+        assert self.broker_process.wait(EVENTUALLY_S) == 0, self.log_of("broker")[-3000:]
+        check_promise(self.run_dir, ledger, self.poisoned)
+        check_promise(self.run_dir, final_ledger(self.run_dir), self.poisoned)
+        return ledger
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        if self._observer is not None:
+            self._observer.close()
+        for proxy in self._proxies:
+            proxy.close()
+        for process in self._started:
+            process.kill()  # a stopped one too
+        for process in self._started:
+            process.wait(10)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

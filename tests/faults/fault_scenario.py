@@ -1,0 +1,107 @@
+"""What a fault scenario is, and where all of them are listed; docs/guarantees.md is made of these texts."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fault_rig import Rig
+
+SLOWER = 4.0  # a test machine may be this much slower than the one whose figures are in the docs
+PROMISE = "every group in exactly one committed step"
+
+Steps = Callable[[Rig], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One fault.
+
+    Attributes:
+        name: of the function.
+        fault: what is done to the system.
+        happens: what the system does then.
+        promise: what holds afterwards; every scenario ends with a check of it.
+        recovered: when the clock stops, and from when it runs.
+        bound: the longest recovery promised, in words; config keys in backticks.
+        bound_s: the same in seconds, with the rig's settings.
+        play: does it, and returns the seconds of the recovery.
+        rig: arguments of the rig.
+        needs: says what is missing on this machine, None when nothing is.
+    """
+
+    name: str
+    fault: str
+    happens: str
+    promise: str
+    recovered: str
+    bound: str
+    bound_s: float
+    play: Steps
+    rig: dict[str, Any]
+    needs: Callable[[], str | None]
+
+    def run(self, run_dir: Path, seed: int) -> float:
+        """Play it once and check the promise; returns the seconds of the recovery. Raises AssertionError."""
+        rig = Rig(run_dir, seed, **self.rig)
+        try:
+            recovery_s = self.play(rig)
+            if not (rig.run_dir / "drain").exists():
+                rig.finish()
+        finally:
+            rig.close()
+        assert recovery_s <= SLOWER * self.bound_s, f"recovered after {recovery_s:.2f} s, promised {self.bound_s:g} s"
+        return recovery_s
+
+
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(
+    *,
+    fault: str,
+    recovered: str,
+    bound: str,
+    bound_s: float,
+    promise: str = PROMISE,
+    needs: Callable[[], str | None] = lambda: None,
+    **rig: Any,
+) -> Callable[[Steps], Steps]:
+    """Registers a function; its docstring says what happens. It may leave `rig.finish()` to the caller."""
+
+    def register(play: Steps) -> Steps:
+        name = play.__name__
+        happens = " ".join((play.__doc__ or "").split())
+        assert happens and name not in SCENARIOS, name
+        SCENARIOS[name] = Scenario(
+            name=name,
+            fault=fault,
+            happens=happens,
+            promise=promise,
+            recovered=recovered,
+            bound=bound,
+            bound_s=bound_s,
+            play=play,
+            rig=rig,
+            needs=needs,
+        )
+        return play
+
+    return register
+
+
+def load_all() -> dict[str, Scenario]:
+    """Every scenario, in the order of the documentation."""
+    import fault_scenarios_processes  # noqa: F401, I001
+    import fault_scenarios_network  # noqa: F401
+    import fault_scenarios_results  # noqa: F401
+    import fault_scenarios_broker  # noqa: F401
+
+    return SCENARIOS
+
+
+def play(name: str, seed: int) -> float:
+    """One scenario in a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
+        return load_all()[name].run(Path(folder), seed)

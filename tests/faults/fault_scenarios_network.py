@@ -1,0 +1,110 @@
+"""Connections that are cut, slow, silent, or fed with nonsense."""
+
+import time
+
+from fault_options import LEASE_S
+from fault_rig import Rig
+from fault_scenario import scenario
+
+
+@scenario(
+    fault="network: every connection is reset, again and again",
+    recovered="the next new step after the last cut",
+    bound="reconnection (50 ms) + repetition of the request (2 s) + 1 s",
+    bound_s=1.5,
+)
+def connections_cut(rig: Rig) -> float:
+    """Clients reconnect by themselves and repeat what was not answered. A repeated request is answered like the first,
+    and leases whose answer was lost go back."""
+    rig.start_broker()
+    proxy = rig.proxy()
+    rig.start_learner(proxy.address)
+    for name in ("n0", "n1"):
+        rig.start_node(name, proxy.address)
+    rig.warm_up()
+    for _ in range(10):
+        proxy.cut()
+        at_s = time.monotonic()
+        rig.pause(0.05, 0.4)
+    return rig.next_step_s(at_s)
+
+
+@scenario(
+    fault="network: 100 ms and 200 kB/s in each direction, groups of 40 kB",
+    recovered="three new steps (480 kB to the learner), from the slowdown on",
+    bound="the time of the bytes and of ten round trips a step + 2 s",
+    bound_s=10.0,
+)
+def slow_link(rig: Rig) -> float:
+    """Everything goes on, slower; no lease is lost, since heartbeats have a connection of their own."""
+    rig.start_broker()
+    proxy = rig.proxy()
+    rig.start_learner(proxy.address)
+    for name in ("n0", "n1"):
+        rig.start_node(name, proxy.address, padding_tokens=2200)
+    rig.warm_up()
+    proxy.delay_s, proxy.bytes_per_s = 0.1, 200_000.0
+    at_s = time.monotonic()
+    recovery_s = rig.next_step_s(at_s, steps=3)
+    assert rig.observer.status().lease_expiries == 0
+    proxy.delay_s, proxy.bytes_per_s = 0.0, None
+    return recovery_s
+
+
+@scenario(
+    fault="network: a black hole for longer than `broker.lease_s`, then it passes again",
+    recovered="the next new step, from then on",
+    bound="repetition of the request (2 s) + 1 s",
+    bound_s=1.5,
+)
+def black_hole(rig: Rig) -> float:
+    """Leases are lost and given again; results under old leases, which come out of the hole, are refused."""
+    rig.start_broker()
+    proxy = rig.proxy()
+    rig.start_learner(proxy.address)
+    for name in ("n0", "n1"):
+        rig.start_node(name, proxy.address)
+    rig.warm_up()
+    proxy.hold()
+    time.sleep(2.5 * LEASE_S)
+    proxy.release()
+    return rig.next_step_s(time.monotonic(), steps=3)
+
+
+@scenario(
+    fault="network: a connection is forgotten on the way (no bytes, no reset, for ever)",
+    recovered="the next new step, from then on",
+    bound="ZeroMQ's heartbeat (25 s) + 2 s",
+    bound_s=27.0,
+)
+def connection_forgotten(rig: Rig) -> float:
+    """ZeroMQ's own heartbeats notice that nobody answers; the client connects anew."""
+    rig.start_broker()
+    proxy = rig.proxy()
+    rig.start_learner(proxy.address, deadline_s=60.0)
+    for name in ("n0", "n1"):
+        rig.start_node(name, proxy.address)
+    rig.warm_up()
+    proxy.lose()
+    return rig.next_step_s(time.monotonic(), steps=3)
+
+
+@scenario(
+    fault="network: one direction of every connection is closed",
+    recovered="the next new step, from the last time on",
+    bound="reconnection (50 ms) + repetition of the request (2 s) + 1 s",
+    bound_s=1.5,
+)
+def half_closed(rig: Rig) -> float:
+    """The side that reads the end closes the connection; clients connect anew."""
+    rig.start_broker()
+    proxy = rig.proxy()
+    rig.start_learner(proxy.address)
+    for name in ("n0", "n1"):
+        rig.start_node(name, proxy.address)
+    rig.warm_up()
+    for to_server in (True, False, True, False):
+        proxy.half_close(to_server)
+        at_s = time.monotonic()
+        rig.pause(0.1, 0.4)
+    return rig.next_step_s(at_s)
