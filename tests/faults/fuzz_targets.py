@@ -1,0 +1,43 @@
+"""Processes whose sockets are fuzzed: a broker, or the weight plane's control thread. Killed by the test.
+
+Usage: python fuzz_targets.py broker RUN_DIR KEYS|- | weights RUN_DIR KEYS|-
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+import msgspec
+
+from broker.main import run_broker
+from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+
+MAX_MESSAGE_BYTES = 1 << 20
+
+
+def broker(run_dir: str, credentials: str | None) -> int:
+    config = Config(
+        run=RunConfig(name="fuzzed", dir=run_dir, steps=1),
+        model=ModelConfig(path="none"),
+        tasks=TasksConfig(environment="none", dataset="none", max_attempts=50),
+        learner=LearnerConfig(groups_per_step=2),
+        broker=BrokerConfig(max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials),
+    )
+    return run_broker(config, msgspec.json.encode(config))
+
+
+def weights(run_dir: str, credentials: str | None) -> int:
+    from learner.publish_control import PublishControl
+
+    control = PublishControl("127.0.0.1", 0, 1 << 20, 20.0, credentials=credentials)
+    place = Path(run_dir) / "weights.address"
+    place.with_suffix(".part").write_text(control.address)
+    place.with_suffix(".part").rename(place)
+    control.run()
+    return 1
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    role, run_dir, keys = sys.argv[1:]
+    sys.exit({"broker": broker, "weights": weights}[role](run_dir, None if keys == "-" else keys))

@@ -1,0 +1,232 @@
+"""Random and mutated bytes at every socket: nothing crashes, hangs or grows, and those who behave do not notice.
+
+Each target is a process of its own, so that its memory and its death can be seen from outside. The seeds are fixed.
+"""
+
+import asyncio
+import importlib.util
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import zmq
+
+from broker.async_client import AsyncBrokerClient
+from broker.client import BrokerClient
+from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport
+from broker.curve import secure_client
+from common.credentials import Credential, KeyFolder, load_credential
+from common.rollouts import GroupMeta, Task
+from common.weights import messages
+from launch.keys import make
+
+PROGRAM = Path(__file__).with_name("fuzz_targets.py")
+SPEC = importlib.util.spec_from_file_location("fuzzing", Path(__file__).with_name("fuzzing.py"))
+assert SPEC is not None
+assert SPEC.loader is not None
+fuzzing = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(fuzzing)
+
+MESSAGES = 3000
+CONNECTS = 1500
+HALF_OPEN = 150
+GROWTH_BYTES = 96 << 20  # of resident memory, over everything that a test sends (some 100 MB)
+WAIT_S = 60.0
+TASKS = 6
+
+
+class Target:
+    """A process with a socket, and its resident memory."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", address: str, log: Path) -> None:
+        self.process, self.address, self.log = process, address, log
+        self.port = urlsplit(address).port or 0
+
+    def resident_bytes(self) -> int:
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(text.split("VmRSS:")[1].split()[0]) << 10
+
+    def assert_sound(self, before_bytes: int) -> None:
+        """It lives, says nothing of an internal error, and has not grown."""
+        assert self.process.poll() is None, self.log.read_text()[-2000:]
+        assert "Traceback" not in self.log.read_text(), self.log.read_text()[-4000:]
+        grown = self.resident_bytes() - before_bytes
+        print(self.log.name, "grew by", grown >> 20, "MiB from", before_bytes >> 20)
+        assert grown < GROWTH_BYTES, f"grew by {grown >> 20} MiB"
+
+
+@contextmanager
+def running(role: str, run_dir: Path, keys: Path | None) -> Iterator[Target]:
+    run_dir.mkdir(exist_ok=True)
+    log = run_dir / f"{role}.log"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parents[2])}
+    with log.open("wb") as out:
+        command = [sys.executable, str(PROGRAM), role, str(run_dir), str(keys or "-")]
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    try:
+        written = run_dir / ("broker.json" if role == "broker" else "weights.address")
+        eventually(lambda: written.exists() or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+        text = written.read_text()
+        yield Target(process, json.loads(text)["address"] if role == "broker" else text, log)
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = KeyFolder(tmp_path_factory.mktemp("keys") / "k")
+    make(folder, ["a", "b"])
+    return folder.path
+
+
+def eventually(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.05)
+    return value
+
+
+@contextmanager
+def dealer(address: str, credential: Credential | None, server_public: str = "") -> Iterator["zmq.Socket[bytes]"]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 3000)  # what was sent is to arrive
+        socket.setsockopt(zmq.RECONNECT_IVL, 1)  # the other side cuts the connection of whoever sends too much
+        if credential is not None:
+            secure_client(socket, credential, server_public)
+        socket.connect(address)
+        yield socket
+
+
+def raw_attack(target: Target, seed: int) -> None:
+    """Everything that needs no key: noise on the port, many connections, connections that stay half open."""
+    rng = random.Random(seed)
+    with ExitStack() as stack:
+        for connection in fuzzing.half_open(target.port, HALF_OPEN, rng):
+            stack.callback(connection.close)
+        for data in itertools.islice(fuzzing.raw_streams(rng), 300):
+            fuzzing.throw(target.port, data)
+        for _ in range(CONNECTS):
+            fuzzing.throw(target.port, b"")
+
+
+def message_attack(
+    address: str, corpus: Any, seed: int, credential: Credential | None = None, server_public: str = ""
+) -> None:
+    """Mutated messages over a few connections, one after another."""
+    rng = random.Random(seed)
+    for _ in range(5):
+        with dealer(address, credential, server_public) as socket:
+            many = (fuzzing.mutated(rng, corpus) for _ in range(MESSAGES // 5))
+            assert fuzzing.send_all(socket, many) == MESSAGES // 5
+
+
+def offer(client: BrokerClient) -> None:
+    client.attach(LearnerReport(1, 1, "training", 0))
+    client.offer([Task(i, b"{}", i, 4) for i in range(TASKS)])
+
+
+def facts(client: BrokerClient) -> tuple[list[LedgerEntry], dict[str, object]]:
+    """The ledger, and what of the status must not change by messages that are refused."""
+    status: BrokerStatus = client.status()
+    names = [n for n in status.__struct_fields__ if n.startswith(("groups_", "bytes_", "steps_", "stale", "lease_"))]
+    learner = status.learner
+    told = learner.state if learner is not None else None
+    nodes = [n.report for n in status.nodes]
+    return client.ledger(), {**{n: getattr(status, n) for n in names}, "learner": told, "nodes": nodes}
+
+
+def roll_out_one(address: str, credential: Credential | None, node_id: str) -> bool:
+    """What a node that behaves does, once."""
+
+    async def scenario() -> bool:
+        async with AsyncBrokerClient(address, deadline_s=WAIT_S, credential=credential) as node:
+            await node.register(NodeReport(node_id, 7, "host", "generating", 0))
+            [lease] = await node.lease(node_id, 0, 1, WAIT_S)
+            return await node.complete(node_id, lease.token, GroupMeta(0, 0, 0.5, 10), b"group")
+
+    return asyncio.run(scenario())
+
+
+def test_a_broker_with_keys_is_untouched_by_strangers_and_by_an_observer_that_sends_garbage(
+    keys: Path, tmp_path: Path
+) -> None:
+    learner_key, observer_key = load_credential(keys, "learner"), load_credential(keys, "observer")
+    with (
+        running("broker", tmp_path / "run", keys) as target,
+        BrokerClient(target.address, deadline_s=WAIT_S, credential=learner_key) as learner,
+    ):
+        offer(learner)
+        before, resident = facts(learner), target.resident_bytes()
+        raw_attack(target, seed=1)
+        message_attack(target.address, fuzzing.REQUEST_FRAMES, 2, observer_key, observer_key.server_public)
+        assert facts(learner) == before
+        status = learner.status()
+        assert status.refused_messages >= 0.9 * MESSAGES
+        assert 0 < status.denied_requests < status.refused_messages
+        assert 0 < status.quarantined_messages == len(list((tmp_path / "run" / "quarantine").glob("*.bin"))) <= 32
+        assert roll_out_one(target.address, load_credential(keys, "node", "a"), "n0")
+        target.assert_sound(resident)
+
+
+def test_a_node_that_sends_garbage_under_its_own_key_harms_neither_the_learner_nor_another_node(
+    keys: Path, tmp_path: Path
+) -> None:
+    learner_key, bad_key = load_credential(keys, "learner"), load_credential(keys, "node", "b")
+    with (
+        running("broker", tmp_path / "run", keys) as target,
+        BrokerClient(target.address, deadline_s=WAIT_S, credential=learner_key) as learner,
+    ):
+        offer(learner)
+        resident = target.resident_bytes()
+        assert roll_out_one(target.address, load_credential(keys, "node", "a"), "n0")
+        message_attack(target.address, fuzzing.REQUEST_FRAMES, 3, bad_key, bad_key.server_public)
+        after = learner.ledger()
+        assert [e.serial for e in after] == list(range(TASKS))
+        assert (after[0].state, after[0].nodes) == ("ready", ["n0"])
+        assert {e.state for e in after[1:]} <= {"pending", "leased"}
+        status = learner.status()
+        assert status.learner is not None
+        assert (status.learner.incarnation, status.learner.state) == (1, "training")
+        target.assert_sound(resident)
+
+
+def test_a_broker_without_keys_survives_everything_that_anybody_on_the_machine_may_send(tmp_path: Path) -> None:
+    with running("broker", tmp_path / "run", None) as target:
+        resident = target.resident_bytes()
+        raw_attack(target, seed=4)
+        message_attack(target.address, fuzzing.REQUEST_FRAMES, 5)
+        with BrokerClient(target.address, deadline_s=WAIT_S) as observer:
+            assert observer.status().refused_messages > MESSAGES / 2
+            assert [e.serial for e in observer.ledger()] == list(range(len(observer.ledger())))
+            assert observer.events(-1)
+        target.assert_sound(resident)
+
+
+@pytest.mark.parametrize("secured", [True, False])
+def test_the_weight_planes_control_socket_survives_garbage_and_still_lets_a_node_in(
+    keys: Path, tmp_path: Path, secured: bool
+) -> None:
+    credential = load_credential(keys, "node", "a") if secured else None
+    public = credential.learner_public if credential is not None else ""
+    with running("weights", tmp_path / "run", keys if secured else None) as target:
+        resident = target.resident_bytes()
+        raw_attack(target, seed=6)
+        message_attack(target.address, fuzzing.CONTROL_FRAMES, 7, credential, public)
+        with dealer(target.address, credential, public) as node:
+            node.send(messages.encode(messages.Join("n0", 1)))
+            assert node.poll(int(WAIT_S * 1000)), "no ping came"
+            assert isinstance(messages.decode_from_learner(node.recv()), messages.Ping)
+        target.assert_sound(resident)
