@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from broker import waste
 from broker.contract import WASTE_REASONS, NodeReport, NodeStatus, Waste
 from broker.deadlines import Deadlines
+from common.errors import BrokerError
 
+MOST_NODES = 1 << 14  # dead ones that are not forgotten yet included
 FORGET_AFTER_S = 600.0  # a dead node stays in the status for at least this long
 
 
@@ -42,8 +44,14 @@ class Fleet:
         self._past_wasted: dict[str, Waste] = {}  # of nodes that are gone
 
     def join(self, report: NodeReport, now: float) -> Node:
-        """Add a node, or a new process of one; the record's leases are kept for the caller to end."""
+        """Add a node, or a new process of one; the record's leases are kept for the caller to end.
+
+        Raises:
+            BrokerError: there are MOST_NODES others.
+        """
         old = self.nodes.get(report.node_id)
+        if old is None and len(self.nodes) >= MOST_NODES:
+            raise BrokerError(f"{len(self.nodes)} nodes have joined, which is as many as this broker takes")
         goes_on = old is not None and same_process(old.report, report)
         if old is not None and not goes_on:
             self._past_generated += old.tokens_generated

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from broker.wire import AskLease, Take
 
 Key = tuple[bytes, int]  # client, request id
+MOST_LEASES = 8  # parked requests of one node; a client that behaves has one, besides those that it cancels
+HEAP_SLACK = 1024  # deadlines of requests that are no longer parked
 
 
 @dataclass(slots=True)
@@ -26,7 +28,7 @@ class ParkingLot:
     def __init__(self) -> None:
         self.leases: dict[Key, ParkedLease] = {}
         self.takes: dict[Key, ParkedTake] = {}
-        self._by_node: dict[str, set[Key]] = {}
+        self._by_node: dict[str, dict[Key, None]] = {}  # oldest first
         self._deadlines: list[tuple[float, Key]] = []
 
     def park_take(self, client: bytes, request: Take, deadline: float) -> list[ParkedTake]:
@@ -36,21 +38,27 @@ class ParkingLot:
             return []
         replaced = list(self.takes.values())
         self.takes = {key: ParkedTake(client, request)}
-        heapq.heappush(self._deadlines, (deadline, key))
+        self._push(deadline, key)
         return replaced
 
     def park_lease(self, client: bytes, request: AskLease, deadline: float) -> list[ParkedLease]:
-        """Keep a lease request, in place of those that another process sent for the same node; returns those."""
+        """Keep a lease request, in place of those that another process sent for the same node; returns those.
+
+        And in place of the node's oldest ones when there are too many.
+        """
         key = (client, request.id)
         if key in self.leases:
             return []
-        others = [k for k in self._by_node.get(request.node_id, ()) if k[0] != client]
+        parked = self._by_node.get(request.node_id, {})
+        others = [k for k in parked if k[0] != client]
+        own = [k for k in parked if k[0] == client]
+        others += own[: max(0, len(own) - MOST_LEASES + 1)]
         replaced = [self.leases[k] for k in others]
         for other in others:
             self.drop(other)
         self.leases[key] = ParkedLease(client, request)
-        self._by_node.setdefault(request.node_id, set()).add(key)
-        heapq.heappush(self._deadlines, (deadline, key))
+        self._by_node.setdefault(request.node_id, {})[key] = None
+        self._push(deadline, key)
         return replaced
 
     def drop(self, key: Key) -> ParkedLease | ParkedTake | None:
@@ -59,7 +67,7 @@ class ParkingLot:
         if lease is None:
             return self.takes.pop(key, None)
         keys = self._by_node[lease.request.node_id]
-        keys.discard(key)
+        del keys[key]
         if not keys:
             del self._by_node[lease.request.node_id]
         return lease
@@ -84,3 +92,10 @@ class ParkingLot:
     def next_deadline(self) -> float | None:
         """Earliest time at which something may be overdue."""
         return self._deadlines[0][0] if self._deadlines else None
+
+    def _push(self, deadline: float, key: Key) -> None:
+        """Watch a deadline; those of requests that were answered or cancelled meanwhile do not pile up."""
+        if len(self._deadlines) > 2 * (len(self.leases) + len(self.takes)) + HEAP_SLACK:
+            self._deadlines = [item for item in self._deadlines if item[1] in self.leases or item[1] in self.takes]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, key))

@@ -15,6 +15,7 @@ from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
 
 PENDING, LEASED, READY, TAKEN, COMMITTED, DEAD = "pending", "leased", "ready", "taken", "committed", "dead"
+MOST_NODES_NAMED = 64  # the newest of those that leased a task
 
 
 @dataclass(slots=True)
@@ -92,6 +93,8 @@ class TaskTable:
         entry.leased_at, entry.deadline = now, deadline
         entry.attempts += 1
         entry.nodes.append(node)
+        if len(entry.nodes) > MOST_NODES_NAMED:
+            del entry.nodes[0]
         self.leased[token] = entry
         return entry
 

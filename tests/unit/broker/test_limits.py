@@ -1,0 +1,170 @@
+"""What one client may cost the broker: parked requests, nodes, log lines, kept messages, numbers and texts."""
+
+import logging
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from broker import wire
+from broker.contract import LearnerReport, NodeReport, RunInfo
+from broker.deadlines import Deadlines
+from broker.event_log import EventLog
+from broker.fleet import MOST_NODES, Fleet
+from broker.handlers import Handlers
+from broker.parked import HEAP_SLACK, MOST_LEASES, ParkingLot
+from broker.refusals import KEPT_BYTES, KEPT_MESSAGES, LOGGED_A_MINUTE, Denied, Refusals, anonymous
+from broker.state import DeliveryState
+from broker.tasks import MOST_NODES_NAMED
+from broker.wire import WireError
+from common.errors import BrokerError
+from common.rollouts import GroupMeta, Task
+
+
+def new_state() -> DeliveryState:
+    run = RunInfo("test", "/nowhere", 2, 1, 3, 30.0, 1 << 30)
+    return DeliveryState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog())
+
+
+def report(node_id: str = "n0", **fields: Any) -> NodeReport:
+    return NodeReport(node_id, 1, "host", "generating", 0, **fields)
+
+
+def ask_lease(request_id: int, node_id: str = "n0") -> wire.AskLease:
+    return wire.AskLease(id=request_id, node_id=node_id, version=0, max_groups=1, wait_s=60)
+
+
+def test_a_node_that_parks_lease_requests_without_end_has_only_its_newest_ones_parked() -> None:
+    handlers = Handlers(new_state())
+    handlers.handle(b"c", wire.Register(id=0, report=report()), None)
+    answered = [p.request.id for i in range(1, 500) for p in handlers.handle(b"c", ask_lease(i), None)[1]]
+    assert answered == list(range(1, 500 - MOST_LEASES))
+    assert len(handlers.parked.leases) == MOST_LEASES
+
+
+def test_deadlines_of_requests_that_were_cancelled_do_not_pile_up() -> None:
+    lot = ParkingLot()
+    for i in range(20 * HEAP_SLACK):
+        lot.park_lease(b"c", ask_lease(i), 60.0)
+        lot.drop((b"c", i))
+    assert len(lot._deadlines) <= HEAP_SLACK + 2
+    lot.park_lease(b"c", ask_lease(-1), 50.0)
+    assert [p.request.id for p in lot.overdue(55.0)] == [-1]
+
+
+def test_a_broker_takes_a_bounded_number_of_nodes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(30.0)
+    monkeypatch.setattr(Deadlines, "add", lambda *_: None)  # quick
+    for i in range(MOST_NODES):
+        fleet.join(report(f"n{i}"), 0.0)
+    with pytest.raises(BrokerError, match="16384 nodes have joined"):
+        fleet.join(report("one more"), 0.0)
+    fleet.join(report("n5"), 1.0)
+
+
+def test_a_node_that_leases_and_releases_for_ever_does_not_grow_the_ledger() -> None:
+    state = new_state()
+    state.offer([Task(0, b"{}", 0, 4)])
+    for node in ("first", "n0"):
+        state.register(report(node))
+    for _ in range(3 * MOST_NODES_NAMED):
+        [lease] = state.lease("n0", 0, 1)
+        state.release("n0", [lease.token])
+    [lease] = state.lease("first", 0, 1)
+    [entry] = state.ledger()
+    assert (len(entry.nodes), entry.nodes[-1]) == (MOST_NODES_NAMED, "first")
+
+
+def test_refusals_are_all_counted_but_logged_at_a_bounded_rate(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("broker.refusals.time.monotonic", lambda: now)
+    state = new_state()
+    refusals = Refusals(state)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(10_000):
+            refusals.note(b"client", WireError("strange"), b"x", 0)
+        assert len(caplog.records) == LOGGED_A_MINUTE
+        now += 61
+        refusals.note(b"client", Denied("not yours"), b"x", 0)
+    assert caplog.records[-2].message == f"{10_000 - LOGGED_A_MINUTE} more refused messages were not logged one by one"
+    assert "not yours" in caplog.records[-1].message
+    assert (state.refused_messages, state.denied_requests) == (10_001, 1)
+    assert len(state.events(-1)) == LOGGED_A_MINUTE + 1
+
+
+def test_the_first_messages_that_do_not_decode_are_kept_over_restarts_and_denied_ones_are_not(tmp_path: Path) -> None:
+    folder = tmp_path / "quarantine"
+    state = new_state()
+    refusals = Refusals(state, folder)
+    refusals.note(b"client", Denied("not yours"), b"fine", 0)
+    assert not folder.exists()
+    for _ in range(3):
+        refusals.note(b"client", WireError("strange"), b"y" * (2 * KEPT_BYTES), 2)
+    assert state.quarantined_messages == 3
+    again = Refusals(state, folder)
+    for _ in range(2 * KEPT_MESSAGES):
+        again.note(b"client", WireError("strange"), b"z", 0)
+    assert len(list(folder.glob("*.bin"))) == len(list(folder.glob("*.json"))) == KEPT_MESSAGES
+    assert (folder / "1.bin").read_bytes() == b"y" * KEPT_BYTES
+    about = msgspec.json.decode((folder / "1.json").read_bytes())
+    assert about | {"time_s": 0} == {
+        "time_s": 0,
+        "client": anonymous(b"client"),
+        "reason": "strange",
+        "header_bytes": 2 * KEPT_BYTES,
+        "payloads": 2,
+    }
+
+
+def test_a_message_that_cannot_be_kept_is_refused_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "quarantine").write_text("in the way")
+    state = new_state()
+    Refusals(state, tmp_path / "quarantine").note(b"c", WireError("strange"), b"x", 0)
+    assert state.refused_messages == 1
+
+
+def test_neither_logs_nor_events_show_the_id_by_which_a_connection_could_be_taken_over() -> None:
+    state = new_state()
+    Refusals(state).note(b"secret-id", WireError("strange"), b"x", 0)
+    [event] = state.events(-1)
+    assert b"secret-id".hex() not in str(event)
+    assert anonymous(b"secret-id") != anonymous(b"secret-ie")
+
+
+BAD = [
+    wire.Commit(id=1, step=1 << 31),
+    wire.Take(id=1, step=-2, count=1, wait_s=0),
+    wire.Take(id=1, step=0, count=1, wait_s=float("nan")),
+    wire.Take(id=1, step=0, count=1, wait_s=float("inf")),
+    wire.Take(id=1, step=0, count=0, wait_s=0),
+    wire.Complete(id=1, node_id="n", token="t", meta=GroupMeta(0, 1 << 40, 0.5, 10)),
+    wire.Complete(id=1, node_id="n", token="t", meta=GroupMeta(0, 0, 0.5, -10)),
+    wire.Complete(id=1, node_id="n", token="t", meta=GroupMeta(0, 0, 0.5, 10, generation_s=float("nan"))),
+    wire.Register(id=1, report=report("")),
+    wire.Register(id=1, report=report("x" * 300)),
+    wire.Heartbeat(id=1, report=report(tokens_per_s=float("nan")), tokens=[]),
+    wire.Heartbeat(id=1, report=report(tokens_generated=-1), tokens=[]),
+    wire.Heartbeat(id=1, report=report(waiting_on="x" * 100_000), tokens=[]),
+    wire.Heartbeat(id=1, report=report(), tokens=["t"] * 20_000),
+    wire.Release(id=1, node_id="n", tokens=["t" * 300]),
+    wire.Offer(id=1, tasks=[Task(0, b"{}", 0, 4)] * 10_000),
+    wire.Report(id=1, report=LearnerReport(1, 1, "training", 1 << 40)),
+]
+
+
+@pytest.mark.parametrize("request_", BAD, ids=lambda r: type(r).__name__)
+def test_numbers_and_texts_beyond_their_limits_do_not_decode_and_the_field_is_named(request_: wire.Request) -> None:
+    payloads = 1 if isinstance(request_, wire.Complete) else 0
+    with pytest.raises(WireError, match=r"Expected .* at `\$\.") as caught:
+        wire.decode_request(wire.encode(request_), payloads)
+    assert caught.value.request_id == 1
+
+
+def test_a_group_of_failed_samples_has_no_mean_reward_and_still_decodes() -> None:
+    request = wire.Complete(id=1, node_id="n", token="t", meta=GroupMeta(-1, -1, float("nan"), 0, 4))
+    assert isinstance(wire.decode_request(wire.encode(request), 1), wire.Complete)
