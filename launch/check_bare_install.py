@@ -10,7 +10,7 @@ from pathlib import Path
 
 LIMIT_S = 1.0
 ATTEMPTS = 3
-ABSENT = ("torch", "vllm", "megatron", "transformers", "matplotlib")
+ABSENT = ("torch", "vllm", "megatron", "transformers", "matplotlib", "redis")
 NEEDS_EXTRA = {"launch.plots", "launch.check_bare_install"}  # matplotlib; this script
 NEEDS_TORCH = ("common.weights",)
 

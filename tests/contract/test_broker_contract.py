@@ -1,10 +1,15 @@
 """The delivery contract, the same for every backend."""
 
 import asyncio
+import atexit
+import functools
 import secrets
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,10 +21,14 @@ from broker.client import BrokerClient
 from broker.contract import LearnerBroker, LearnerReport, NodeBroker, NodeReport, RunInfo, Waste
 from broker.event_log import EventLog
 from broker.memory import MemoryBroker
+from broker.redis.async_client import AsyncRedisClient
+from broker.redis.client import RedisClient
 from broker.server import BrokerServer
 from broker.state import DeliveryState
 from common.errors import BrokerError
+from common.redis_address import with_run
 from common.rollouts import GroupMeta, Task
+from tests.redis_server import RedisServer, make_run
 
 META = GroupMeta(version_min=0, version_max=1, reward_mean=0.5, sampled_tokens=10, generation_s=2.5)
 GROUPS_PER_STEP = 2
@@ -103,7 +112,40 @@ def zeromq(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
         assert not thread.is_alive()
 
 
-BACKENDS = {"memory": memory, "zeromq": zeromq}
+@functools.cache
+def redis_server() -> RedisServer:
+    """One private server for the whole module; every test has a run of its own on it."""
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-redis-"))
+    server = RedisServer(folder)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.stop)
+    return server
+
+
+def redis(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
+    name = f"test {secrets.token_hex(4)}"
+    make_run(redis_server(), msgspec.structs.replace(run, name=name))
+    address = with_run(redis_server().address, name)
+    opened: list[Any] = []
+
+    def learner() -> LearnerBroker:
+        opened.append(RedisClient(address, deadline_s=5))
+        return opened[-1]
+
+    def node() -> NodeBroker:
+        opened.append(AsyncRedisClient(address, deadline_s=5))
+        return opened[-1]
+
+    try:
+        yield Backend(runner, learner, node)
+    finally:
+        for client in opened:
+            closing = client.close()
+            if closing is not None:
+                runner.run(closing)
+
+
+BACKENDS = {"memory": memory, "zeromq": zeromq, "redis": redis}
 
 
 @pytest.fixture(params=sorted(BACKENDS))
@@ -127,7 +169,8 @@ def backend(make: Callable[..., Backend]) -> Backend:
 
 def test_register_tells_a_node_about_the_run(backend: Backend) -> None:
     run = backend.run(backend.node.register(node_report()))
-    assert (run.name, run.groups_per_step, run.config) == ("test", GROUPS_PER_STEP, b'{"a": 1}')
+    assert run.name.startswith("test")
+    assert (run.groups_per_step, run.config) == (GROUPS_PER_STEP, b'{"a": 1}')
 
 
 def test_offering_known_serials_again_adds_nothing(backend: Backend) -> None:

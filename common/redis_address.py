@@ -1,0 +1,68 @@
+"""Addresses of a Redis broker: redis://HOST:PORT/DB, rediss:// (TLS), unix:///PATH; `?run=NAME` says which run.
+
+Parsed here, without redis-py, so that configs are checked where it is not installed. No address holds a password.
+"""
+
+from typing import Literal
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+import msgspec
+
+SCHEMES = ("redis://", "rediss://", "unix://")
+FORMS = "redis://HOST:PORT[/DB], rediss://HOST:PORT[/DB] (TLS) or unix:///PATH[?db=DB]"
+DEFAULT_PORT = 6379
+
+
+class RedisAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed address.
+
+    Attributes:
+        host, port: '' and 0 of a socket file.
+        path: of the socket file, '' over TCP.
+        run: name of the run; '' when the address does not say.
+    """
+
+    scheme: Literal["redis", "rediss", "unix"]
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    db: int = 0
+    run: str = ""
+
+
+def is_redis(address: str) -> bool:
+    """Whether the address has one of the Redis schemes."""
+    return address.startswith(SCHEMES)
+
+
+def parse_redis(address: str) -> RedisAddress:
+    """Raises ValueError, saying what was expected, when `address` is none."""
+    parts = urlsplit(address)
+    try:
+        port = parts.port
+        query = parse_qs(parts.query, strict_parsing=True) if parts.query else {}
+    except ValueError:
+        raise ValueError(f"expected {FORMS}") from None
+    if parts.username is not None or parts.password is not None or "password" in query:
+        raise ValueError(f"expected {FORMS} without user or password: those are read from broker.credentials")
+    run = query.pop("run", [""])[-1]
+    if parts.scheme == "unix":
+        db = query.pop("db", ["0"])[-1]
+        if not query and not parts.netloc and len(parts.path) > 1 and db.isdigit() and not parts.fragment:
+            return RedisAddress(scheme="unix", path=unquote(parts.path), db=int(db), run=run)
+        raise ValueError(f"expected {FORMS}")
+    db = parts.path.strip("/") or "0"
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname or not db.isdigit() or query or parts.fragment:
+        raise ValueError(f"expected {FORMS}")
+    scheme = "redis" if parts.scheme == "redis" else "rediss"
+    return RedisAddress(scheme=scheme, host=parts.hostname, port=port or DEFAULT_PORT, db=int(db), run=run)
+
+
+def with_run(address: str, run: str) -> str:
+    """The same address naming `run`; raises ValueError when it is none, or names another one."""
+    known = parse_redis(address)
+    if known.run and known.run != run:
+        raise ValueError(f"expected no ?run= or ?run={quote(run, safe='')}")
+    if known.run:
+        return address
+    return f"{address}{'&' if '?' in address else '?'}run={quote(run, safe='')}"
