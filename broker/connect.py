@@ -8,18 +8,21 @@ import msgspec
 from broker.contract import LearnerBroker, NodeBroker, ObserverBroker
 from common.credentials import Credential, Role, load_credential
 from common.errors import UsageError
+from common.redis_address import FORMS, is_redis
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
     """Where a broker is, who one is to it, and how long one waits for it.
 
     Attributes:
-        address: tcp://HOST:PORT or ipc://PATH of the embedded broker.
+        address: tcp://HOST:PORT or ipc://PATH of the embedded broker; redis://, rediss:// or unix:// of a Redis server
+            (common/redis_address.py).
         role: decides what a connection may do where connections are authenticated.
         max_message_bytes: broker.max_message_bytes.
         deadline_s: without an answer for this long (beyond what a request itself waits), a call gives up.
         retry_s: pause before a request is repeated.
-        credentials: broker.credentials: a key folder or a credential's file; None where nobody asks for keys.
+        credentials: broker.credentials: a key folder or a credential's file; None where nobody asks for keys. Redis
+            users and passwords lie in it too (broker/redis/endpoint.py).
         name: of a node, which chooses its file in a key folder.
     """
 
@@ -56,6 +59,15 @@ class NodeConnection(NodeBroker, Protocol):
 
 def connect(access: Access) -> BrokerConnection:
     """A learner's or an observer's connection; raises UsageError when the address or the credentials are of no use."""
+    if is_redis(access.address):
+        from broker.redis.client import RedisClient
+
+        return RedisClient(
+            access.address,
+            role=access.role,
+            credentials=access.credentials,
+            deadline_s=access.deadline_s,
+        )
     _check_scheme(access.address)
     from broker.client import BrokerClient
 
@@ -70,6 +82,15 @@ def connect(access: Access) -> BrokerConnection:
 
 def connect_node(access: Access) -> NodeConnection:
     """A node's connection; raises UsageError when the address or the credentials are of no use."""
+    if is_redis(access.address):
+        from broker.redis.async_client import AsyncRedisClient
+
+        return AsyncRedisClient(
+            access.address,
+            credentials=access.credentials,
+            deadline_s=access.deadline_s,
+            max_message_bytes=access.max_message_bytes,
+        )
     _check_scheme(access.address)
     from broker.async_client import AsyncBrokerClient
 
@@ -88,4 +109,5 @@ def _credential(access: Access) -> Credential | None:
 
 def _check_scheme(address: str) -> None:
     if not address.startswith(("tcp://", "ipc://")):
-        raise UsageError(f"broker address: expected tcp://HOST:PORT or ipc://PATH, found {address!r}")
+        expected = f"tcp://HOST:PORT, ipc://PATH, {FORMS}"
+        raise UsageError(f"broker address: expected {expected}, found {address!r}")

@@ -166,9 +166,11 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
 
 
 class BrokerConfig(Strict, frozen=True, kw_only=True):
-    backend: Literal["zeromq"] = "zeromq"
-    address: Text = "tcp://127.0.0.1:0"  # port 0: a free one, written to RUN/broker.json
+    backend: Literal["zeromq", "redis"] = "zeromq"
+    address: Text = "tcp://127.0.0.1:0"  # port 0: a free one, written to RUN/broker.json; redis: docs/redis.md
     credentials: Text | None = None  # folder of `slipstream keys`; needed beyond loopback
+    durability: Literal["fsync", "everysec", "memory"] = "fsync"  # when the broker's word holds; docs/delivery.md
+    retain_steps: Natural = 16  # committed steps whose groups are kept for `slipstream replay`
     max_bytes: Positive = 4 << 30
     max_message_bytes: Positive = 1 << 30
     lease_s: Seconds = 60.0

@@ -19,6 +19,7 @@ from common.credentials import check_credentials
 from common.errors import ConfigError
 from common.layouts import ModelShape, Problem, document_multiple, model_problems, world_problems
 from common.loss_checks import loss_problems
+from common.redis_address import is_redis, parse_redis, with_run
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
@@ -108,6 +109,27 @@ def split_address(address: str) -> tuple[str, int | None]:
 def is_wildcard(host: str) -> bool:
     """Whether a host to listen on means every interface, so that nobody can connect to it by that name."""
     return host in ("0.0.0.0", "::", "*")
+
+
+def broker_host(config: Config) -> tuple[str, bool]:
+    """(host, whether connections are encrypted) of broker.address; '' for a socket file. Raises ValueError."""
+    address = config.broker.address
+    if config.broker.backend == "redis":
+        at = parse_redis(with_run(address, config.run.name))
+        return at.host, at.scheme == "rediss"
+    return split_address(address)[0], config.broker.credentials is not None
+
+
+def fixed_address(config: Config) -> str | None:
+    """broker.address when it says where to connect to; None when only RUN/broker.json does.
+
+    The embedded broker writes that file: a port that it picked, or this machine's name for one that listens everywhere.
+    A Redis server is where the config says, and the address that is returned names the run.
+    """
+    if config.broker.backend == "redis":
+        return with_run(config.broker.address, config.run.name)
+    host, port = split_address(config.broker.address)
+    return None if port == 0 or is_wildcard(host) else config.broker.address
 
 
 def is_loopback(host: str) -> bool:
@@ -253,18 +275,25 @@ def _staleness(config: Config) -> Iterator[Problem]:
 def _network(config: Config) -> Iterator[Problem]:
     broker = config.broker
     try:
-        host, _ = split_address(broker.address)
+        host, encrypted = broker_host(config)
     except ValueError as error:
-        yield "broker.address", str(error).removeprefix("expected "), repr(broker.address), "port 0 picks a free one"
+        hint = "port 0 picks a free one" if broker.backend == "zeromq" else "docs/redis.md has examples"
+        if broker.backend == "zeromq" and is_redis(broker.address):
+            hint = "set broker.backend: redis"
+        yield "broker.address", str(error).removeprefix("expected "), repr(broker.address), hint
         return
     if broker.credentials is not None:
         problem = check_credentials(broker.credentials)
         if problem is not None:
             yield "broker.credentials", "the folder of `slipstream keys DIR`, or a file of it", problem, None
     elif host and not is_loopback(host):
-        expected = "a loopback address such as tcp://127.0.0.1:5555 while broker.credentials is not set"
+        local = "redis://127.0.0.1:6379/0" if broker.backend == "redis" else "tcp://127.0.0.1:5555"
+        expected = f"a loopback address such as {local} while broker.credentials is not set"
         hint = "other interfaces need authentication: `slipstream keys DIR` makes keys for broker.credentials"
         yield "broker.address", expected, repr(broker.address), hint
+    if broker.backend == "redis" and host and not is_loopback(host) and not encrypted:
+        hint = "passwords and rollouts would cross the network in plain text"
+        yield "broker.address", "rediss://HOST:PORT/DB (TLS) beyond this machine", repr(broker.address), hint
     if not is_loopback(config.weights.address):
         hint = "the collectives that carry weights have no authentication"
         yield "weights.address", "a loopback address such as 127.0.0.1", repr(config.weights.address), hint

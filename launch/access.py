@@ -6,11 +6,11 @@ from collections.abc import Callable
 from broker.connect import Access, connect
 from broker.contract import BrokerStatus
 from common.config import Config
-from common.config_checks import split_address
+from common.config_checks import fixed_address, split_address
 from common.errors import BrokerUnreachable, UsageError
 from common.lifecycle import alive
+from common.redis_address import is_redis, parse_redis
 from common.run_dir import RunDir
-from launch.targets import fixed_broker_address
 
 POLL_S = 0.1
 
@@ -30,6 +30,9 @@ def ask_status(address: str, timeout_s: float, credentials: str | None = None) -
 def check_join_address(address: str) -> None:
     """Raise UsageError when `address` cannot be a broker's."""
     try:
+        if is_redis(address):
+            parse_redis(address)
+            return
         _, port = split_address(address)
     except ValueError as error:
         raise UsageError(f"--join: {error}, found {address!r}") from None
@@ -44,7 +47,7 @@ def discover_broker(config: Config, run: RunDir, timeout_s: float) -> str:
 
     Waits at most `timeout_s` for the file, so that roles may be started in any order; raises UsageError then.
     """
-    fixed = fixed_broker_address(config)
+    fixed = fixed_address(config)
     if fixed is not None:
         return fixed
     found = wait_for(lambda: running_broker(run), timeout_s)

@@ -27,7 +27,10 @@ def broker(args: argparse.Namespace) -> int:
     config, run = load_job(args.config, args.overrides)
     run.prepare(config)
     setup_logging("broker", "0", run.logs, config.telemetry.log_level)
-    from broker.main import run_broker
+    if config.broker.backend == "redis":
+        from broker.redis.keeper import run_keeper as run_broker
+    else:
+        from broker.main import run_broker
 
     return run_broker(config, msgspec.json.encode(config))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from common.config import Config, SftConfig
-from common.config_checks import check_config, is_wildcard, resolve_paths, split_address
+from common.config_checks import check_config, resolve_paths
 from common.config_loading import build_config, load_config, load_either
 from common.errors import UsageError
 from common.run_dir import RunDir
@@ -73,12 +73,3 @@ def joined_config(data: bytes, address: str, overrides: Sequence[str]) -> Config
     except msgspec.DecodeError as error:
         raise UsageError(f"the broker at {address} has no readable config: {error}") from None
     return build_config(document, f"the config of the broker at {address}", overrides)
-
-
-def fixed_broker_address(config: Config) -> str | None:
-    """The configured address when it says where to connect to; None when only RUN/broker.json does.
-
-    The broker writes that file: a port that it picked, or this machine's name for one that listens everywhere.
-    """
-    host, port = split_address(config.broker.address)
-    return None if port == 0 or is_wildcard(host) else config.broker.address

@@ -16,7 +16,7 @@ import msgspec
 
 from broker.connect import Access, BrokerConnection, connect
 from common.config import Config
-from common.config_checks import check_config, is_wildcard, resolve_paths, split_address
+from common.config_checks import check_config, fixed_address, resolve_paths
 from common.config_loading import load_config
 from common.errors import BrokerUnreachable, SlipstreamError
 from common.lifecycle import alive, leave
@@ -57,12 +57,9 @@ def find_broker(config: Config, run_dir: RunDir, given: str | None, wait_s: floa
     """
     if given:
         return given
-    address = config.broker.address
-    if not address.startswith("tcp://"):
-        return address
-    host, port = split_address(address)
-    if port and not is_wildcard(host):
-        return address
+    fixed = fixed_address(config)
+    if fixed is not None:
+        return fixed
     end = time.monotonic() + wait_s
     while True:
         found = run_dir.broker()

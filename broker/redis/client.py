@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -14,16 +14,16 @@ from broker.redis import reading
 from broker.redis.endpoint import endpoint
 from broker.redis.moves import Command
 from broker.redis.store_link import StoreLink
+from common.credentials import Role
 from common.errors import BrokerError
 from common.redis_address import parse_redis
-from common.rollouts import GroupMeta, Task
+from common.rollouts import Task
 
 OFFER_TASKS = 512  # in one move
 FETCH_GROUPS = 16  # payloads in one pipeline
 
 _task = msgspec.msgpack.Encoder()
 _json = msgspec.json.Encoder()
-_meta = msgspec.json.Decoder(GroupMeta)
 
 
 class RedisClient:
@@ -31,7 +31,7 @@ class RedisClient:
 
     Args:
         address: see common/redis_address.py.
-        role: learner, or observer for reading only.
+        role: decides which ACL user this is.
         credentials: folder, see broker/redis/endpoint.py.
         deadline_s: without an answer for this long (beyond what the request itself waits), give up.
 
@@ -43,7 +43,7 @@ class RedisClient:
         self,
         address: str,
         *,
-        role: Literal["learner", "observer"] = "learner",
+        role: Role = "learner",
         credentials: str | None = None,
         deadline_s: float = 30.0,
     ) -> None:
@@ -153,7 +153,7 @@ class RedisClient:
                         f"Redis no longer has the payload of task {serial}; was it evicted? maxmemory-policy must be "
                         "noeviction"
                     )
-                found.append(StoredGroup(serial, node.decode(), _meta.decode(meta), payload))
+                found.append(StoredGroup(serial, node.decode(), reading.decode_meta(meta), payload))
         return found
 
     def _link(self) -> StoreLink:

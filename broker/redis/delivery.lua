@@ -647,7 +647,7 @@ if op == 'cancel' then
   end)
   return finish()
 end
-if op == 'sweep' then return finish(st.committed) end
+if op == 'sweep' then return finish() end
 
 -- recorded: 3 committed step. Replies serial, node, meta, payload key (after 'p:'), body, '1' if filtered of each group;
 -- nothing when its groups are not kept.

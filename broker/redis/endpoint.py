@@ -2,9 +2,9 @@
 
 The only module that imports redis-py, and only once a connection is made: the base install does without it.
 
-The folder (broker.credentials) holds per role ROLE.user (the ACL user; absent: named like the role) and ROLE.password;
-for TLS ca.crt, and where the server asks for them client.crt and client.key. Roles: learner, node, observer; the keeper
-uses the learner's.
+The folder (broker.credentials, also the one of `slipstream keys`) holds per role ROLE.user (the ACL user; absent: named
+like the role) and ROLE.password; for TLS ca.crt, and where the server asks for them client.crt and client.key. Roles:
+learner, node, observer, and broker for the keeper. An observer makes do with any of them.
 """
 
 import importlib
@@ -85,7 +85,9 @@ def endpoint(address: str, role: str, credentials: str | None) -> Endpoint:
         at = parse_redis(address)
     except ValueError as error:
         raise UsageError(f"broker address: {error}, found {address!r}") from None
-    folder = Path(credentials) if credentials else None
+    folder = _folder(credentials)
+    roles = (role, "learner", "node") if role == "observer" else (role,)
+    role = next((r for r in roles if folder is not None and (folder / f"{r}.password").exists()), role)
     password = _secret(folder, f"{role}.password")
     user = (_secret(folder, f"{role}.user") or role) if password is not None else None
     if at.scheme != "unix" and not is_loopback(at.host):
@@ -97,6 +99,14 @@ def endpoint(address: str, role: str, credentials: str | None) -> Endpoint:
             )
             raise UsageError(f"broker.address: {address} reaches beyond this machine without a password; write {where}")
     return Endpoint(at, user, password, _tls(folder) if at.scheme == "rediss" else {})
+
+
+def _folder(credentials: str | None) -> Path | None:
+    """The key folder, or the one in which a credential's file lies."""
+    if credentials is None:
+        return None
+    path = Path(credentials)
+    return path.parent if path.is_file() else path
 
 
 def _secret(folder: Path | None, name: str) -> str | None:

@@ -45,12 +45,16 @@ class Moves:
     def __init__(self, run: str, store: str) -> None:
         self.run = run
         self.keys = Keys(run, store)
-        self._epoch = 0
+        self.epoch = 0  # the highest that was acknowledged
+
+    def expect(self, epoch: int) -> None:
+        """An epoch that an earlier process was told."""
+        self.epoch = max(self.epoch, epoch)
 
     def command(self, move: str, *arguments: bytes | str | int, whole: bool = False) -> Command:
         """The command; `whole` sends the script itself, for a server that does not know it yet."""
         head: Command = ("EVAL", SCRIPT) if whole else ("EVALSHA", SHA)
-        return (*head, 1, self.keys.state, move, self._epoch, *arguments)
+        return (*head, 1, self.keys.state, move, self.epoch, *arguments)
 
     def create(
         self, pointer_key: bytes, before: bytes, pointer: bytes, fields: Sequence[bytes | str | int], *, whole: bool
@@ -68,7 +72,7 @@ class Moves:
         """
         epoch, code, *rest = reply
         if code == b"ok":
-            self._epoch = max(self._epoch, epoch)
+            self.expect(epoch)
             return rest
         if code == b"refused":
             raise BrokerError(rest[0].decode())

@@ -1,5 +1,6 @@
 """What observers read: status, ledger and events, from one consistent MULTI each. Read-only."""
 
+import math
 import struct
 from typing import Any
 
@@ -159,8 +160,16 @@ def pairs(flat: list[Any]) -> dict[bytes, bytes]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
+def decode_meta(meta: bytes | str) -> GroupMeta:
+    """From the JSON of a record, in which a mean reward that is no number is null."""
+    fields: dict[str, Any] = msgspec.json.decode(meta)
+    if fields.get("reward_mean") is None:
+        fields["reward_mean"] = math.nan
+    return msgspec.convert(fields, GroupMeta)
+
+
 def _living(serial: int, r: Record) -> LedgerEntry:
-    meta = msgspec.json.decode(r.meta, type=GroupMeta) if r.meta else None
+    meta = decode_meta(r.meta) if r.meta else None
     return LedgerEntry(
         serial=serial,
         state=r.state,

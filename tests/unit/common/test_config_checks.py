@@ -7,9 +7,12 @@ import msgspec
 import pytest
 
 from common.config import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, TasksConfig
-from common.config_checks import check_config, is_loopback, problems, resolve_paths, split_address
+from common.config_checks import check_config, fixed_address, is_loopback, problems, resolve_paths, split_address
 from common.config_loading import build_config
+from common.credentials import KeyFolder
 from common.errors import ConfigError
+from common.redis_address import parse_redis, with_run
+from launch.keys import make
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embeddings": 1024}
 ENGINE = {"max_model_len": 512}
@@ -270,6 +273,11 @@ def test_publishing_less_often_than_the_window_allows_would_stall(folder):
         ("broker", {"address": "tcp://127.0.0.1:99999"}, "broker.address", "tcp://HOST:PORT"),
         ("broker", {"address": "tcp://0.0.0.0:5555"}, "broker.address", "loopback"),
         ("broker", {"address": "tcp://10.0.0.4:5555"}, "broker.address", "authentication"),
+        ("broker", {"address": "redis://127.0.0.1:6379"}, "broker.address", "broker.backend: redis"),
+        ("broker", {"backend": "redis"}, "broker.address", "redis://HOST:PORT"),
+        ("broker", {"backend": "redis", "address": "redis://10.0.0.4:6379/0"}, "broker.address", "authentication"),
+        ("broker", {"backend": "redis", "address": "redis://a:b@127.0.0.1:6379/0"}, "broker.address", "credentials"),
+        ("broker", {"backend": "redis", "address": "redis://127.0.0.1:6379/0?run=other"}, "broker.address", "?run="),
         ("weights", {"address": "0.0.0.0"}, "weights.address", "loopback"),
         ("broker", {"lease_s": 5.0, "heartbeat_s": 2.0}, "broker.lease_s", "heartbeat_s"),
         ("broker", {"max_lease_s": 60.0}, "broker.max_lease_s", "sample_timeout_s"),
@@ -283,6 +291,31 @@ def test_network_settings_are_safe(folder, section, value, key, word):
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://localhost:5555", "tcp://[::1]:5555", "ipc:///tmp/b"])
 def test_local_addresses_pass(folder, address):
     check_config(job(folder, broker={"address": address}), "job.yaml")
+
+
+@pytest.mark.parametrize("address", ["redis://127.0.0.1:6379/0", "rediss://localhost", "unix:///run/redis.sock?db=1"])
+def test_local_redis_addresses_pass_and_say_which_run_is_meant(folder, address):
+    config = job(folder, broker={"backend": "redis", "address": address})
+    check_config(config, "job.yaml")
+    assert fixed_address(config) == with_run(address, config.run.name)
+    assert parse_redis(fixed_address(config)).run == config.run.name
+
+
+def test_redis_beyond_this_machine_needs_tls_besides_credentials(folder):
+    make(KeyFolder(folder / "keys"), ["node-0"])
+    broker = {"backend": "redis", "credentials": str(folder / "keys")}
+    refused(job(folder, broker={**broker, "address": "redis://10.0.0.4:6379/0"}), "broker.address", "TLS")
+    check_config(job(folder, broker={**broker, "address": "rediss://10.0.0.4:6379/0"}), "job.yaml")
+
+
+def test_only_addresses_that_say_where_to_connect_to_are_fixed(folder):
+    for address, fixed in (
+        ("tcp://127.0.0.1:0", None),
+        ("tcp://0.0.0.0:5555", None),
+        ("tcp://127.0.0.1:5555", "tcp://127.0.0.1:5555"),
+        ("ipc:///tmp/b", "ipc:///tmp/b"),
+    ):
+        assert fixed_address(job(folder, broker={"address": address})) == fixed
 
 
 def test_addresses_are_split():

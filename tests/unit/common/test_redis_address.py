@@ -1,0 +1,54 @@
+"""Addresses of a Redis broker."""
+
+import pytest
+
+from common.redis_address import RedisAddress, is_redis, parse_redis, with_run
+
+
+@pytest.mark.parametrize(
+    ("address", "parsed"),
+    [
+        ("redis://h:7/2", RedisAddress(scheme="redis", host="h", port=7, db=2)),
+        ("rediss://h", RedisAddress(scheme="rediss", host="h", port=6379)),
+        ("redis://[::1]:7?run=a%20b", RedisAddress(scheme="redis", host="::1", port=7, run="a b")),
+        ("unix:///run/r.sock?db=3&run=x", RedisAddress(scheme="unix", path="/run/r.sock", db=3, run="x")),
+    ],
+)
+def test_every_form_is_parsed(address, parsed):
+    assert is_redis(address)
+    assert parse_redis(address) == parsed
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://h:7",
+        "redis://",
+        "redis://h:high",
+        "redis://h:99999",
+        "redis://h/zero",
+        "redis://h?timeout=3",
+        "redis://h#x",
+        "unix://h/r.sock",
+        "unix:///",
+        "unix:///r?db=x",
+    ],
+)
+def test_what_is_no_address_is_refused_with_the_forms_that_are(address):
+    with pytest.raises(ValueError, match="redis://HOST:PORT"):
+        parse_redis(address)
+
+
+@pytest.mark.parametrize("address", ["redis://u:p@h/0", "redis://:p@h", "redis://h?password=p"])
+def test_a_password_in_an_address_is_refused_without_being_repeated(address):
+    with pytest.raises(ValueError, match=r"broker\.credentials") as caught:
+        parse_redis(address)
+    assert "u:p" not in str(caught.value)
+
+
+def test_the_run_is_added_once_and_never_exchanged():
+    assert with_run("redis://h/0", "a b") == "redis://h/0?run=a%20b"
+    assert with_run("unix:///r?db=1", "x") == "unix:///r?db=1&run=x"
+    assert with_run("redis://h/0?run=x", "x") == "redis://h/0?run=x"
+    with pytest.raises(ValueError, match="run=y"):
+        with_run("redis://h/0?run=x", "y")
