@@ -142,9 +142,10 @@ class AsyncRedisClient:
             except PayloadGone:
                 logger.warning("the payload of lease %s expired before it was handed in; sending it again", token)
 
-    async def fail(self, node_id: str, token: str, reason: str) -> None:
+    async def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
         """See NodeBroker."""
-        await self._move("fail", lambda _: (node_id, token, reason[:MAX_REASON_CHARS]))
+        short = reason[:MAX_REASON_CHARS]
+        await self._move("fail", lambda _: (node_id, token, short, tokens, f"{seconds:.6f}"))
 
     async def release(self, node_id: str, tokens: list[str]) -> None:
         """See NodeBroker."""

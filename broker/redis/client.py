@@ -126,20 +126,27 @@ class RedisClient:
 
     def status(self) -> BrokerStatus:
         """See ObserverBroker."""
-        link = self._link()
+        link = self._swept()
         replies = link.read(lambda moves: reading.status_commands(moves.keys))
         nodes = link.read(lambda moves: reading.node_commands(moves.keys, replies))
         return reading.status(self.address, replies, nodes)
 
     def ledger(self) -> list[LedgerEntry]:
         """See ObserverBroker."""
-        return reading.ledger(self._link().read(lambda moves: reading.ledger_commands(moves.keys)))
+        return reading.ledger(self._swept().read(lambda moves: reading.ledger_commands(moves.keys)))
 
     def events(self, after: int) -> list[BrokerEvent]:
         """See ObserverBroker."""
-        return reading.events(self._link().read(lambda moves: [reading.events_command(moves.keys, after)])[0])
+        return reading.events(self._swept().read(lambda moves: [reading.events_command(moves.keys, after)])[0])
 
     # ---------------------------------------------------------------- inside
+
+    def _swept(self) -> StoreLink:
+        """The connection, after expired leases were taken back; an observer only reads, the keeper sweeps for it."""
+        link = self._link()
+        if self._role != "observer":
+            link.move("sweep", lambda _: ())
+        return link
 
     def _fetch(self, link: StoreLink, groups: Sequence[Sequence[Any]]) -> list[StoredGroup]:
         found: list[StoredGroup] = []

@@ -22,6 +22,7 @@ local now = clock[1] * 1000 + floor(clock[2] / 1000)
 local ATTEMPTS, FAILURES, NODES, REASON, STATE, TOKEN = 1, 2, 3, 4, 5, 6
 local META, PAYLOAD, BYTES, STEP, FILTERED, LEASED_AT = 7, 8, 9, 10, 11, 12
 local REMEMBERED_TOKENS, EVENTS_KEPT, WAKE_MS, FORGET_MS, MOST = 8192, 4096, 60000, 600000, 500
+local MOST_NODES, MOST_NODES_NAMED = 16384, 64
 
 local function text(number) return string.format('%.0f', number) end
 
@@ -116,17 +117,40 @@ local function lose(serial, r, why)
   event('task_dead', {serial = tonumber(serial), attempts = r[ATTEMPTS], reason = why})
   stirred, ripened = true, true
 end
+local function waste(node, reason, tokens, seconds) -- under the node, or in the totals when it is gone
+  local key = base .. 'node:' .. node
+  if call('EXISTS', key) == 0 then key = state_key end
+  if tokens > 0 then call('HINCRBY', key, 'wt:' .. reason, text(tokens)) end
+  if seconds > 0 then call('HINCRBYFLOAT', key, 'ws:' .. reason, string.format('%.6f', seconds)) end
+end
 local function take_back(serial, r, why, kind)
   count('expiries', 1)
+  waste(r[NODES][#r[NODES]], 'lost', 0, (now - r[LEASED_AT]) / 1000)
   event(kind or 'lease_expired', {serial = tonumber(serial), node = r[NODES][#r[NODES]], attempt = r[ATTEMPTS]})
   lose(serial, r, why)
 end
-local function forget(node) -- its totals stay
-  local f = call('HMGET', base .. 'node:' .. node, 'report', 'handed')
+local REASONS = {'lost', 'failed', 'filtered', 'regenerated', 'masked', 'cancelled', 'stalled', 'waiting'}
+local function end_process(node) -- of a node: what it reported is counted
+  local key = base .. 'node:' .. node
+  local f = call('HMGET', key, 'report', 'handed')
   local report = cjson.decode(f[1])
   count('past_generated', math.max(report.tokens_generated or 0, tonumber(f[2]) or 0))
-  count('past_wasted', report.tokens_wasted or 0)
-  call('DEL', base .. 'node:' .. node)
+  local spent = report.waste or {}
+  if not next(spent) and (report.tokens_wasted or 0) > 0 then spent = {cancelled = {tokens = report.tokens_wasted}} end
+  for _, reason in ipairs(REASONS) do
+    if spent[reason] then waste(node, reason, spent[reason].tokens or 0, spent[reason].seconds or 0) end
+  end
+  call('HDEL', key, 'report', 'handed', 'leased')
+end
+local function forget(node) -- its totals stay
+  local key = base .. 'node:' .. node
+  end_process(node)
+  for _, reason in ipairs(REASONS) do
+    local f = call('HMGET', key, 'wt:' .. reason, 'ws:' .. reason)
+    if f[1] then call('HINCRBY', state_key, 'wt:' .. reason, f[1]) end
+    if f[2] then call('HINCRBYFLOAT', state_key, 'ws:' .. reason, f[2]) end
+  end
+  call('DEL', key)
   call('ZREM', base .. 'seen', node)
   call('ZREM', base .. 'gone', node)
 end
@@ -229,7 +253,7 @@ if op == 'complete' then
   if not current then
     call('UNLINK', base .. 'p:' .. payload)
     count('stale', 1)
-    count('discarded', sampled)
+    waste(node, 'lost', sampled, 0) -- the seconds were, when the lease was lost
     event('stale_result', {node = node, tokens = sampled})
     return finish(0)
   end
@@ -285,6 +309,7 @@ if op == 'lease' then
     local r, token = cmsgpack.unpack(packed[i]), serial .. '.' .. nonce
     r[STATE], r[TOKEN], r[LEASED_AT], r[ATTEMPTS] = 'leased', token, now, r[ATTEMPTS] + 1
     r[NODES][#r[NODES] + 1] = node
+    if #r[NODES] > MOST_NODES_NAMED then table.remove(r[NODES], 1) end
     saved[2 * i - 1], saved[2 * i] = serial, cmsgpack.pack(r)
     dated[2 * i - 1], dated[2 * i] = deadline, token
     found[3 * i - 2], found[3 * i - 1], found[3 * i] = token, r[ATTEMPTS], bodies[i]
@@ -363,6 +388,10 @@ local function taken_by(first, what) -- records of ARGV[first..] that `step` hol
     known[ARGV[i]] = true
   end
   return found
+end
+local function waste_group(r, reason)
+  local meta = cjson.decode(r[META])
+  waste(r[NODES][#r[NODES]], reason, meta.sampled_tokens, meta.generation_s)
 end
 local function remember(r) -- that this token was accepted, once its record is gone
   call('ZADD', base .. 'remembered', text(now), r[TOKEN] .. '|' .. r[NODES][#r[NODES]])
@@ -460,7 +489,7 @@ if op == 'regenerate' then
   local mine, gone = taken(step), {}
   for _, pair in ipairs(found) do
     local serial, r = pair[1], pair[2]
-    count('discarded', cjson.decode(r[META]).sampled_tokens)
+    waste_group(r, 'regenerated')
     remember(r)
     call('UNLINK', base .. 'p:' .. r[PAYLOAD])
     set('bytes', st.bytes - r[BYTES])
@@ -484,6 +513,7 @@ if op == 'filter' then
   local mine, passed = taken(step), 0
   for _, pair in ipairs(found) do
     pair[2][FILTERED] = 1
+    waste_group(pair[2], 'filtered')
     save(pair[1], pair[2])
     if mine[1] < tonumber(ARGV[6]) then
       mine[1], passed = mine[1] + 1, passed + 1
@@ -560,7 +590,7 @@ local function register(report, node, pid, host, version)
   local restarted = old[1] and (old[1] ~= pid or old[2] ~= host)
   if restarted then
     lose_all(node, function(serial, r) take_back(serial, r, 'node ' .. node .. ' restarted') end)
-    forget(node)
+    end_process(node)
   end
   call('HSET', key, 'report', report, 'pid', pid, 'host', host, 'version', version)
   call('ZREM', base .. 'gone', node)
@@ -570,7 +600,13 @@ local function register(report, node, pid, host, version)
 end
 
 -- register: 3 NodeReport as JSON, 4 node, 5 pid, 6 host, 7 version. Replies RunInfo as JSON.
+local function too_many(node)
+  local others = call('ZCARD', base .. 'seen') + call('ZCARD', base .. 'gone')
+  if others < MOST_NODES or call('EXISTS', base .. 'node:' .. node) == 1 then return nil end
+  return others .. ' nodes have joined, which is as many as this broker takes'
+end
 if op == 'register' then
+  if too_many(ARGV[4]) then return refuse(too_many(ARGV[4])) end
   register(ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7])
   return finish(call('HGET', state_key, 'run'))
 end
@@ -580,6 +616,7 @@ if op == 'heartbeat' then
   local report, node, key = ARGV[3], ARGV[4], base .. 'node:' .. ARGV[4]
   local old = call('HMGET', key, 'pid', 'host', 'version')
   if not old[1] then
+    if too_many(node) then return refuse(too_many(node)) end
     register(report, node, ARGV[5], ARGV[6], ARGV[7])
   elseif old[1] ~= ARGV[5] or old[2] ~= ARGV[6] then
     return refuse(string.format("node id '%s' belongs to process %s on %s now; every node needs an id of its own", node,
@@ -601,12 +638,13 @@ if op == 'heartbeat' then
   return finish(call('HGET', state_key, 'learner') or '', lost)
 end
 
--- fail: 3 node, 4 token, 5 reason. release: 3 node, then tokens. leave: 3 node.
+-- fail: 3 node, 4 token, 5 reason, 6 tokens, 7 seconds. release: 3 node, then tokens. leave: 3 node.
 if op == 'fail' then
   seen(ARGV[3])
   local serial, r, current = leased_record(ARGV[4], ARGV[3])
   if current then
     event('group_failed', {serial = tonumber(serial), node = ARGV[3], reason = ARGV[5]})
+    waste(ARGV[3], 'failed', tonumber(ARGV[6]), tonumber(ARGV[7]))
     lose(serial, r, ARGV[5])
   end
   return finish()

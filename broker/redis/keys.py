@@ -16,7 +16,7 @@ Redis Cluster keeps them in one slot; those of one store begin with `slipstream:
     PREFIX recorded, recorded_steps  hash, zset  committed steps whose groups are kept (broker.retain_steps)
     PREFIX ledger                    string  finished tasks, appended: 4 bytes length, then a MessagePack array
     PREFIX events                    stream  the newest BrokerEvents; entry N-0 has index N - 1
-    PREFIX node:ID                   hash    report, pid, host, version, leased (has ever), handed (sampled tokens)
+    PREFIX node:ID                   hash    report, pid, host, version, leased, handed (sampled tokens), wt:* and ws:*
     PREFIX seen, gone                zset    living, silent nodes -> when they were last seen, in ms
     PREFIX waiting                   zset    NONCE:NODE of lease requests that wait -> until when, in ms
     PREFIX wake:NONCE                list    pushed to when the request that waits under NONCE may be served
@@ -25,7 +25,8 @@ Redis Cluster keeps them in one slot; those of one store begin with `slipstream:
 STATE: store, lost (why the store may not be used any more), run (RunInfo as JSON), pid (of the keeper), the run's
 numbers (b, k, max_attempts, lease_ms, max_lease_ms, max_bytes, retain), epoch, next, committed, first_step, wanted,
 bytes, acc_groups, acc_bytes, tick, taker, taker_needs, offer_nonce, offer_new, learner (report as JSON) and l_*, and
-counters: events, dead, committed_groups, filtered, expiries, stale, discarded, past_generated, past_wasted.
+counters: events, dead, committed_groups, filtered, expiries, stale, past_generated. Fields wt:REASON and ws:REASON are
+tokens and seconds of waste: under a node what the broker counted, in `state` those of nodes that are gone.
 """
 
 from urllib.parse import quote

@@ -6,7 +6,18 @@ from typing import Any
 
 import msgspec
 
-from broker.contract import BrokerEvent, BrokerStatus, LearnerReport, LedgerEntry, NodeReport, NodeStatus, RunInfo
+from broker import waste
+from broker.contract import (
+    BrokerEvent,
+    BrokerStatus,
+    LearnerReport,
+    LedgerEntry,
+    NodeReport,
+    NodeStatus,
+    RunInfo,
+    Waste,
+)
+from broker.fleet import reported
 from broker.learner_record import LearnerRecord
 from broker.redis.keys import Keys
 from broker.redis.moves import Command
@@ -72,7 +83,7 @@ def status_commands(keys: Keys) -> list[Command]:
 def node_commands(keys: Keys, replies: list[Any]) -> list[Command]:
     """The nodes that `status_commands` found."""
     names: list[bytes] = [*replies[6][::2], *replies[7][::2]]
-    return [("HMGET", keys.of("node:") + name, "report", "handed", "version") for name in names]
+    return [("HGETALL", keys.of("node:") + name) for name in names]
 
 
 def status(address: str, replies: list[Any], node_replies: list[Any]) -> BrokerStatus:
@@ -86,15 +97,17 @@ def status(address: str, replies: list[Any], node_replies: list[Any]) -> BrokerS
     seen = {**_scores(replies[6]), **_scores(replies[7])}
     alive = set(replies[6][::2])
     nodes: list[NodeStatus] = []
-    generated, wasted = _number(state, b"past_generated"), _number(state, b"past_wasted")
-    for (name, seen_ms), (report_json, handed, _) in zip(seen.items(), node_replies, strict=True):
-        if report_json is None:
+    generated, spent = _number(state, b"past_generated"), [_waste(state)]
+    for (name, seen_ms), flat in zip(seen.items(), node_replies, strict=True):
+        fields = pairs(flat)
+        if not fields:
             continue  # it left between the two reads
-        report = msgspec.json.decode(report_json, type=NodeReport)
-        generated += max(report.tokens_generated, int(handed or 0))
-        wasted += report.tokens_wasted
+        report = msgspec.json.decode(fields[b"report"], type=NodeReport)
+        generated += max(report.tokens_generated, _number(fields, b"handed"))
+        spent.append(waste.merged((_waste(fields), reported(report))))
         held = sum(r.nodes[-1] == report.node_id for r in leased)
-        nodes.append(NodeStatus(report, held, name in alive, max(0.0, now_s - seen_ms / 1000)))
+        nodes.append(NodeStatus(report, held, name in alive, max(0.0, now_s - seen_ms / 1000), spent[-1]))
+    total = waste.merged(spent)
     learner = LearnerRecord()
     if b"learner" in state:
         learner.update(msgspec.json.decode(state[b"learner"], type=LearnerReport), int(state[b"l_seen"]) / 1000)
@@ -112,13 +125,14 @@ def status(address: str, replies: list[Any], node_replies: list[Any]) -> BrokerS
         lease_expiries=_number(state, b"expiries"),
         stale_results=_number(state, b"stale"),
         tokens_generated_total=generated,
-        tokens_wasted_total=wasted + _number(state, b"discarded"),
+        tokens_wasted_total=waste.tokens(total),
         learner=learner.status(now_s),
         learner_last_seen_s=learner.silent_s(now_s),
         nodes=sorted(nodes, key=lambda n: n.report.node_id),
         oldest_lease_s=max((now_s - r.leased_at / 1000 for r in leased), default=0.0),
         steps_taken=sum(len(serials) - passed >= run.groups_per_step for passed, serials in steps),
         groups_filtered=_number(state, b"filtered"),
+        waste=total,
     )
 
 
@@ -200,6 +214,16 @@ def _finished(line: Line) -> LedgerEntry:
         reason=line.reason,
         filtered=bool(line.filtered),
     )
+
+
+def _waste(fields: dict[bytes, bytes]) -> dict[str, Waste]:
+    found: dict[str, Waste] = {}
+    for name, value in fields.items():
+        if name.startswith(b"wt:"):
+            waste.add(found, name[3:].decode(), tokens=int(value))
+        elif name.startswith(b"ws:"):
+            waste.add(found, name[3:].decode(), seconds=float(value))
+    return found
 
 
 def _seconds(time_reply: list[bytes]) -> float:
