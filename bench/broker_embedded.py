@@ -16,8 +16,9 @@ from broker_ways import PATIENCE_S, Load
 from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, Lease, NodeReport
 from broker.main import run_broker
+from common.allocator import keep_freed_memory
 from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, StalenessConfig, TasksConfig
-from common.rollouts import Task, decode_group, encode_group
+from common.rollouts import Group, GroupMeta, Task, decode_group, encode_group
 
 GROUPS_PER_STEP = 16
 STALENESS = 4
@@ -44,10 +45,14 @@ class Embedded:
             process.join(PATIENCE_S)
 
     def produce(self, address: str, load: Load) -> Iterator[None]:
+        keep_freed_memory()  # as a node does
+        source = broker_groups.structs(load.size)
+        next(source)  # the groups are made now
         yield
-        asyncio.run(_node(address, load))
+        asyncio.run(_node(address, load, source))
 
     def consume(self, address: str, load: Load) -> Iterator[None]:
+        keep_freed_memory()  # as a learner does
         steps = load.groups // GROUPS_PER_STEP
         with connect(Access(address=address, role="learner")) as client:
             client.attach(LearnerReport(os.getpid(), 0, "training", 0))
@@ -62,8 +67,7 @@ class Embedded:
                 client.commit(step)
 
 
-async def _node(address: str, load: Load) -> None:
-    source = broker_groups.structs(load.size)
+async def _node(address: str, load: Load, source: Iterator[tuple[Group, GroupMeta]]) -> None:
     report = NodeReport("n0", os.getpid(), "host", "generating", 0)
     held: set[str] = set()
     async with connect_node(Access(address=address, role="node")) as client:

@@ -7,13 +7,13 @@ socket is read until it is empty after every signal and after every send.
 import asyncio
 import itertools
 import logging
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import zmq
 
 from broker import wire
-from broker.client import checked, new_identity, unreachable
+from broker.calls import Call, Calls
+from broker.client import checked, new_identity, received, unreachable
 from broker.contract import HeartbeatReply, Lease, NodeReport, RunInfo
 from broker.curve import Handshakes
 from broker.sockets import connect_dealer, frame_limit
@@ -27,21 +27,7 @@ LONG_POLL_S = 5.0  # a longer wait is asked for in pieces, each a sign of life
 MAX_REASON_CHARS = 2000
 SEND_PAUSE_S = 0.02  # before another attempt while there is no connection
 
-R = TypeVar("R", bound=wire.AnyReply)
-
-
-@dataclass(slots=True)
-class _Call:
-    """A request under way: repeated until answered, or given up at `end` (event loop time)."""
-
-    id: int
-    frames: list[bytes]
-    limit_s: float
-    end: float
-    future: "asyncio.Future[wire.AnyReply]"
-    timer: asyncio.TimerHandle | None = None
-    connected: bool = False
-    lease_for: str = ""  # the node that asks for leases
+R = TypeVar("R", bound=wire.SingleReply)
 
 
 class AsyncBrokerClient:
@@ -76,7 +62,8 @@ class AsyncBrokerClient:
         self._socket: zmq.Socket[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ids = itertools.count()
-        self._calls: dict[int, _Call] = {}
+        self._calls = Calls(self._attempt)
+        self._reading = False  # a read is due in this turn of the loop
         self._cancelled_leases: dict[int, str] = {}  # request id -> node
         self._background: set[asyncio.Task[None]] = set()
 
@@ -91,8 +78,9 @@ class AsyncBrokerClient:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        for call in list(self._calls.values()):
+        for call in list(self._calls.by_id.values()):
             self._finish(call, BrokerUnreachable(f"the connection to the broker at {self.address} was closed"))
+        self._calls.close()
         if self._socket is not None and self._loop is not None:
             self._loop.remove_reader(cast(int, self._socket.getsockopt(zmq.FD)))
             if self._handshakes is not None:
@@ -177,7 +165,7 @@ class AsyncBrokerClient:
         await self._ask(wire.Done, wire.Cancel, target=target)
         self._cancelled_leases.pop(target, None)
 
-    def _hand_back(self, node_id: str, reply: wire.AnyReply) -> None:
+    def _hand_back(self, node_id: str, reply: wire.SingleReply) -> None:
         if isinstance(reply, wire.Leased) and reply.leases:
             self._in_background(self.release(node_id, [lease.token for lease in reply.leases]))
 
@@ -192,16 +180,16 @@ class AsyncBrokerClient:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _start(self, request: wire.Request, wait_s: float, payload: bytes | None = None) -> _Call:
+    def _start(self, request: wire.Request, wait_s: float, payload: bytes | None = None) -> Call:
         loop = self._running_loop()
         frames = [wire.encode(request)] if payload is None else [wire.encode(request), payload]
         limit_s = wait_s + self._deadline_s
-        call = _Call(request.id, frames, limit_s, loop.time() + limit_s, loop.create_future())
-        self._calls[call.id] = call
+        call = Call(request.id, frames, limit_s, loop.time() + limit_s, loop.create_future())
+        self._calls.by_id[call.id] = call
         self._attempt(call)
         return call
 
-    def _attempt(self, call: _Call) -> None:
+    def _attempt(self, call: Call) -> None:
         """Send, and come back here when no answer came in time."""
         loop = self._running_loop()
         now = loop.time()
@@ -216,18 +204,18 @@ class AsyncBrokerClient:
             self._finish(call, UsageError(refusal))
             return
         call.connected |= sent
-        call.timer = loop.call_at(min(call.end, now + (self._retry_s if sent else SEND_PAUSE_S)), self._attempt, call)
-        self._read()
+        self._calls.remind_at(call, min(call.end, now + (self._retry_s if sent else SEND_PAUSE_S)))
+        if not self._reading:  # one read for all that is sent in this turn of the loop
+            self._reading = True
+            loop.call_soon(self._read)
 
-    def _finish(self, call: _Call, error: Exception) -> None:
+    def _finish(self, call: Call, error: Exception) -> None:
         self._forget(call)
         if not call.future.done():
             call.future.set_exception(error)
 
-    def _forget(self, call: _Call) -> None:
-        self._calls.pop(call.id, None)
-        if call.timer is not None:
-            call.timer.cancel()
+    def _forget(self, call: Call) -> None:
+        self._calls.by_id.pop(call.id, None)
 
     # ---------------------------------------------------------------- the socket
 
@@ -250,19 +238,21 @@ class AsyncBrokerClient:
         return True
 
     def _read(self) -> None:
+        self._reading = False
         while self._socket is not None:
             try:
-                header, *payloads = self._socket.recv_multipart(zmq.NOBLOCK)
+                header, *payloads = received(self._socket, zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
                 reply = wire.decode_reply(header, len(payloads))
             except wire.WireError as error:
                 reply = wire.Refused(id=error.request_id, reason=f"the broker's answer cannot be read: {error}")
-            self._dispatch(reply)
+            for single in wire.singles(reply):
+                self._dispatch(single)
 
-    def _dispatch(self, reply: wire.AnyReply) -> None:
-        call = self._calls.pop(reply.id, None)
+    def _dispatch(self, reply: wire.SingleReply) -> None:
+        call = self._calls.by_id.pop(reply.id, None)
         if call is not None:
             if not call.future.done():
                 call.future.set_result(reply)

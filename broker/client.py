@@ -5,7 +5,7 @@ import secrets
 import threading
 import time
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import zmq
 
@@ -18,10 +18,11 @@ from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.rollouts import Task
 
 LONG_POLL_S = 1.0  # a longer wait is asked for in pieces, each a sign of life
+VIEW_BYTES = 16 << 10  # smaller frames are copied: their memory may be a small part of a larger buffer
 OFFER_TASKS = 512  # tasks in one message
 CONNECT_POLL_S = 0.2  # between looks at how connecting goes
 
-R = TypeVar("R", bound=wire.AnyReply)
+R = TypeVar("R", bound=wire.SingleReply)
 
 
 class BrokerClient:
@@ -183,7 +184,7 @@ class _Channel:
         self._handshakes.close()
         self.socket.close(linger=0)
 
-    def exchange(self, request: wire.Request, limit_s: float, retry_s: float) -> tuple[wire.AnyReply, list[bytes]]:
+    def exchange(self, request: wire.Request, limit_s: float, retry_s: float) -> tuple[wire.SingleReply, list[bytes]]:
         """Send `request`, again every `retry_s`, until its reply comes; BrokerUnreachable after `limit_s`.
 
         UsageError as soon as the broker has refused the credential.
@@ -204,15 +205,26 @@ class _Channel:
                 return answer
         raise unreachable(self.address, limit_s, connected)
 
-    def _answer(self, request_id: int, until: float) -> tuple[wire.AnyReply, list[bytes]] | None:
+    def _answer(self, request_id: int, until: float) -> tuple[wire.SingleReply, list[bytes]] | None:
         while (left_s := until - time.monotonic()) > 0:
             if not self.socket.poll(int(left_s * 1000) + 1):
                 return None
-            header, *payloads = self.socket.recv_multipart()
-            reply = decoded(header, len(payloads))
-            if reply.id in (request_id, -1):
-                return reply, payloads
+            header, *payloads = received(self.socket)
+            for reply in wire.singles(decoded(header, len(payloads))):
+                if reply.id in (request_id, -1):
+                    return reply, payloads
         return None
+
+
+def received(socket: "zmq.Socket[bytes]", flags: int = 0) -> list[bytes]:
+    """The frames of the next message; large ones are views of ZeroMQ's own memory, which is theirs alone."""
+    frames: list[bytes] = []
+    more = True
+    while more:
+        frame = socket.recv(flags, copy=False)
+        more = frame.more
+        frames.append(frame.bytes if len(frame) < VIEW_BYTES else cast(bytes, frame.buffer))
+    return frames
 
 
 def raise_refusal(handshakes: Handshakes) -> None:
@@ -235,7 +247,7 @@ def decoded(header: bytes, payloads: int) -> wire.AnyReply:
         raise BrokerError(f"the broker's answer cannot be read: {error}") from error
 
 
-def checked(reply: wire.AnyReply, expected: type[R]) -> R:
+def checked(reply: wire.SingleReply, expected: type[R]) -> R:
     """The reply as `expected`; raises BrokerError when it is a refusal or something else."""
     if isinstance(reply, wire.Refused):
         raise BrokerError(reply.reason)

@@ -50,15 +50,15 @@ class RunInfo(msgspec.Struct, frozen=True):
     max_lease_s: float = 3600.0  # no heartbeat renews a lease beyond this
 
 
-class Lease(msgspec.Struct, frozen=True):
+class Lease(msgspec.Struct, frozen=True, gc=False):
     task: Task
     token: str
     attempt: int  # 1 for the first
     lease_s: float  # seconds until the deadline, renewed by each heartbeat
 
 
-class StoredGroup(msgspec.Struct, frozen=True):
-    """A ready group: meta for bookkeeping, payload = encoded common.rollouts.Group."""
+class StoredGroup(msgspec.Struct, frozen=True, gc=False):
+    """A ready group: meta for bookkeeping, payload = encoded common.rollouts.Group, bytes or a view of bytes."""
 
     serial: int
     node_id: str

@@ -18,6 +18,7 @@ from broker.contract import BrokerEvent, RunInfo
 from broker.event_log import EventLog
 from broker.server import BrokerServer
 from broker.state import DeliveryState
+from common.allocator import keep_freed_memory
 from common.config import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
 from common.lifecycle import alive
@@ -41,6 +42,7 @@ def run_broker(config: Config, config_json: bytes) -> int:
     Raises:
         UsageError: the address is refused or in use, or this run has a living broker.
     """
+    keep_freed_memory(one_heap=True)
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     refuse_second_broker(run_dir, config.broker.credentials)

@@ -18,6 +18,7 @@ from broker import wire
 from broker.addresses import reachable
 from broker.gate import Gate
 from broker.handlers import Handlers
+from broker.outbox import Outbox
 from broker.parked import ParkedLease, ParkedTake
 from broker.sockets import bind_router, frame_limit
 from broker.state import DeliveryState
@@ -26,6 +27,7 @@ from common.credentials import Identity
 logger = logging.getLogger(__name__)
 
 BATCH_MESSAGES = 512  # read in one turn
+FLUSH_MESSAGES = 64  # after so many, what was answered so far goes out
 TICK_S = 1.0
 FLUSH_MS = 1000  # for the last replies at the end
 HOLD_FRAME_BYTES = 16 << 10  # smaller payloads are copied out of ZeroMQ's receive buffer, which they would pin
@@ -73,6 +75,7 @@ class BrokerServer:
         self.address = reachable(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
         state.address = self.address
         self._handlers = Handlers(state)
+        self._outbox = Outbox(self._router, self._undelivered)
         self._remembered: OrderedDict[tuple[bytes, int], wire.Reply] = OrderedDict()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -100,6 +103,7 @@ class BrokerServer:
             self._serve_parked()
             for parked in self._handlers.parked.everything():
                 self._answer_empty(parked)
+            self._outbox.flush()
         finally:
             self._router.close(linger=FLUSH_MS)
             self._gate.close()
@@ -119,6 +123,7 @@ class BrokerServer:
         if ticking:
             self._next_tick = now + TICK_S
             self._gate.tick()
+        self._outbox.flush()
         self._on_tick()
 
     def _timeout_ms(self) -> int:
@@ -128,7 +133,9 @@ class BrokerServer:
 
     def _read_all(self) -> bool:
         """Handle up to BATCH_MESSAGES; returns whether nothing is left."""
-        for _ in range(BATCH_MESSAGES):
+        for number in range(1, BATCH_MESSAGES + 1):
+            if number % FLUSH_MESSAGES == 0:
+                self._outbox.flush()
             try:
                 client, sender = self._gate.receive(self._router)
             except zmq.Again:
@@ -192,17 +199,13 @@ class BrokerServer:
         payloads = self._handlers.payloads(reply)
         if _must_not_repeat(reply):
             self._remember((client, reply.id), reply)
-        flags = zmq.NOBLOCK
-        try:
-            self._router.send(client, flags | zmq.SNDMORE)
-            self._router.send(wire.encode(reply), flags | zmq.SNDMORE if payloads else flags)
-            for i, payload in enumerate(payloads, 1):
-                self._router.send(payload, flags | zmq.SNDMORE if i < len(payloads) else flags, copy=False)
-        except zmq.ZMQError as error:
-            logger.debug("no answer to a client that is gone: %s", error)
-            self._remembered.pop((client, reply.id), None)
-            if isinstance(reply, wire.Leased):
-                self._handlers.undo_leases(reply)
+        self._outbox.put(client, reply, payloads)
+
+    def _undelivered(self, client: bytes, reply: wire.Reply) -> None:
+        logger.debug("no answer to a client that is gone: %s", type(reply).__name__)
+        self._remembered.pop((client, reply.id), None)
+        if isinstance(reply, wire.Leased):
+            self._handlers.undo_leases(reply)
 
     def _remember(self, key: tuple[bytes, int], reply: wire.Reply) -> None:
         self._remembered[key] = reply

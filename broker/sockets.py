@@ -11,6 +11,7 @@ from broker.curve import CurveServer, Handshakes, secure_client
 from common.credentials import Credential
 from common.errors import UsageError
 
+COPY_BYTES = 256 << 10  # up to here copying a frame costs less than telling pyzmq's own thread when it was sent
 HEADER_BYTES_FLOOR = 1 << 20  # a header may always be this large
 
 
@@ -64,6 +65,7 @@ def connect_dealer(
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.ROUTING_ID, identity)
     dealer.setsockopt(zmq.IMMEDIATE, 1)
+    dealer.copy_threshold = COPY_BYTES
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     dealer.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)

@@ -2,7 +2,8 @@
 
 The header is MessagePack of one of the tagged structs below; payloads (encoded groups) are frames of their
 own that the broker neither decodes nor copies. Every request has an id that its reply repeats; a client that
-hears nothing sends the same request again with the same id, so requests are idempotent or remembered.
+hears nothing sends the same request again with the same id, so requests are idempotent or remembered. Replies without
+payloads that a client gets at the same time come in one message, a Batch.
 Structs are keyed; fields are only appended and have defaults; SCHEMA changes when an old reader would go wrong.
 """
 
@@ -42,7 +43,7 @@ class WireError(ValueError):
         self.request_id = request_id
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     id: int
     schema: int = SCHEMA
 
@@ -167,7 +168,7 @@ AnyRequest = (
 )
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class Reply(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     id: int
     schema: int = SCHEMA
 
@@ -192,7 +193,7 @@ class Offered(Reply, frozen=True, kw_only=True, tag="offered"):
     new: int
 
 
-class TakenGroup(msgspec.Struct, frozen=True):
+class TakenGroup(msgspec.Struct, frozen=True, gc=False):
     serial: int
     node_id: str
     meta: GroupMeta
@@ -232,7 +233,7 @@ class EventsReply(Reply, frozen=True, kw_only=True, tag="events"):
     events: list[BrokerEvent]
 
 
-AnyReply = (
+SingleReply = (
     Refused
     | Done
     | Attached
@@ -246,6 +247,15 @@ AnyReply = (
     | LedgerReply
     | EventsReply
 )
+
+
+class Batch(Reply, frozen=True, kw_only=True, tag="batch"):
+    """Several replies without payloads to one client, `id` -1."""
+
+    replies: list[SingleReply]
+
+
+AnyReply = SingleReply | Batch
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -287,6 +297,11 @@ def decode_reply(header: bytes | memoryview, payloads: int) -> AnyReply:
     if payloads != expected:
         raise WireError(f"{type(reply).__name__} came with {payloads} payload frames, not {expected}", reply.id)
     return reply
+
+
+def singles(reply: AnyReply) -> "list[SingleReply]":
+    """The replies that a message brought."""
+    return reply.replies if isinstance(reply, Batch) else [reply]
 
 
 def _decode(header: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:

@@ -10,7 +10,7 @@ DTYPES = {
 _ITEM_BYTES = {name: kind.itemsize for name, kind in DTYPES.items()}
 
 
-class Array(msgspec.Struct, frozen=True):
+class Array(msgspec.Struct, frozen=True, gc=False):
     """A one-dimensional array.
 
     Attributes:

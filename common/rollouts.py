@@ -12,7 +12,7 @@ from common.bounds import Finite, Tally, Version
 SCHEMA_VERSION = 1
 
 
-class Task(msgspec.Struct, frozen=True):
+class Task(msgspec.Struct, frozen=True, gc=False):
     """One prompt to be rolled out `group_size` times.
 
     Attributes:
@@ -30,14 +30,14 @@ class Task(msgspec.Struct, frozen=True):
     epoch: int = 0
 
 
-class VersionRun(msgspec.Struct, frozen=True):
+class VersionRun(msgspec.Struct, frozen=True, gc=False):
     """Tokens from index `start` (into the sample's tokens) up to the next run were sampled by `version`."""
 
     start: int
     version: int
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True, gc=False):
     """One episode, token by token.
 
     Attributes:
@@ -77,7 +77,7 @@ class Sample(msgspec.Struct, frozen=True):
         return out
 
 
-class Group(msgspec.Struct, frozen=True):
+class Group(msgspec.Struct, frozen=True, gc=False):
     """All samples of one task, as sent by the node that rolled it out."""
 
     serial: int
@@ -85,7 +85,7 @@ class Group(msgspec.Struct, frozen=True):
     schema_version: int = SCHEMA_VERSION
 
 
-class GroupMeta(msgspec.Struct, frozen=True):
+class GroupMeta(msgspec.Struct, frozen=True, gc=False):
     """What the broker and the ledger know of a group without decoding it.
 
     Attributes:

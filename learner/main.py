@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from broker.connect import Access, BrokerConnection, connect
+from common.allocator import keep_freed_memory
 from common.config import Config
 from common.config_checks import check_config, fixed_address, resolve_paths
 from common.config_loading import load_config
@@ -158,6 +159,7 @@ def run(arguments: Sequence[str]) -> int:
     check_config(config, str(words.config))
     run_dir = RunDir(config.run.dir)
     process = RankProcess.start("learner", run_dir, config.learner.threads, config.telemetry.log_level)
+    keep_freed_memory()
     parts = prepare_lead(config, run_dir, words.broker) if process.is_lead else None
     try:
         state = train(config, run_dir, process, parts)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from broker.connect import Access, NodeConnection, connect_node
 from broker.contract import RunInfo
+from common.allocator import keep_freed_memory
 from common.config import Config
 from common.credentials import load_credential
 from common.errors import EXIT_DONE, BrokerUnreachable, SlipstreamError, UsageError
@@ -49,6 +50,7 @@ def run_node(config: Config, broker_address: str, node_id: str | None = None) ->
         UsageError: nobody answers at the address, or the environment cannot be used.
         SlipstreamError: the engine or the broker was lost; the message says why.
     """
+    keep_freed_memory()
     return asyncio.run(_serve(config, broker_address, node_id or f"{socket.gethostname()}-{os.getpid()}"))
 
 

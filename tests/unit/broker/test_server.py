@@ -208,7 +208,7 @@ def test_an_answer_read_between_a_cancellation_and_the_cancelled_tasks_turn_is_h
             await asyncio.sleep(0.1)
             waiting.cancel()
             offer(address, 2)  # blocks this loop, so that the cancelled task cannot run yet
-            eventually(lambda: (node._read(), node._calls)[1] == {})  # what the loop would do
+            eventually(lambda: (node._read(), node._calls.by_id)[1] == {})  # what the loop would do
             await asyncio.gather(waiting, return_exceptions=True)
             assert [le.task.serial for le in await node.lease("n0", 0, 4, 5)] == [0, 1]
 

@@ -1,0 +1,82 @@
+"""Replies on their way out: what goes together, what does not, and what becomes of those for clients that are gone."""
+
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from broker import wire
+from broker.outbox import Outbox
+
+
+class Ends:
+    """A router with an outbox and two clients, connected in this process."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self.router = context.socket(zmq.ROUTER)
+        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.router.bind("inproc://outbox")
+        self.undelivered: list[tuple[bytes, wire.Reply]] = []
+        self.outbox = Outbox(self.router, lambda client, reply: self.undelivered.append((client, reply)))
+        self.clients: dict[bytes, zmq.Socket[bytes]] = {}
+        for name in (b"a", b"b"):
+            client = self.clients[name] = context.socket(zmq.DEALER)
+            client.setsockopt(zmq.ROUTING_ID, name)
+            client.connect("inproc://outbox")
+            client.send(b"here I am")
+            self.router.recv_multipart()
+
+    def messages(self, name: bytes) -> list[tuple[wire.AnyReply, list[bytes]]]:
+        """All that a client got."""
+        found: list[tuple[wire.AnyReply, list[bytes]]] = []
+        while self.clients[name].poll(50):
+            header, *payloads = self.clients[name].recv_multipart()
+            found.append((wire.decode_reply(header, len(payloads)), payloads))
+        return found
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with zmq.Context() as context:
+        made = Ends(context)
+        yield made
+        for socket in (made.router, *made.clients.values()):
+            socket.close(0)
+
+
+def test_small_replies_to_one_client_go_in_one_message_in_order(ends: Ends) -> None:
+    replies = [wire.Completed(id=i, accepted=True) for i in range(5)]
+    for reply in replies:
+        ends.outbox.put(b"a", reply)
+    assert ends.messages(b"a") == []
+    ends.outbox.flush()
+    (message,) = ends.messages(b"a")
+    assert message == (wire.Batch(id=-1, replies=replies), [])
+    assert wire.singles(message[0]) == replies
+
+
+def test_a_single_reply_is_not_wrapped_and_clients_are_not_mixed(ends: Ends) -> None:
+    ends.outbox.put(b"a", wire.Done(id=1))
+    ends.outbox.put(b"b", wire.Done(id=2))
+    ends.outbox.flush()
+    assert ends.messages(b"a") == [(wire.Done(id=1), [])]
+    assert ends.messages(b"b") == [(wire.Done(id=2), [])]
+
+
+def test_what_has_payloads_goes_at_once(ends: Ends) -> None:
+    meta = wire.GroupMeta(0, 0, 0.5, 4)
+    taken = wire.Taken(id=1, groups=[wire.TakenGroup(i, "n0", meta) for i in range(2)])
+    ends.outbox.put(b"a", wire.Done(id=0))
+    ends.outbox.put(b"a", taken, [b"first", b"second"])
+    assert ends.messages(b"a") == [(taken, [b"first", b"second"])]
+
+
+def test_every_reply_to_a_client_that_is_gone_is_told_once(ends: Ends) -> None:
+    for i in range(3):
+        ends.outbox.put(b"gone", wire.Done(id=i))
+    ends.outbox.put(b"a", wire.Done(id=9))
+    ends.outbox.flush()
+    assert ends.undelivered == [(b"gone", wire.Done(id=i)) for i in range(3)]
+    assert ends.messages(b"a") == [(wire.Done(id=9), [])]
+    ends.outbox.flush()
+    assert len(ends.undelivered) == 3
