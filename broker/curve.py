@@ -149,6 +149,7 @@ class Handshakes:
         socket.monitor(place, _OUTCOMES)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shadow=cast(Any, socket).context.underlying)
         self._events = context.socket(zmq.PAIR)  # never an asyncio one
+        self._events.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's own thread
         self._events.connect(place)
         self._broken = 0
         self._refusal = ""

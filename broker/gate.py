@@ -5,7 +5,9 @@ from typing import Any
 
 import zmq
 
+from broker import floods
 from broker.curve import CurveServer, KeyRing
+from broker.floods import FloodGuard
 from broker.refusals import Denied, Refusals
 from broker.roles import Roles
 from broker.state import DeliveryState
@@ -38,15 +40,24 @@ class Gate:
         self.refusals = Refusals(state, quarantine)
         self.curve: CurveServer | None = None
         self._roles = Roles(state.node_alive)
+        self._state = state
+        self._floods: FloodGuard | None = None
         if credentials is not None:
             self.curve = CurveServer(context, load_server(credentials), KeyRing(credentials, ROLES))
 
+    def watch(self, router: "zmq.Socket[bytes]", max_message_bytes: int) -> None:
+        """From now on cut off who sends messages without an end; right after the socket was bound."""
+        self._floods = FloodGuard(router, max(floods.UNEXPLAINED_BYTES, 2 * max_message_bytes))
+
     def receive(self, router: "zmq.Socket[bytes]") -> tuple[bytes, Identity | None]:
         """The first frame of the next message: its connection, and whose it is. Raises zmq.Again."""
-        if self.curve is None:
+        alert = self._floods is not None and self._floods.alert
+        if self.curve is None and not alert:
             return router.recv(zmq.NOBLOCK), None
         frame = router.recv(zmq.NOBLOCK, copy=False)
-        return frame.bytes, self.curve.sender(frame)
+        if alert and self._floods is not None:
+            self._floods.heard(frame)
+        return frame.bytes, self.curve.sender(frame) if self.curve is not None else None
 
     def check(self, sender: Identity | None, request: AnyRequest) -> None:
         """Raise Denied when `sender` may not make this request."""
@@ -57,11 +68,15 @@ class Gate:
             raise Denied(reason, request.id)
 
     def tick(self) -> None:
-        """About once a second: see whether keys were added or revoked."""
+        """About once a second: see whether keys were added or revoked, and whether memory is short."""
+        if self._floods is not None:
+            self._floods.tick(self._state.tasks.bytes_held)
         if self.curve is not None:
             self.curve.ring.refresh()
 
     def close(self) -> None:
         """After the socket was closed, before the context is."""
+        if self._floods is not None:
+            self._floods.close()
         if self.curve is not None:
             self.curve.close()

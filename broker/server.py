@@ -72,6 +72,7 @@ class BrokerServer:
                 gate.close()
             self._context.term()
             raise
+        gate.watch(self._router, max_message_bytes)
         self.address = reachable(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
         state.address = self.address
         self._handlers = Handlers(state)

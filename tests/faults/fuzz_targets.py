@@ -9,10 +9,12 @@ from pathlib import Path
 
 import msgspec
 
+from broker import floods
 from broker.main import run_broker
 from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
 
 MAX_MESSAGE_BYTES = 1 << 20
+floods.UNEXPLAINED_BYTES = 48 << 20
 
 
 def broker(run_dir: str, credentials: str | None) -> int:

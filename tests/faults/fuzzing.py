@@ -4,6 +4,7 @@ import contextlib
 import random
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -191,4 +192,24 @@ def send_all(socket_: "zmq.Socket[bytes]", many: Iterator[Frames]) -> int:
             sent += 1
         while socket_.poll(0):
             socket_.recv_multipart()
+    return sent
+
+
+def endless_message(port: int, most_bytes: int) -> int:
+    """One message with ever more frames, until the other side cuts it off; returns the bytes that went out."""
+    frame = b"\x03" + struct.pack(">Q", 1 << 16) + bytes(1 << 16)
+    sent = 0
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(GREETING)
+        connection.recv(64, socket.MSG_WAITALL)
+        connection.sendall(b"\x04" + bytes([len(READY)]) + READY)
+        connection.recv(1)
+        try:
+            while sent < most_bytes:
+                connection.sendall(frame)
+                sent += len(frame)
+                if sent % (64 * len(frame)) == 0:
+                    time.sleep(0.1)  # some 40 MB a second
+        except OSError:
+            pass
     return sent

@@ -1,0 +1,127 @@
+"""Cuts off whoever sends a message that never ends.
+
+ZeroMQ limits the size of a frame and the number of waiting messages, but not the number of frames of one message: it
+collects them in memory until the last one has come, which a hostile sender never sends. So the broker watches its own
+memory. When it grows beyond what the held groups explain, connections from which nothing complete arrives any more
+are closed, those that brought the most bytes first. An innocent one among them reconnects and repeats its request.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+logger = logging.getLogger(__name__)
+
+UNEXPLAINED_BYTES = 512 << 20  # or twice broker.max_message_bytes
+PATIENCE_S = 3.0  # nodes and learners that live say something more often
+CUT_AT_ONCE = 16
+LEAST_BYTES = 1 << 20  # received by a connection that is worth closing
+_RECEIVED_AT = 128  # tcpi_bytes_received in Linux's struct tcp_info
+
+
+class FloodGuard:
+    """Watches the connections of one bound socket; belongs to its thread.
+
+    Args:
+        router: the socket; it must outlive no call of this.
+        allowed_bytes: of this process's own memory, beyond what it has now and what is explained.
+        resident: bytes of this process's own memory.
+    """
+
+    def __init__(
+        self, router: "zmq.Socket[bytes]", allowed_bytes: int, resident: Callable[[], int] | None = None
+    ) -> None:
+        self._resident = resident or own_memory
+        self._limit = self._resident() + allowed_bytes
+        self._since: float | None = None  # of an alert, monotonic seconds
+        self._heard: set[int] = set()  # connections that completed a message during the alert
+        self._connections: set[int] = set()  # file descriptors
+        place = f"inproc://connections-{secrets.token_hex(8)}"
+        router.monitor(place, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shadow=cast(Any, router).context.underlying)
+        self._events = context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's own thread
+        self._events.connect(place)
+
+    @property
+    def alert(self) -> bool:
+        """Whether `heard` wants to know of every message."""
+        return self._since is not None
+
+    def heard(self, frame: zmq.Frame) -> None:
+        """A complete message came."""
+        with contextlib.suppress(zmq.ZMQError, KeyError, ValueError):
+            self._heard.add(int(str(frame.get("__fd"))))
+
+    def tick(self, explained_bytes: int) -> None:
+        """About once a second; `explained_bytes` are held with good reason."""
+        self._follow()
+        if self._resident() - explained_bytes > self._limit:
+            give_free_memory_back()  # what a flood has left behind is free, but still counted
+        if self._resident() - explained_bytes <= self._limit:
+            self._since = None
+            return
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+            self._heard.clear()
+        elif now - self._since >= PATIENCE_S:
+            self._cut()
+
+    def close(self) -> None:
+        """After the socket was closed."""
+        self._events.close(linger=0)
+
+    def _follow(self) -> None:
+        while self._events.poll(0):
+            message = cast("dict[str, Any]", recv_monitor_message(self._events, zmq.NOBLOCK))
+            if message["event"] == zmq.EVENT_ACCEPTED:
+                self._connections.add(int(message["value"]))
+            else:
+                self._connections.discard(int(message["value"]))
+
+    def _cut(self) -> None:
+        silent = [(received_bytes(fd), fd) for fd in self._connections - self._heard]
+        worst = sorted((found for found in silent if found[0] >= LEAST_BYTES), reverse=True)[:CUT_AT_ONCE]
+        for received, fd in worst:
+            logger.warning("cut a connection that brought %d bytes and no end of a message; memory is short", received)
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        if not worst:
+            logger.debug("memory has grown, and no connection explains it")
+
+
+def received_bytes(fd: int) -> int:
+    """Bytes that a TCP connection has received so far; 0 for anything else."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    except OSError:
+        return 0
+    return struct.unpack_from("=Q", info, _RECEIVED_AT)[0] if len(info) >= _RECEIVED_AT + 8 else 0
+
+
+def own_memory() -> int:
+    """Resident bytes of this process that it shares with no file; 0 where that cannot be known."""
+    try:
+        fields = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return 0
+    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_free_memory_back() -> None:
+    """Let the C library return pages that nothing uses, also those between others; does nothing where it cannot."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,155 @@
+"""When the broker's memory grows without reason: who is cut off, and who is not."""
+
+import itertools
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import zmq
+
+from broker import floods
+from broker.floods import FloodGuard, own_memory, received_bytes
+
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
+FRAME = b"\x03" + struct.pack(">Q", 1 << 16) + bytes(1 << 16)  # another one follows
+MIB = 1 << 20
+
+
+class Rig:
+    """A bound ROUTER under guard, and the memory that the guard believes in."""
+
+    def __init__(self, router: "zmq.Socket[bytes]") -> None:
+        self.router = router
+        self.memory = 100 * MIB
+        self.guard = FloodGuard(router, 50 * MIB, lambda: self.memory)
+        self.port = router.bind_to_random_port("tcp://127.0.0.1")
+
+    def read(self) -> None:
+        while self.router.poll(0):
+            first = self.router.recv(copy=False)
+            if self.guard.alert:
+                self.guard.heard(first)
+            while self.router.getsockopt(zmq.RCVMORE):
+                self.router.recv()
+
+    def connect(self, size: int) -> socket.socket:
+        """A client that has sent `size` bytes of a message without an end."""
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        client.sendall(GREETING)
+        client.recv(64, socket.MSG_WAITALL)
+        client.sendall(b"\x04" + bytes([len(READY)]) + READY)
+        client.recv(len(READY), socket.MSG_WAITALL)
+        for _ in range(-(-size // len(FRAME))):
+            client.sendall(FRAME)
+        self.guard.tick(0)
+        eventually(lambda: sum(map(received_bytes, self.guard._connections)) >= size)
+        return client
+
+
+@contextmanager
+def rigged() -> Iterator[Rig]:
+    with zmq.Context() as context:
+        router = context.socket(zmq.ROUTER)
+        rig = Rig(router)
+        try:
+            yield rig
+        finally:
+            router.close(linger=0)
+            rig.guard.close()
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.02)
+
+
+def is_cut(client: socket.socket) -> bool:
+    client.settimeout(0.3)
+    try:
+        while data := client.recv(1 << 16):
+            assert data
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floods, "PATIENCE_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_whoever_sends_a_message_without_an_end_is_cut_off_when_memory_grows_and_others_are_not() -> None:
+    with rigged() as rig, rig.connect(8 * MIB) as hostile, rig.connect(0) as small, zmq.Context() as context:
+        good = context.socket(zmq.DEALER)
+        good.connect(f"tcp://127.0.0.1:{rig.port}")
+        good.send(bytes(4 * MIB))
+        eventually(lambda: rig.router.poll(0))
+        rig.read()
+        rig.memory = 200 * MIB
+        rig.guard.tick(0)
+        assert rig.guard.alert
+        good.send(b"a sign of life")
+        eventually(lambda: rig.router.poll(0))
+        rig.read()
+        rig.guard.tick(0)
+        assert is_cut(hostile)
+        assert not is_cut(small)
+        good.send(b"still here")
+        assert rig.router.poll(5000)
+        good.close(linger=0)
+        rig.memory = 120 * MIB
+        rig.guard.tick(0)
+        assert not rig.guard.alert
+        assert len(rig.guard._connections) <= 2
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_memory_that_held_groups_explain_cuts_nobody_off() -> None:
+    with rigged() as rig, rig.connect(4 * MIB) as client:
+        rig.memory = 1000 * MIB
+        for _ in range(3):
+            rig.guard.tick(900 * MIB)
+        assert not rig.guard.alert
+        assert not is_cut(client)
+
+
+def test_an_alert_waits_a_while_for_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count(100.0, 1.0)
+    monkeypatch.setattr(floods.time, "monotonic", lambda: next(now))
+    with rigged() as rig:
+        client = rig.connect(0)
+        cuts: list[int] = []
+        monkeypatch.setattr(rig.guard, "_cut", lambda: cuts.append(1))
+        rig.memory = 200 * MIB
+        for _ in range(3):
+            rig.guard.tick(0)
+        assert cuts == []
+        rig.guard.tick(0)
+        assert cuts == [1]
+        client.close()
+
+
+def test_memory_and_received_bytes_are_those_of_this_process_and_of_a_connection() -> None:
+    before = own_memory()
+    ballast = b"x" * (64 * MIB)
+    assert own_memory() - before > 32 * MIB
+    del ballast
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+        server.accept()[0] as accepted,
+    ):
+        client.sendall(bytes(1000))
+        eventually(lambda: received_bytes(accepted.fileno()) == 1000)
+    with open("/dev/null", "rb") as no_socket:
+        assert received_bytes(no_socket.fileno()) == 0
