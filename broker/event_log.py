@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from broker.contract import BrokerEvent
 
@@ -13,35 +13,39 @@ RING_EVENTS = 4096
 
 
 class EventLog:
-    """Numbers events and keeps the newest RING_EVENTS; `sink`, when given, sees every one.
+    """Numbers events and keeps the newest RING_EVENTS; `sink`, when given, sees every new one.
 
-    An event is told, never needed: a sink that cannot write (OSError, a full disk) disturbs nobody. How many it missed
-    is said by an event `events_unwritten` before the next one that it takes.
+    `earlier` are the newest events of a broker whose work goes on here. An event is told, never needed: a sink that
+    cannot write (OSError, a full disk) disturbs nobody. How many it missed is said by an event `events_unwritten`
+    before the next one that it takes.
     """
 
     def __init__(
-        self, sink: Callable[[BrokerEvent], None] | None = None, wall_clock: Callable[[], float] = time.time
+        self,
+        sink: Callable[[BrokerEvent], None] | None = None,
+        wall_clock: Callable[[], float] = time.time,
+        earlier: Sequence[BrokerEvent] = (),
     ) -> None:
         self._sink = sink
         self._wall_clock = wall_clock
-        self._ring: deque[BrokerEvent] = deque(maxlen=RING_EVENTS)
-        self._next_index = 0
+        self._ring: deque[BrokerEvent] = deque(earlier, maxlen=RING_EVENTS)
+        self.next_index = earlier[-1].index + 1 if earlier else 0
         self._unwritten = 0
 
     def add(self, kind: str, **detail: str | int | float) -> None:
         """Record that `kind` happened now."""
         if self._sink is not None and self._unwritten:
-            missed = BrokerEvent(self._next_index, self._wall_clock(), "events_unwritten", {"count": self._unwritten})
+            missed = BrokerEvent(self.next_index, self._wall_clock(), "events_unwritten", {"count": self._unwritten})
             if self._write(missed):
                 self._keep(missed)
                 self._unwritten = 0
-        event = BrokerEvent(index=self._next_index, time_s=self._wall_clock(), kind=kind, detail=detail)
+        event = BrokerEvent(index=self.next_index, time_s=self._wall_clock(), kind=kind, detail=detail)
         self._keep(event)
         if self._sink is not None and (self._unwritten or not self._write(event)):
             self._unwritten += 1
 
     def _keep(self, event: BrokerEvent) -> None:
-        self._next_index += 1
+        self.next_index += 1
         self._ring.append(event)
 
     def _write(self, event: BrokerEvent) -> bool:
@@ -56,7 +60,7 @@ class EventLog:
 
     def after(self, index: int) -> list[BrokerEvent]:
         """Events with a greater index that the ring still holds, oldest first."""
-        newest = self._next_index - 1
+        newest = self.next_index - 1
         if index >= newest:
             return []
         return [e for e in self._ring if e.index > index]

@@ -9,6 +9,7 @@ import zmq
 from broker import wire
 from broker.parked import ParkedLease, ParkedTake, ParkingLot
 from broker.state import DeliveryState
+from broker.store.payloads import StoredPayload
 from common.errors import BrokerError
 
 MAX_WAIT_S = 60.0
@@ -79,10 +80,11 @@ class Handlers:
         return served
 
     def payloads(self, reply: wire.Reply) -> list[Payload]:
-        """The payload frames that go with a reply."""
+        """The payload frames that go with a reply. Raises PayloadUnreadable, a BrokerError."""
         if not isinstance(reply, wire.Taken) or not reply.groups:
             return []
-        return [cast(Payload, self._state.tasks.living[group.serial].payload) for group in reply.groups]
+        found = [self._state.tasks.living[group.serial].payload for group in reply.groups]
+        return [p.read() if isinstance(p, StoredPayload) else cast(Payload, p) for p in found]
 
     def undo_leases(self, reply: wire.Leased) -> None:
         """Leases whose holder never heard of them."""

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 import signal
 import threading
 import time
@@ -15,7 +14,7 @@ import msgspec
 
 from broker.connect import Access, connect
 from broker.contract import BrokerEvent, RunInfo
-from broker.event_log import EventLog
+from broker.memories import bind, open_memory
 from broker.server import BrokerServer
 from broker.state import DeliveryState
 from common.allocator import keep_freed_memory
@@ -36,11 +35,12 @@ def run_broker(config: Config, config_json: bytes) -> int:
     """Serve the run until SIGTERM or SIGINT; returns the exit code.
 
     RUN/broker.json exists while the broker listens. RUN/events.jsonl grows by one line per event.
-    RUN/ledger.json and RUN/status.json are written every few seconds and at the end; the ledger of an
-    earlier broker of the run is kept beside it.
+    RUN/ledger.json and RUN/status.json are written every few seconds and at the end. What RUN/store holds is taken up
+    again (docs/delivery.md); without one, the ledger of an earlier broker of the run is kept beside the new one.
 
     Raises:
-        UsageError: the address is refused or in use, or this run has a living broker.
+        UsageError: the address is refused or in use, this run has a living broker, or its store is damaged.
+        StoreFailed: the disk refuses what has to be kept.
     """
     keep_freed_memory(one_heap=True)
     run_dir = Path(config.run.dir)
@@ -51,33 +51,23 @@ def run_broker(config: Config, config_json: bytes) -> int:
         def write_event(event: BrokerEvent) -> None:
             events_file.write(msgspec.json.encode(event) + b"\n")
 
-        state = DeliveryState(
-            run_info(config, config_json),
-            time.monotonic,
-            lambda: secrets.token_hex(8),
-            EventLog(write_event),
-            os.getpid(),
-        )
-        snapshots = Snapshots(run_dir, state)
-        broker = config.broker
-        server = BrokerServer(
-            state,
-            broker.address,
-            broker.max_message_bytes,
-            snapshots.tick,
-            broker.credentials,
-            run_dir / QUARANTINE,
-        )
-        keep_former_ledger(run_dir)
-        here = BrokerFile(os.getpid(), server.address, time.time())
-        write_atomic(run_dir / "broker.json", msgspec.json.encode(here))
-        logger.info("broker of run %s listens on %s", config.run.name, server.address)
+        memory = open_memory(config, run_info(config, config_json), write_event)
         try:
-            with stopping_on_signals(server):
-                server.run()
+            snapshots = Snapshots(run_dir, memory.state)
+            server = bind(memory, config.broker, snapshots.tick, run_dir / QUARANTINE)
+            if not memory.recovered:
+                keep_former_ledger(run_dir)
+            here = BrokerFile(os.getpid(), server.address, time.time())
+            write_atomic(run_dir / "broker.json", msgspec.json.encode(here))
+            logger.info("broker of run %s listens on %s", config.run.name, server.address)
+            try:
+                with stopping_on_signals(server):
+                    server.run()
+            finally:
+                (run_dir / "broker.json").unlink(missing_ok=True)
+                snapshots.write()
         finally:
-            (run_dir / "broker.json").unlink(missing_ok=True)
-            snapshots.write()
+            memory.close()
     logger.info("broker of run %s has stopped", config.run.name)
     return EXIT_DONE
 

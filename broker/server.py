@@ -18,11 +18,14 @@ from broker import wire
 from broker.addresses import reachable
 from broker.gate import Gate
 from broker.handlers import Handlers
+from broker.held import PROMISES, Held, HeldReplies
+from broker.journal import Journal
 from broker.outbox import Outbox
 from broker.parked import ParkedLease, ParkedTake
 from broker.sockets import bind_router, frame_limit
 from broker.state import DeliveryState
 from common.credentials import Identity
+from common.errors import BrokerError
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ class BrokerServer:
         on_tick: called in every turn of the loop, at least about once a second.
         credentials: key folder; clients must then prove a key of it.
         quarantine: folder for the first messages that do not decode.
+        journal: of the state; None: nothing outlives this process, and no reply waits.
 
     `address` is what clients connect to.
 
@@ -58,6 +62,7 @@ class BrokerServer:
         on_tick: Callable[[], None] = lambda: None,
         credentials: str | None = None,
         quarantine: Path | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._state = state
         self._max_message_bytes = max_message_bytes
@@ -77,6 +82,8 @@ class BrokerServer:
         state.address = self.address
         self._handlers = Handlers(state)
         self._outbox = Outbox(self._router, self._undelivered)
+        self._journal = journal
+        self._held = HeldReplies(journal) if journal is not None else None
         self._remembered: OrderedDict[tuple[bytes, int], wire.Reply] = OrderedDict()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -96,6 +103,8 @@ class BrokerServer:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
+        if self._journal is not None:
+            poller.register(self._journal.fileno(), zmq.POLLIN)
         try:
             while not self._stopping:
                 poller.poll(self._timeout_ms())
@@ -104,6 +113,7 @@ class BrokerServer:
             self._serve_parked()
             for parked in self._handlers.parked.everything():
                 self._answer_empty(parked)
+            self._finish_journal()
             self._outbox.flush()
         finally:
             self._router.close(linger=FLUSH_MS)
@@ -124,8 +134,24 @@ class BrokerServer:
         if ticking:
             self._next_tick = now + TICK_S
             self._gate.tick()
-        self._outbox.flush()
         self._on_tick()
+        self._send_released()
+        self._outbox.flush()
+
+    def _send_released(self) -> None:
+        """The end of a turn: what was recorded goes to the disk, and replies go out whose records are there."""
+        if self._held is not None and self._journal is not None:
+            self._journal.noticed()
+            for held in self._held.end_turn():
+                self._outbox.put(held.client, held.reply, held.payloads)
+
+    def _finish_journal(self) -> None:
+        """The last promises: kept and sent, or not sent."""
+        if self._held is not None and self._journal is not None:
+            self._held.end_turn()
+            self._journal.close()
+            for held in self._held.released():
+                self._outbox.put(held.client, held.reply, held.payloads)
 
     def _timeout_ms(self) -> int:
         times = (self._next_tick, self._state.next_deadline(), self._handlers.parked.next_deadline())
@@ -176,7 +202,7 @@ class BrokerServer:
             logger.exception("%s failed", type(request).__name__)
             reply = wire.Refused(id=request.id, reason="internal error of the broker; its log has the details")
         if reply is not None:
-            self._send(client, reply)
+            self._send(client, reply, promised=isinstance(request, PROMISES))
 
     def _answer(self, client: bytes, request: wire.AnyRequest, payloads: list[bytes | zmq.Frame]) -> wire.Reply | None:
         reply, displaced = self._handlers.handle(client, request, payloads[0] if payloads else None)
@@ -186,7 +212,7 @@ class BrokerServer:
 
     def _serve_parked(self) -> None:
         for client, reply in self._handlers.serve_parked():
-            self._send(client, reply)
+            self._send(client, reply, promised=isinstance(reply, wire.Taken))
 
     def _answer_empty(self, parked: ParkedLease | ParkedTake) -> None:
         request = parked.request
@@ -195,12 +221,18 @@ class BrokerServer:
         else:
             self._send(parked.client, wire.Leased(id=request.id, leases=[]))
 
-    def _send(self, client: bytes, reply: wire.Reply) -> None:
-        """Answer without ever waiting; leases that cannot be delivered go back at once."""
-        payloads = self._handlers.payloads(reply)
+    def _send(self, client: bytes, reply: wire.Reply, promised: bool = False) -> None:
+        """Answer without ever waiting, but for a promise, which is held until it is durable."""
+        try:
+            payloads = self._handlers.payloads(reply)
+        except BrokerError as error:
+            reply, payloads = wire.Refused(id=reply.id, reason=str(error)), []
         if _must_not_repeat(reply):
             self._remember((client, reply.id), reply)
-        self._outbox.put(client, reply, payloads)
+        if promised and self._held is not None and not isinstance(reply, wire.Refused):
+            self._held.hold(Held(client, reply, payloads))
+        else:
+            self._outbox.put(client, reply, payloads)
 
     def _undelivered(self, client: bytes, reply: wire.Reply) -> None:
         logger.debug("no answer to a client that is gone: %s", type(reply).__name__)

@@ -42,6 +42,7 @@ class RunDir:
         self.run_json = self.path / "run.json"
         self.broker_json = self.path / "broker.json"
         self.status_json = self.path / "status.json"
+        self.store = self.path / "store"  # of the embedded broker
         self.ledger_json = self.path / "ledger.json"
         self.learner_json = self.path / "learner.json"
         self.metrics = self.path / "metrics.jsonl"

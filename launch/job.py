@@ -85,11 +85,13 @@ class Job:
         threads = config.rollout.threads
         learner_threads = config.learner.world_size * config.learner.threads
         plan = plan_cores(available_cores(), learner_threads, [threads] * len(self.nodes))
-        self.supervisor.start(self._spec("broker", ["broker"], log_path(logs, "broker", "0")))
+        restarts = config.run.max_restarts
+        broker = self._spec("broker", ["broker"], log_path(logs, "broker", "0"))
+        keeps = config.broker.durability != "memory"  # one that forgets could not take the others' work up again
+        self.supervisor.start(replace(broker, max_restarts=restarts if keeps else 0))
         if not self._await_broker(flag):
             return
         learner = self._spec("learner", ["learner"], log_path(logs, "learner", "0"))
-        restarts = config.run.max_restarts
         self.supervisor.start(replace(learner, cores=plan.learner, max_restarts=restarts))
         for name, cores in zip(self.nodes, plan.nodes, strict=True):
             node = self._spec(name, ["rollout", "--node-id", name], log_path(logs, "rollout", name))

@@ -19,12 +19,16 @@ from broker import waste
 from broker.async_client import AsyncBrokerClient
 from broker.client import BrokerClient
 from broker.contract import LearnerBroker, LearnerReport, NodeBroker, NodeReport, RunInfo, Waste
+from broker.durable_state import DurableState
 from broker.event_log import EventLog
+from broker.journal import Journal
 from broker.memory import MemoryBroker
+from broker.recovery import recover
 from broker.redis.async_client import AsyncRedisClient
 from broker.redis.client import RedisClient
 from broker.server import BrokerServer
 from broker.state import DeliveryState
+from broker.store.folder import StoreFolder, new_info
 from common.errors import BrokerError
 from common.redis_address import with_run
 from common.rollouts import GroupMeta, Task
@@ -87,7 +91,25 @@ def memory(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
 
 def zeromq(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
     state = DeliveryState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog())
-    server = BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20)
+    yield from served(BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20), runner)
+
+
+def zeromq_durable(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
+    """Acknowledged only after a sync; the segments are so small that snapshots are taken all the time."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = StoreFolder(Path(folder, "store"))
+        store.lock()
+        info = new_info(run.name)
+        journal = Journal(store, info.seed, "fsync", segment_bytes=1 << 12)
+
+        def make_state(recorder: Journal) -> DurableState:
+            return DurableState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog(), recorder, 2)
+
+        state, _ = recover(store, info, journal, make_state)
+        yield from served(BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, journal=journal), runner)
+
+
+def served(server: BrokerServer, runner: asyncio.Runner) -> Iterator[Backend]:
     thread = threading.Thread(target=server.run)
     thread.start()
     opened: list[Any] = []
@@ -145,7 +167,7 @@ def redis(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
                 runner.run(closing)
 
 
-BACKENDS = {"memory": memory, "zeromq": zeromq, "redis": redis}
+BACKENDS = {"memory": memory, "zeromq": zeromq, "zeromq_durable": zeromq_durable, "redis": redis}
 
 
 @pytest.fixture(params=sorted(BACKENDS))

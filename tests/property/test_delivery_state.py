@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,6 +19,10 @@ LEASE_S = 10.0
 MAX_LEASE_S = 25.0
 MAX_ATTEMPTS = 3
 PAYLOAD_BYTES = 100
+
+
+def payload(token: str) -> bytes:
+    return token.encode().ljust(PAYLOAD_BYTES, b".")
 
 
 class Delivery(RuleBasedStateMachine):
@@ -48,10 +53,13 @@ class Delivery(RuleBasedStateMachine):
             "r", "", groups_per_step, max_staleness, MAX_ATTEMPTS, LEASE_S, max_bytes, max_lease_s=MAX_LEASE_S
         )
         self.b = groups_per_step
-        self.state = DeliveryState(run, lambda: self.now, lambda: f"t{next(numbers)}", EventLog(wall_clock=lambda: 0))
+        self.state = self.new_state(run, lambda: f"t{next(numbers)}")
         self.state.attach(LearnerReport(1, 1, "training", 0))
         for node in NODES:
             self.state.register(NodeReport(node, next(self.pids), "h", "generating", 0))
+
+    def new_state(self, run: RunInfo, new_token: Callable[[], str]) -> DeliveryState:
+        return DeliveryState(run, lambda: self.now, new_token, EventLog(wall_clock=lambda: 0))
 
     @rule(count=st.integers(1, 12), again=st.integers(0, 3))
     def offer(self, count: int, again: int) -> None:
@@ -77,12 +85,12 @@ class Delivery(RuleBasedStateMachine):
         node, lease = held
         meta = GroupMeta(version_min=0, version_max=0, reward_mean=0.0, sampled_tokens=1)
         entry = self.state.tasks.leased.get(lease.token)
-        accepted = self.state.complete(node, lease.token, meta, lease.token, PAYLOAD_BYTES)
+        accepted = self.state.complete(node, lease.token, meta, payload(lease.token), PAYLOAD_BYTES)
         if entry is not None:
             assert accepted
             self.accepted[lease.task.serial] += 1
         if again:
-            assert self.state.complete(node, lease.token, meta, lease.token, PAYLOAD_BYTES) == accepted
+            assert self.state.complete(node, lease.token, meta, payload(lease.token), PAYLOAD_BYTES) == accepted
 
     @rule(held=leases)
     def complete_under_another_name(self, held: tuple[str, Lease]) -> None:

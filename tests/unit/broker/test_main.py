@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker import main
+from broker import main, memories
 from broker.client import BrokerClient
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport
 from broker.event_log import EventLog
@@ -42,7 +42,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[BrokerServer]:
             super().__init__(*arguments, **named)
             made.append(self)
 
-    monkeypatch.setattr(main, "BrokerServer", Remembered)
+    monkeypatch.setattr(memories, "BrokerServer", Remembered)
     return made
 
 

@@ -1,0 +1,219 @@
+"""A delivery state that can be written down and built again.
+
+`apply` does what a recorded move says; `capture` and `restore` do the same for all of it at once. Deadlines are the
+one thing that is not restored: every lease and every node gets a fresh one, since nobody knows how long the broker
+was away.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from broker import moves
+from broker.contract import RunInfo
+from broker.event_log import EventLog
+from broker.journaled import JournaledFleet, JournaledLearner, JournaledTable, Kept, Recorder
+from broker.state import REMEMBERED_TOKENS, DeliveryState
+from broker.store.frames import Location
+from broker.store.payloads import StoredPayload
+
+
+class DurableState(DeliveryState):
+    """See DeliveryState; moves go to `journal`."""
+
+    def __init__(
+        self,
+        run: RunInfo,
+        clock: Callable[[], float],
+        new_token: Callable[[], str],
+        events: EventLog,
+        journal: Recorder,
+        retain_steps: int,
+        pid: int = 0,
+        store_id: str = "",
+    ) -> None:
+        super().__init__(run, clock, new_token, events, pid, store_id=store_id)
+        self.table = JournaledTable(journal, retain_steps)
+        self.nodes = JournaledFleet(run.lease_s, journal)
+        self.reporter = JournaledLearner(journal)
+        self.tasks, self.fleet, self.learner = self.table, self.nodes, self.reporter
+
+    # ---------------------------------------------------------------- writing down
+
+    def marks(self) -> moves.Marks:
+        """The single values that were promised."""
+        return moves.Marks(self._first_step, self.committed_step)
+
+    def statistics(self) -> moves.Statistics:
+        """The counters."""
+        generated, wasted = self.nodes.past
+        return moves.Statistics(
+            next_event=self.event_log.next_index,
+            lease_expiries=self.lease_expiries,
+            stale_results=self.stale_results,
+            past_generated=generated,
+            past_wasted=wasted,
+            nodes={name: moves.NodeCounts(n.handed_in, dict(n.counted)) for name, n in self.fleet.nodes.items()},
+        )
+
+    def capture(self) -> "Captured":
+        """Everything as it is now, but for places in the store that are not known yet."""
+        return Captured(self)
+
+    @property
+    def accepted(self) -> list[tuple[str, str]]:
+        """(token, node) of accepted results, oldest first."""
+        return list(self._accepted.items())
+
+    # ---------------------------------------------------------------- building again
+
+    def restore(self, snapshot: moves.Snapshot, folder: Path, seed: int) -> None:
+        """Fill an empty state, but for the history."""
+
+        def stored(location: Location | None) -> StoredPayload | None:
+            return None if location is None else StoredPayload(folder, seed, location)
+
+        self.table.restore(snapshot, [stored(task.location) for task in snapshot.tasks])
+        for step, groups in snapshot.kept.items():
+            self.table.kept[step] = [
+                Kept(g.task, g.node_id, g.meta, g.filtered, StoredPayload(folder, seed, g.location)) for g in groups
+            ]
+        self._accepted.update(snapshot.accepted)
+        self.reporter.restore(snapshot.learner, snapshot.replaced_learners)
+        for node in snapshot.nodes:
+            self.nodes.join(node.report, self.clock()).has_leased = node.has_leased
+        self.apply(snapshot.marks, None)
+        self.apply(snapshot.statistics, None)
+
+    def apply(self, move: moves.AnyMove, stored: StoredPayload | None) -> None:
+        """Do what was recorded. Raises KeyError, IndexError or ValueError when it does not fit the state."""
+        table = self.table
+        if isinstance(move, moves.Offered):
+            table.add(move.task)
+        elif isinstance(move, moves.Leased):
+            self._apply_lease(move)
+        elif isinstance(move, moves.Accepted):
+            self._apply_accepted(move, stored)
+        elif isinstance(move, moves.HandedBack):
+            table.hand_back(table.leased[move.token])
+        elif isinstance(move, moves.Lost):
+            table.lose(table.leased[move.token], move.reason, move.max_attempts)
+        elif isinstance(move, moves.Taken):
+            if table.ready[: len(move.serials)] != move.serials:
+                raise ValueError(f"step {move.step} took {move.serials}, ready are {table.ready[: len(move.serials)]}")
+            table.take_oldest(move.step, len(move.serials))
+        elif isinstance(move, moves.Filtered):
+            table.filter(table.living[move.serial], move.most_replaced)
+        elif isinstance(move, moves.GivenUp):
+            table.give_up(table.living[move.serial])
+        elif isinstance(move, moves.Committed):
+            highest = max(table.steps, default=self.committed_step)
+            table.commit(move.step)
+            self.committed_step = max(self.committed_step, min(move.step, highest))
+        elif isinstance(move, moves.Marks):
+            self._first_step, self.committed_step = move.first_step, move.committed_step
+        else:
+            self._apply_about_others(move)
+
+    def ready_again(self) -> None:
+        """After the last move: leases and nodes begin anew, now."""
+        now = self.clock()
+        self.learner.seen(now)
+        for token, entry in self.table.leased.items():
+            entry.leased_at, entry.deadline = now, now + min(self.run.lease_s, self.run.max_lease_s)
+            self._lease_deadlines.add(token, entry.deadline)
+            node = self.fleet.nodes.get(entry.node)
+            if node is not None:
+                node.tokens.add(token)
+        self.lease_revision += 1
+
+    def _apply_lease(self, move: moves.Leased) -> None:
+        entry = self.table.lease_oldest(move.node, move.token, 0.0, 0.0)
+        if entry.serial != move.serial:
+            raise ValueError(f"task {move.serial} was leased, the oldest pending one is {entry.serial}")
+        if move.node in self.fleet.nodes:
+            self.fleet.nodes[move.node].has_leased = True
+
+    def _apply_accepted(self, move: moves.Accepted, stored: StoredPayload | None) -> None:
+        entry = self.table.leased[move.token]
+        if stored is None or stored.location is None:
+            raise ValueError(f"the group of task {entry.serial} has no payload")
+        self._accepted[move.token] = entry.node
+        self.table.accept(entry, move.meta, stored, stored.location.length)
+        if len(self._accepted) > REMEMBERED_TOKENS:
+            self._accepted.popitem(last=False)
+
+    def _apply_about_others(self, move: moves.AnyMove) -> None:
+        if isinstance(move, moves.Reported):
+            self.reporter.replay(move.report)
+        elif isinstance(move, moves.Joined):
+            self.nodes.join(move.report, self.clock()).tokens.clear()
+        elif isinstance(move, moves.Left):
+            self.nodes.leave(move.node_id)
+        elif isinstance(move, moves.Statistics):
+            self._apply_statistics(move)
+
+    def _apply_statistics(self, counts: moves.Statistics) -> None:
+        self.lease_expiries, self.stale_results = counts.lease_expiries, counts.stale_results
+        self.nodes.past = (counts.past_generated, dict(counts.past_wasted))
+        for name, counted in counts.nodes.items():
+            if name in self.fleet.nodes:
+                node = self.fleet.nodes[name]
+                node.handed_in, node.counted = counted.handed_in, dict(counted.counted)
+        self.event_log.next_index = max(self.event_log.next_index, counts.next_event)
+
+
+class Captured:
+    """A state as it was, on its way to a snapshot; made by the broker's loop, finished by the store's thread."""
+
+    def __init__(self, state: DurableState) -> None:
+        table = state.table
+        self._tasks = table.saved()
+        self._kept = {step: list(groups) for step, groups in table.kept.items()}
+        passed, groups, size = table.describe()
+        self.finished = [table.history.get(serial) for serial in table.finished]
+        table.finished = []
+        self._base = moves.Snapshot(
+            schema=moves.SCHEMA,
+            next_serial=table.next_serial,
+            tasks=[],
+            steps={step: list(serials) for step, serials in table.steps.items()},
+            replaced=dict(table.replaced),
+            passed=passed,
+            filtered=table.filtered,
+            accepted=state.accepted,
+            kept={},
+            learner=state.learner.report,
+            replaced_learners=state.reporter.replaced,
+            nodes=[moves.SavedNode(n.report, n.has_leased) for n in state.fleet.nodes.values()],
+            marks=state.marks(),
+            statistics=state.statistics(),
+            accepted_groups=groups,
+            accepted_bytes=size,
+        )
+
+    def snapshot(self, history_bytes: int) -> moves.Snapshot:
+        """The record, once all that was recorded before has been written."""
+        return msgspec.structs.replace(
+            self._base,
+            tasks=[
+                task if stored is None else msgspec.structs.replace(task, location=stored.location)
+                for task, stored in self._tasks
+            ],
+            kept={step: [_kept(group) for group in groups] for step, groups in self._kept.items()},
+            history_bytes=history_bytes,
+        )
+
+    def segments(self) -> set[int]:
+        """Numbers of the segments that hold a group which may still be wanted."""
+        stored = [s for _, s in self._tasks if s is not None] + [
+            k.stored for groups in self._kept.values() for k in groups
+        ]
+        return {s.location.segment for s in stored if s.location is not None}
+
+
+def _kept(group: Kept) -> moves.KeptGroup:
+    location = group.stored.location
+    assert location is not None
+    return moves.KeptGroup(group.task, group.node_id, group.meta, group.filtered, location)

@@ -1,0 +1,153 @@
+"""How records lie in a file: [head][body][payload], any number of them, then zeros up to the next block.
+
+    head: magic, bytes of body, bytes of payload, sequence number, synced, checksum of payload, checksum of the head
+    and the body
+
+`synced` is the sequence number up to which everything had been synced when this frame was written. That is what tells
+a torn tail, which nobody was promised, from damage to something older, which is an error. Checksums are xxh3, seeded
+per store, so that no payload can pass for a frame.
+"""
+
+import struct
+from collections.abc import Iterator
+from mmap import mmap
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+MAGIC = b"SLS1"
+BLOCK = 4096
+_FIELDS = struct.Struct("<4sIQQQQ")
+_DIGEST = struct.Struct("<Q")
+HEAD_BYTES = _FIELDS.size + _DIGEST.size
+
+Buffer = bytes | bytearray | memoryview | mmap
+
+
+class Location(msgspec.Struct, frozen=True):
+    """Where a payload is: number of the segment, byte offset, length, xxh3."""
+
+    segment: int
+    offset: int
+    length: int
+    checksum: int
+
+
+class Frame(NamedTuple):
+    """One record as it was found; `offset` is where its head begins."""
+
+    offset: int
+    seq: int
+    synced: int
+    body: bytes
+    payload_offset: int
+    payload_bytes: int
+    payload_checksum: int
+
+    @property
+    def end(self) -> int:
+        return self.payload_offset + self.payload_bytes
+
+
+class Scan(NamedTuple):
+    """Frames from the start of a file; `end` is where the good part ends, `torn` why it does, '' at the file's end."""
+
+    frames: list[Frame]
+    end: int
+    torn: str
+    damaged: bool  # what was torn had been synced
+
+
+def checksum(data: bytes | memoryview, seed: int) -> int:
+    """xxh3 of a payload."""
+    return xxhash.xxh3_64_intdigest(data, seed)
+
+
+def head(seq: int, synced: int, body: bytes, payload_bytes: int, payload_checksum: int, seed: int) -> bytes:
+    """The HEAD_BYTES that go before `body` and the payload."""
+    fields = _FIELDS.pack(MAGIC, len(body), payload_bytes, seq, synced, payload_checksum)
+    return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields + body, seed))
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to whole blocks."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def read_frame(data: Buffer, offset: int, seed: int) -> Frame | None:
+    """The frame that begins at `offset`, its payload unchecked; None when there is none, or it is cut or damaged."""
+    start = offset + HEAD_BYTES
+    if start > len(data):
+        return None
+    magic, body_bytes, payload_bytes, seq, synced, payload_checksum = _FIELDS.unpack_from(data, offset)
+    if magic != MAGIC or start + body_bytes + payload_bytes > len(data):
+        return None
+    body = bytes(data[start : start + body_bytes])
+    (digest,) = _DIGEST.unpack_from(data, offset + _FIELDS.size)
+    if xxhash.xxh3_64_intdigest(bytes(data[offset : offset + _FIELDS.size]) + body, seed) != digest:
+        return None
+    return Frame(offset, seq, synced, body, start + body_bytes, payload_bytes, payload_checksum)
+
+
+def scan(data: Buffer, seed: int, first_seq: int | None = None) -> Scan:
+    """All frames in order; payloads that were not known to be synced are checked too."""
+    frames: list[Frame] = []
+    offset, expected, torn = 0, first_seq, ""
+    while offset < len(data):
+        frame = read_frame(data, offset, seed)
+        if frame is not None and expected in (None, frame.seq):
+            frames.append(frame)
+            offset, expected = frame.end, frame.seq + 1
+            continue
+        block = padded(offset)
+        if block != offset and not any(data[offset : min(block, len(data))]):
+            offset = block
+            continue
+        following = next((f for f in find_frames(data, offset, seed)), None)
+        if following is not None and following.seq == expected:
+            offset = following.offset  # only what fills a block up is damaged
+            continue
+        torn = _reason(data, offset, frame, expected)
+        break
+    return _without_bad_payloads(
+        data, seed, Scan(frames, offset, torn, _was_synced(data, offset, seed, expected, torn))
+    )
+
+
+def find_frames(data: Buffer, start: int, seed: int) -> Iterator[Frame]:
+    """Frames that begin anywhere at or after `start`, in order of their offset."""
+    whole = data if isinstance(data, bytes | bytearray | mmap) else bytes(data)
+    position = whole.find(MAGIC, start)
+    while position >= 0:
+        frame = read_frame(data, position, seed)
+        if frame is not None:
+            yield frame
+        position = whole.find(MAGIC, position + 1 if frame is None else frame.end)
+
+
+def _was_synced(data: Buffer, offset: int, seed: int, expected: int | None, torn: str) -> bool:
+    if not torn:
+        return False
+    return any(f.synced >= (expected or 0) for f in find_frames(data, offset, seed))
+
+
+def _without_bad_payloads(data: Buffer, seed: int, found: Scan) -> Scan:
+    """Cut before the first payload that is not whole, among those that nothing says were synced."""
+    synced = max((f.synced for f in found.frames), default=-1)
+    for i, frame in enumerate(found.frames):
+        if frame.seq <= synced or not frame.payload_bytes:
+            continue
+        payload = bytes(data[frame.payload_offset : frame.end])
+        if checksum(payload, seed) != frame.payload_checksum:
+            reason = f"the payload of record {frame.seq} is not whole"
+            return Scan(found.frames[:i], frame.offset, reason, found.damaged)
+    return found
+
+
+def _reason(data: Buffer, offset: int, frame: Frame | None, expected: int | None) -> str:
+    if frame is not None:
+        return f"record {frame.seq} stands where record {expected} belongs"
+    if not any(data[offset : offset + BLOCK]):
+        return f"zeros where record {expected} belongs"
+    return f"record {expected} is cut off or damaged"

@@ -1,0 +1,143 @@
+"""The delivery state machine again, with a broker that is killed at any moment and recovers from its store.
+
+Everything that the reference is held to holds across crashes: the rules and invariants are those of Delivery.
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from broker.contract import RunInfo
+from broker.durable_state import DurableState
+from broker.event_log import EventLog
+from broker.journal import Journal
+from broker.journaled import lasting
+from broker.recovery import Recovered, recover
+from broker.store.folder import StoreFolder, new_info
+from broker.store.payloads import StoredPayload
+from tests.property.test_delivery_state import NODES, Delivery
+
+RETAIN_STEPS = 2
+
+
+def everything(state: DurableState) -> dict[str, Any]:
+    """All of a state that has to survive, in plain values."""
+    saved = [task for task, _ in state.table.saved()]
+    return {
+        "tasks": sorted((msgspec.to_builtins(t) for t in saved), key=lambda t: t["task"]["serial"]),
+        "ledger": state.ledger(),
+        "pending": sorted(state.tasks.pending),
+        "ready": state.tasks.ready,
+        "steps": state.tasks.steps,
+        "replaced": state.tasks.replaced,
+        "filtered": state.tasks.filtered,
+        "bytes": state.tasks.bytes_held,
+        "table": state.table.describe(),
+        "accepted": state.accepted,
+        "marks": state.marks(),
+        "learner": state.learner.report and lasting(state.learner.report),
+        "nodes": {n: (x.report.pid, x.has_leased, sorted(x.tokens)) for n, x in state.fleet.nodes.items()},
+        "kept": {s: [(k.task, k.node_id, k.meta, k.filtered) for k in g] for s, g in state.table.kept.items()},
+        "groups": {serial: stored_payload(state, serial) for serial in state.table.stored},
+    }
+
+
+def stored_payload(state: DurableState, serial: int) -> bytes:
+    held = state.tasks.living[serial].payload
+    data = held.read() if isinstance(held, StoredPayload) else held
+    assert isinstance(data, bytes)
+    return data
+
+
+class DurableDelivery(Delivery):
+    """Delivery over a journaled state; a crash leaves the store as it is and everything else is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+
+    def new_state(self, run: RunInfo, new_token: Callable[[], str]) -> DurableState:
+        self.run, self.new_token = run, new_token
+        self.info = new_info("property")
+        return self.open()
+
+    def open(self) -> DurableState:
+        self.store = StoreFolder(self.folder)
+        self.store.lock()
+        self.journal = Journal(self.store, self.info.seed, "everysec", segment_bytes=1 << 12)
+
+        def make(journal: Journal) -> DurableState:
+            events = EventLog(wall_clock=lambda: 0)
+            return DurableState(self.run, lambda: self.now, self.new_token, events, journal, RETAIN_STEPS)
+
+        self.durable, self.found = recover(self.store, self.info, self.journal, make)
+        return self.durable
+
+    @rule(good_order=st.booleans())
+    def the_broker_dies_and_comes_back(self, good_order: bool) -> None:
+        before = everything(self.durable)
+        self.settle()
+        if good_order:
+            assert self.journal.close()
+        else:
+            copy = Path(tempfile.mkdtemp())
+            shutil.copytree(self.folder, copy, dirs_exist_ok=True)
+            self.journal.close()
+            shutil.rmtree(self.folder)
+            self.folder = copy
+        self.state = self.open()
+        assert self.found.torn == ""
+        after = everything(self.durable)
+        for what, value in before.items():
+            assert after[what] == value, what
+        assert all(e.deadline > self.now for e in self.state.tasks.leased.values())
+
+    @rule(node=st.sampled_from(NODES), done=st.integers(0, 12), in_order=st.booleans())
+    def work_goes_on(self, node: str, done: int, in_order: bool) -> None:
+        """What mostly happens, so that crashes find something to lose."""
+        self.offer(self.b, 0)
+        if node not in self.state.fleet.nodes:
+            self.go(node, True)
+        leases = self.state.lease(node, self.learner_version, 2 * self.b)
+        self.tokens |= {lease.token for lease in leases}
+        for lease in leases[:done]:
+            self.complete((node, lease), False)
+        self.take(in_order)
+
+    @rule()
+    def a_turn_ends(self) -> None:
+        if hasattr(self, "journal"):
+            self.journal.end_turn()
+
+    def settle(self) -> None:
+        """Until everything recorded is written."""
+        last = self.journal.end_turn()
+        end = time.monotonic() + 30
+        while self.journal.acknowledged < last:
+            assert time.monotonic() < end, self.journal.stuck
+            time.sleep(0.0005)
+
+    def teardown(self) -> None:
+        if hasattr(self, "journal"):
+            self.journal.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def test_a_store_that_was_never_written_recovers_to_nothing(tmp_path: Path) -> None:
+    machine = DurableDelivery()
+    machine.folder = tmp_path
+    machine.new_state(RunInfo("r", "", 1, 1, 3, 10.0, 1 << 20), lambda: "t")
+    assert (machine.found, machine.durable.ledger()) == (Recovered(seconds=machine.found.seconds), [])
+    machine.journal.close()
+
+
+DurableDelivery.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestDurableDelivery = DurableDelivery.TestCase
