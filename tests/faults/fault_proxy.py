@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 CHUNK = 16 << 10
 LINE_CHUNKS = 64  # under way in one direction
@@ -23,17 +24,18 @@ class Link:
 
 
 class Proxy:
-    """Forwards connections to (host, port) on a thread of its own; every method may be called from any thread.
+    """Forwards connections to a broker on a thread of its own; every method may be called from any thread.
 
     Attributes:
-        address: tcp://127.0.0.1:PORT to connect to.
+        address: to connect to: the broker's, with the proxy's host and port.
         delay_s: from a byte's arrival to its departure, in each direction.
         bytes_per_s: of every connection, in each direction; None: as fast as it goes.
     """
 
     def __init__(self, target: str) -> None:
-        self._host, port = target.removeprefix("tcp://").rsplit(":", 1)
-        self._port = int(port)
+        parts = urlsplit(target)
+        assert parts.hostname is not None and parts.port is not None
+        self._host, self._port = parts.hostname, parts.port
         self.delay_s = 0.0
         self.bytes_per_s: float | None = None
         self._holding = False
@@ -43,7 +45,7 @@ class Proxy:
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
         self._server = self._call(self._listen())
-        self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self.address = parts._replace(netloc=f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}").geturl()
 
     @property
     def connections(self) -> int:

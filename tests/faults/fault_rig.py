@@ -20,9 +20,12 @@ from fault_proxy import Proxy
 from broker.connect import Access, BrokerConnection, connect
 from broker.contract import LedgerEntry
 from common.errors import BrokerError, BrokerUnreachable
+from common.run_dir import RunDir
+from tests.redis_server import RedisServer
 
 PROGRAM = Path(__file__).with_name("fault_roles.py")
 WILD_CLOCK = Path(__file__).with_name("wild_clock")
+REDIS_SETTINGS = {"appendonly": "yes", "appendfsync": "always"}
 EVENTUALLY_S = 60.0  # for what only a broken system does not reach
 
 Process = subprocess.Popen[bytes]
@@ -36,10 +39,18 @@ class Rig:
         address: of the broker, known once it is started; it stays the same when the broker is started again.
     """
 
-    def __init__(self, run_dir: Path, seed: int, poisoned: int | None = None, wild_clock: bool = False) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        seed: int,
+        poisoned: int | None = None,
+        wild_clock: bool = False,
+        redis: bool = False,
+    ) -> None:
         self.run_dir, self.random, self.seed = run_dir, random.Random(seed), seed
         self.poisoned, self._wild_clock = poisoned, wild_clock
-        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self._redis = RedisServer(new_folder(run_dir / "redis"), REDIS_SETTINGS) if redis else None
+        self.address = self._redis.address + "?run=faults" if self._redis else f"tcp://127.0.0.1:{free_port()}"
         self.broker_process: Process | None = None
         self.learner_process: Process | None = None
         self.nodes: dict[str, Process] = {}
@@ -57,6 +68,8 @@ class Rig:
         """The run's broker; keyword arguments are keys of the config's section `broker`, kept for later starts."""
         self.broker_options |= options
         attempts = self.broker_options.get("max_attempts", 50)
+        if self._redis is not None:
+            self.broker_options["backend"] = "redis"
         section = {"address": self.address, "lease_s": LEASE_S, "heartbeat_s": HEARTBEAT_S, **self.broker_options}
         section.pop("max_attempts", None)
         self.broker_process = self.start(
@@ -112,6 +125,11 @@ class Rig:
         self._proxies.append(Proxy(self.address))
         return self._proxies[-1]
 
+    @property
+    def redis(self) -> RedisServer:
+        assert self._redis is not None, "this run has no Redis"
+        return self._redis
+
     # ---------------------------------------------------------------- harm and recovery
 
     def pause(self, least_s: float = 0.0, most_s: float = 0.4) -> None:
@@ -141,8 +159,11 @@ class Rig:
         process.send_signal(signal.SIGCONT)
         return time.monotonic()
 
-    def next_step_s(self, since_s: float, steps: int = 1, incarnation: int = 0) -> float:
-        """Seconds from `since_s` until a learner, of that incarnation at least, had trained `steps` new steps."""
+    def new_steps_s(self, since_s: float, steps: int = 3, incarnation: int = 0) -> float:
+        """Seconds from `since_s` until a learner, of that incarnation at least, had trained `steps` new steps.
+
+        Three, since the groups of two may have been ready before.
+        """
         known = [line for line in trained_lines(self.run_dir) if line.at_s <= since_s]
         highest = max((line.step for line in known), default=-1) + steps
 
@@ -177,8 +198,11 @@ class Rig:
         return self._observer
 
     def broker_answers(self) -> bool:
-        """Whether there is a broker at the address."""
-        assert self.broker_process is None or self.broker_process.poll() is None, self.log_of("broker")
+        """Whether the broker that was started last is at its address."""
+        process, here = self.broker_process, RunDir(self.run_dir).broker()
+        assert process is not None and process.poll() is None, self.log_of("broker")
+        if here is None or here.pid != process.pid:  # Redis answers without a keeper
+            return False
         try:
             with connect(Access(address=self.address, role="observer", deadline_s=1.0, retry_s=0.2)) as observer:
                 return observer.status().address != ""
@@ -217,7 +241,7 @@ class Rig:
     def finish(self) -> list[LedgerEntry]:
         """Train a few steps more, drain the learner, see the others end, check the promise; returns the ledger."""
         assert self.learner_process is not None and self.broker_process is not None
-        self.next_step_s(time.monotonic(), steps=4)
+        self.new_steps_s(time.monotonic(), steps=4)
         (self.run_dir / "drain").touch()
         assert self.learner_process.wait(EVENTUALLY_S) == 0, self.log_of("learner")[-3000:]
         ledger = self.ledger()
@@ -239,6 +263,14 @@ class Rig:
             process.kill()  # a stopped one too
         for process in self._started:
             process.wait(10)
+        if self._redis is not None:
+            self._redis.kill()
+
+
+def new_folder(path: Path) -> Path:
+    """Made, and returned."""
+    path.mkdir()
+    return path
 
 
 def free_port() -> int:

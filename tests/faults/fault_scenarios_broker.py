@@ -22,7 +22,7 @@ FULL_S = 2.0
 
 @scenario(
     fault="messages: random bytes, raw and as ZeroMQ frames, by the thousand",
-    recovered="the next new step, under this load",
+    recovered="three new steps, under this load",
     bound="1 s",
     bound_s=1.0,
     promise="refused, counted, reported once; nobody else notices",
@@ -42,7 +42,7 @@ def malformed_messages(rig: Rig) -> float:
                 frames = [rig.random.randbytes(rig.random.randrange(200)) for _ in range(rig.random.randrange(1, 5))]
                 dealer.send_multipart(frames)
             time.sleep(0.01)
-        recovery_s = rig.next_step_s(time.monotonic())
+        recovery_s = rig.new_steps_s(time.monotonic())
     assert rig.observer.status().refused_messages > 500
     assert rig.events("refused_message")
     return recovery_s
@@ -50,7 +50,7 @@ def malformed_messages(rig: Rig) -> float:
 
 @scenario(
     fault="messages: a group above `broker.max_message_bytes`, and one far above it",
-    recovered="the next new step, from then on",
+    recovered="three new steps, from then on",
     bound="1 s",
     bound_s=1.0,
     promise="refused with the limit named; above twice the limit the connection is cut before it is read",
@@ -78,7 +78,7 @@ def oversized_messages(rig: Rig) -> float:
             await client.leave("large")
 
     asyncio.run(send())
-    return rig.next_step_s(time.monotonic())
+    return rig.new_steps_s(time.monotonic())
 
 
 @scenario(
@@ -93,8 +93,8 @@ def clock_jumps(rig: Rig) -> float:
     in events and metrics jump."""
     rig.start_all(nodes=3)
     rig.eventually(lambda: rig.leased_by("n0"), "no lease")
-    serials = rig.leased_by("n0")
     at_s = rig.kill(rig.nodes.pop("n0"))
+    serials = rig.leased_by("n0")
     recovery_s = rig.done_elsewhere_s(serials, at_s, "n0")
     times = rig.event_times()
     assert any(a > b + 3600 for a, b in itertools.pairwise(times)), "the clock did jump"
@@ -103,7 +103,7 @@ def clock_jumps(rig: Rig) -> float:
 
 @scenario(
     fault="broker: a second one is started for the same run, while the first serves and while it is stopped",
-    recovered="the next new step, from SIGCONT on",
+    recovered="three new steps, from SIGCONT on",
     bound="client's repetition (2 s) + 1 s",
     bound_s=1.5,
     promise="one broker per run",
@@ -120,12 +120,12 @@ def second_broker(rig: Rig) -> float:
         assert second.wait(30) == 2, rig.log_of("broker")
     since_s = rig.send_continue(first)
     assert "already has a broker" in rig.log_of("broker")
-    return rig.next_step_s(since_s, steps=3)
+    return rig.new_steps_s(since_s)
 
 
 @scenario(
     fault="broker: its disk is full for a while, events, ledger and log included",
-    recovered="the next new step, from when there is room again",
+    recovered="three new steps, from when there is room again",
     bound="1 s",
     bound_s=1.0,
 )
@@ -139,6 +139,6 @@ def full_disk(rig: Rig) -> float:
     rig.kill(rig.nodes.pop("n0"))  # its leases expire, which is an event
     time.sleep(FULL_S)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
-    recovery_s = rig.next_step_s(time.monotonic())
+    recovery_s = rig.new_steps_s(time.monotonic())
     rig.eventually(lambda: rig.events("events_unwritten"), "nothing says that events are missing")
     return recovery_s

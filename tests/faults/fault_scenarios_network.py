@@ -9,7 +9,7 @@ from fault_scenario import scenario
 
 @scenario(
     fault="network: every connection is reset, again and again",
-    recovered="the next new step after the last cut",
+    recovered="three new steps, from the last cut on",
     bound="reconnection (50 ms) + repetition of the request (2 s) + 1 s",
     bound_s=1.5,
 )
@@ -26,7 +26,7 @@ def connections_cut(rig: Rig) -> float:
         proxy.cut()
         at_s = time.monotonic()
         rig.pause(0.05, 0.4)
-    return rig.next_step_s(at_s)
+    return rig.new_steps_s(at_s)
 
 
 @scenario(
@@ -45,7 +45,7 @@ def slow_link(rig: Rig) -> float:
     rig.warm_up()
     proxy.delay_s, proxy.bytes_per_s = 0.1, 200_000.0
     at_s = time.monotonic()
-    recovery_s = rig.next_step_s(at_s, steps=3)
+    recovery_s = rig.new_steps_s(at_s)
     assert rig.observer.status().lease_expiries == 0
     proxy.delay_s, proxy.bytes_per_s = 0.0, None
     return recovery_s
@@ -53,7 +53,7 @@ def slow_link(rig: Rig) -> float:
 
 @scenario(
     fault="network: a black hole for longer than `broker.lease_s`, then it passes again",
-    recovered="the next new step, from then on",
+    recovered="three new steps, from then on",
     bound="repetition of the request (2 s) + 1 s",
     bound_s=1.5,
 )
@@ -68,12 +68,12 @@ def black_hole(rig: Rig) -> float:
     proxy.hold()
     time.sleep(2.5 * LEASE_S)
     proxy.release()
-    return rig.next_step_s(time.monotonic(), steps=3)
+    return rig.new_steps_s(time.monotonic())
 
 
 @scenario(
     fault="network: a connection is forgotten on the way (no bytes, no reset, for ever)",
-    recovered="the next new step, from then on",
+    recovered="three new steps, from then on",
     bound="ZeroMQ's heartbeat (25 s) + 2 s",
     bound_s=27.0,
 )
@@ -86,12 +86,12 @@ def connection_forgotten(rig: Rig) -> float:
         rig.start_node(name, proxy.address)
     rig.warm_up()
     proxy.lose()
-    return rig.next_step_s(time.monotonic(), steps=3)
+    return rig.new_steps_s(time.monotonic())
 
 
 @scenario(
     fault="network: one direction of every connection is closed",
-    recovered="the next new step, from the last time on",
+    recovered="three new steps, from the last time on",
     bound="reconnection (50 ms) + repetition of the request (2 s) + 1 s",
     bound_s=1.5,
 )
@@ -107,4 +107,4 @@ def half_closed(rig: Rig) -> float:
         proxy.half_close(to_server)
         at_s = time.monotonic()
         rig.pause(0.1, 0.4)
-    return rig.next_step_s(at_s)
+    return rig.new_steps_s(at_s)

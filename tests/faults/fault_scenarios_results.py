@@ -13,7 +13,7 @@ MAX_LEASE_S = 3.0
 
 @scenario(
     fault="node: hands in every group three times, at once and much later",
-    recovered="the next new step, while it goes on",
+    recovered="three new steps, while it goes on",
     bound="nothing is lost by it: 1 s",
     bound_s=1.0,
     promise="a result is accepted once; a repetition is answered like the first and changes nothing",
@@ -22,15 +22,15 @@ def duplicate_results(rig: Rig) -> float:
     """The token of an accepted result is remembered; its repetition hears `True` and is dropped."""
     rig.start_all(nodes=2, repeats=True)
     at_s = trained_lines(rig.run_dir)[-1].at_s
-    rig.next_step_s(at_s, steps=25)  # beyond the late repetitions
-    recovery_s = rig.next_step_s(trained_lines(rig.run_dir)[-1].at_s)
+    rig.new_steps_s(at_s, steps=25)  # beyond the late repetitions
+    recovery_s = rig.new_steps_s(trained_lines(rig.run_dir)[-1].at_s)
     assert rig.observer.status().stale_results == 0
     return recovery_s
 
 
 @scenario(
     fault="node: never renews a lease and takes longer than `broker.lease_s` for many groups",
-    recovered="the next new step after a refused result",
+    recovered="three new steps, from the last step before on",
     bound="`broker.lease_s` + a rollout",
     bound_s=LEASE_S + 1.0,
     promise="one accepted group per task: the late one is refused, counted as waste and not trained",
@@ -40,7 +40,7 @@ def late_results(rig: Rig) -> float:
     rig.start_all(nodes=1)
     rig.start_node("late", heartbeat_s=1000.0, think_s=LEASE_S, concurrency=2)
     rig.eventually(lambda: rig.observer.status().stale_results >= 2, "no late result")
-    recovery_s = rig.next_step_s(trained_lines(rig.run_dir)[-1].at_s)
+    recovery_s = rig.new_steps_s(trained_lines(rig.run_dir)[-1].at_s)
     assert rig.events("stale_result")[0]["node"] == "late"
     rig.kill(rig.nodes.pop("late"))  # without heartbeats it does not hear that the learner is done
     return recovery_s
