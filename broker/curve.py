@@ -111,7 +111,6 @@ class CurveServer:
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
     def sender(self, frame: zmq.Frame) -> Identity | None:
         """Who sent the message that `frame` belongs to; None when its key has been revoked since it connected."""

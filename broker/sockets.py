@@ -7,7 +7,7 @@ from pathlib import Path
 import zmq
 
 from broker.addresses import bindable, check_address
-from broker.curve import CurveServer, Handshakes, secure_client
+from broker.curve import HANDSHAKE_MS, CurveServer, Handshakes, secure_client
 from common.credentials import Credential
 from common.errors import UsageError
 
@@ -33,6 +33,7 @@ def bind_router(
     router.setsockopt(zmq.RCVHWM, 64)  # per client: what a slow broker does not read waits at the sender
     router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     _set_heartbeats(router)
+    router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     if curve is not None:
         curve.secure(router)
     try:

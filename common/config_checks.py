@@ -283,7 +283,7 @@ def _network(config: Config) -> Iterator[Problem]:
         yield "broker.address", str(error).removeprefix("expected "), repr(broker.address), hint
         return
     if broker.credentials is not None:
-        problem = check_credentials(broker.credentials)
+        problem = check_credentials(broker.credentials, broker.backend)
         if problem is not None:
             yield "broker.credentials", "the folder of `slipstream keys DIR`, or a file of it", problem, None
     elif host and not is_loopback(host):

@@ -137,8 +137,18 @@ def load_credential(path: str | Path, role: Role, name: str = "") -> Credential:
     return found
 
 
-def check_credentials(path: str) -> str | None:
-    """What is wrong with the value of broker.credentials for every role, without the name of the key; None: nothing."""
+def curve_credentials(path: str | None) -> str | None:
+    """The value of broker.credentials for a ZeroMQ socket; None when it is unset, or holds users of Redis only."""
+    if path is None or Path(path).is_file() or KeyFolder(path).client_files():
+        return path
+    return None
+
+
+def check_credentials(path: str, backend: str = "zeromq") -> str | None:
+    """What is wrong with the value of broker.credentials for every role, without the name of the key; None: nothing.
+
+    With Redis, CURVE keys are needed by the weight plane only, and may be missing.
+    """
     place = Path(path)
     try:
         if not place.exists():
@@ -151,7 +161,7 @@ def check_credentials(path: str) -> str | None:
             read_file(file, Credential, "a credential")
         if folder.allowed.exists():
             load_allowed(path)
-        if not folder.client_files() and not folder.server.exists():
+        if backend == "zeromq" and not folder.client_files() and not folder.server.exists():
             return f"{path}, which holds no keys"
     except (UsageError, OSError) as error:
         return str(error).removeprefix(f"{KEY}: ")

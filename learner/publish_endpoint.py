@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import zmq
 
-from broker.curve import CurveServer, KeyRing
+from broker.curve import HANDSHAKE_MS, CurveServer, KeyRing
 from common.credentials import load_credential
 from common.weights import messages
 
@@ -44,6 +44,7 @@ class Endpoint(Generic[Item]):
         self._router.setsockopt(zmq.LINGER, 200)  # ms that close() waits for the last words
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a closed connection fails: the death signal
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_NODE_MESSAGE_BYTES)
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._router.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
         self._router.setsockopt(zmq.IPV6, int(":" in address))
         host = f"tcp://[{address}]" if ":" in address else f"tcp://{address}"

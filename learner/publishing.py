@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from common.config import Config
+from common.credentials import curve_credentials
 from common.weights.collectives import GlooGroup, GroupFactory
 from common.weights.messages import Canary
 from learner.publish_control import PublishControl
@@ -103,5 +104,5 @@ def create_publisher(config: Config, incarnation: int) -> Publisher:
         weights.address,
         weights.bucket_mib << 20,
         weights.timeout_s,
-        credentials=config.broker.credentials,
+        credentials=curve_credentials(config.broker.credentials),
     )

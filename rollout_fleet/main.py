@@ -15,7 +15,7 @@ from broker.connect import Access, NodeConnection, connect_node
 from broker.contract import RunInfo
 from common.allocator import keep_freed_memory
 from common.config import Config
-from common.credentials import load_credential
+from common.credentials import curve_credentials, load_credential
 from common.errors import EXIT_DONE, BrokerUnreachable, SlipstreamError, UsageError
 from rollout_fleet.board import Board
 from rollout_fleet.drivers import build_driver
@@ -86,7 +86,8 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
             return EXIT_DONE
         from rollout_fleet.weight_client import WeightClient
 
-        credential = load_credential(credentials, "node", node_id) if credentials else None
+        keys = curve_credentials(credentials)
+        credential = load_credential(keys, "node", node_id) if keys else None
         feed = WeightClient(node_id, engine.weights, credential)
         stack.push_async_callback(feed.close)
         runner = GroupRunner(driver, config.rollout.concurrency)

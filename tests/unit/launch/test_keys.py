@@ -13,6 +13,7 @@ from common.credentials import (
     Identity,
     KeyFolder,
     check_credentials,
+    curve_credentials,
     load_allowed,
     load_credential,
     load_server,
@@ -171,6 +172,19 @@ def test_the_config_check_tells_a_usable_place_from_one_that_is_not(folder: KeyF
     assert "holds no keys" in str(check_credentials(str(tmp_path / "empty")))
     folder.observer.write_text("nonsense")
     assert "observer.json" in str(check_credentials(str(folder.path)))
+
+
+def test_a_folder_of_redis_users_only_has_no_keys_for_a_socket_and_is_no_error_with_redis(
+    folder: KeyFolder, tmp_path: Path
+) -> None:
+    redis = tmp_path / "redis"
+    redis.mkdir()
+    (redis / "learner.password").write_text("secret")
+    assert check_credentials(str(redis), "redis") is None
+    assert "holds no keys" in str(check_credentials(str(redis), "zeromq"))
+    assert (curve_credentials(str(redis)), curve_credentials(None)) == (None, None)
+    assert curve_credentials(str(folder.path)) == str(folder.path)
+    assert curve_credentials(str(folder.nodes / "a.json")) == str(folder.nodes / "a.json")
 
 
 def test_structs_are_what_the_files_say(folder: KeyFolder) -> None:
