@@ -32,6 +32,7 @@ HANDLERS = {
     "report": "launch.report:command",
     "ledger": "launch.ledger:command",
     "export": "launch.export:command",
+    "replay": "launch.replay:command",
     "keys": "launch.keys:command",
 }
 
@@ -138,6 +139,11 @@ def _add_observing_commands(commands: Commands) -> None:
     export = _with_run(commands, "export", "a Hugging Face folder of the final model or of a checkpoint")
     export.add_argument("dir", metavar="DIR", help="new folder for the model")
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
+    replay = _with_run(commands, "replay", "train recorded steps of a run again, offline, and compare")
+    replay.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override one key")
+    replay.add_argument("--from", dest="first", type=int, default=0, metavar="STEP", help="from its checkpoint (0)")
+    replay.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step (default: the last recorded)")
+    replay.add_argument("--out", metavar="DIR", help="new run folder (default: RUN/replays/N)")
 
 
 def _with_config(commands: Commands, name: str, text: str, optional: bool = False) -> argparse.ArgumentParser:

@@ -144,6 +144,14 @@ def test_expired_tokens_are_counted_by_length_of_their_sample() -> None:
 # ---------------------------------------------------------------- advantages, failures, figures
 
 
+def test_failed_samples_of_a_filtered_group_are_not_counted_twice(make_config: Callable[..., Config]) -> None:
+    config = make_config(learner={"dynamic_sampling": True})
+    flat = Group(0, [sample(reward=1.0), sample(reward=1.0), sample(error="timeout")])  # the broker counts all of it
+    trained = Group(1, [sample(reward=1.0), sample(reward=0.0), sample(error="timeout")])
+    figures = assemble([flat, trained], 0, config).statistics
+    assert (figures.groups_filtered, figures.samples_failed, figures.tokens_failed) == (1, 2, 3)
+
+
 def test_failed_samples_train_nothing_and_enter_no_baseline(make_config: Callable[..., Config]) -> None:
     config = make_config(learner={"loss": {"advantage": "dr_grpo"}})
     samples = [sample(reward=1.0), sample(reward=9.0, error="environment raised"), sample(reward=0.0)]

@@ -1,0 +1,223 @@
+"""What `slipstream replay` refuses, plans, preloads and says; tests/integration/test_replay.py does it."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from broker.contract import LearnerReport, RunInfo
+from broker.memory import MemoryLearner
+from broker.recording import RecordedGroup, Recording, open_recording, preloaded
+from broker.store.folder import StoreFolder, new_info
+from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+from common.config_loading import load_config
+from common.errors import UsageError
+from common.metrics import StepMetrics
+from common.rollouts import GroupMeta, Task
+from common.run_dir import RunDir
+from launch.cli import main, parse
+from launch.replay import check_progress
+from launch.replay_compare import ReplayedStep, compare, line, summary
+from launch.replay_plan import plan_replay
+
+RUN_INFO = RunInfo("demo", "/runs/demo", 2, 1, 3, 60.0, 1 << 20)
+
+
+class Payload:
+    """As a payload in a store; MemoryLearner hands it on."""
+
+
+def group(serial: int, filtered: bool = False) -> RecordedGroup:
+    meta = GroupMeta(0, 0, 0.5, 8)
+    return RecordedGroup(Task(serial, b"{}", serial, 2), "node-0", meta, filtered, Payload())  # type: ignore[arg-type]
+
+
+def recording(*steps: int) -> Recording:
+    return Recording("a-store", 40, {step: [group(2 * step), group(2 * step + 1)] for step in steps})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    (tmp_path / "tasks.jsonl").write_text("{}\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 4096}')
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    (tmp_path / "model/model.safetensors").write_bytes(b"")
+    return Config(
+        run=RunConfig(name="demo", dir=str(tmp_path / "run"), steps=100),
+        model=ModelConfig(path=str(tmp_path / "model"), verify=False),
+        tasks=TasksConfig(environment="addition", dataset=str(tmp_path / "tasks.jsonl")),
+        learner=LearnerConfig(groups_per_step=2),
+        broker=BrokerConfig(address="ipc:///somewhere"),
+    )
+
+
+@pytest.fixture
+def run(config: Config) -> RunDir:
+    made = RunDir(config.run.dir)
+    made.prepare(config)
+    for step in (3, 6):
+        (made.checkpoints / f"step-{step:06d}").mkdir(parents=True)
+    return made
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def test_from_a_checkpoint_to_the_last_step_that_follows_without_a_gap(run: RunDir, config: Config) -> None:
+    plan = plan_replay(run, config, recording(2, 3, 4, 5, 7), 3, None, None, [])
+    assert (list(plan.steps), plan.checkpoint) == ([3, 4, 5], run.checkpoints / "step-000003")
+    assert plan.run.path == run.path / "replays/1"
+    plan.run.path.mkdir(parents=True)
+    again = plan_replay(run, config, recording(2, 3, 4, 5, 7), 3, 4, None, [])
+    assert (list(again.steps), again.run.path.name) == ([3, 4], "2")
+
+
+def test_without_from_it_begins_at_the_start_without_a_checkpoint(run: RunDir, config: Config) -> None:
+    plan = plan_replay(run, config, recording(0, 1), 0, None, None, [])
+    assert (list(plan.steps), plan.checkpoint) == ([0, 1], None)
+
+
+def test_the_config_computes_the_same_and_serves_nobody(run: RunDir, config: Config, tmp_path: Path) -> None:
+    out = tmp_path / "elsewhere"
+    plan = plan_replay(run, config, recording(3, 4), 3, None, str(out), ["learner.optimizer.lr=0.5"])
+    found = plan.config
+    assert (found.run.dir, found.run.steps, found.learner.optimizer.lr) == (str(out), 5, 0.5)
+    assert found.learner.optimizer.decay_steps == 100  # the schedule ended with run.steps
+    assert (found.broker.address, found.weights.canary_every) == ("tcp://127.0.0.1:0", 0)
+    assert not out.exists(), "nothing is written before everything is checked"
+
+
+def test_a_missing_checkpoint_names_those_there_are(run: RunDir, config: Config, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--from 4: .*has no checkpoint of step 4; it has those of steps 3, 6"):
+        plan_replay(run, config, recording(3, 4, 5), 4, None, None, [])
+    with pytest.raises(UsageError, match=r"--from 4: .*it has none"):
+        plan_replay(RunDir(tmp_path / "other"), config, recording(4), 4, None, None, [])
+
+
+def test_steps_that_are_not_retained_are_named_with_those_that_are(run: RunDir, config: Config) -> None:
+    kept = recording(*range(5, 21))
+    said = (
+        r"groups of step 0 are not retained: .*steps 5 to 20 \(broker.retain_steps: 16 .*; --from 6 begins where both"
+    )
+    with pytest.raises(UsageError, match=said):
+        plan_replay(run, config, kept, 0, None, None, [])
+    with pytest.raises(UsageError, match=r"groups of step 21 are not retained"):
+        plan_replay(run, config, kept, 6, 30, None, [])
+    with pytest.raises(UsageError, match=r"--to 5: expected a step from 6 on"):
+        plan_replay(run, config, kept, 6, 5, None, [])
+    with pytest.raises(UsageError, match=r"the run's store has those of no step"):
+        plan_replay(run, config, recording(), 0, None, None, [])
+
+
+def test_a_folder_in_use_is_refused(run: RunDir, config: Config) -> None:
+    with pytest.raises(UsageError, match=r"--out .*: expected a new or empty folder"):
+        plan_replay(run, config, recording(0), 0, None, str(run.path), [])
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("run.steps=3", "use --to STEP"),
+        ("run.dir=x", "use --out DIR"),
+        ("broker.address=tcp://127.0.0.1:1", "a broker of its own"),
+        ("tasks.shuffle=false", "are of these tasks"),
+        ("learner.groups_per_step=4", "have this many groups"),
+        ("rollout.group_size=4", "have this many samples"),
+    ],
+)
+def test_what_the_recording_fixes_cannot_be_overridden(run: RunDir, config: Config, word: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=rf"override {word.partition('=')[0]}: a replay does not take it: .*{reason}"):
+        plan_replay(run, config, recording(0), 0, None, None, [word])
+
+
+def test_a_run_that_works_is_not_replayed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    store = StoreFolder(run.store)
+    store.lock()
+    store.write_info(new_info("demo"))
+    assert main(["replay", str(run.path)]) == 2
+    assert "is running: a broker has" in capsys.readouterr().err
+    store.unlock()
+    assert main(["replay", str(run.path)]) == 2
+    assert "of step 0 are not retained: the run's store has those of no step" in capsys.readouterr().err
+
+
+def test_a_run_without_a_store_says_what_would_have_kept_one(run: RunDir) -> None:
+    said = r"store does not exist: .*broker.durability: fsync or everysec"
+    with pytest.raises(UsageError, match=said), open_recording(run, RUN_INFO):
+        raise AssertionError("there is nothing to open")
+    assert not run.store.exists()
+
+
+def test_the_command_takes_overrides_after_its_options() -> None:
+    args = parse(["replay", "RUN", "--from", "3", "--to", "5", "learner.optimizer.lr=1"])
+    assert (args.run, args.first, args.last, args.out) == ("RUN", 3, 5, None)
+    assert args.overrides == ["learner.optimizer.lr=1"]
+
+
+# ---------------------------------------------------------------- the preloaded broker
+
+
+def test_the_preloaded_broker_hands_out_the_recorded_steps_in_their_order() -> None:
+    taken = Recording("a-store", 9, {4: [group(7), group(3, filtered=True), group(8)], 5: [group(5), group(6)]})
+    state = preloaded(RUN_INFO, taken, [4, 5])
+    learner = MemoryLearner(state)
+    attached = learner.attach(LearnerReport(1, 0, "starting", 4, step=4))
+    assert (attached.next_serial, attached.store_id, attached.committed_step) == (9, "a-store", 3)
+    assert learner.status().steps_taken == 2
+    assert [g.serial for g in learner.take(4, 2, 0.0) or []] == [7, 3, 8]
+    learner.filter(4, [3], 8)
+    assert [g.serial for g in learner.take(4, 2, 0.0) or []] == [7, 3, 8]
+    assert [(g.serial, g.node_id) for g in learner.take(5, 2, 0.0) or []] == [(5, "node-0"), (6, "node-0")]
+    assert learner.take(6, 2, 0.0) is None
+    learner.commit(5)
+    assert {entry.serial: entry.filtered for entry in learner.ledger()} == {
+        3: True,
+        **dict.fromkeys((5, 6, 7, 8), False),
+    }
+
+
+def test_a_learner_that_waits_for_groups_nobody_makes_is_told_so() -> None:
+    report = LearnerReport(1, 0, "waiting", 7, "groups for step 7: 0 of 1 ready", 61.0, step=7)
+    for fine in (None, msgspec.structs.replace(report, since_s=5.0), msgspec.structs.replace(report, state="training")):
+        check_progress(fine)
+    with pytest.raises(UsageError, match=r"step 7 waits for groups that its recording does not have \(groups for"):
+        check_progress(report)
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def metrics(step: int, loss: float, grad_norm: float = 1.5) -> StepMetrics:
+    required = {
+        field.encode_name: 0
+        for field in msgspec.structs.fields(StepMetrics)
+        if field.default is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT
+    }
+    return msgspec.convert({**required, "step": step, "loss": loss, "grad_norm": grad_norm}, StepMetrics)
+
+
+def test_steps_are_compared_bit_for_bit() -> None:
+    nan = float("nan")
+    same = compare(metrics(3, 0.1), metrics(3, 0.1))
+    assert same.equal
+    assert line(same) == "step     3  loss 0.1 =  grad_norm 1.5 =  reward_mean 0 ="
+    assert compare(metrics(3, nan), metrics(3, nan)).equal
+    other = compare(metrics(4, 0.1), metrics(4, 0.1 + 2**-50))
+    assert not other.equal
+    assert "loss 0.1 -> 0.1 (+8.88e-16)" in line(other)
+    new = compare(None, metrics(5, 0.1))
+    assert not new.equal
+    assert "loss 0.1 (the run has none)" in line(new)
+    assert summary([same, same]) == "all 2 steps equal the run's, bit for bit"
+    assert summary([same, other, new]).startswith(
+        "1 of 2 steps equal the run's; the first that differs: step     4  loss"
+    )
+    assert summary([new]) == "1 steps replayed; the run has no metrics of them"
+    assert msgspec.json.decode(msgspec.json.encode(other), type=ReplayedStep) == other
+
+
+def test_a_replays_config_reads_back_equal(run: RunDir, config: Config) -> None:
+    plan = plan_replay(run, config, recording(0), 0, None, None, [])
+    plan.run.prepare(plan.config)
+    assert load_config(plan.run.config) == plan.config
