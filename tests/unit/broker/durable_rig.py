@@ -1,0 +1,90 @@
+"""A durable state in a folder, for tests that write a store, break it and read it again."""
+
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
+from broker.durable_state import DurableState
+from broker.event_log import EventLog
+from broker.journal import SEGMENT_BYTES, Journal
+from broker.recovery import Recovered, recover
+from broker.store.folder import StoreFolder, new_info
+from common.rollouts import GroupMeta, Task
+
+RUN = RunInfo("rig", "/nowhere", 2, 3, 3, 10.0, 1 << 30)
+
+
+def meta(version: int = 0) -> GroupMeta:
+    return GroupMeta(version, version, 0.5, 10)
+
+
+class Rig:
+    """One life of a broker without its sockets: `state` records, `settle` waits until that is acknowledged."""
+
+    def __init__(
+        self,
+        path: Path,
+        sync: Literal["fsync", "everysec"] = "fsync",
+        segment_bytes: int = SEGMENT_BYTES,
+        retain_steps: int = 2,
+    ) -> None:
+        self.folder = StoreFolder(path)
+        self.folder.lock()
+        info = self.folder.info()
+        if info is None:
+            info = new_info("rig")
+            self.folder.write_info(info)
+        self.info, self.store_id = info, info.store_id
+        self.events = EventLog()
+        self.journal = Journal(self.folder, info.seed, sync, segment_bytes)
+        numbers = itertools.count(time.monotonic_ns())
+
+        def token() -> str:
+            return f"t{next(numbers)}"
+
+        def make(journal: Journal) -> DurableState:
+            return DurableState(RUN, time.monotonic, token, self.events, journal, retain_steps, store_id=self.store_id)
+
+        self.found: Recovered
+        try:
+            self.state, self.found = recover(self.folder, info, self.journal, make)
+        except BaseException:
+            self.folder.unlock()
+            raise
+
+    def begin(self) -> None:
+        """A learner and a node."""
+        self.state.attach(LearnerReport(1, 1, "training", 0))
+        self.state.register(NodeReport("n0", 1, "h", "generating", 0))
+
+    def offer(self, count: int) -> None:
+        first = self.state.tasks.next_serial
+        self.state.offer([Task(s, b"{}", s, 2) for s in range(first, first + count)])
+
+    def lease(self, count: int = 2) -> Sequence[Lease]:
+        return self.state.lease("n0", 1 << 20, count)
+
+    def complete(self, lease: Lease, size: int = 100) -> bytes:
+        payload = b"%d." % lease.task.serial * size
+        assert self.state.complete("n0", lease.token, meta(), payload, len(payload))
+        return payload
+
+    def step(self, number: int, size: int = 100) -> list[bytes]:
+        """Two tasks from the offer to the take; their payloads."""
+        self.offer(2)
+        payloads = [self.complete(lease, size) for lease in self.lease()]
+        assert self.state.take(number, 2) is not None
+        return payloads
+
+    def settle(self) -> None:
+        last = self.journal.end_turn()
+        end = time.monotonic() + 30
+        while self.journal.acknowledged < last:
+            assert time.monotonic() < end, self.journal.stuck
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        assert self.journal.close()
