@@ -12,6 +12,7 @@ from broker.event_log import EventLog
 from broker.journal import SEGMENT_BYTES, Journal
 from broker.recovery import Recovered, recover
 from broker.store.folder import StoreFolder, new_info
+from common.errors import UsageError
 from common.rollouts import GroupMeta, Task
 
 RUN = RunInfo("rig", "/nowhere", 2, 3, 3, 10.0, 1 << 30)
@@ -33,7 +34,11 @@ class Rig:
     ) -> None:
         self.folder = StoreFolder(path)
         self.folder.lock()
-        info = self.folder.info()
+        try:
+            info = self.folder.info()
+        except UsageError:
+            self.folder.unlock()
+            raise
         if info is None:
             info = new_info("rig")
             self.folder.write_info(info)

@@ -1,0 +1,354 @@
+"""The store on a bad disk: cut, damaged, full, locked."""
+
+import itertools
+import os
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from broker.store.errors import PayloadUnreadable, StoreCorrupt
+from broker.store.frames import BLOCK
+from broker.store.payloads import StoredPayload
+from common.errors import UsageError
+from tests.unit.broker.durable_rig import Rig, meta
+
+MOVES = ("step", "offer", "lease", "fail", "commit", "regenerate")
+
+
+def copied(path: Path, name: str) -> Path:
+    target = path.with_name(name)
+    shutil.rmtree(target, ignore_errors=True)
+    return shutil.copytree(path, target)
+
+
+def newest(path: Path) -> Path:
+    return max(path.glob("0*.log"))
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 0xFF]))
+
+
+def what_is_known(rig: Rig) -> tuple[Any, ...]:
+    return (
+        [(e.serial, e.state, e.step) for e in rig.state.ledger()],
+        rig.state.committed_step,
+        {token for token, _ in rig.state.accepted},
+    )
+
+
+# -------------------------------------------------------------------- torn tails
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_store_cut_at_any_byte_is_a_prefix_with_all_that_was_acknowledged(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    """Each move is a turn of its own; what the store knew after each of them is remembered with the size it had."""
+    home = tmp_path / "store"
+    shutil.rmtree(home, ignore_errors=True)
+    rig = Rig(home, "everysec")
+    rig.begin()
+    rig.settle()
+    states = [(newest(home).stat().st_size, what_is_known(rig))]
+    steps = itertools.count()
+    for move in data.draw(st.lists(st.sampled_from(MOVES), max_size=8)):
+        play(rig, move, steps)
+        rig.settle()
+        states.append((newest(home).stat().st_size, what_is_known(rig)))
+    copy = copied(home, "copy")
+    rig.close()
+    first = states[0][0]
+    for cut in data.draw(st.lists(st.integers(first, states[-1][0]), min_size=1, max_size=12, unique=True)):
+        broken = copied(copy, "broken")
+        os.truncate(newest(broken), cut)
+        again = Rig(broken, "everysec")
+        found = what_is_known(again)
+        again.close()
+        acknowledged = max(i for i, (size, _) in enumerate(states) if size <= cut)
+        possible = [known for _, known in states[acknowledged : acknowledged + 2]]
+        assert found == possible[0] or is_between(found, possible), f"cut at {cut}"
+
+
+def is_between(found: tuple[Any, ...], possible: list[tuple[Any, ...]]) -> bool:
+    """Whether what was found is somewhere on the way from one acknowledged state to the next."""
+    (before, after) = possible
+    return before[2] <= found[2] <= after[2] and before[1] <= found[1] <= after[1] and len(found[0]) >= len(before[0])
+
+
+def play(rig: Rig, move: str, steps: Iterator[int]) -> None:
+    if move == "step":
+        number = next(steps)
+        rig.offer(2)
+        for lease in rig.lease(8):
+            rig.complete(lease)
+        rig.state.take(number, 2)
+    elif move == "offer":
+        rig.offer(1)
+    elif move == "lease":
+        rig.lease(1)
+    elif move == "fail" and rig.state.tasks.leased:
+        rig.state.fail("n0", next(iter(rig.state.tasks.leased)), "because")
+    elif move == "commit" and rig.state.tasks.steps:
+        rig.state.commit(min(rig.state.tasks.steps))
+    elif move == "regenerate" and rig.state.tasks.steps:
+        step = max(rig.state.tasks.steps)
+        rig.state.regenerate(step, rig.state.tasks.steps[step][:1])
+
+
+def test_a_torn_record_is_dropped_with_a_reason_and_an_event(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store")
+    rig.begin()
+    rig.step(0)
+    rig.settle()
+    known = what_is_known(rig)
+    rig.offer(1)
+    rig.settle()
+    copy = copied(tmp_path / "store", "copy")
+    rig.close()
+    path = newest(copy)
+    os.truncate(path, path.stat().st_size - BLOCK + 20)  # in the middle of the last record
+    again = Rig(copy)
+    assert what_is_known(again) == known
+    torn = [e for e in again.events.after(-1) if e.kind == "store_torn"]
+    assert [str(path) in e.detail["reason"] for e in torn] == [True]
+    again.close()
+    third = Rig(copy)
+    assert what_is_known(third) == known
+    assert third.found.torn == "", "what was dropped once is gone"
+    third.close()
+
+
+def test_a_snapshot_that_was_never_finished_leaves_the_one_before(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store")
+    rig.begin()
+    rig.step(0)
+    rig.settle()
+    known = what_is_known(rig)
+    copy = copied(tmp_path / "store", "copy")
+    rig.close()
+    number = int(newest(copy).stem) + 1
+    (copy / f"{number:08d}.log").write_bytes(newest(copy).read_bytes()[:100])
+    again = Rig(copy)
+    assert what_is_known(again) == known
+    again.close()
+
+
+# -------------------------------------------------------------------- damage
+
+
+def test_damage_to_a_record_that_was_synced_is_an_error_with_file_and_offset(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store")
+    rig.begin()
+    rig.settle()
+    path = newest(tmp_path / "store")
+    middle = path.stat().st_size + 60
+    for step in range(3):
+        rig.step(step)
+        rig.settle()
+    copy = copied(tmp_path / "store", "copy")
+    rig.close()
+    flip(copy / path.name, middle)
+    with pytest.raises(StoreCorrupt, match=r"is cut off or damaged; what the broker had acknowledged is") as error:
+        Rig(copy)
+    assert error.value.path == copy / path.name
+    assert middle - 200 < error.value.offset <= middle
+    assert error.value.exit_code == 2
+
+
+def test_damage_to_the_very_end_of_a_store_that_was_closed_is_noticed(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store")
+    rig.begin()
+    rig.step(0)
+    rig.settle()
+    at = newest(tmp_path / "store").stat().st_size - BLOCK + 10
+    rig.close()
+    flip(newest(tmp_path / "store"), at)
+    with pytest.raises(StoreCorrupt):
+        Rig(tmp_path / "store")
+
+
+def test_a_damaged_group_is_refused_when_it_is_wanted_with_file_and_offset(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store")
+    rig.begin()
+    rig.step(0, size=5000)
+    rig.settle()
+    location = rig.state.table.stored[1].location
+    rig.close()
+    assert location is not None
+    path = tmp_path / "store" / f"{location.segment:08d}.log"
+    flip(path, location.offset + 777)
+    again = Rig(tmp_path / "store")
+    good, bad = (again.state.tasks.living[serial].payload for serial in (0, 1))
+    assert isinstance(good, StoredPayload) and isinstance(bad, StoredPayload)
+    assert good.read() == b"0." * 5000
+    with pytest.raises(PayloadUnreadable, match=rf"{path.name}: byte {location.offset}: the group of 10000 bytes"):
+        bad.read()
+    again.close()
+
+
+def test_damage_to_the_history_of_finished_tasks_is_an_error(tmp_path: Path) -> None:
+    for life in range(2):
+        rig = Rig(tmp_path / "store")
+        if life == 0:
+            rig.begin()
+            rig.step(0)
+            rig.state.commit(0)
+        rig.settle()
+        rig.close()
+    flip(tmp_path / "store" / "history.log", 60)
+    with pytest.raises(StoreCorrupt, match=r"history\.log: byte 0: a record of finished tasks"):
+        Rig(tmp_path / "store")
+
+
+def test_padding_that_is_damaged_costs_nothing(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store")
+    rig.begin()
+    rig.settle()
+    at = newest(tmp_path / "store").stat().st_size - 1
+    rig.step(0)
+    rig.settle()
+    known = what_is_known(rig)
+    rig.close()
+    flip(newest(tmp_path / "store"), at)
+    again = Rig(tmp_path / "store")
+    assert what_is_known(again) == known
+    again.close()
+
+
+# -------------------------------------------------------------------- a full disk
+
+
+@contextmanager
+def files_may_not_grow_beyond(size: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store")
+    rig.begin()
+    rig.step(0)
+    rig.settle()
+    with files_may_not_grow_beyond(newest(tmp_path / "store").stat().st_size + BLOCK):
+        before = rig.journal.acknowledged
+        rig.step(1, size=50_000)
+        wanted = rig.journal.end_turn()
+        end = time.monotonic() + 20
+        while not rig.journal.stuck:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert str(tmp_path / "store") in rig.journal.stuck
+        assert before <= rig.journal.acknowledged < wanted
+        copy = copied(tmp_path / "store", "copy")
+    rig.settle()
+    assert rig.journal.stuck == ""
+    known = what_is_known(rig)
+    rig.close()
+    again = Rig(tmp_path / "store")
+    assert what_is_known(again) == known
+    assert again.state.tasks.living[2].payload.read() == b"2." * 50_000  # type: ignore[attr-defined]
+    again.close()
+    crashed = Rig(copy)
+    assert {s: state for s, state, _ in what_is_known(crashed)[0]}[0] == "taken"
+    crashed.close()
+
+
+def test_a_new_segment_waits_for_room_too(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store", segment_bytes=1 << 14)
+    rig.begin()
+    rig.settle()
+    with files_may_not_grow_beyond(1 << 12):
+        for step in range(3):
+            rig.step(step, size=20_000)
+            rig.journal.end_turn()
+        time.sleep(0.2)
+        assert rig.journal.stuck
+    rig.settle()
+    known = what_is_known(rig)
+    rig.close()
+    again = Rig(tmp_path / "store")
+    assert what_is_known(again) == known
+    again.close()
+
+
+# -------------------------------------------------------------------- who may write
+
+
+def test_a_second_broker_is_kept_out_while_the_first_lives(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store")
+    with pytest.raises(UsageError, match=rf"already has a broker: process {os.getpid()} writes its store"):
+        Rig(tmp_path / "store")
+    rig.close()
+    Rig(tmp_path / "store").close()
+
+
+def test_a_store_of_another_schema_is_refused(tmp_path: Path) -> None:
+    Rig(tmp_path / "store").close()
+    info = tmp_path / "store" / "store.json"
+    info.write_bytes(info.read_bytes().replace(b'"schema":1', b'"schema":2'))
+    with pytest.raises(UsageError, match=r"store\.json: schema 2, this release reads 1"):
+        Rig(tmp_path / "store")
+
+
+# -------------------------------------------------------------------- what survives
+
+
+def test_leases_keep_their_tokens_and_get_a_fresh_deadline(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store")
+    rig.begin()
+    rig.offer(2)
+    first, second = rig.lease()
+    rig.complete(first)
+    rig.settle()
+    rig.close()
+    again = Rig(tmp_path / "store")
+    state = again.state
+    assert state.tasks.leased[second.token].deadline > time.monotonic() + 9
+    assert state.complete("n0", first.token, meta(), b"", 0), "accepted before: still true"
+    assert state.complete("n0", second.token, meta(), b"late", 4)
+    assert not state.complete("n0", "unknown", meta(), b"", 0)
+    assert (state.store_id, state.attach(state.learner.report).next_serial) == (rig.info.store_id, 2)  # type: ignore[arg-type]
+    again.close()
+
+
+def test_events_go_on_from_where_they_were(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store")
+    rig.begin()
+    rig.journal.end_turn()
+    rig.settle()
+    last = rig.events.next_index
+    assert last > 0
+    rig.close()
+    again = Rig(tmp_path / "store")
+    assert all(event.index >= last for event in again.events.after(-1))
+    again.close()
+
+
+def test_every_move_of_a_task_and_every_field_of_it_is_saved(tmp_path: Path) -> None:
+    from dataclasses import fields
+
+    from broker.moves import SavedTask
+    from broker.tasks import Entry
+
+    begun_anew = {"leased_at", "deadline"}
+    from_location = {"payload", "payload_bytes"}
+    saved = set(SavedTask.__struct_fields__) - {"location"}
+    assert {f.name for f in fields(Entry)} == saved | begun_anew | from_location
