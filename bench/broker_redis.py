@@ -1,0 +1,304 @@
+"""What the Redis backend costs a group, beside pipelined raw streams with the same bytes; and where payloads lie best.
+
+    python bench/broker_redis.py [--appendfsync everysec no always] [--size 1k 8k] [--rounds 5] [--scratch DIR]
+
+Every way moves the same pre-encoded bytes through the same kind of server, from one producer to one consumer:
+
+    raw_streams    XADD of 16 in a pipeline, XREADGROUP of 16, XACK and XDEL in a pipeline (the floor)
+    slipstream     leases, heartbeats, groups, takes and commits of the delivery contract
+
+and `placements` moves them by plain commands alone: a string key, a field of a hash, an entry of a stream, and an
+argument of a script that stores it in a string key. All ways run in turn, round after round. Microseconds of CPU per
+group over every process. Writes bench/results/broker_redis.json; with --only nothing is written.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import broker_groups
+import jobs
+import machine
+from broker_embedded import GROUPS_PER_STEP, HEARTBEAT_S, LEASES_AT_ONCE, PROBLEM, STALENESS
+from broker_peers import wait_for_redis
+from broker_ways import PATIENCE_S, Load, Way, free_port, measure
+
+from broker.connect import Access, connect, connect_node
+from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
+from broker.redis.endpoint import endpoint
+from broker.redis.link import Link
+from broker.redis.run_store import RunStore, new_store
+from common.redis_address import with_run
+from common.rollouts import GroupMeta, Task, encode_group
+
+GROUPS = {"1k": 4000, "8k": 800}
+BATCH = 16
+WINDOW = 64  # groups that a producer is ahead
+RUN = "bench"
+STORE_BY_SCRIPT = "redis.call('SET', KEYS[1], ARGV[1]) redis.call('RPUSH', KEYS[2], KEYS[1])"
+
+
+class OnRedis:
+    """A private server; `appendfsync` no means no AOF at all."""
+
+    name = ""
+
+    def __init__(self, appendfsync: str) -> None:
+        self._appendfsync = appendfsync
+
+    @contextlib.contextmanager
+    def serve(self, folder: str) -> Iterator[tuple[str, int | None]]:
+        port = free_port()
+        command = [server_program(), "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
+        aof = "no" if self._appendfsync == "no" else "yes"
+        command += ["--appendonly", aof, "--appendfsync", self._appendfsync, "--auto-aof-rewrite-percentage", "0"]
+        process = subprocess.Popen([*command, "--maxmemory-policy", "noeviction"], stdout=subprocess.DEVNULL)
+        try:
+            address = f"redis://127.0.0.1:{port}/0"
+            wait_for_redis(address)
+            self.prepare(address)
+            yield with_run(address, RUN), process.pid
+        finally:
+            process.kill()
+            process.wait(PATIENCE_S)
+
+    def prepare(self, address: str) -> None:
+        """Before the processes start."""
+
+
+class RawStreams(OnRedis):
+    """Nothing but a stream and a consumer group, in pipelines of redis-py."""
+
+    name = "raw_streams"
+
+    def prepare(self, address: str) -> None:
+        with plain(address) as client:
+            client.xgroup_create("groups", "g", id="0", mkstream=True)
+
+    def produce(self, address: str, load: Load) -> Iterator[None]:
+        payloads, ahead = encoded(load.size), 0
+        with plain(address) as client:
+            yield
+            for start in range(0, load.groups, BATCH):
+                while ahead >= WINDOW:
+                    client.blpop("room", 1)
+                    ahead -= BATCH
+                with client.pipeline(transaction=False) as pipeline:
+                    for i in range(start, start + BATCH):
+                        pipeline.xadd("groups", {"i": i, "d": payloads[i % len(payloads)]})
+                    pipeline.execute()
+                ahead += BATCH
+
+    def consume(self, address: str, load: Load) -> Iterator[None]:
+        with plain(address) as client:
+            yield
+            done = 0
+            while done < load.groups:
+                found = client.xreadgroup("g", "c", {"groups": ">"}, count=BATCH, block=1000)
+                if not found:
+                    continue
+                entries = next(iter(found.values()))[0] if isinstance(found, dict) else found[0][1]
+                names = [name for name, _ in entries]
+                with client.pipeline(transaction=False) as pipeline:
+                    pipeline.xack("groups", "g", *names)
+                    pipeline.xdel("groups", *names)
+                    if (done + len(names)) // BATCH > done // BATCH:
+                        pipeline.rpush("room", 1)
+                    pipeline.execute()
+                done += len(names)
+
+
+class Slipstream(OnRedis):
+    """The backend, with one node and one learner."""
+
+    name = "slipstream"
+
+    def prepare(self, address: str) -> None:
+        link = Link(endpoint(address, "broker", None), "broker", 10)
+        run = RunInfo(RUN, "/bench", GROUPS_PER_STEP, STALENESS, 3, 60.0, 4 << 30)
+        RunStore(link, run, 0, os.getpid(), 10).enter(new_store())
+        link.close()
+
+    def produce(self, address: str, load: Load) -> Iterator[None]:
+        payloads = encoded(load.size)
+        yield
+        asyncio.run(node(address, load, payloads))
+
+    def consume(self, address: str, load: Load) -> Iterator[None]:
+        steps = load.groups // GROUPS_PER_STEP
+        with connect(Access(address=address, role="learner")) as client:
+            client.attach(LearnerReport(os.getpid(), 0, "training", 0))
+            yield
+            client.offer([Task(i, PROBLEM, i, broker_groups.SAMPLES) for i in range(steps * GROUPS_PER_STEP)])
+            for step in range(steps):
+                while client.take(step, GROUPS_PER_STEP, 10) is None:
+                    pass
+                client.commit(step)
+
+
+async def node(address: str, load: Load, payloads: list[bytes]) -> None:
+    """Lease, hand in, beat."""
+    report = NodeReport("n0", os.getpid(), "host", "generating", 0)
+    meta = GroupMeta(0, 0, 0.5, 8192, 0, 1.0)
+    async with connect_node(Access(address=address, role="node")) as client:
+
+        async def hand_in(lease: Lease) -> None:
+            assert await client.complete("n0", lease.token, meta, payloads[lease.task.serial % len(payloads)])
+
+        async def beat() -> None:
+            while True:
+                await client.heartbeat(report, [])
+                await asyncio.sleep(HEARTBEAT_S)
+
+        await client.register(report)
+        beating = asyncio.create_task(beat())
+        done = 0
+        while done < load.groups:
+            leases = await client.lease("n0", done // GROUPS_PER_STEP, LEASES_AT_ONCE, 10)
+            await asyncio.gather(*(hand_in(lease) for lease in leases))
+            done += len(leases)
+        beating.cancel()
+
+
+class Placement(OnRedis):
+    """Payloads in one kind of place, by plain commands; the consumer hears of them through a list."""
+
+    def __init__(self, appendfsync: str, place: str) -> None:
+        super().__init__(appendfsync)
+        self.name, self._place = place, place
+
+    def produce(self, address: str, load: Load) -> Iterator[None]:
+        payloads, ahead = encoded(load.size), 0
+        with plain(address) as client:
+            script = client.register_script(STORE_BY_SCRIPT)
+            script(keys=["p:x", "x"], args=["x"])
+            client.delete("p:x", "x")
+            yield
+            for start in range(0, load.groups, BATCH):
+                while ahead >= WINDOW:
+                    client.blpop("room", 1)
+                    ahead -= BATCH
+                with client.pipeline(transaction=False) as pipeline:
+                    for i in range(start, start + BATCH):
+                        payload = payloads[i % len(payloads)]
+                        if self._place == "script_argument":
+                            pipeline.evalsha(script.sha, 2, f"p:{i}", "ready", payload)
+                            continue
+                        if self._place == "string_key":
+                            pipeline.set(f"p:{i}", payload)
+                        elif self._place == "hash_field":
+                            pipeline.hset("payloads", str(i), payload)
+                        else:
+                            pipeline.xadd("payloads", {"d": payload}, id=f"{i + 1}-0")
+                        pipeline.rpush("ready", f"p:{i}")
+                    pipeline.execute()
+                ahead += BATCH
+
+    def consume(self, address: str, load: Load) -> Iterator[None]:
+        with plain(address) as client:
+            yield
+            for start in range(0, load.groups, BATCH):
+                names = [client.blpop("ready", PATIENCE_S)[1] for _ in range(BATCH)]
+                numbers = [str(i) for i in range(start, start + BATCH)]
+                with client.pipeline(transaction=False) as pipeline:
+                    if self._place in ("string_key", "script_argument"):
+                        for name in names:
+                            pipeline.get(name)
+                        pipeline.unlink(*names)
+                    elif self._place == "hash_field":
+                        pipeline.hmget("payloads", numbers)
+                        pipeline.hdel("payloads", *numbers)
+                    else:
+                        pipeline.xrange("payloads", f"{start + 1}-0", f"{start + BATCH}-0")
+                        pipeline.xdel("payloads", *(f"{i + 1}-0" for i in range(start, start + BATCH)))
+                    pipeline.rpush("room", 1)
+                    pipeline.execute()
+
+
+PLACES = ("string_key", "hash_field", "stream_entry", "script_argument")
+
+
+def server_program() -> str:
+    """redis-server of this environment, else of the machine."""
+    own = Path(sys.executable).with_name("redis-server")
+    found = str(own) if own.exists() else shutil.which("redis-server")
+    if found is None:
+        raise RuntimeError("redis-server is missing; install Redis 6.2 or later")
+    return found
+
+
+def plain(address: str):  # noqa: ANN201 - redis.Redis, imported here only
+    """A client of redis-py."""
+    import redis
+
+    return redis.Redis.from_url(address.partition("?")[0])
+
+
+def encoded(size: str) -> list[bytes]:
+    """Groups as bytes, as every way sends them."""
+    source = broker_groups.structs(size)
+    return [encode_group(next(source)[0]) for _ in range(broker_groups.DISTINCT_GROUPS)]
+
+
+def run_all(ways: list[Way], load: Load, rounds: int, scratch: str | None) -> dict[str, dict[str, object]]:
+    """Medians per way, and the median over the rounds of the ratio to the first way."""
+    runs: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
+    for number in range(rounds):
+        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+            figures = measure(way, load, scratch)
+            runs[way.name].append(figures)
+            print(
+                json.dumps({"size": load.size, "way": way.name, **{k: round(v, 1) for k, v in figures.items()}}),
+                flush=True,
+            )
+    first = runs[ways[0].name]
+    result: dict[str, dict[str, object]] = {}
+    for name, of_way in runs.items():
+        ratios = [r["cpu_us_per_group"] / f["cpu_us_per_group"] for r, f in zip(of_way, first, strict=True)]
+        result[name] = {key: round(statistics.median(r[key] for r in of_way), 1) for key in of_way[0]}
+        result[name][f"times_{ways[0].name}"] = round(statistics.median(ratios), 2)
+        result[name]["rounds_us"] = [round(r["cpu_us_per_group"], 1) for r in of_way]
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--appendfsync", nargs="+", choices=("no", "everysec", "always"), default=["everysec"])
+    parser.add_argument("--size", nargs="+", choices=tuple(GROUPS), default=list(GROUPS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="times the number of groups")
+    parser.add_argument("--scratch", help="folder for the server's AOF; put it on a real disk")
+    parser.add_argument("--only", nargs="+", help="names of the ways to run; nothing is written")
+    options = parser.parse_args()
+    results: dict[str, object] = {}
+    for size in options.size:
+        load = Load(size, int(GROUPS[size] * options.scale) // GROUPS_PER_STEP * GROUPS_PER_STEP)
+        for fsync in options.appendfsync:
+            ways: list[Way] = [RawStreams(fsync), Slipstream(fsync)]
+            places: list[Way] = [Placement(fsync, place) for place in PLACES]
+            if options.only:
+                chosen = [w for w in [*ways, *places] if w.name in options.only]
+                run_all(chosen, load, options.rounds, options.scratch)
+                continue
+            results[f"{size}_{fsync}"] = {
+                "groups": load.groups,
+                "ways": run_all(ways, load, options.rounds, options.scratch),
+                "placements": run_all(places, load, options.rounds, options.scratch),
+            }
+    if options.only:
+        return
+    packages = ("redis", "msgspec", "numpy")
+    version = subprocess.run([server_program(), "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    print(jobs.write("broker_redis", {"machine": machine.describe(packages), "server": version, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
