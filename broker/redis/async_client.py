@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,8 +12,9 @@ import msgspec
 from broker.contract import LEARNER_ENDED, HeartbeatReply, LearnerReport, Lease, NodeReport, RunInfo
 from broker.redis.async_link import AsyncLink
 from broker.redis.endpoint import endpoint
+from broker.redis.hand_ins import HandIn, HandIns
 from broker.redis.keys import RUNS, pointer_key
-from broker.redis.moves import Command, Moves, PayloadGone, StoreGone
+from broker.redis.moves import Command, Moves, StoreGone
 from broker.redis.store_link import FIND_PAUSE_S, WAIT_PIECE_S, choose_run, store_of
 from common.errors import BrokerError, BrokerUnreachable
 from common.redis_address import parse_redis
@@ -60,6 +61,7 @@ class AsyncRedisClient:
         self._link = self._new_link()
         self._idle_waiters: list[AsyncLink] = []
         self._moves: Moves | None = None
+        self._hand_ins = HandIns(self._hand_in)
         self._background: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "AsyncRedisClient":
@@ -70,6 +72,7 @@ class AsyncRedisClient:
 
     async def close(self) -> None:
         """Close the connections; calls under way raise BrokerUnreachable."""
+        await self._hand_ins.close()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -127,20 +130,18 @@ class AsyncRedisClient:
         size = len(payload)
         if size > self._max_message_bytes:
             raise BrokerError(f"a group of {size} bytes exceeds broker.max_message_bytes ({self._max_message_bytes})")
-        nonce, encoded = secrets.token_hex(4), _json.encode(meta)
+        return await self._hand_ins.add(HandIn(node_id, token, meta, payload))
+
+    async def _hand_in(self, groups: Sequence[HandIn]) -> list[int]:
+        """Groups of one node in one round trip; see `complete` in delivery.lua for the results."""
 
         def store(moves: Moves) -> list[Command]:
-            key = moves.keys.payload(f"{token}:{nonce}".encode())
-            return [("SET", key, payload, "NX", "EX", PAYLOAD_TTL_S)]
+            return [("SET", moves.keys.payload(g.name), g.payload, "NX", "EX", PAYLOAD_TTL_S) for g in groups]
 
         def arguments(_: bool) -> tuple[bytes | str | int, ...]:
-            return (node_id, token, nonce, encoded, meta.sampled_tokens, size)
+            return (groups[0].node_id, *(x for g in groups for x in g.arguments))
 
-        while True:
-            try:
-                return bool((await self._move("complete", arguments, store))[0])
-            except PayloadGone:
-                logger.warning("the payload of lease %s expired before it was handed in; sending it again", token)
+        return await self._move("complete", arguments, store)
 
     async def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
         """See NodeBroker."""

@@ -4,6 +4,7 @@ callers -> queue -> [all that is queued: one write, one read of every reply] -> 
 """
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from broker.redis.link import FIRST_PAUSE_S, LONGEST_PAUSE_S, Build, unreachable
 from broker.redis.moves import Command, refused, verdict
 from common.errors import BrokerUnreachable
 
+CLOSE_S = 1.0
 ROUND_CALLS = 64  # so that a reply does not wait for very many payloads
 
 
@@ -53,8 +55,11 @@ class AsyncLink:
             await asyncio.gather(self._pump, return_exceptions=True)
         while self._queue:
             self._fail(self._queue.popleft(), BrokerUnreachable(f"the connection to {self.endpoint.name} was closed"))
-        if self._connection is not None:
-            await self._connection.disconnect(nowait=True)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(TimeoutError, OSError):
+                async with asyncio.timeout(CLOSE_S):
+                    await connection.disconnect()
 
     async def run(self, build: Build, end: float) -> list[Any]:
         """Replies to `build`'s commands, repeated until `end` (monotonic seconds); all must be safe to repeat.

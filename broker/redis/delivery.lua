@@ -3,7 +3,7 @@
 -- KEYS[1]  PREFIX..'state', where PREFIX is slipstream:{RUN}:STORE: (broker/redis/keys.py documents every key). All other
 --          keys are derived from PREFIX and share its hash tag, so they lie in one slot.
 -- ARGV[1]  the move; ARGV[2] the highest epoch that the caller was ever told; the rest is named at each move.
--- reply    {epoch, code, ...}; code: 'ok', 'refused' (then why), 'payload' (send it again), 'absent', 'lost'.
+-- reply    {epoch, code, ...}; code: 'ok', 'refused' (then why), 'absent', 'lost'.
 --
 -- Time is the server's (TIME), in milliseconds. A move may be repeated: leases are found again by the caller's nonce,
 -- groups by their token. `epoch` counts the moves of the learner. A caller that was told a higher one than is stored has
@@ -34,14 +34,14 @@ if op == 'create' then
   call('SET', KEYS[2], ARGV[4])
   if call('EXISTS', state_key) == 0 then
     call('HSET', state_key, 'epoch', 0, 'committed', -1, 'next', 0, 'first_step', 0, 'wanted', 0, 'bytes', 0,
-      'acc_groups', 0, 'acc_bytes', 0, 'tick', text(now))
+      'acc_groups', 0, 'acc_bytes', 0, 'tick', text(now), 'due', text(now))
   end
   for i = 5, #ARGV, 2 do call('HSET', state_key, ARGV[i], ARGV[i + 1]) end
   return {tonumber(call('HGET', state_key, 'epoch')), 'ok'}
 end
 
 local names = {'epoch', 'b', 'k', 'max_attempts', 'lease_ms', 'max_lease_ms', 'max_bytes', 'first_step', 'wanted', 'bytes',
-  'acc_groups', 'acc_bytes', 'tick', 'taker_needs', 'committed', 'next', 'retain'}
+  'acc_groups', 'acc_bytes', 'tick', 'taker_needs', 'committed', 'next', 'retain', 'due'}
 local values = call('HMGET', state_key, 'store', 'lost', 'taker', unpack(names))
 if not values[1] then return {0, 'absent'} end
 local st = {taker = values[3]}
@@ -60,6 +60,7 @@ local function set(name, value)
   dirty[#dirty + 1] = name
   dirty[#dirty + 1] = type(value) == 'number' and text(value) or value
 end
+local function due(at) if at < st.due then set('due', at) end end -- when a lease or a node may next pass its deadline
 local function count(name, by) if by ~= 0 then call('HINCRBY', state_key, name, text(by)) end end
 local function event(kind, detail)
   local id = text(call('HINCRBY', state_key, 'events', 1)) .. '-0'
@@ -85,11 +86,12 @@ end
 local function seen(node) -- whether the node is known; its time is exact to a fiftieth of the lease time
   local at = call('ZSCORE', base .. 'seen', node)
   if at then
-    if now - at > st.lease_ms / 50 then call('ZADD', base .. 'seen', now, node) end
+    if now - at > st.lease_ms / 50 then call('ZADD', base .. 'seen', text(now), node) end
     return true
   end
   if call('ZREM', base .. 'gone', node) == 0 then return false end
-  call('ZADD', base .. 'seen', now, node)
+  call('ZADD', base .. 'seen', text(now), node)
+  due(now + st.lease_ms)
   event('node_back', {node = node})
   return true
 end
@@ -159,9 +161,10 @@ end
 local idle, long = now - st.tick, math.max(5000, st.lease_ms / 4)
 if idle > long or idle < -long then
   for _, token in ipairs(call('ZRANGE', leases_key, 0, -1)) do
-    call('ZADD', leases_key, now + math.min(st.lease_ms, st.max_lease_ms), token)
+    call('ZADD', leases_key, text(now + math.min(st.lease_ms, st.max_lease_ms)), token)
   end
-  for _, node in ipairs(call('ZRANGE', base .. 'seen', 0, -1)) do call('ZADD', base .. 'seen', now, node) end
+  for _, node in ipairs(call('ZRANGE', base .. 'seen', 0, -1)) do call('ZADD', base .. 'seen', text(now), node) end
+  set('due', now) -- the clock may have gone back
 end
 if idle > 1000 or idle < 0 then
   set('tick', now)
@@ -169,22 +172,28 @@ if idle > 1000 or idle < 0 then
   local forgotten = now - math.max(FORGET_MS, 10 * st.lease_ms)
   for _, node in ipairs(call('ZRANGEBYSCORE', base .. 'gone', '-inf', forgotten)) do forget(node) end
 end
-for _, token in ipairs(call('ZRANGEBYSCORE', leases_key, '-inf', now)) do
-  local serial = serial_of(token)
-  local r = record(serial)
-  local node = r[NODES][#r[NODES]]
-  if now >= r[LEASED_AT] + st.max_lease_ms then -- the bound, not the silence, ended it
-    local held = string.format('node %s held the lease for %g s (broker.max_lease_s)', node, st.max_lease_ms / 1000)
-    take_back(serial, r, held .. ' and did not finish', 'lease_overdue')
-  else
-    take_back(serial, r, 'lease of node ' .. node .. ' expired')
+local function sweep()
+  for _, token in ipairs(call('ZRANGEBYSCORE', leases_key, '-inf', text(now))) do
+    local serial = serial_of(token)
+    local r = record(serial)
+    local node = r[NODES][#r[NODES]]
+    if now >= r[LEASED_AT] + st.max_lease_ms then -- the bound, not the silence, ended it
+      local held = string.format('node %s held the lease for %g s (broker.max_lease_s)', node, st.max_lease_ms / 1000)
+      take_back(serial, r, held .. ' and did not finish', 'lease_overdue')
+    else
+      take_back(serial, r, 'lease of node ' .. node .. ' expired')
+    end
   end
+  for _, node in ipairs(call('ZRANGEBYSCORE', base .. 'seen', '-inf', text(now - st.lease_ms))) do
+    call('ZADD', base .. 'gone', call('ZSCORE', base .. 'seen', node), node)
+    call('ZREM', base .. 'seen', node)
+    event('node_lost', {node = node, silent_s = st.lease_ms / 1000})
+  end
+  local lease = tonumber(call('ZRANGE', leases_key, 0, 0, 'WITHSCORES')[2]) or math.huge
+  local node = tonumber(call('ZRANGE', base .. 'seen', 0, 0, 'WITHSCORES')[2]) or math.huge
+  set('due', math.min(lease, node + st.lease_ms, now + FORGET_MS))
 end
-for _, node in ipairs(call('ZRANGEBYSCORE', base .. 'seen', '-inf', now - st.lease_ms)) do
-  call('ZADD', base .. 'gone', call('ZSCORE', base .. 'seen', node), node)
-  call('ZREM', base .. 'seen', node)
-  event('node_lost', {node = node, silent_s = st.lease_ms / 1000})
-end
+if now >= st.due then sweep() end
 
 -- Admission: broker/admission.py and common/staleness.py. `more` tasks are being leased besides the stored ones.
 local leased_now
@@ -237,35 +246,72 @@ local function refuse(why)
   return {st.epoch, 'refused', why}
 end
 
--- complete: 3 node, 4 token, 5 nonce of the payload's key p:TOKEN:NONCE, which the caller has set to expire,
--- 6 GroupMeta as JSON, 7 sampled tokens, 8 payload bytes. Replies 1, or 0 when the token is not current.
+-- Long lists go to Redis in pieces: Lua's stack holds about 8,000 arguments.
+local function many(command, key, arguments) -- pairs or single values; key nil: the arguments are keys themselves
+  for first = 1, #arguments, 1000 do
+    local last = math.min(first + 999, #arguments)
+    if key then call(command, key, unpack(arguments, first, last)) else call(command, unpack(arguments, first, last)) end
+  end
+end
+local function hmget(key, serials)
+  local found = {}
+  for first = 1, #serials, 1000 do
+    for _, value in ipairs(call('HMGET', key, unpack(serials, first, math.min(first + 999, #serials)))) do
+      found[#found + 1] = value
+    end
+  end
+  return found
+end
+local function records(serials)
+  local found = hmget(tasks_key, serials)
+  for i, packed in ipairs(found) do found[i] = cmsgpack.unpack(packed) end
+  return found
+end
+
+-- complete: 3 node, then of each group 4 token, 5 nonce of the payload's key p:TOKEN:NONCE, which the caller has set to
+-- expire, 6 GroupMeta as JSON, 7 sampled tokens, 8 payload bytes. Replies for each 1, 0 when its token is not current, -1
+-- when the payload has expired already: nothing happened to it then.
 if op == 'complete' then
-  local node, token, sampled, size = ARGV[3], ARGV[4], tonumber(ARGV[7]), tonumber(ARGV[8])
-  local payload = token .. ':' .. ARGV[5]
-  local known = seen(node)
-  local serial, r, current = leased_record(token, node)
-  if not current and accepted(r, token, node) then
-    if not r or r[PAYLOAD] ~= payload then call('UNLINK', base .. 'p:' .. payload) end
-    return finish(1)
+  local node, found, cache, results = ARGV[3], {}, {}, {}
+  local known, handed, size, dropped = seen(ARGV[3]), 0, 0, {}
+  local saved, ended, scored, groups = {}, {}, {}, 0
+  for at = 4, #ARGV, 5 do found[#found + 1] = serial_of(ARGV[at]) or '-1' end
+  for i, packed in ipairs(hmget(tasks_key, found)) do cache[found[i]] = packed and cmsgpack.unpack(packed) or nil end
+  for at = 4, #ARGV, 5 do
+    local token, sampled = ARGV[at], tonumber(ARGV[at + 3])
+    local serial, payload, result = serial_of(token) or '-1', token .. ':' .. ARGV[at + 1], 1
+    local r = cache[serial]
+    local current = r and r[STATE] == 'leased' and r[TOKEN] == token and r[NODES][#r[NODES]] == node
+    if current and call('PERSIST', base .. 'p:' .. payload) == 0 then
+      result = -1
+    elseif current then
+      r[STATE], r[META], r[PAYLOAD], r[BYTES] = 'ready', ARGV[at + 2], payload, tonumber(ARGV[at + 4])
+      groups, size, handed = groups + 1, size + r[BYTES], handed + sampled
+      saved[2 * groups - 1], saved[2 * groups] = serial, cmsgpack.pack(r)
+      scored[2 * groups - 1], scored[2 * groups] = serial, serial
+      ended[groups] = token
+    elseif accepted(r, token, node) then
+      if not r or r[PAYLOAD] ~= payload then dropped[#dropped + 1] = base .. 'p:' .. payload end
+    else
+      result, handed, dropped[#dropped + 1] = 0, handed + sampled, base .. 'p:' .. payload
+      count('stale', 1)
+      waste(node, 'lost', sampled, 0) -- the seconds were, when the lease was lost
+      event('stale_result', {node = node, tokens = sampled})
+    end
+    results[#results + 1] = result
   end
-  if current and call('PERSIST', base .. 'p:' .. payload) == 0 then return {st.epoch, 'payload'} end
-  if known then call('HINCRBY', base .. 'node:' .. node, 'handed', text(sampled)) end
-  if not current then
-    call('UNLINK', base .. 'p:' .. payload)
-    count('stale', 1)
-    waste(node, 'lost', sampled, 0) -- the seconds were, when the lease was lost
-    event('stale_result', {node = node, tokens = sampled})
-    return finish(0)
+  if known and handed > 0 then call('HINCRBY', base .. 'node:' .. node, 'handed', text(handed)) end
+  many('UNLINK', nil, dropped)
+  if groups > 0 then
+    many('ZREM', leases_key, ended)
+    many('HSET', tasks_key, saved)
+    many('ZADD', ready_key, scored)
+    set('bytes', st.bytes + size)
+    set('acc_groups', st.acc_groups + groups)
+    set('acc_bytes', st.acc_bytes + size)
+    ripened = true
   end
-  call('ZREM', leases_key, token)
-  r[STATE], r[META], r[PAYLOAD], r[BYTES] = 'ready', ARGV[6], payload, size
-  save(serial, r)
-  call('ZADD', ready_key, serial, serial)
-  set('bytes', st.bytes + size)
-  set('acc_groups', st.acc_groups + 1)
-  set('acc_bytes', st.acc_bytes + size)
-  ripened = true
-  return finish(1)
+  return finish(unpack(results))
 end
 
 -- lease: 3 node, 4 version ('' for the node's last known one: a request that waited), 5 most groups, 6 nonce,
@@ -303,6 +349,7 @@ if op == 'lease' then
     return finish(first and tonumber(first) - now or WAKE_MS, st.lease_ms)
   end
   local deadline, packed = text(now + math.min(st.lease_ms, st.max_lease_ms)), call('HMGET', tasks_key, unpack(chosen))
+  due(tonumber(deadline))
   local bodies = call('HMGET', base .. 'bodies', unpack(chosen))
   local saved, dated = {}, {}
   for i, serial in ipairs(chosen) do
@@ -434,22 +481,20 @@ if op == 'take' then
       return finish()
     end
     set('wanted', st.b)
-    for _, serial in ipairs(chosen) do
-      local r = record(serial)
+    local saved = {}
+    for i, r in ipairs(records(chosen)) do
       r[STATE], r[STEP] = 'taken', step
-      save(serial, r)
-      call('ZREM', ready_key, serial)
-      mine[2][#mine[2] + 1] = tonumber(serial)
+      saved[2 * i - 1], saved[2 * i] = chosen[i], cmsgpack.pack(r)
+      mine[2][#mine[2] + 1] = tonumber(chosen[i])
     end
+    many('HSET', tasks_key, saved)
+    many('ZREM', ready_key, chosen)
     call('HSET', base .. 'steps', step, cmsgpack.pack(mine))
     moved()
     stirred = true
   end
   local groups = {}
-  for i, serial in ipairs(mine[2]) do
-    local r = record(text(serial))
-    groups[i] = {serial, r[NODES][#r[NODES]], r[META], r[PAYLOAD]}
-  end
+  for i, r in ipairs(records(mine[2])) do groups[i] = {mine[2][i], r[NODES][#r[NODES]], r[META], r[PAYLOAD]} end
   return finish(1, groups)
 end
 
@@ -466,14 +511,19 @@ if op == 'offer' then
     end
     expected = math.max(expected, serial + 1)
   end
+  local records, bodies, scores = {}, {}, {}
+  local fresh = cmsgpack.pack({0, 0, {}, '', 'pending', '', '', '', 0, -1, 0, 0})
   for i = 7, #ARGV, 2 do
     if tonumber(ARGV[i]) >= st.next + new then
-      save(ARGV[i], {0, 0, {}, '', 'pending', '', '', '', 0, -1, 0, 0})
-      call('HSET', base .. 'bodies', ARGV[i], ARGV[i + 1])
-      call('ZADD', pending_key, ARGV[i], ARGV[i])
+      records[2 * new + 1], records[2 * new + 2] = ARGV[i], fresh
+      bodies[2 * new + 1], bodies[2 * new + 2] = ARGV[i], ARGV[i + 1]
+      scores[2 * new + 1], scores[2 * new + 2] = ARGV[i], ARGV[i]
       new = new + 1
     end
   end
+  many('HSET', tasks_key, records)
+  many('HSET', base .. 'bodies', bodies)
+  many('ZADD', pending_key, scores)
   set('next', expected)
   set('offer_nonce', ARGV[5])
   set('offer_new', new)
@@ -537,17 +587,20 @@ if op == 'commit' then
   if #steps > 0 then highest = tonumber(steps[#steps]) end
   for _, of in ipairs(steps) do
     if tonumber(of) <= step then
-      local kept = {}
-      for i, serial in ipairs(taken(of)[2]) do
-        local r = record(text(serial))
-        kept[i] = {serial, r[NODES][#r[NODES]], r[META], r[PAYLOAD], call('HGET', base .. 'bodies', text(serial)), r[FILTERED]}
-        remember(r)
-        set('bytes', st.bytes - r[BYTES])
-        lines[#lines + 1] = ledger_line(serial, r, 'committed')
-        call('HDEL', tasks_key, text(serial))
-        call('HDEL', base .. 'bodies', text(serial))
-        groups = groups + 1
+      local serials, kept, gone, bytes = taken(of)[2], {}, {}, st.bytes
+      local bodies = hmget(base .. 'bodies', serials)
+      for i, r in ipairs(records(serials)) do
+        local node = r[NODES][#r[NODES]]
+        kept[i] = {serials[i], node, r[META], r[PAYLOAD], bodies[i], r[FILTERED]}
+        gone[2 * i - 1], gone[2 * i] = text(now), r[TOKEN] .. '|' .. node
+        bytes = bytes - r[BYTES]
+        lines[#lines + 1] = ledger_line(serials[i], r, 'committed')
       end
+      set('bytes', bytes)
+      many('ZADD', base .. 'remembered', gone)
+      many('HDEL', tasks_key, serials)
+      many('HDEL', base .. 'bodies', serials)
+      groups = groups + #kept
       call('HDEL', base .. 'steps', of)
       call('HSET', base .. 'recorded', of, cmsgpack.pack(kept))
       call('ZADD', base .. 'recorded_steps', of, of)
@@ -556,9 +609,11 @@ if op == 'commit' then
   set('committed', math.max(st.committed, math.min(step, highest)))
   moved()
   for _, of in ipairs(call('ZRANGE', base .. 'recorded_steps', 0, -1 - st.retain)) do
-    for _, group in ipairs(cmsgpack.unpack(call('HGET', base .. 'recorded', of))) do
-      call('UNLINK', base .. 'p:' .. group[4])
+    local payloads = {}
+    for i, group in ipairs(cmsgpack.unpack(call('HGET', base .. 'recorded', of))) do
+      payloads[i] = base .. 'p:' .. group[4]
     end
+    many('UNLINK', nil, payloads)
     call('HDEL', base .. 'recorded', of)
     call('ZREM', base .. 'recorded_steps', of)
   end
@@ -594,7 +649,8 @@ local function register(report, node, pid, host, version)
   end
   call('HSET', key, 'report', report, 'pid', pid, 'host', host, 'version', version)
   call('ZREM', base .. 'gone', node)
-  call('ZADD', base .. 'seen', now, node)
+  call('ZADD', base .. 'seen', text(now), node)
+  due(now + st.lease_ms)
   if not old[1] or restarted then event('join', {node = node, pid = tonumber(pid), host = host}) end
   stirred = true
 end

@@ -24,9 +24,9 @@ Redis Cluster keeps them in one slot; those of one store begin with `slipstream:
 
 STATE: store, lost (why the store may not be used any more), run (RunInfo as JSON), pid (of the keeper), the run's
 numbers (b, k, max_attempts, lease_ms, max_lease_ms, max_bytes, retain), epoch, next, committed, first_step, wanted,
-bytes, acc_groups, acc_bytes, tick, taker, taker_needs, offer_nonce, offer_new, learner (report as JSON) and l_*, and
-counters: events, dead, committed_groups, filtered, expiries, stale, past_generated. Fields wt:REASON and ws:REASON are
-tokens and seconds of waste: under a node what the broker counted, in `state` those of nodes that are gone.
+bytes, acc_groups, acc_bytes, tick, due, taker, taker_needs, offer_nonce, offer_new, learner (report as JSON) and l_*,
+and counters: events, dead, committed_groups, filtered, expiries, stale, past_generated. Fields wt:REASON and ws:REASON
+are tokens and seconds of waste: under a node what the broker counted, in `state` those of nodes that are gone.
 """
 
 from urllib.parse import quote

@@ -35,10 +35,6 @@ class StoreGone(BrokerError):
     """The store has lost acknowledged moves, or does not exist any more."""
 
 
-class PayloadGone(Exception):
-    """The payload of a group expired before its move; send both again."""
-
-
 class Moves:
     """Moves against one store."""
 
@@ -68,7 +64,6 @@ class Moves:
 
         Raises:
             BrokerError: refused, with the reason; StoreGone when the store may not be used any more.
-            PayloadGone: of `complete` only.
         """
         epoch, code, *rest = reply
         if code == b"ok":
@@ -76,8 +71,6 @@ class Moves:
             return rest
         if code == b"refused":
             raise BrokerError(rest[0].decode())
-        if code == b"payload":
-            raise PayloadGone
         run, store = self.run, self.keys.store
         if code == b"lost":
             raise StoreGone(
