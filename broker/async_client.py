@@ -199,7 +199,7 @@ class AsyncBrokerClient:
             self._finish(call, unreachable(self.address, call.limit_s, call.connected))
             return
         sent = self._send(call.frames)
-        refusal = self._handshakes.refusal() if self._handshakes is not None and not sent else ""
+        refusal = self._refusal(sent)
         if refusal:
             self._finish(call, UsageError(refusal))
             return
@@ -208,6 +208,15 @@ class AsyncBrokerClient:
         if not self._reading:  # one read for all that is sent in this turn of the loop
             self._reading = True
             loop.call_soon(self._read)
+
+    def _refusal(self, sent: bool) -> str:
+        """Why the broker will not have this client, as far as an attempt to send tells."""
+        if self._handshakes is None:
+            return ""
+        if not sent:
+            return self._handshakes.refusal()
+        self._handshakes.proven()
+        return ""
 
     def _finish(self, call: Call, error: Exception) -> None:
         self._forget(call)

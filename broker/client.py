@@ -200,6 +200,7 @@ class _Channel:
                 self.socket.poll(int(min(CONNECT_POLL_S, end - now) * 1000) + 1, zmq.POLLOUT)
                 continue
             connected = True
+            self._handshakes.proven()
             answer = self._answer(request.id, min(end, now + retry_s))
             if answer is not None:
                 return answer

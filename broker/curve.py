@@ -7,6 +7,7 @@ any message of it is read. ZeroMQ then attaches the proven key to every message 
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "slipstream"
 HANDSHAKE_MS = 10_000  # a connection that has not proven its key by then is closed
-BROKEN_HANDSHAKES = 5  # in a row, before the other side is said to hold another key
+BROKEN_HANDSHAKES, BROKEN_S = 5, 3.0  # in a row, and how long, before the other side is said to hold another key
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _OUTCOMES = (
@@ -138,6 +139,9 @@ def secure_client(socket: "zmq.Socket[Any]", credential: Credential, server_publ
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_public.encode())
 
 
+_PROVEN: set[tuple[str, str]] = set()  # (server, public key) of all clients of this process that ever got in
+
+
 class Handshakes:
     """What became of a client socket's attempts to connect."""
 
@@ -150,47 +154,56 @@ class Handshakes:
         self._events = context.socket(zmq.PAIR)  # never an asyncio one
         self._events.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's own thread
         self._events.connect(place)
-        self._broken = 0
+        self._broken, self._broken_since = 0, 0.0
+        self._proven = (server, credential.public) in _PROVEN if credential is not None else False
         self._refusal = ""
 
     def refusal(self) -> str:
         """Why the other side will not have this client, '' while nothing speaks against it. Never waits."""
         while self._events.poll(0):
             message = cast("dict[str, Any]", recv_monitor_message(self._events, zmq.NOBLOCK))
-            self._note(int(message["event"]))
+            self._note(int(message["event"]), int(message["value"]))
         return self._refusal
+
+    def proven(self) -> None:
+        """The two sides know each other: connections that break from now on are not about keys."""
+        if not self._proven and self._credential is not None:
+            self._proven = True
+            _PROVEN.add((self._server, self._credential.public))
 
     def close(self) -> None:
         """Stop watching; before the socket is closed."""
         self._socket.monitor(None, 0)
         self._events.close(linger=0)
 
-    def _note(self, event: int) -> None:
+    def _note(self, event: int, value: int) -> None:
+        who = self._credential
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._broken, self._refusal = 0, ""
+            self.proven()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            who = self._credential
             name = f"of {who.role} {who.name!r}" if who is not None else "of this client"
             self._refusal = (
                 f"{self._server} refused this key: the credential {name} is not in its list of allowed keys; "
                 "`slipstream keys DIR` adds one"
             )
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # the two sides want different mechanisms
-            self._refusal = (
-                f"{self._server} asks for a key and this client has none; set broker.credentials, or --credentials DIR"
-                if self._credential is None
-                else f"{self._server} has no keys and this client wants proof; both sides need broker.credentials"
-            )
-        elif event == _FAILED:
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # ZeroMQ does not try again after this
+            self._refusal = self._mismatch(value)
+        elif event == _FAILED and who is not None and not self._proven:
             self._broken += 1
-            who = self._credential
-            if who is not None and self._broken >= BROKEN_HANDSHAKES:
+            self._broken_since = time.monotonic() if self._broken == 1 else self._broken_since
+            if self._broken >= BROKEN_HANDSHAKES and time.monotonic() - self._broken_since >= BROKEN_S:
                 self._refusal = (
                     f"{self._server} refused this key: it does not hold the server key that the credential of "
-                    f"{who.role} {who.name!r} names; are both from one key folder?"
+                    f"{who.role} {who.name!r} names (are both from one key folder?), or it only forwards connections "
+                    "to something that is down"
                 )
-            elif who is None and self._broken >= 4 * BROKEN_HANDSHAKES:
-                self._refusal = (
-                    f"{self._server} ends every connection before it is set up; either it asks for a key "
-                    "(set broker.credentials, or --credentials DIR), or what listens there is no broker"
-                )
+
+    def _mismatch(self, value: int) -> str:
+        if value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            return f"{self._server} does not speak the same protocol (ZMTP error {value:#x}); is it a broker?"
+        if self._credential is None:
+            return (
+                f"{self._server} asks for a key and this client has none; set broker.credentials, or --credentials DIR"
+            )
+        return f"{self._server} has no keys and this client wants proof; both sides need broker.credentials"

@@ -16,9 +16,11 @@ import pytest
 import torch
 import zmq
 
+from common.credentials import KeyFolder
 from common.weights import messages
 from common.weights.collectives import GlooGroup, GroupFactory
 from common.weights.messages import Canary
+from launch.keys import make
 from learner.publishing import GlooPublisher
 
 HERE = Path(__file__).resolve().parent
@@ -81,9 +83,13 @@ class Plane:
         self.closing: list[Callable[[], None]] = []
 
     def publisher(
-        self, incarnation: int = 0, timeout_s: float = 20.0, factory: GroupFactory = GlooGroup
+        self,
+        incarnation: int = 0,
+        timeout_s: float = 20.0,
+        factory: GroupFactory = GlooGroup,
+        credentials: str | None = None,
     ) -> GlooPublisher:
-        publisher = GlooPublisher(incarnation, "float32", "127.0.0.1", BUCKET, timeout_s, factory)
+        publisher = GlooPublisher(incarnation, "float32", "127.0.0.1", BUCKET, timeout_s, factory, credentials)
         self.closing.append(publisher.close)
         return publisher
 
@@ -143,6 +149,27 @@ def test_versions_reach_every_node_and_a_late_one_at_once(plane: Plane) -> None:
     for node in (first, second, late):
         assert node.wait("active", version=5)["value"] == 5.0
     assert publisher.stats().ejections == 0
+
+
+def test_with_keys_versions_reach_the_nodes_of_the_key_folder_and_no_others(plane: Plane, tmp_path: Path) -> None:
+    ours, others = KeyFolder(tmp_path / "ours"), KeyFolder(tmp_path / "others")
+    make(ours, ["n0", "n1"])
+    make(others, ["n2"])
+    publisher = plane.publisher(credentials=str(ours.path))
+    address = publisher.start()
+    members = [plane.nodes(i, arguments=("--credentials", str(ours.nodes / f"{i}.json")))[0] for i in ("n0", "n1")]
+    strangers = [*plane.nodes("n2", arguments=("--credentials", str(others.path))), *plane.nodes("keyless")]
+    for node in (*strangers, *members):
+        node.wait("up")
+        node.follow(address)
+    until(lambda: publisher.stats().nodes == 2, 20)
+    publisher.publish(1, weights(1), None)
+    for node in members:
+        assert node.wait("active", version=1)["value"] == 1.0
+    assert publisher.stats().nodes == 2
+    for node in strangers:
+        with pytest.raises(AssertionError, match="no active"):
+            node.wait("active", timeout_s=0.5)
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])

@@ -13,6 +13,7 @@ import time
 
 import torch
 
+from common.credentials import load_credential
 from common.weights import messages, packing
 from common.weights.collectives import GlooGroup
 from common.weights.messages import Epoch
@@ -99,10 +100,13 @@ async def main() -> None:
     parser.add_argument("--fault", default="")
     parser.add_argument("--at", type=int, default=-1)
     parser.add_argument("--break-load", action="store_true")
+    parser.add_argument("--credentials", default="")
     arguments = parser.parse_args()
     FaultyGroup.fault, FaultyGroup.at = arguments.fault, arguments.at
     target = BufferTarget(arguments.break_load)
-    client = WeightClient(arguments.node_id, target)
+    credentials = arguments.credentials
+    credential = load_credential(credentials, "node", arguments.node_id) if credentials else None
+    client = WeightClient(arguments.node_id, target, credential)
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     say("up")

@@ -1,21 +1,25 @@
 """A broker with keys: who gets in, what each role may ask, and what one is told who may not."""
 
 import asyncio
+import contextlib
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
 from broker import wire
 from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, NodeReport, RunInfo
-from broker.curve import secure_client
+from broker.curve import BROKEN_S, secure_client
 from broker.event_log import EventLog
 from broker.roles import PERMITTED, Roles
 from broker.server import BrokerServer
@@ -145,6 +149,23 @@ def test_a_client_with_a_key_does_not_trust_a_broker_without_one(keys: Path) -> 
     said = pytest.raises(UsageError, match="has no keys")
     with serving(None) as server, connect(access(server, "observer", keys)) as observer, said:
         observer.status()
+
+
+def test_a_connection_that_was_good_once_is_not_given_up_when_a_forwarder_has_nobody_to_forward_to(keys: Path) -> None:
+    with forwarding() as forwarder:
+        with serving(keys) as server:
+            forwarder.target = server.address
+            reached = msgspec.structs.replace(access(server, "observer", keys), address=forwarder.address)
+            observer = connect(reached)
+            assert observer.status().groups_pending == 0
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(observer_status, observer)
+            time.sleep(BROKEN_S + 1)  # every attempt is accepted, and ends during the handshake
+            assert not waiting.done()
+            with serving(keys) as server:
+                forwarder.target = server.address
+                assert waiting.result(WAIT_S) == 0
+            observer.close()
 
 
 def test_no_broker_at_all_is_still_unreachable_and_not_a_wrong_key(keys: Path) -> None:
@@ -321,9 +342,57 @@ def ask(socket: "zmq.Socket[bytes]", request: wire.Request) -> wire.AnyReply:
     return wire.decode_reply(header, len(rest))
 
 
-def _has_ipv6() -> bool:
-    import socket
+class Forwarder:
+    """Accepts connections and joins them to `target`; without one it ends them at once, as a tunnel would."""
 
+    def __init__(self, listener: socket.socket) -> None:
+        self.address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        self.target = ""
+        self._listener = listener
+
+    def run(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                far = socket.create_connection(("127.0.0.1", int(self.target.rpartition(":")[2])), timeout=5)
+            except OSError:
+                near.close()
+                continue
+            far.settimeout(None)
+            for a, b in ((near, far), (far, near)):
+                threading.Thread(target=self._copy, args=(a, b), daemon=True).start()
+
+    @staticmethod
+    def _copy(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+@contextmanager
+def forwarding() -> Iterator[Forwarder]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        forwarder = Forwarder(listener)
+        thread = threading.Thread(target=forwarder.run)
+        thread.start()
+        yield forwarder
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def observer_status(observer: Any) -> int:
+    return observer.status().groups_pending
+
+
+def _has_ipv6() -> bool:
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):
             return True
