@@ -36,13 +36,8 @@ class Embedded:
 
     @contextlib.contextmanager
     def serve(self, folder: str) -> Iterator[tuple[str, int | None]]:
-        process = multiprocessing.get_context("spawn").Process(target=serve_broker, args=(folder, self._durability))
-        process.start()
-        try:
-            yield wait_for_address(Path(folder)), process.pid
-        finally:
-            process.terminate()
-            process.join(PATIENCE_S)
+        with broker_process(folder, self._durability) as pid:
+            yield wait_for_address(Path(folder)), pid
 
     def produce(self, address: str, load: Load) -> Iterator[None]:
         keep_freed_memory()  # as a node does
@@ -93,6 +88,21 @@ async def _node(address: str, load: Load, source: Iterator[tuple[Group, GroupMet
             await asyncio.gather(*(hand_in(lease) for lease in leases))
             done += len(leases)
         beating.cancel()
+
+
+@contextlib.contextmanager
+def broker_process(folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP) -> Iterator[int]:
+    """The process id of a broker with run folder `folder`, which ends with the context."""
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve_broker, args=(folder, durability, groups_per_step)
+    )
+    process.start()
+    try:
+        assert process.pid is not None
+        yield process.pid
+    finally:
+        process.terminate()
+        process.join(PATIENCE_S)
 
 
 def serve_broker(folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP) -> None:

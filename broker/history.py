@@ -8,6 +8,7 @@ from broker.contract import LedgerEntry
 _ABSENT, _COMMITTED, _DEAD, _FILTERED = 0, 1, 2, 3
 _NAMES = {_COMMITTED: "committed", _DEAD: "dead", _FILTERED: "committed"}
 _NONE = -(1 << 31)
+GROWTH = 1024  # entries that the columns grow by
 
 
 class History:
@@ -70,9 +71,9 @@ class History:
         return (i for i, state in enumerate(self._state) if state != _ABSENT)
 
     def _grow(self, size: int) -> None:
-        short = size - len(self._state)
-        if short <= 0:
+        if size <= len(self._state):
             return
+        short = max(size - len(self._state), GROWTH)
         self._state.extend(bytes(short))
         for column in (self._attempts, self._step, self._version_min, self._version_max, self._nodes):
             column.extend([0] * short)

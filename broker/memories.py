@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from broker.recovery import Recovered, former_events, recover
 from broker.server import BrokerServer
 from broker.state import DeliveryState
 from broker.store.folder import StoreFolder, StoreInfo, new_info
+from broker.tokens import Tokens
 from common.config import BrokerConfig, Config
 from common.errors import UsageError
 from common.run_dir import RunDir
@@ -58,7 +58,7 @@ def open_memory(config: Config, run: RunInfo, write_event: Callable[[BrokerEvent
     durability = config.broker.durability
     if durability == "memory":
         _set_aside(run_dir.store)
-        return Memory(DeliveryState(run, time.monotonic, _new_token, EventLog(write_event), os.getpid()))
+        return Memory(DeliveryState(run, time.monotonic, Tokens(), EventLog(write_event), os.getpid()))
     folder = StoreFolder(run_dir.store)
     folder.lock()
     try:
@@ -73,7 +73,7 @@ def open_memory(config: Config, run: RunInfo, write_event: Callable[[BrokerEvent
             return DurableState(
                 run,
                 time.monotonic,
-                _new_token,
+                Tokens(),
                 events,
                 journal,
                 config.broker.retain_steps,
@@ -108,10 +108,6 @@ def bind(memory: Memory, config: BrokerConfig, on_tick: Callable[[], None], quar
     if info is not None and memory.folder is not None and info.address != server.address:
         memory.folder.write_info(msgspec.structs.replace(info, address=server.address))
     return server
-
-
-def _new_token() -> str:
-    return secrets.token_hex(8)
 
 
 def _set_aside(store: Path) -> None:

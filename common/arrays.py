@@ -31,17 +31,17 @@ class Array(msgspec.Struct, frozen=True, gc=False):
         kind = DTYPES.get(self.dtype)
         if kind is None:
             raise self._unknown()
-        return np.frombuffer(self.data, dtype=kind)
+        return np.frombuffer(self.data, kind)
 
     def entries(self) -> int:
         """Number of elements, without making an array; raises ValueError as `numpy` does."""
         item_bytes = _ITEM_BYTES.get(self.dtype)
         if item_bytes is None:
             raise self._unknown()
-        elements, rest = divmod(len(self.data), item_bytes)
-        if rest:
-            raise ValueError(f"{len(self.data)} bytes are no whole number of {self.dtype} elements")
-        return elements
+        size = len(self.data)
+        if size % item_bytes:
+            raise ValueError(f"{size} bytes are no whole number of {self.dtype} elements")
+        return size // item_bytes
 
     def _unknown(self) -> ValueError:
         return ValueError(f"unknown dtype {self.dtype!r}; the wire carries {', '.join(DTYPES)}")

@@ -132,15 +132,17 @@ def decode_group(data: bytes | memoryview) -> Group:
 def _wrong(sample: Sample) -> str:
     """What does not fit together in a sample, '' when all does; looks at sizes and makes no arrays, for speed."""
     n = sample.tokens.entries()
-    for name, array in (("loss_mask", sample.loss_mask), ("behavior_logprobs", sample.behavior_logprobs)):
-        if array.entries() != n:
-            return f"{name} has {array.entries()} entries for {n} tokens"
-    routed = 0 if sample.routed_experts is None else sample.routed_experts.entries()
-    if routed % max(n, 1):
-        return f"{routed} routed experts do not divide by {n} tokens"
+    mask, logprobs = sample.loss_mask, sample.behavior_logprobs
+    if mask.entries() != n:
+        return f"loss_mask has {mask.entries()} entries for {n} tokens"
+    if logprobs.entries() != n:
+        return f"behavior_logprobs has {logprobs.entries()} entries for {n} tokens"
+    end = n or 1
+    if sample.routed_experts is not None and sample.routed_experts.entries() % end:
+        return f"{sample.routed_experts.entries()} routed experts do not divide by {n} tokens"
     previous = -1
     for run in sample.version_runs:
-        if not previous < run.start < max(n, 1):
+        if not previous < run.start < end:
             starts = [run.start for run in sample.version_runs]
             return f"version runs {starts} are not increasing within {n} tokens"
         previous = run.start
