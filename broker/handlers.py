@@ -1,13 +1,14 @@
 """From decoded requests to replies: one method per message, no sockets."""
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import zmq
 
 from broker import wire
-from broker.parked import ParkedLease, ParkedTake, ParkingLot
+from broker.parked import Key, ParkedLease, ParkedTake, ParkingLot
 from broker.state import DeliveryState
 from broker.store.payloads import StoredPayload
 from common.errors import BrokerError
@@ -69,15 +70,45 @@ class Handlers:
             if reply is not None:
                 self.parked.drop(key)
                 served.append((take.client, reply))
-        if self._served_revision == self._state.lease_revision:
-            return served
-        self._served_revision = self._state.lease_revision
-        for key, lease in list(self.parked.leases.items()):
+        return served + self._serve_leases()
+
+    def _serve_leases(self) -> list[tuple[bytes, wire.Reply]]:
+        """Oldest request first, and no further than anything can still be given.
+
+        A node that is refused means that every node with the same weights or older ones would be: with a thousand
+        nodes waiting, a task that becomes free costs a look at a few of them.
+        """
+        served: dict[Key, tuple[bytes, wire.Reply]] = {}
+        refused_version = -1
+        for key in self._lease_candidates():
+            if key in served:
+                continue
+            lease = self.parked.leases[key]
+            node = self._state.fleet.nodes.get(lease.request.node_id)
+            if node is not None and node.alive and node.version <= refused_version:
+                continue
             reply = self._guarded(lease.request, self._try_parked_lease)
             if reply is not None:
-                self.parked.drop(key)
-                served.append((lease.client, reply))
-        return served
+                served[key] = (lease.client, reply)
+            elif node is not None:
+                refused_version = max(refused_version, node.version)
+                if refused_version >= self._state.newest_version:
+                    break
+        for key in served:
+            self.parked.drop(key)
+        return list(served.values())
+
+    def _lease_candidates(self) -> Iterable[Key]:
+        """Parked lease requests that may be answerable now: all after a change for all, else those of changed nodes."""
+        state = self._state
+        changed, state.changed_nodes = state.changed_nodes, set()
+        for_all = self._served_revision != state.lease_revision
+        self._served_revision = state.lease_revision
+        own = (key for node_id in changed for key in self.parked.of_node(node_id))
+        if not for_all:
+            return own
+        dead = (key for key in own if not state.node_alive(self.parked.leases[key].request.node_id))
+        return itertools.chain(dead, self.parked.leases)
 
     def payloads(self, reply: wire.Reply) -> list[Payload]:
         """The payload frames that go with a reply. Raises PayloadUnreadable, a BrokerError."""

@@ -60,7 +60,9 @@ class DeliveryState:
         self.tasks = TaskTable()
         self.fleet = Fleet(run.lease_s)
         self.event_log = events
-        self.lease_revision = 0  # grows whenever a lease that was refused before may now be given
+        self.lease_revision = 0  # grows whenever a lease that was refused before may now be given to any node
+        self.changed_nodes: set[str] = set()  # of which alone that may be so, or whose requests have an end
+        self.newest_version = -1  # no node holds a later one
         self.refused_messages = self.denied_requests = self.quarantined_messages = 0
         self.learner = LearnerRecord()
         self.clock, self._new_token, self.pid = clock, new_token, pid
@@ -185,7 +187,7 @@ class DeliveryState:
         self.fleet.join(report, now)
         if old is None or replaced:
             self.event_log.add("join", node=report.node_id, pid=report.pid, host=report.host)
-        self.lease_revision += 1
+        self._note_version(report.node_id, report.policy_version)
         return self.run
 
     def lease(self, node_id: str, version: int | None, max_groups: int) -> list[Lease]:
@@ -199,6 +201,7 @@ class DeliveryState:
         node = self._node(node_id)
         if version is not None:
             node.version = version
+            self.newest_version = max(self.newest_version, version)
             self._seen(node)
         leases: list[Lease] = []
         steps = node.version - self._first_step
@@ -238,7 +241,7 @@ class DeliveryState:
         self._seen(node)
         if report.policy_version != node.version:
             node.version = report.policy_version
-            self.lease_revision += 1
+            self._note_version(report.node_id, report.policy_version)
         node.report = report
         lost: list[str] = []
         for token in tokens:
@@ -328,6 +331,7 @@ class DeliveryState:
                 self._take_back(entry, f"lease of node {entry.node} expired")
         for node_id in self.fleet.newly_dead(now):
             self.event_log.add("node_lost", node=node_id, silent_s=self.run.lease_s)
+            self.changed_nodes.add(node_id)
 
     def next_deadline(self) -> float | None:
         """When `expire` may next have something to do, monotonic seconds; None: never."""
@@ -355,6 +359,10 @@ class DeliveryState:
         if node is None:
             raise BrokerError(f"node {node_id} is not registered with this broker; register first")
         return node
+
+    def _note_version(self, node_id: str, version: int) -> None:
+        self.newest_version = max(self.newest_version, version)
+        self.changed_nodes.add(node_id)
 
     def _seen(self, node: Node) -> None:
         if self.fleet.seen(node, self.clock()):

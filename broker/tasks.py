@@ -59,6 +59,27 @@ class Entry:
         )
 
 
+class LeasedTasks(dict[str, Entry]):
+    """Leased tasks by token, which knows how many of them are older than a serial without looking at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._serials: list[int] = []  # sorted
+
+    def __setitem__(self, token: str, entry: Entry) -> None:
+        assert token not in self
+        super().__setitem__(token, entry)
+        insort(self._serials, entry.serial)
+
+    def __delitem__(self, token: str) -> None:
+        del self._serials[bisect_left(self._serials, self[token].serial)]
+        super().__delitem__(token)
+
+    def older_than(self, serial: int) -> int:
+        """Number of leased tasks with a lower serial."""
+        return bisect_left(self._serials, serial)
+
+
 class TaskTable:
     """Living tasks in ordered structures, finished ones in `history`."""
 
@@ -67,7 +88,7 @@ class TaskTable:
         self.history = History()
         self.next_serial = 0
         self.pending: list[int] = []  # heap of serials; a pending task leaves only from the top
-        self.leased: dict[str, Entry] = {}  # by token
+        self.leased = LeasedTasks()
         self.ready: list[int] = []  # sorted serials
         self.steps: dict[int, list[int]] = {}  # serials taken by each uncommitted step, in the order given out
         self.bytes_held = 0
@@ -140,7 +161,7 @@ class TaskTable:
             last = chosen[-1]
             if self.pending and self.pending[0] < last:
                 return None
-            if any(entry.serial < last for entry in self.leased.values()):
+            if self.leased.older_than(last):
                 return None
         return chosen
 
@@ -204,7 +225,7 @@ class TaskTable:
 
     def older_in_progress(self, serial: int) -> int:
         """Number of leased and ready tasks older than `serial`."""
-        return bisect_left(self.ready, serial) + sum(e.serial < serial for e in self.leased.values())
+        return bisect_left(self.ready, serial) + self.leased.older_than(serial)
 
     def ledger(self) -> list[LedgerEntry]:
         """Every task, ascending by serial."""
