@@ -7,6 +7,8 @@ socket is read until it is empty after every signal and after every send.
 import asyncio
 import itertools
 import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import zmq
@@ -156,7 +158,7 @@ class AsyncBrokerClient:
                 self._hand_back(node_id, call.future.result())
             else:
                 self._cancelled_leases[call.id] = node_id
-                self._in_background(self._cancel(call.id))
+                self._in_background(partial(self._cancel, call.id))
             raise
         finally:
             self._forget(call)
@@ -167,12 +169,12 @@ class AsyncBrokerClient:
 
     def _hand_back(self, node_id: str, reply: wire.SingleReply) -> None:
         if isinstance(reply, wire.Leased) and reply.leases:
-            self._in_background(self.release(node_id, [lease.token for lease in reply.leases]))
+            self._in_background(partial(self.release, node_id, [lease.token for lease in reply.leases]))
 
-    def _in_background(self, work: Any) -> None:
+    def _in_background(self, work: Callable[[], Awaitable[None]]) -> None:
         async def run() -> None:
             try:
-                await work
+                await work()
             except (BrokerError, BrokerUnreachable) as error:
                 logger.warning("leases of a cancelled request stay until their deadline: %s", error)
 

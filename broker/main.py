@@ -26,7 +26,7 @@ from common.run_dir import BrokerFile, RunDir, write_atomic
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_S = 5.0  # at the most often, but for commits
-SNAPSHOT_SHARE = 50  # snapshots use at most one part of so many of the time
+SNAPSHOT_SHARE = 200  # snapshots use at most one part of so many of the time
 ALIVE_CHECK_S = 5.0
 QUARANTINE = "quarantine"
 
@@ -121,7 +121,7 @@ class Snapshots:
     """RUN/ledger.json and RUN/status.json, so that they can be read when the broker is gone.
 
     They are written at every commit too: what a broker killed with -9 leaves behind then lacks no step that the
-    next learner does not train again. Each kind uses at most a fiftieth of the time, because a ledger is as long as
+    next learner does not train again. Each kind uses at most half a percent of the time, because a ledger is as long as
     the run: when commits come faster than that, the newest is written as soon as it may be.
     """
 

@@ -134,9 +134,9 @@ class BrokerServer:
         if ticking:
             self._next_tick = now + TICK_S
             self._gate.tick()
-        self._on_tick()
         self._send_released()
         self._outbox.flush()
+        self._on_tick()  # last, because it may take a while
 
     def _send_released(self) -> None:
         """The end of a turn: what was recorded goes to the disk, and replies go out whose records are there."""

@@ -173,8 +173,6 @@ class BrokerConfig(Strict, frozen=True, kw_only=True):
     retain_steps: Natural = 16  # committed steps whose groups are kept for `slipstream replay`
     max_bytes: Positive = 4 << 30
     max_message_bytes: Positive = 1 << 30
-    durability: Literal["fsync", "everysec", "memory"] = "fsync"  # when the broker's word holds; docs/delivery.md
-    retain_steps: Natural = 16  # committed steps whose groups are kept for `slipstream replay`
     lease_s: Seconds = 60.0
     max_lease_s: Seconds = 3600.0  # heartbeats renew a lease no longer than this: bounds a node that never finishes
     heartbeat_s: Seconds = 2.0

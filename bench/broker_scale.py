@@ -1,0 +1,271 @@
+"""One broker under 1, 100 and 1,000 simulated nodes: latency of lease and complete, CPU per group, memory per node.
+
+    python bench/broker_scale.py [--nodes 1 100 1000] [--seconds 20] [--think 5] [--leases 1000]
+
+Every node is a real client with a connection, an identity and heartbeats of its own; only the rollout is a pause, drawn
+evenly from half to one and a half times --think seconds. The same number of groups is under way whatever the number of
+nodes (--leases, dealt out evenly), so every run asks the broker for the same groups a second, and what differs is the
+number of nodes. The CPU per group is all that the broker used, heartbeats included. What nodes cost that only wait and
+beat is measured before, and given apart. Writes bench/results/broker_scale.json.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import multiprocessing.process
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import broker_groups
+import jobs
+import machine
+import psutil
+from broker_embedded import HEARTBEAT_S, PROBLEM, broker_process, wait_for_address
+
+from broker.async_client import AsyncBrokerClient
+from broker.connect import Access, connect
+from broker.contract import Lease, NodeReport
+from common.rollouts import Task, encode_group
+
+NODE_PROCESSES = 4
+GROUPS_PER_STEP = 100
+SETTLE_S = 3.0
+LEASE_WAIT_S = 30.0
+LEASE_AT_ONCE = 4  # as a node asks
+
+
+Process = tuple[multiprocessing.process.BaseProcess, Connection]
+
+
+class Plan(NamedTuple):
+    """What one process of nodes does; times are of the monotonic clock, which processes share."""
+
+    address: str
+    first: int
+    nodes: int
+    leases: int  # of each node at the same time
+    think_s: float
+    size: str
+
+
+class Measured(NamedTuple):
+    """Seconds of each call that ended in the measured time."""
+
+    lease_s: list[float]
+    complete_s: list[float]
+
+
+class Fleet:
+    """The nodes of one process."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.measured = Measured([], [])
+        self.measuring = False
+        group, self._meta = next(broker_groups.structs(plan.size))
+        self._payload = encode_group(group)
+        self._random = random.Random(plan.first)
+
+    async def run(self, pipe: Connection) -> None:
+        """Say when all have joined, then work until told to stop."""
+        plan = self._plan
+        clients = [AsyncBrokerClient(plan.address, deadline_s=60) for _ in range(plan.nodes)]
+        names = [f"n{plan.first + i}" for i in range(plan.nodes)]
+        reports = [NodeReport(name, os.getpid(), "host", "generating", 1 << 20) for name in names]
+        for client, report in zip(clients, reports, strict=True):
+            await client.register(report)
+        work = [asyncio.create_task(self._beat(c, r)) for c, r in zip(clients, reports, strict=True)]
+        work += [asyncio.create_task(self._work(c, name)) for c, name in zip(clients, names, strict=True)]
+        pipe.send("joined")
+        while (word := await asyncio.to_thread(pipe.recv)) != "stop":
+            self.measuring = word == "measure"
+        for task in work:
+            task.cancel()
+        failed = [x for x in await asyncio.gather(*work, return_exceptions=True) if isinstance(x, Exception)]
+        for client in clients:
+            await client.close()
+        if failed:
+            raise failed[0]
+
+    async def _beat(self, client: AsyncBrokerClient, report: NodeReport) -> None:
+        await asyncio.sleep(self._random.uniform(0, HEARTBEAT_S))
+        while True:
+            await client.heartbeat(report, [])
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _work(self, client: AsyncBrokerClient, name: str) -> None:
+        """What a node does: ask for what fits, a few at a time, and start what comes."""
+        room = asyncio.Semaphore(self._plan.leases)
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                await room.acquire()
+                wanted = 1
+                while wanted < LEASE_AT_ONCE and not room.locked():
+                    await room.acquire()
+                    wanted += 1
+                started = time.perf_counter()
+                leases = await client.lease(name, 1 << 20, wanted, LEASE_WAIT_S)
+                if self.measuring:
+                    self.measured.lease_s.append(time.perf_counter() - started)
+                for lease in leases:
+                    groups.create_task(self._roll_out(client, name, lease, room))
+                for _ in range(wanted - len(leases)):
+                    room.release()
+
+    async def _roll_out(self, client: AsyncBrokerClient, name: str, lease: Lease, room: asyncio.Semaphore) -> None:
+        await asyncio.sleep(self._random.uniform(0.5, 1.5) * self._plan.think_s)
+        started = time.perf_counter()
+        assert await client.complete(name, lease.token, self._meta, self._payload)
+        if self.measuring:
+            self.measured.complete_s.append(time.perf_counter() - started)
+        room.release()
+
+
+def play(plan: Plan, pipe: Connection) -> None:
+    """A process of nodes."""
+    fleet = Fleet(plan)
+    asyncio.run(fleet.run(pipe))
+    pipe.send(fleet.measured)
+
+
+class Learner:
+    """Offers ahead of the nodes and takes what is ready, a step at a time."""
+
+    def __init__(self, address: str) -> None:
+        self._client = connect(Access(address=address, role="learner"))
+        self._offered = self._step = 0
+
+    def offer(self, count: int) -> None:
+        tasks = [Task(self._offered + i, PROBLEM, i, broker_groups.SAMPLES) for i in range(count)]
+        self._client.offer(tasks)
+        self._offered += count
+
+    def work(self, seconds: float) -> int:
+        """Take and commit for so long; returns how many groups."""
+        end, groups = time.monotonic() + seconds, 0
+        while (left_s := end - time.monotonic()) > 0:
+            taken = self._client.take(self._step, GROUPS_PER_STEP, left_s)
+            if taken is not None:
+                self.offer(len(taken))
+                self._client.commit(self._step)
+                self._step += 1
+                groups += len(taken)
+        return groups
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def measure(nodes: int, options: argparse.Namespace) -> dict[str, object]:
+    """Figures of one broker under `nodes` nodes."""
+    with tempfile.TemporaryDirectory() as folder, broker_process(folder, "memory", GROUPS_PER_STEP) as pid:
+        address, broker = wait_for_address(Path(folder)), psutil.Process(pid)
+        rss_before = broker.memory_info().rss
+        fleets = start_fleets(address, nodes, options)
+        learner = Learner(address)
+        try:
+            idle_s, _ = cpu_of(broker, lambda: time.sleep(options.seconds / 2))
+            rss_nodes = broker.memory_info().rss
+            learner.offer(2 * options.leases)
+            learner.work(options.think * 1.5 + SETTLE_S)
+            tell(fleets, "measure")
+            busy_s, groups = cpu_of(broker, lambda: learner.work(options.seconds))
+            tell(fleets, "pause")
+        finally:
+            tell(fleets, "stop")
+            learner.close()
+        measured = [pipe.recv() for _, pipe in fleets]
+        for process, _ in fleets:
+            process.join(60)
+    lease_ms = sorted(1e3 * s for m in measured for s in m.lease_s)
+    complete_ms = sorted(1e3 * s for m in measured for s in m.complete_s)
+    idle_share = idle_s / (options.seconds / 2)
+    return {
+        "nodes": nodes,
+        "groups_per_s": round(groups / options.seconds, 1),
+        "broker_cpu_us_per_group": round(1e6 * busy_s / groups, 1),
+        "broker_cpu_us_per_group_without_waiting": round(1e6 * (busy_s - idle_share * options.seconds) / groups, 1),
+        "broker_cpu_us_per_node_per_s": round(1e6 * idle_share / nodes, 1),
+        "broker_busy_share": round(busy_s / options.seconds, 3),
+        "lease_ms": quantiles(lease_ms),
+        "complete_ms": quantiles(complete_ms),
+        "broker_kib_per_node": round((rss_nodes - rss_before) / nodes / 1024, 1),
+    }
+
+
+def start_fleets(address: str, nodes: int, options: argparse.Namespace) -> list[Process]:
+    """Processes whose nodes have joined."""
+    context, fleets = multiprocessing.get_context("spawn"), []
+    processes = min(nodes, NODE_PROCESSES)
+    for i in range(processes):
+        first, last = nodes * i // processes, nodes * (i + 1) // processes
+        plan = Plan(address, first, last - first, options.leases // nodes, options.think, options.size)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=play, args=(plan, theirs))
+        process.start()
+        fleets.append((process, ours))
+    for _, pipe in fleets:
+        assert pipe.poll(120) and pipe.recv() == "joined"
+    return fleets
+
+
+def tell(fleets: list[Process], word: str) -> None:
+    for _, pipe in fleets:
+        pipe.send(word)
+
+
+def cpu_of(process: psutil.Process, work: Callable[[], int | None]) -> tuple[float, int]:
+    """CPU seconds of `process` while `work` runs, and what that returns."""
+    before = process.cpu_times()
+    result = work()
+    after = process.cpu_times()
+    return after.user + after.system - before.user - before.system, result or 0
+
+
+def quantiles(ordered: list[float]) -> dict[str, float]:
+    """Milliseconds."""
+    return {
+        "p50": round(statistics.median(ordered), 2),
+        "p99": round(ordered[int(0.99 * (len(ordered) - 1))], 2),
+        "max": round(ordered[-1], 2),
+        "calls": len(ordered),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 100, 1000])
+    parser.add_argument("--leases", type=int, default=1000, help="groups under way over all nodes")
+    parser.add_argument("--think", type=float, default=5.0, help="mean seconds of a rollout")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--size", choices=tuple(broker_groups.COMPLETION_TOKENS), default="1k")
+    parser.add_argument("--dry", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    runs = []
+    for nodes in options.nodes:
+        runs.append(measure(nodes, options))
+        print(json.dumps(runs[-1]), flush=True)
+    costs = [run["broker_cpu_us_per_group"] for run in runs]
+    result = {
+        "machine": machine.describe(("pyzmq", "msgspec")),
+        "load_1min": round(os.getloadavg()[0], 1),
+        "think_s": options.think,
+        "groups_under_way": options.leases,
+        "heartbeat_s": HEARTBEAT_S,
+        "group": options.size,
+        "runs": runs,
+        "cost_ratio": round(costs[-1] / costs[0], 2),
+    }
+    print(json.dumps(result) if options.dry else jobs.write("broker_scale", result))
+
+
+if __name__ == "__main__":
+    main()

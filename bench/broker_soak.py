@@ -1,0 +1,179 @@
+"""100,000 groups through one broker: its memory all the way, and the latency of lease and complete under that load.
+
+    python bench/broker_soak.py [--groups 100000] [--durability memory] [--large-every 50]
+
+One node keeps 32 groups under way and a learner takes and commits as fast as both can; every `--large-every`-th group
+is one of 8 samples x 8,192 tokens, the others are small (8 x 264). Writes bench/results/broker_soak.json.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import broker_groups
+import jobs
+import machine
+import psutil
+from broker_embedded import GROUPS_PER_STEP, HEARTBEAT_S, LEASES_AT_ONCE, PROBLEM, broker_process, wait_for_address
+from broker_scale import quantiles
+
+from broker.connect import Access, connect, connect_node
+from broker.contract import LearnerReport, Lease, NodeReport
+from common.rollouts import Task, encode_group
+
+SAMPLES_OF_MEMORY = 50
+OFFERED_AHEAD = 20 * GROUPS_PER_STEP
+SETTLED = 0.2  # part of the groups after which memory has to be flat
+
+
+def node(address: str, groups: int, large_every: int, pipe: Connection) -> None:
+    """Hand in `groups` groups; sends the seconds of every lease and every complete."""
+    pipe.send(asyncio.run(_node(address, groups, large_every)))
+
+
+async def _node(address: str, groups: int, large_every: int) -> tuple[list[float], list[float]]:
+    (small, meta), (large, _) = (next(broker_groups.structs(size)) for size in ("tiny", "8k"))
+    payloads = (encode_group(small), encode_group(large))
+    report = NodeReport("n0", os.getpid(), "host", "generating", 0)
+    lease_s: list[float] = []
+    complete_s: list[float] = []
+    async with connect_node(Access(address=address, role="node")) as client:
+
+        async def hand_in(lease: Lease) -> None:
+            payload = payloads[lease.task.serial % large_every == 0]
+            started = time.perf_counter()
+            assert await client.complete("n0", lease.token, meta, payload)
+            complete_s.append(time.perf_counter() - started)
+
+        async def beat() -> None:
+            while True:
+                await client.heartbeat(report, [])
+                await asyncio.sleep(HEARTBEAT_S)
+
+        await client.register(report)
+        beating = asyncio.create_task(beat())
+        done = 0
+        while done < groups:
+            started = time.perf_counter()
+            leases = await client.lease("n0", done // GROUPS_PER_STEP, LEASES_AT_ONCE, 10)
+            lease_s.append(time.perf_counter() - started)
+            await asyncio.gather(*(hand_in(lease) for lease in leases))
+            done += len(leases)
+        beating.cancel()
+    return lease_s, complete_s
+
+
+def learner(address: str, groups: int, pipe: Connection) -> None:
+    """Take and commit all; sends a word at the end."""
+    with connect(Access(address=address, role="learner")) as client:
+        client.attach(LearnerReport(os.getpid(), 0, "training", 0))
+        offered = 0
+        for step in range(groups // GROUPS_PER_STEP):
+            ahead = min(groups, (step + 1) * GROUPS_PER_STEP + OFFERED_AHEAD)
+            client.offer([Task(i, PROBLEM, i, broker_groups.SAMPLES) for i in range(offered, ahead)])
+            offered = max(offered, ahead)
+            while client.take(step, GROUPS_PER_STEP, 10) is None:
+                pass
+            client.commit(step)
+    pipe.send("done")
+
+
+class MemoryWatch(threading.Thread):
+    """Resident memory of the broker against the groups that it has committed, about once a second."""
+
+    def __init__(self, pid: int, address: str) -> None:
+        super().__init__(daemon=True)
+        self._process, self._address = psutil.Process(pid), address
+        self._ended = threading.Event()
+        self.seen: list[tuple[int, float]] = []  # groups, MiB
+
+    def run(self) -> None:
+        with connect(Access(address=self._address, role="observer")) as client:
+            while not self._ended.wait(0.5):
+                committed = client.status().groups_committed
+                self.seen.append((committed, self._process.memory_info().rss / 2**20))
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join(30)
+
+
+def growth_bytes_per_group(seen: list[tuple[int, float]]) -> float:
+    """Slope of a straight line through the second part of the samples."""
+    import numpy as np
+
+    settled = [x for x in seen if x[0] >= SETTLED * seen[-1][0]]
+    slope, _ = np.polyfit([x[0] for x in settled], [x[1] for x in settled], 1)
+    return float(slope) * 2**20
+
+
+def measure(options: argparse.Namespace) -> dict[str, object]:
+    groups = options.groups // GROUPS_PER_STEP * GROUPS_PER_STEP
+    context = multiprocessing.get_context("spawn")
+    node_pipe, node_end = context.Pipe()
+    learner_pipe, learner_end = context.Pipe()
+    with (
+        tempfile.TemporaryDirectory(dir=options.scratch) as folder,
+        broker_process(folder, options.durability) as pid,
+    ):
+        address = wait_for_address(Path(folder))
+        watch = MemoryWatch(pid, address)
+        players = [
+            context.Process(target=learner, args=(address, groups, learner_end)),
+            context.Process(target=node, args=(address, groups, options.large_every, node_end)),
+        ]
+        started = time.perf_counter()
+        for player in players:
+            player.start()
+        watch.start()
+        assert node_pipe.poll(options.limit), f"not done after {options.limit} s"
+        lease_s, complete_s = node_pipe.recv()
+        assert learner_pipe.poll(60)
+        wall_s = time.perf_counter() - started
+        watch.end()
+        for player in players:
+            player.join(60)
+    seen = watch.seen
+    every = max(1, len(seen) // SAMPLES_OF_MEMORY)
+    settled = [round(mib, 1) for done, mib in seen if done >= SETTLED * groups]
+    return {
+        "groups": groups,
+        "durability": options.durability,
+        "large_every": options.large_every,
+        "seconds": round(wall_s, 1),
+        "groups_per_s": round(groups / wall_s),
+        "broker_mib": {
+            "settled": round(settled[0], 1),
+            "highest": round(max(settled), 1),
+            "last": round(settled[-1], 1),
+        },
+        "growth_bytes_per_group": round(growth_bytes_per_group(seen), 1),
+        "lease_ms": quantiles(sorted(1e3 * s for s in lease_s)),
+        "complete_ms": quantiles(sorted(1e3 * s for s in complete_s)),
+        "memory": [{"groups": done, "mib": round(mib, 1)} for done, mib in seen[::every]],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=100_000)
+    parser.add_argument("--large-every", type=int, default=50)
+    parser.add_argument("--durability", choices=("memory", "fsync", "everysec"), default="memory")
+    parser.add_argument("--scratch", help="folder for the broker's store; put it on a real disk")
+    parser.add_argument("--limit", type=float, default=900, help="seconds")
+    parser.add_argument("--dry", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    result = {"machine": machine.describe(("pyzmq", "msgspec")), "load_1min": round(os.getloadavg()[0], 1)}
+    result |= measure(options)
+    print(json.dumps(result) if options.dry else jobs.write("broker_soak", result))
+
+
+if __name__ == "__main__":
+    main()
