@@ -3,6 +3,8 @@
 import heapq
 from collections.abc import Callable, Iterator
 
+HEAP_SLACK = 1024
+
 
 class Deadlines:
     """A min-heap with lazy renewal: a key's true deadline is looked up only when its recorded one comes up."""
@@ -17,6 +19,12 @@ class Deadlines:
         if recorded is None or deadline < recorded:
             self._recorded[key] = deadline
             heapq.heappush(self._heap, (deadline, key))
+
+    def discard(self, key: str) -> None:
+        """Watch `key` no longer; what it leaves in the heap goes when there is more of that than of the living."""
+        if self._recorded.pop(key, None) is not None and len(self._heap) > 2 * len(self._recorded) + HEAP_SLACK:
+            self._heap = [(deadline, key) for key, deadline in self._recorded.items()]
+            heapq.heapify(self._heap)
 
     def next(self) -> float | None:
         """Earliest time at which something may pass; None when nothing is watched."""

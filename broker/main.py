@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,7 +15,7 @@ from broker.connect import Access, connect
 from broker.contract import BrokerEvent, RunInfo
 from broker.memories import bind, open_memory
 from broker.server import BrokerServer
-from broker.state import DeliveryState
+from broker.snapshots import Snapshots
 from common.allocator import keep_freed_memory
 from common.config import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
@@ -25,8 +24,6 @@ from common.run_dir import BrokerFile, RunDir, write_atomic
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT_S = 5.0  # at the most often, but for commits
-SNAPSHOT_SHARE = 200  # snapshots use at most one part of so many of the time
 ALIVE_CHECK_S = 5.0
 QUARANTINE = "quarantine"
 
@@ -115,43 +112,6 @@ def keep_former_ledger(run_dir: Path) -> None:
     while (run_dir / f"ledger-{number}.json").exists():
         number += 1
     former.rename(run_dir / f"ledger-{number}.json")
-
-
-class Snapshots:
-    """RUN/ledger.json and RUN/status.json, so that they can be read when the broker is gone.
-
-    They are written at every commit too: what a broker killed with -9 leaves behind then lacks no step that the
-    next learner does not train again. Each kind uses at most half a percent of the time, because a ledger is as long as
-    the run: when commits come faster than that, the newest is written as soon as it may be.
-    """
-
-    def __init__(self, run_dir: Path, state: DeliveryState, clock: Callable[[], float] = time.monotonic) -> None:
-        self._run_dir, self._state, self._clock = run_dir, state, clock
-        self._next_at = 0.0  # monotonic seconds
-        self._next_commit_at = 0.0
-        self._committed_step = state.committed_step
-
-    def tick(self) -> None:
-        """Write when it is time again, or something was committed."""
-        started = self._clock()
-        committed = self._committed_step != self._state.committed_step
-        if started < (self._next_commit_at if committed else self._next_at):
-            return
-        self._committed_step = self._state.committed_step
-        self.write()
-        now = self._clock()
-        pause_s = SNAPSHOT_SHARE * (now - started)
-        self._next_at = now + max(SNAPSHOT_S, pause_s)
-        if committed:
-            self._next_commit_at = now + pause_s
-
-    def write(self) -> None:
-        """Write both now; a failure is logged, since serving matters more."""
-        try:
-            write_atomic(self._run_dir / "ledger.json", msgspec.json.encode(self._state.ledger()))
-            write_atomic(self._run_dir / "status.json", msgspec.json.encode(self._state.status()))
-        except OSError as error:
-            logger.error("snapshot not written: %s", error)
 
 
 class stopping_on_signals:

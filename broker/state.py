@@ -374,6 +374,7 @@ class DeliveryState:
             self._seen(node)
 
     def _drop_token(self, entry: Entry) -> None:
+        self._lease_deadlines.discard(entry.token)
         node = self.fleet.nodes.get(entry.node)
         if node is not None:
             node.tokens.discard(entry.token)

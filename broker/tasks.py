@@ -227,6 +227,11 @@ class TaskTable:
         """Number of leased and ready tasks older than `serial`."""
         return bisect_left(self.ready, serial) + self.leased.older_than(serial)
 
+    def line(self, serial: int) -> LedgerEntry:
+        """The ledger's line of one task; raises KeyError when it was never offered."""
+        entry = self.living.get(serial)
+        return entry.ledger() if entry is not None else self.history.get(serial)
+
     def ledger(self) -> list[LedgerEntry]:
         """Every task, ascending by serial."""
         finished = [self.history.get(serial) for serial in self.history.serials()]

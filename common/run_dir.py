@@ -1,5 +1,6 @@
 """The run folder: its paths, atomic files, and the question whether a config belongs to it."""
 
+import contextlib
 import json
 import os
 import socket
@@ -100,19 +101,42 @@ def differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> Itera
             yield key, a, b
 
 
+class AtomicFile:
+    """A file that takes the place of `path` when it is complete; a reader sees the old or the new content."""
+
+    def __init__(self, path: Path, mode: int = 0o644) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._mode = path, mode
+        handle, self._temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        self._file = os.fdopen(handle, "wb")
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+
+    def finish(self, sync: bool = True) -> None:
+        """Replace `path`; `sync`: only when the content has reached the disk."""
+        self._file.flush()
+        if sync:
+            os.fsync(self._file.fileno())
+        self._file.close()
+        os.chmod(self._temporary, self._mode)
+        os.replace(self._temporary, self._path)
+
+    def discard(self) -> None:
+        """Leave `path` as it is."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        Path(self._temporary).unlink(missing_ok=True)
+
+
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace `path` so that a reader sees the old or the new content, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    file = AtomicFile(path, mode)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
+        file.write(data)
+        file.finish()
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        file.discard()
         raise
 
 

@@ -18,13 +18,14 @@ from pathlib import Path
 import msgspec
 
 from broker.contract import BrokerEvent
-from broker.main import SNAPSHOT_S, keep_former_ledger, run_info
+from broker.main import keep_former_ledger, run_info
 from broker.redis.checks import check_server
 from broker.redis.client import RedisClient
 from broker.redis.endpoint import endpoint
 from broker.redis.link import Link
 from broker.redis.moves import Command, Moves, StoreGone
 from broker.redis.run_store import RunStore, new_store
+from broker.snapshots import SNAPSHOT_S
 from common.config import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
 from common.lifecycle import DrainFlag

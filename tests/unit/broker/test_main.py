@@ -99,10 +99,11 @@ def test_the_cost_of_snapshots_does_not_grow_with_the_number_of_commits(tmp_path
     now_s, written_at = 0.0, list[float]()
 
     class Slow(main.Snapshots):
-        def write(self) -> None:
+        def go_on(self, until: float, sync: bool = False) -> bool:
             nonlocal now_s
             written_at.append(now_s)
             now_s += 0.01
+            return True
 
     state = DeliveryState(main.run_info(job(tmp_path), b""), time.monotonic, lambda: str(uuid.uuid4()), EventLog())
     snapshots = Slow(tmp_path, state, lambda: now_s)
