@@ -14,7 +14,7 @@ States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> c
 - Of the learners that attach or report, the one with the highest incarnation is the learner. Of two with the same
   incarnation (two processes on one run folder, or on a copy of it) the second is refused while the first is alive,
   that is seen within LOST_AFTER_S and not ended, and takes its place otherwise. Whoever was replaced stays refused.
-- Waste is counted under the node that spent it, since the broker process started. `lost`: the seconds of a lease that
+- Waste is counted under the node that spent it, since the store was made. `lost`: the seconds of a lease that
   is taken back (deadline, bound or restart), the tokens of every result that comes with an old token. `failed`: what a
   `fail` under a current token tells. `filtered`, `regenerated`: `sampled_tokens` and `generation_s` of the group, once.
   A node that comes again under its id goes on counting; what nodes that left had lost stays in the totals.

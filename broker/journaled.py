@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from broker import moves
-from broker.contract import LearnerReport, NodeReport, Waste
+from broker.contract import LEARNER_ENDED, LearnerReport, NodeReport, Waste
 from broker.fleet import Fleet, Node
 from broker.learner_record import LearnerRecord
 from broker.store.payloads import StoredPayload
@@ -222,7 +222,7 @@ class JournaledLearner(LearnerRecord):
         before, self.report = self.report, report
         if before is None or report.incarnation > before.incarnation:
             self._replaced.clear()
-        elif before.instance != report.instance:
+        elif before.instance and report.instance and before.instance != report.instance:
             self._replaced.add(before.instance)
 
     @property
@@ -237,5 +237,5 @@ class JournaledLearner(LearnerRecord):
 
 def lasting(report: LearnerReport) -> LearnerReport:
     """What of a report matters to whoever comes later."""
-    state = report.state if report.state in ("done", "failed") else ""
-    return msgspec.structs.replace(report, state=state, policy_version=0, waiting_on="", since_s=0.0, step=0)
+    state = report.state if report.state in LEARNER_ENDED else ""
+    return msgspec.structs.replace(report, state=state, policy_version=0, waiting_on="", since_s=0.0, step=0, waste={})
