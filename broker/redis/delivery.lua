@@ -743,11 +743,16 @@ if op == 'cancel' then
 end
 if op == 'sweep' then return finish() end
 
--- recorded: 3 committed step. Replies serial, node, meta, payload key (after 'p:'), body, '1' if filtered of each group;
--- nothing when its groups are not kept.
+-- recorded: 3 step, committed and kept, or not committed. Replies {serial, node, meta, payload key (after 'p:'), body, 1
+-- if filtered} of each of its groups.
 if op == 'recorded' then
   local packed = call('HGET', base .. 'recorded', ARGV[3])
-  if not packed then return finish() end
-  return finish(cmsgpack.unpack(packed))
+  if packed then return finish(unpack(cmsgpack.unpack(packed))) end
+  local groups, serials = {}, taken(ARGV[3])[2]
+  local bodies = hmget(base .. 'bodies', serials)
+  for i, r in ipairs(records(serials)) do
+    groups[i] = {serials[i], r[NODES][#r[NODES]], r[META], r[PAYLOAD], bodies[i], r[FILTERED]}
+  end
+  return finish(unpack(groups))
 end
 return refuse('unknown move ' .. op)

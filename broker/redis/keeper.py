@@ -71,6 +71,11 @@ class Keeper:
         self._snapshot_at = 0.0
         self._answering = True
 
+    @property
+    def store(self) -> str:
+        """The run's store; '' before `open`."""
+        return self._seen.store
+
     def close(self) -> None:
         """Drop the connections."""
         self._link.close()
@@ -94,7 +99,11 @@ class Keeper:
                 "keys are never deleted here; docs/redis.md says how to, or choose another run.name"
             )
         if pointer is not None and pointer.store == seen.store and not self._store.lost(seen.store):
-            self._enter(seen.store)
+            try:
+                self._enter(seen.store)
+            except StoreGone as error:
+                logger.error("%s", error)
+                self._begin_store()
         else:
             if seen.store:
                 logger.error("store %s of this run is lost; a new one takes its place", seen.store)
