@@ -6,6 +6,10 @@ from fault_options import LEASE_S
 from fault_rig import Rig
 from fault_scenario import scenario
 
+from broker.contract import LedgerEntry
+from broker.recorded import recorded_steps
+from common.rollouts import decode_group
+
 LONG_STOP_S = 2.5 * LEASE_S
 
 
@@ -141,7 +145,84 @@ def broker_stopped(rig: Rig) -> float:
 
 
 @scenario(
-    fault="all at once: nodes and learner killed, stopped and restarted, connections cut, in random order",
+    fault="broker: `kill -9` at a random moment, several times (`broker.durability: fsync`)",
+    recovered="three new steps, from the start of the next broker on",
+    bound="start of the process + reading its store + client's repetition (2 s) + 1 s",
+    bound_s=4.0,
+)
+def broker_killed(rig: Rig) -> float:
+    """It reads its store and goes on at the same address: tasks, groups, what steps took and committed, and leases,
+    which get a new deadline. Learner and nodes never end; they repeat what was not answered."""
+    return _kill_brokers(rig)
+
+
+@scenario(
+    fault="broker: `kill -9` at a random moment, several times (`broker.durability: everysec`)",
+    recovered="three new steps, from the start of the next broker on",
+    bound="start of the process + reading its store + client's repetition (2 s) + 1 s",
+    bound_s=4.0,
+)
+def broker_killed_everysec(rig: Rig) -> float:
+    """The same: what was written is in the kernel's hands when the process dies. A power cut would lose a second."""
+    rig.broker_options["durability"] = "everysec"
+    return _kill_brokers(rig)
+
+
+def _kill_brokers(rig: Rig) -> float:
+    rig.start_all(nodes=2)
+    worst, kills, learner = 0.0, 4, rig.learner_process
+    for _ in range(kills):
+        assert rig.broker_process is not None
+        rig.kill(rig.broker_process)
+        rig.pause()
+        at_s = time.monotonic()
+        rig.start_broker(wait=False)
+        worst = max(worst, rig.new_steps_s(at_s))
+        rig.pause()
+    assert learner is not None and learner.poll() is None, "the learner noticed no more than a slow answer"
+    assert len(rig.events("broker_recovered")) == kills
+    _check_recorded(rig, rig.finish())
+    return worst
+
+
+def _check_recorded(rig: Rig, ledger: list[LedgerEntry]) -> None:
+    """What the store kept of committed steps, for `slipstream replay`, is what the ledger says."""
+    recorded = recorded_steps(rig.run_dir)
+    in_steps = {e.serial: e.step for e in ledger if e.state == "committed"}
+    assert len(recorded) > 0
+    for step, groups in recorded.items():
+        assert [in_steps[group.serial] for group in groups] == [step] * len(groups)
+        assert [decode_group(group.payload).serial for group in groups] == [group.serial for group in groups]
+
+
+@scenario(
+    fault="everything: broker, learner and every node get `kill -9` at once, in random order",
+    recovered="three new steps, from the restart of all on",
+    bound="start of the processes + reading the store + replay + client's repetition (2 s) + 2 s",
+    bound_s=5.0,
+)
+def all_killed(rig: Rig) -> float:
+    """Each recovers as it does alone: the broker from its store, the learner from its checkpoint."""
+    rig.start_all(nodes=2)
+    worst = 0.0
+    for _ in range(2):
+        assert rig.broker_process is not None and rig.learner_process is not None
+        victims = [rig.broker_process, rig.learner_process, *rig.nodes.values()]
+        rig.random.shuffle(victims)
+        for victim in victims:
+            rig.kill(victim)
+        at_s = time.monotonic()
+        rig.start_broker(wait=False)
+        rig.start_learner()
+        for name in list(rig.nodes):
+            rig.start_node(name)
+        worst = max(worst, rig.new_steps_s(at_s))
+        rig.pause()
+    return worst
+
+
+@scenario(
+    fault="all at once: broker, nodes and learner killed, stopped and restarted, connections cut, in random order",
     recovered="three new steps, from the last fault on",
     bound="`broker.lease_s` + start of a process + 3 s",
     bound_s=LEASE_S + 4.0,
@@ -156,12 +237,17 @@ def storm(rig: Rig) -> float:
     rig.warm_up()
     at_s = 0.0
     for _ in range(8):
-        assert rig.learner_process is not None
-        kind = rig.random.choice(["node", "learner", "stop node", "cut", "cut"])
+        assert rig.learner_process is not None and rig.broker_process is not None
+        kind = rig.random.choice(["broker", "node", "learner", "stop node", "stop broker", "cut", "cut"])
         name = rig.random.choice(sorted(rig.nodes))
         if kind == "node":
             at_s = rig.kill(rig.nodes[name])
             rig.start_node(name, proxy.address)
+        elif kind == "broker":
+            at_s = rig.kill(rig.broker_process)
+            rig.start_broker(wait=False)
+        elif kind == "stop broker":
+            at_s = rig.stop_for(rig.broker_process, rig.random.uniform(0.1, 1.5 * LEASE_S))
         elif kind == "learner":
             at_s = rig.kill(rig.learner_process)
             rig.start_learner(proxy.address)

@@ -51,7 +51,7 @@ def assert_trained_exactly_once(run_dir: Path, steps: int) -> None:
             assert lines[entry["step"]]["tokens_expired"] > 0
 
 
-def test_job_survives_kills_of_node_and_learner(assets, tmp_path):
+def test_job_survives_kills_of_node_broker_and_learner(assets, tmp_path):
     run_dir, steps = tmp_path / "run", 60
     config = write_config(tmp_path / "job.yaml", assets, run_dir, steps, tasks=SLOW)
     with Command(tmp_path, "up", "up", str(config)) as up:
@@ -72,14 +72,24 @@ def test_job_survives_kills_of_node_and_learner(assets, tmp_path):
         assert [n["id"] for n in second["nodes"] if n["state"] != "gone"] == ["node-0"]
         assert all(n["pid"] != node["pid"] for n in second["nodes"] if n["state"] != "gone")
 
-        kill(second["learner"]["pid"])
+        kill(second["broker"]["pid"])
+        reached = metrics(run_dir)[-1]["step"]
+        until("steps after the broker came back", lambda: len(metrics(run_dir)) > reached + 4, START_S, up)
+        third = status(run_dir)
+        assert third["broker"]["pid"] != second["broker"]["pid"]
+        assert third["learner"]["pid"] == second["learner"]["pid"], "the learner noticed no more than a slow answer"
+        assert [n["pid"] for n in third["nodes"] if n["state"] != "gone"] == [
+            n["pid"] for n in second["nodes"] if n["state"] != "gone"
+        ]
+
+        kill(third["learner"]["pid"])
         processes = descendants(up.process.pid)
         assert up.wait(JOB_S) == 0, up.output()
     assert survivors(processes) == []
     assert_trained_exactly_once(run_dir, steps)
     assert metrics(run_dir)[-1]["incarnation"] == 1
     kinds = [event["kind"] for event in events(run_dir)]
-    assert kinds.count("role_crashed") == kinds.count("role_restarted") == 2
+    assert kinds.count("role_crashed") == kinds.count("role_restarted") == 3
     assert f"done: {steps} of {steps} steps" in up.output()
     assert (run_dir / "model" / "model.safetensors").is_file()
     ended = status(run_dir)
