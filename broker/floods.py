@@ -1,18 +1,22 @@
-"""Cuts off whoever sends a message that never ends.
+"""Cuts off whoever sends a message that never ends, or asks for ever more and never reads the answers.
 
 ZeroMQ limits the size of a frame and the number of waiting messages, but not the number of frames of one message: it
 collects them in memory until the last one has come, which a hostile sender never sends. So the broker watches its own
 memory. When it grows beyond what the held groups explain, connections from which nothing complete arrives any more
-are closed, those that brought the most bytes first. An innocent one among them reconnects and repeats its request.
+are closed, those that brought the most bytes first. So are connections that take nothing of what waits for
+them. An innocent one among them reconnects and repeats its request.
 """
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import os
 import secrets
 import socket
 import struct
+import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +31,8 @@ UNEXPLAINED_BYTES = 512 << 20  # or twice broker.max_message_bytes
 PATIENCE_S = 3.0  # nodes and learners that live say something more often
 CUT_AT_ONCE = 16
 LEAST_BYTES = 1 << 20  # received by a connection that is worth closing
-_RECEIVED_AT = 128  # tcpi_bytes_received in Linux's struct tcp_info
+LEAST_UNREAD_BYTES = 64 << 10
+_ACKED_AT, _RECEIVED_AT = 120, 128  # tcpi_bytes_acked, tcpi_bytes_received in Linux's struct tcp_info
 
 
 class FloodGuard:
@@ -47,6 +52,7 @@ class FloodGuard:
         self._since: float | None = None  # of an alert, monotonic seconds
         self._heard: set[int] = set()  # connections that completed a message during the alert
         self._connections: set[int] = set()  # file descriptors
+        self._acked: dict[int, int] = {}  # bytes that each had taken when last looked at
         place = f"inproc://connections-{secrets.token_hex(8)}"
         router.monitor(place, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shadow=cast(Any, router).context.underlying)
@@ -76,6 +82,7 @@ class FloodGuard:
         if self._since is None:
             self._since = now
             self._heard.clear()
+            self._acked.clear()
         elif now - self._since >= PATIENCE_S:
             self._cut()
 
@@ -92,24 +99,42 @@ class FloodGuard:
                 self._connections.discard(int(message["value"]))
 
     def _cut(self) -> None:
-        silent = [(received_bytes(fd), fd) for fd in self._connections - self._heard]
+        counts = {fd: tcp_bytes(fd) for fd in self._connections}
+        silent = [(received, fd) for fd, (received, _) in counts.items() if fd not in self._heard]
         worst = sorted((found for found in silent if found[0] >= LEAST_BYTES), reverse=True)[:CUT_AT_ONCE]
         for received, fd in worst:
             logger.warning("cut a connection that brought %d bytes and no end of a message; memory is short", received)
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
-        if not worst:
-            logger.debug("memory has grown, and no connection explains it")
+            _shut(fd)
+        for fd, (_, acked) in counts.items():
+            if acked == self._acked.get(fd) and unread_bytes(fd) >= LEAST_UNREAD_BYTES:
+                logger.warning("cut a connection that does not read what it asked for; memory is short")
+                _shut(fd)
+        self._acked = {fd: acked for fd, (_, acked) in counts.items()}
 
 
-def received_bytes(fd: int) -> int:
-    """Bytes that a TCP connection has received so far; 0 for anything else."""
+def tcp_bytes(fd: int) -> tuple[int, int]:
+    """(received, sent and acknowledged) bytes of a TCP connection so far; zeros for anything else."""
     try:
         with socket.socket(fileno=os.dup(fd)) as connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     except OSError:
+        return 0, 0
+    if len(info) < _RECEIVED_AT + 8:
+        return 0, 0
+    return struct.unpack_from("=Q", info, _RECEIVED_AT)[0], struct.unpack_from("=Q", info, _ACKED_AT)[0]
+
+
+def unread_bytes(fd: int) -> int:
+    """What the kernel holds because the other side has not taken it."""
+    try:
+        return int.from_bytes(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    except OSError:
         return 0
-    return struct.unpack_from("=Q", info, _RECEIVED_AT)[0] if len(info) >= _RECEIVED_AT + 8 else 0
+
+
+def _shut(fd: int) -> None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def own_memory() -> int:

@@ -8,12 +8,14 @@ import zmq
 from broker import floods
 from broker.curve import CurveServer, KeyRing
 from broker.floods import FloodGuard
+from broker.pace import Pace, answer_bytes
 from broker.refusals import Denied, Refusals
 from broker.roles import Roles
 from broker.state import DeliveryState
-from broker.wire import AnyRequest
+from broker.wire import AnyRequest, AskEvents, AskLedger, AskStatus
 from common.credentials import Identity, load_server
 
+OBSERVING = (AskStatus, AskLedger, AskEvents)
 ROLES = ("learner", "observer", "node", "broker")
 
 
@@ -41,6 +43,7 @@ class Gate:
         self.curve: CurveServer | None = None
         self._roles = Roles(state.node_alive)
         self._state = state
+        self._pace = Pace()
         self._floods: FloodGuard | None = None
         if credentials is not None:
             self.curve = CurveServer(context, load_server(credentials), KeyRing(credentials, ROLES))
@@ -60,12 +63,13 @@ class Gate:
         return frame.bytes, self.curve.sender(frame) if self.curve is not None else None
 
     def check(self, sender: Identity | None, request: AnyRequest) -> None:
-        """Raise Denied when `sender` may not make this request."""
-        if self.curve is None:
-            return
-        reason = self._roles.refusal(sender, request)
+        """Raise Denied when `sender` may not make this request, or not now."""
+        reason = self._roles.refusal(sender, request) if self.curve is not None else ""
         if reason:
             raise Denied(reason, request.id)
+        cost = answer_bytes(request, self._state) if isinstance(request, OBSERVING) else 0
+        if cost and not self._pace.spend(cost):
+            raise Denied("the broker has told observers as much as it may for the moment; ask again", request.id)
 
     def tick(self) -> None:
         """About once a second: see whether keys were added or revoked, and whether memory is short."""

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from broker import floods
-from broker.floods import FloodGuard, own_memory, received_bytes
+from broker.floods import FloodGuard, own_memory, tcp_bytes, unread_bytes
 
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
@@ -47,7 +47,7 @@ class Rig:
         for _ in range(-(-size // len(FRAME))):
             client.sendall(FRAME)
         self.guard.tick(0)
-        eventually(lambda: sum(map(received_bytes, self.guard._connections)) >= size)
+        eventually(lambda: sum(tcp_bytes(fd)[0] for fd in self.guard._connections) >= size)
         return client
 
 
@@ -114,6 +114,22 @@ def test_whoever_sends_a_message_without_an_end_is_cut_off_when_memory_grows_and
 
 
 @pytest.mark.usefixtures("no_patience")
+def test_whoever_does_not_read_what_it_asked_for_is_cut_off_when_memory_grows() -> None:
+    with rigged() as rig, rig.connect(0) as client:
+        client.sendall(b"\x00\x01?")
+        eventually(lambda: rig.router.poll(0))
+        identity = rig.router.recv_multipart()[0]
+        for _ in range(64):
+            rig.router.send_multipart([identity, bytes(MIB)])
+        eventually(lambda: any(unread_bytes(fd) > MIB // 4 for fd in rig.guard._connections))
+        time.sleep(0.3)  # the kernel's buffers are full now, and nothing moves any more
+        rig.memory = 200 * MIB
+        for _ in range(4):
+            rig.guard.tick(0)
+        eventually(lambda: rig.guard.tick(0) or not rig.guard._connections)
+
+
+@pytest.mark.usefixtures("no_patience")
 def test_memory_that_held_groups_explain_cuts_nobody_off() -> None:
     with rigged() as rig, rig.connect(4 * MIB) as client:
         rig.memory = 1000 * MIB
@@ -150,6 +166,7 @@ def test_memory_and_received_bytes_are_those_of_this_process_and_of_a_connection
         server.accept()[0] as accepted,
     ):
         client.sendall(bytes(1000))
-        eventually(lambda: received_bytes(accepted.fileno()) == 1000)
+        eventually(lambda: tcp_bytes(accepted.fileno())[0] == 1000)
     with open("/dev/null", "rb") as no_socket:
-        assert received_bytes(no_socket.fileno()) == 0
+        assert tcp_bytes(no_socket.fileno()) == (0, 0)
+        assert unread_bytes(no_socket.fileno()) == 0

@@ -15,6 +15,7 @@ from broker.deadlines import Deadlines
 from broker.event_log import EventLog
 from broker.fleet import MOST_NODES, Fleet
 from broker.handlers import Handlers
+from broker.pace import BURST_BYTES, BYTES_A_SECOND, Pace, answer_bytes
 from broker.parked import HEAP_SLACK, MOST_LEASES, ParkingLot
 from broker.refusals import KEPT_BYTES, KEPT_MESSAGES, LOGGED_A_MINUTE, Denied, Refusals, anonymous
 from broker.state import DeliveryState
@@ -168,3 +169,25 @@ def test_numbers_and_texts_beyond_their_limits_do_not_decode_and_the_field_is_na
 def test_a_group_of_failed_samples_has_no_mean_reward_and_still_decodes() -> None:
     request = wire.Complete(id=1, node_id="n", token="t", meta=GroupMeta(-1, -1, float("nan"), 0, 4))
     assert isinstance(wire.decode_request(wire.encode(request), 1), wire.Complete)
+
+
+def test_observers_are_told_a_bounded_number_of_bytes_a_second_however_large_one_answer_is() -> None:
+    now = 0.0
+    pace = Pace(lambda: now)
+    assert pace.spend(BURST_BYTES + 5)  # larger than all: once
+    assert not pace.spend(1)
+    now += 1.0
+    assert pace.spend(BYTES_A_SECOND // 2)
+    assert not pace.spend(BYTES_A_SECOND)
+    now += 10.0
+    assert [pace.spend(BURST_BYTES // 4) for _ in range(5)] == [True] * 4 + [False]
+
+
+def test_the_cost_of_an_answer_grows_with_what_it_tells() -> None:
+    state = new_state()
+    small = [answer_bytes(r, state) for r in (wire.AskLedger(id=1), wire.AskStatus(id=1))]
+    state.offer([Task(i, b"{}", i, 4) for i in range(1000)])
+    state.register(report())
+    large = [answer_bytes(r, state) for r in (wire.AskLedger(id=1), wire.AskStatus(id=1))]
+    assert all(a < b for a, b in zip(small, large, strict=True))
+    assert answer_bytes(wire.Commit(id=1, step=0), state) == 0
