@@ -6,7 +6,7 @@ from pathlib import Path
 
 from broker.contract import RunInfo, StoredGroup
 from broker.recovery import read_only
-from broker.store.folder import StoreFolder
+from broker.store.folder import StoreFolder, StoreInfo
 from broker.store.payloads import StoredPayload
 from common.errors import UsageError
 from common.rollouts import GroupMeta, Task
@@ -35,10 +35,20 @@ class RecordedSteps(Mapping[int, list[StoredGroup]]):
         store_id: of the store.
         committed_step: the newest committed step; later ones were taken only.
         groups: what is known without reading payloads.
+        next_serial: one past the highest serial ever offered.
+        places: groups of a step without those that passed their place on: all of them are there when these are.
     """
 
-    def __init__(self, store_id: str, committed_step: int, groups: dict[int, list[RecordedGroup]]) -> None:
+    def __init__(
+        self,
+        store_id: str,
+        committed_step: int,
+        groups: dict[int, list[RecordedGroup]],
+        next_serial: int,
+        places: dict[int, int],
+    ) -> None:
         self.store_id, self.committed_step, self.groups = store_id, committed_step, groups
+        self.next_serial, self.places = next_serial, places
 
     def __getitem__(self, step: int) -> list[StoredGroup]:
         return [group.read() for group in self.groups[step]]
@@ -59,12 +69,7 @@ def recorded_steps(run_dir: str | Path) -> RecordedSteps:
         UsageError: the run has no store, or it is damaged.
     """
     folder = StoreFolder(RunDir(run_dir).store)
-    info = folder.info()
-    if info is None:
-        raise UsageError(
-            f"{folder.path}: expected the store of a run, found none; groups are recorded by the embedded broker when "
-            "broker.durability is fsync or everysec"
-        )
+    info = store_info(folder)
     state = read_only(folder, info, RunInfo(info.run_name, str(run_dir), 1, 0, 1, 1.0, 1))
     steps = {
         step: [RecordedGroup(k.task, k.node_id, k.meta, k.filtered, k.stored) for k in kept]
@@ -77,4 +82,18 @@ def recorded_steps(run_dir: str | Path) -> RecordedSteps:
             for e in entries
             if e.meta is not None
         ]
-    return RecordedSteps(info.store_id, state.committed_step, dict(sorted(steps.items())))
+    places = {step: state.tasks.places_taken(step) for step in state.tasks.steps}
+    return RecordedSteps(
+        info.store_id, state.committed_step, dict(sorted(steps.items())), state.tasks.next_serial, places
+    )
+
+
+def store_info(folder: StoreFolder) -> StoreInfo:
+    """Which store it is; raises UsageError when there is none."""
+    info = folder.info()
+    if info is None:
+        raise UsageError(
+            f"{folder.path}: expected the store of a run, found none; groups are recorded by the embedded broker when "
+            "broker.durability is fsync or everysec"
+        )
+    return info

@@ -9,25 +9,12 @@ from dataclasses import dataclass
 
 from broker.contract import RunInfo
 from broker.event_log import EventLog
-from broker.recovery import read_only
+from broker.recorded import RecordedGroup, recorded_steps, store_info
 from broker.state import DeliveryState
 from broker.store.folder import StoreFolder
-from broker.store.payloads import StoredPayload
 from broker.tasks import TAKEN, Entry
 from common.errors import UsageError
-from common.rollouts import GroupMeta, Task
 from common.run_dir import RunDir
-
-
-@dataclass(frozen=True)
-class RecordedGroup:
-    """A group that a step took; the payload is read when it is asked for."""
-
-    task: Task
-    node_id: str
-    meta: GroupMeta
-    filtered: bool
-    payload: StoredPayload
 
 
 @dataclass(frozen=True)
@@ -47,12 +34,7 @@ def open_recording(run_dir: RunDir, run: RunInfo) -> Generator[Recording]:
         UsageError: there is no store, a broker has it, or it is damaged.
     """
     folder = StoreFolder(run_dir.store)
-    info = folder.info() if run_dir.store.is_dir() else None
-    if info is None:
-        raise UsageError(
-            f"{run_dir.store} does not exist: the run kept no groups. Only the embedded broker with broker.durability: "
-            "fsync or everysec does, for the newest broker.retain_steps committed steps and all that are not committed"
-        )
+    store_info(folder)
     try:
         folder.lock()
     except UsageError:
@@ -60,23 +42,15 @@ def open_recording(run_dir: RunDir, run: RunInfo) -> Generator[Recording]:
             f"{run_dir.path} is running: a broker has {run_dir.store}; stop the job before it is replayed"
         ) from None
     try:
-        state = read_only(folder, info, run)
+        found = recorded_steps(run_dir.path)
         steps = {
-            step: [RecordedGroup(g.task, g.node_id, g.meta, g.filtered, g.stored) for g in groups]
-            for step, groups in state.table.kept.items()
+            step: groups
+            for step, groups in found.groups.items()
+            if found.places.get(step, run.groups_per_step) >= run.groups_per_step
         }
-        for step, serials in state.tasks.steps.items():
-            if state.tasks.places_taken(step) >= run.groups_per_step:
-                entries = [state.tasks.living[serial] for serial in serials]
-                steps[step] = [_recorded(entry, state.table.stored[entry.serial]) for entry in entries]
-        yield Recording(info.store_id, state.tasks.next_serial, dict(sorted(steps.items())))
+        yield Recording(found.store_id, found.next_serial, steps)
     finally:
         folder.unlock()
-
-
-def _recorded(entry: Entry, payload: StoredPayload) -> RecordedGroup:
-    assert entry.meta is not None
-    return RecordedGroup(entry.task, entry.nodes[-1], entry.meta, entry.filtered, payload)
 
 
 def preloaded(run: RunInfo, recording: Recording, steps: Sequence[int]) -> DeliveryState:
@@ -103,7 +77,7 @@ def preloaded(run: RunInfo, recording: Recording, steps: Sequence[int]) -> Deliv
                 attempts=1,
                 nodes=[group.node_id],
                 meta=group.meta,
-                payload=group.payload,
+                payload=group.stored,
                 step=step,
                 filtered=group.filtered,
             )

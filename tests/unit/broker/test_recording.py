@@ -69,7 +69,7 @@ def test_committed_and_taken_steps_come_back_in_their_order_with_payloads_and_ma
     assert [group.filtered for group in found.steps[0]] == [False, True, False]
     for groups in found.steps.values():
         for group in groups:
-            assert group.payload.read() == b"group %d" % group.task.serial
+            assert group.stored.read() == b"group %d" % group.task.serial
             assert (group.node_id, group.meta) == ("n0", GroupMeta(0, 1, 0.5, 8))
 
 
@@ -84,4 +84,4 @@ def test_what_is_retained_at_least_comes_back_and_no_step_that_lacks_groups(tmp_
 
     found = recorded(job(tmp_path / "run", retain_steps=2), work)
     assert list(found.steps)[-3:] == [2, 3, 4]
-    assert found.steps[2][0].payload.read() == b"group 4"
+    assert found.steps[2][0].stored.read() == b"group 4"

@@ -7,7 +7,8 @@ import pytest
 
 from broker.contract import LearnerReport, RunInfo
 from broker.memory import MemoryLearner
-from broker.recording import RecordedGroup, Recording, open_recording, preloaded
+from broker.recorded import RecordedGroup
+from broker.recording import Recording, open_recording, preloaded
 from broker.store.folder import StoreFolder, new_info
 from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
 from common.config_loading import load_config
@@ -143,7 +144,7 @@ def test_a_run_that_works_is_not_replayed(run: RunDir, capsys: pytest.CaptureFix
 
 
 def test_a_run_without_a_store_says_what_would_have_kept_one(run: RunDir) -> None:
-    said = r"store does not exist: .*broker.durability: fsync or everysec"
+    said = r"store: expected the store of a run, found none; .*broker.durability is fsync or"
     with pytest.raises(UsageError, match=said), open_recording(run, RUN_INFO):
         raise AssertionError("there is nothing to open")
     assert not run.store.exists()
