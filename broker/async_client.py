@@ -263,6 +263,12 @@ class AsyncBrokerClient:
                 self._dispatch(single)
 
     def _dispatch(self, reply: wire.SingleReply) -> None:
+        if isinstance(reply, wire.Waiting):
+            call = self._calls.by_id.get(reply.id)
+            if call is not None:
+                logger.warning("the broker has this request but cannot answer yet: %s", reply.reason)
+                call.end = self._running_loop().time() + call.limit_s
+            return
         call = self._calls.by_id.pop(reply.id, None)
         if call is not None:
             if not call.future.done():

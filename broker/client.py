@@ -1,6 +1,7 @@
 """The synchronous client: the learner's side of the contract, and the observers'."""
 
 import itertools
+import logging
 import secrets
 import threading
 import time
@@ -17,6 +18,9 @@ from common.credentials import Credential
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.rollouts import Task
 
+logger = logging.getLogger(__name__)
+
+WAITING_PAUSE_S = 0.5  # before a request is repeated whose answer the broker cannot give yet
 LONG_POLL_S = 1.0  # a longer wait is asked for in pieces, each a sign of life
 VIEW_BYTES = 16 << 10  # smaller frames are copied: their memory may be a small part of a larger buffer
 OFFER_TASKS = 512  # tasks in one message
@@ -202,7 +206,11 @@ class _Channel:
             connected = True
             self._handshakes.proven()
             answer = self._answer(request.id, min(end, now + retry_s))
-            if answer is not None:
+            if answer is not None and isinstance(answer[0], wire.Waiting):
+                logger.warning("the broker has this request but cannot answer yet: %s", answer[0].reason)
+                end = time.monotonic() + limit_s
+                time.sleep(min(retry_s, WAITING_PAUSE_S))
+            elif answer is not None:
                 return answer
         raise unreachable(self.address, limit_s, connected)
 

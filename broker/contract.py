@@ -143,6 +143,22 @@ class NodeStatus(msgspec.Struct, frozen=True):
     waste: WasteByReason = {}  # by this node id since it joined: what it reported, and what the broker counted
 
 
+class StoreStatus(msgspec.Struct, frozen=True):
+    """Where the broker keeps what it promised.
+
+    Attributes:
+        bytes: on the disk.
+        sync_s: how long one sync takes, lately.
+        recovery_s: how long the broker took to build its state again when it started; 0 for a new store.
+        stuck: why nothing can be written at the moment; '' when it can.
+    """
+
+    bytes: int
+    sync_s: float = 0.0
+    recovery_s: float = 0.0
+    stuck: str = ""
+
+
 class BrokerStatus(msgspec.Struct, frozen=True):
     pid: int
     address: str
@@ -168,6 +184,7 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     denied_requests: int = 0  # those of them that their sender's role may not send
     quarantined_messages: int = 0  # those of them that this broker kept in RUN/quarantine
     waste: WasteByReason = {}  # of all nodes that ever joined, by reason; the learner's own is in `learner`
+    store: StoreStatus | None = None  # None: nothing outlives the broker
 
 
 class LedgerEntry(msgspec.Struct, frozen=True):

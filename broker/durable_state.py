@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from broker import moves
-from broker.contract import RunInfo
+from broker.contract import BrokerStatus, RunInfo
 from broker.event_log import EventLog
 from broker.journaled import JournaledFleet, JournaledLearner, JournaledTable, Kept, Recorder
 from broker.state import REMEMBERED_TOKENS, DeliveryState
@@ -38,6 +38,16 @@ class DurableState(DeliveryState):
         self.nodes = JournaledFleet(run.lease_s, journal)
         self.reporter = JournaledLearner(journal)
         self.tasks, self.fleet, self.learner = self.table, self.nodes, self.reporter
+
+        self.recovery_s = 0.0
+        self._journal = journal
+
+    def status(self) -> BrokerStatus:
+        """With what is known of the store."""
+        store = self._journal.status()
+        if store is not None:
+            store = msgspec.structs.replace(store, recovery_s=self.recovery_s)
+        return msgspec.structs.replace(super().status(), store=store)
 
     # ---------------------------------------------------------------- writing down
 

@@ -16,6 +16,7 @@ PROMISES = (
     wire.Attach, wire.Offer, wire.Take, wire.Regenerate, wire.Filter, wire.Commit, wire.Complete,
 )  # fmt: skip
 MOST_HELD = 1 << 16
+WORD_S = 1.0
 
 
 class Held(NamedTuple):
@@ -30,6 +31,7 @@ class HeldReplies:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._this_turn: dict[tuple[bytes, int], Held] = {}
+        self._word_at = 0.0
         self._waiting: OrderedDict[tuple[bytes, int], tuple[int, Held]] = OrderedDict()
 
     def hold(self, held: Held) -> None:
@@ -47,6 +49,15 @@ class HeldReplies:
         while len(self._waiting) > MOST_HELD:  # of clients that gave up long ago; those that are there ask again
             self._waiting.popitem(last=False)
         return self.released()
+
+    def waiting(self, now: float) -> list[Held]:
+        """About once a second while the store cannot be written: word to everybody who is held up, and why."""
+        reason = self._journal.stuck
+        if not reason or now < self._word_at:
+            return []
+        self._word_at = now + WORD_S
+        word = f"{reason}; nothing is acknowledged until there is room"
+        return [Held(h.client, wire.Waiting(id=h.reply.id, reason=word), []) for _, h in self._waiting.values()]
 
     def released(self) -> list[Held]:
         """Replies whose promise is durable."""

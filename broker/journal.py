@@ -9,6 +9,7 @@ import time
 from typing import cast
 
 from broker import moves
+from broker.contract import StoreStatus
 from broker.durable_state import DurableState
 from broker.store.errors import StoreFailed
 from broker.store.folder import StoreFolder
@@ -40,6 +41,7 @@ class Journal:
         self._statistics: moves.Statistics | None = None
         self._statistics_at = 0.0
         self._pending = False
+        self._told_stuck = ""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def begin(self, state: DurableState, seq: int, first_segment: int, history_bytes: int) -> None:
@@ -75,6 +77,7 @@ class Journal:
             return self._seq
         if writer.failure is not None:
             raise StoreFailed(f"{self._folder.path} cannot be written: {writer.failure}") from writer.failure
+        self._tell_if_stuck(state, writer.stuck)
         self._record_values(state)
         if self._pending:
             self._pending = False
@@ -95,14 +98,10 @@ class Journal:
         """Why nothing can be written at the moment; '' when it can."""
         return self._writer.stuck if self._writer is not None else ""
 
-    @property
-    def sync_s(self) -> float:
-        """How long one sync takes, lately."""
-        return self._writer.sync_s if self._writer is not None else 0.0
-
-    def size_bytes(self) -> int:
-        """Of the store on the disk."""
-        return self._folder.size_bytes()
+    def status(self) -> StoreStatus:
+        """The store as a person wants to see it; `recovery_s` is for whoever recovered it to add."""
+        sync_s = self._writer.sync_s if self._writer is not None else 0.0
+        return StoreStatus(self._folder.size_bytes(), round(sync_s, 5), stuck=self.stuck)
 
     def fileno(self) -> int:
         """Readable when `acknowledged` or `stuck` has changed since `noticed`."""
@@ -135,6 +134,13 @@ class Journal:
         self._written_bytes += len(body) + (len(payload) if payload is not None else 0)
         self._pending = True
         writer.put(Record(self._seq, body, payload, stored))
+
+    def _tell_if_stuck(self, state: DurableState, stuck: str) -> None:
+        if stuck and not self._told_stuck:
+            state.event_log.add("store_full", reason=stuck)
+        elif self._told_stuck and not stuck:
+            state.event_log.add("store_writable")
+        self._told_stuck = stuck
 
     def _record_values(self, state: DurableState) -> None:
         """What was promised at once, statistics now and then."""

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from broker import moves
-from broker.contract import LEARNER_ENDED, LearnerReport, NodeReport, Waste
+from broker.contract import LEARNER_ENDED, LearnerReport, NodeReport, StoreStatus, Waste
 from broker.fleet import Fleet, Node
 from broker.learner_record import LearnerRecord
 from broker.store.payloads import StoredPayload
@@ -24,6 +24,8 @@ class Recorder(Protocol):
     def record(self, move: moves.Move) -> None: ...
 
     def record_group(self, move: moves.Move, payload: object) -> StoredPayload: ...
+
+    def status(self) -> StoreStatus | None: ...
 
 
 @dataclass(slots=True)

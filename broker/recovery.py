@@ -91,6 +91,7 @@ def recover(
     if found.torn:
         logger.warning("%s; what was written there was not acknowledged to anybody and is dropped", found.torn)
         state.event_log.add("store_torn", reason=found.torn)
+    state.recovery_s = round(found.seconds, 3)
     state.ready_again()
     if found.records:
         state.event_log.add("broker_recovered", records=found.records, seconds=round(found.seconds, 3))
@@ -114,6 +115,9 @@ class Nowhere(Recorder):
 
     def record_group(self, move: moves.Move, payload: object) -> StoredPayload:
         raise AssertionError("a state that is only looked at accepts no groups")
+
+    def status(self) -> None:
+        return None
 
 
 def former_events(path: Path) -> list[BrokerEvent]:

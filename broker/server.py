@@ -142,7 +142,7 @@ class BrokerServer:
         """The end of a turn: what was recorded goes to the disk, and replies go out whose records are there."""
         if self._held is not None and self._journal is not None:
             self._journal.noticed()
-            for held in self._held.end_turn():
+            for held in [*self._held.end_turn(), *self._held.waiting(time.monotonic())]:
                 self._outbox.put(held.client, held.reply, held.payloads)
 
     def _finish_journal(self) -> None:

@@ -179,6 +179,12 @@ class Refused(Reply, frozen=True, kw_only=True, tag="refused"):
     reason: str
 
 
+class Waiting(Reply, frozen=True, kw_only=True, tag="waiting"):
+    """The request was heard; its answer takes longer, for `reason`. The sender goes on waiting."""
+
+    reason: str
+
+
 class Done(Reply, frozen=True, kw_only=True, tag="done"):
     pass
 
@@ -246,6 +252,7 @@ SingleReply = (
     | StatusReply
     | LedgerReply
     | EventsReply
+    | Waiting
 )
 
 

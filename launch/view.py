@@ -87,7 +87,10 @@ def processes(status: BrokerStatus, live: bool) -> RenderableType:
         since = status.learner_last_seen_s if state == "silent" else learner.since_s
         row = ["learner", str(learner.pid), _state(state), str(learner.policy_version), duration(since)]
         table.add_row(*row, learner.waiting_on)
-    held = f"{status.groups_ready} groups ready, {status.groups_leased} leased, {status.groups_pending} pending"
+    stuck = status.store.stuck if status.store is not None else ""
+    held = (
+        stuck or f"{status.groups_ready} groups ready, {status.groups_leased} leased, {status.groups_pending} pending"
+    )
     broker_state = Text("serving", "green") if live else Text("ended", "dim")
     table.add_row("broker", str(status.pid), broker_state, "", "", held)
     for node in status.nodes:
@@ -101,6 +104,8 @@ def explain(seen: Observation) -> str:
     learner = status.learner
     if not seen.live:
         return ""
+    if status.store is not None and status.store.stuck:
+        return f"The broker acknowledges nothing until it can write: {status.store.stuck}."
     if learner is None:
         return "No learner has attached: nodes wait for weights."
     state = learner_state(learner, status.learner_last_seen_s, True)

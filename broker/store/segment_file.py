@@ -19,13 +19,13 @@ STAGE_BYTES = 4 << 20
 class SegmentFile:
     """`size` is where the next write begins; a write that fails leaves it where it was and may be repeated."""
 
-    def __init__(self, path: Path) -> None:
-        """Create `path`, empty. Raises OSError."""
+    def __init__(self, path: Path, stage: mmap.mmap) -> None:
+        """Create `path`, empty; `stage` is from `new_stage`, and may serve one file after the other. Raises OSError."""
         self.path = path
         self.size = 0
         self._direct = hasattr(os, "O_DIRECT")
         self._handle = self._open(os.O_CREAT | os.O_TRUNC)
-        self._stage = mmap.mmap(-1, STAGE_BYTES)
+        self._stage = stage
 
     def write(self, parts: Sequence[bytes | memoryview]) -> None:
         """Append the concatenation of `parts` and zeros up to the next block. Raises OSError, changing nothing."""
@@ -59,7 +59,6 @@ class SegmentFile:
     def close(self) -> None:
         """Close the file; what was not synced is left to the kernel."""
         os.close(self._handle)
-        self._stage.close()
 
     def _open(self, flags: int) -> int:
         common = os.O_RDWR | os.O_CLOEXEC | flags
@@ -92,6 +91,11 @@ class SegmentFile:
             self._direct = False
             old, self._handle = self._handle, self._open(0)
             os.close(old)
+
+
+def new_stage() -> mmap.mmap:
+    """The aligned buffer that direct writes need."""
+    return mmap.mmap(-1, STAGE_BYTES)
 
 
 def sync_folder(path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from broker.store.frames import HEAD_BYTES, Location, checksum, head
 from broker.store.payloads import StoredPayload, segment_path
-from broker.store.segment_file import SegmentFile, sync_folder
+from broker.store.segment_file import SegmentFile, new_stage, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class Writer:
         self._next_segment: int = first_segment
         self._file: SegmentFile | None = None
         self._number: int = 0
+        self._stage = new_stage()
         self._queue: deque[Record | Roll] = deque()
         self._wake = threading.Event()
         self._closing = False
@@ -200,7 +201,7 @@ class Writer:
 
     def _roll(self, roll: Roll) -> None:
         body = roll.prepare()
-        file = SegmentFile(segment_path(self._folder, self._next_segment))
+        file = SegmentFile(segment_path(self._folder, self._next_segment), self._stage)
         try:
             file.write([head(roll.seq, self.synced, body, 0, 0, self._seed), body])
             file.sync()

@@ -1,0 +1,111 @@
+"""How long a broker takes to come back: from its store to the first answer it could give.
+
+    python bench/broker_recovery.py [--groups 10000] [--payload 83000]
+
+Two stores of that many groups: one of a run that went on as runs do (steps of 16 groups, committed, 16 steps kept), and
+the worst case, where nothing was ever committed and every group is still there. One JSON document.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import machine
+
+from broker.contract import LearnerReport, NodeReport, RunInfo
+from broker.durable_state import DurableState
+from broker.event_log import EventLog
+from broker.journal import Journal
+from broker.recovery import Recovered, recover
+from broker.store.folder import StoreFolder, StoreInfo, new_info
+from common.rollouts import GroupMeta, Task
+
+GROUPS_PER_STEP = 16
+RETAIN_STEPS = 16
+PROBLEM = json.dumps({"question": "384+519", "answer": "903"}).encode()
+META = GroupMeta(version_min=3, version_max=4, reward_mean=0.5, sampled_tokens=8192)
+RUN = RunInfo("bench", "", GROUPS_PER_STEP, 1 << 20, 3, 60.0, 1 << 40)
+
+
+def opened(folder: StoreFolder, info: StoreInfo) -> tuple[DurableState, Journal, Recovered]:
+    numbers = itertools.count(time.monotonic_ns())
+    folder.lock()
+    journal = Journal(folder, info.seed, "everysec")
+
+    def make(recorder: Journal) -> DurableState:
+        return DurableState(RUN, time.monotonic, lambda: f"{next(numbers):x}", EventLog(), recorder, RETAIN_STEPS)
+
+    state, found = recover(folder, info, journal, make)
+    return state, journal, found
+
+
+def settle(journal: Journal) -> None:
+    last = journal.end_turn()
+    while journal.acknowledged < last:
+        time.sleep(0.001)
+
+
+def fill(state: DurableState, journal: Journal, groups: int, payload_bytes: int, commit: bool) -> None:
+    """`groups` groups through the state machine, all but the last steps committed where `commit` says so."""
+    payload = os.urandom(payload_bytes)
+    state.attach(LearnerReport(1, 1, "training", 0))
+    state.register(NodeReport("n0", 1, "h", "generating", 0))
+    for step in range(groups // GROUPS_PER_STEP):
+        first = step * GROUPS_PER_STEP
+        state.offer([Task(serial, PROBLEM, serial, 8) for serial in range(first, first + GROUPS_PER_STEP)])
+        for lease in state.lease("n0", 1 << 20, GROUPS_PER_STEP):
+            state.complete("n0", lease.token, META, payload, payload_bytes)
+        if commit:
+            state.take(step, GROUPS_PER_STEP)
+            state.commit(step - 2)
+        settle(journal)
+
+
+def measure(groups: int, payload_bytes: int, commit: bool) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as path:
+        folder, info = StoreFolder(Path(path)), new_info("bench")
+        state, journal, _ = opened(folder, info)
+        fill(state, journal, groups, payload_bytes, commit)
+        stored = folder.size_bytes()
+        folder.unlock()  # as when it was killed: no last record, nothing tidied up
+        begun = time.perf_counter()
+        again, second, found = opened(folder, info)
+        seconds = time.perf_counter() - begun
+        begun = time.perf_counter()
+        settle(second)
+        snapshot_s = time.perf_counter() - begun
+        assert len(again.ledger()) == len(state.ledger())
+        second.close()
+        journal.close()
+    return {
+        "groups_living": len(again.tasks.living),
+        "records_replayed": found.records,
+        "store_mib": round(stored / 2**20, 1),
+        "recovery_s": round(seconds, 3),
+        "first_snapshot_s": round(snapshot_s, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=10_000)
+    parser.add_argument("--payload", type=int, default=83_000, help="bytes of one encoded group")
+    options = parser.parse_args()
+    result = {
+        "bench": "broker_recovery",
+        "groups": options.groups,
+        "payload_bytes": options.payload,
+        "a_run_as_usual": measure(options.groups, options.payload, commit=True),
+        "nothing_committed": measure(options.groups, options.payload, commit=False),
+        "load_1min": round(os.getloadavg()[0], 1),
+        "machine": machine.describe(("msgspec", "xxhash")),
+    }
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""The server over a store: when its word goes out, what it says while it cannot, and that it comes back."""
+
+import asyncio
+import json
+import logging
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from broker import main, memories
+from broker.async_client import AsyncBrokerClient
+from broker.client import BrokerClient
+from broker.contract import LearnerReport, NodeReport
+from broker.server import BrokerServer
+from broker.store.errors import StoreCorrupt, StoreFailed
+from broker.store.writer import Writer
+from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+from common.errors import BrokerError, BrokerUnreachable, UsageError
+from common.rollouts import GroupMeta, Task
+
+META = GroupMeta(0, 0, 0.5, 10)
+REPORT = LearnerReport(5, 1, "training", 0)
+NODE = NodeReport("n0", 1, "h", "generating", 0)
+
+
+def job(run_dir: Path, **broker: object) -> Config:
+    return Config(
+        run=RunConfig(name="durable", dir=str(run_dir), steps=1),
+        model=ModelConfig(path="none"),
+        tasks=TasksConfig(environment="none", dataset="none"),
+        learner=LearnerConfig(groups_per_step=1),
+        broker=BrokerConfig(**broker),  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> list[BrokerServer]:
+    made: list[BrokerServer] = []
+
+    class Remembered(BrokerServer):
+        def __init__(self, *arguments: object, **named: object) -> None:
+            super().__init__(*arguments, **named)  # type: ignore[arg-type]
+            made.append(self)
+
+    monkeypatch.setattr(memories, "BrokerServer", Remembered)
+    return made
+
+
+@contextmanager
+def running(config: Config, servers: list[BrokerServer]) -> Iterator[str]:
+    """One life of a broker; gives its address."""
+    run_dir = Path(config.run.dir)
+    with ThreadPoolExecutor(1) as pool:
+        life = pool.submit(main.run_broker, config, b"{}")
+        end = time.monotonic() + 20
+        while not (run_dir / "broker.json").exists():
+            assert time.monotonic() < end
+            if life.done():
+                life.result()
+            time.sleep(0.01)
+        server = servers[-1]
+        try:
+            yield json.loads((run_dir / "broker.json").read_text())["address"]
+        finally:
+            server.stop()
+            assert life.result(30) == 0
+
+
+def stuck(observer: BrokerClient) -> str:
+    store = observer.status().store
+    assert store is not None
+    return store.stuck
+
+
+async def hand_in(address: str, groups: int, payload: bytes) -> list[bool]:
+    async with AsyncBrokerClient(address, deadline_s=20) as node:
+        await node.register(NODE)
+        leases = await node.lease("n0", 1 << 20, groups, 5)
+        return [await node.complete("n0", lease.token, META, payload) for lease in leases]
+
+
+def test_a_stopped_run_goes_on_with_the_same_store_at_the_same_address(
+    tmp_path: Path, servers: list[BrokerServer]
+) -> None:
+    config = job(tmp_path)
+    with running(config, servers) as first, BrokerClient(first, deadline_s=10) as learner:
+        store_id = learner.attach(REPORT).store_id
+        learner.offer([Task(n, b"{}", n, 2) for n in range(3)])
+        assert asyncio.run(hand_in(first, 2, b"group")) == [True, True]
+        assert learner.take(0, 1, 5) is not None
+        learner.commit(0)
+        events = learner.events(-1)
+    with running(config, servers) as second, BrokerClient(second, deadline_s=10) as learner:
+        assert second == first
+        attached = learner.attach(LearnerReport(5, 2, "training", 1, step=1))
+        assert (attached.next_serial, attached.store_id, attached.committed_step) == (3, store_id, 0)
+        taken = learner.take(1, 1, 5)
+        assert taken is not None and [(g.serial, g.payload) for g in taken] == [(1, b"group")]
+        assert [e.state for e in learner.ledger()] == ["committed", "taken", "pending"]
+        newer = learner.events(-1)
+        assert newer[: len(events)] == events, "clients that follow the events miss none and see none twice"
+        assert [e.index for e in newer] == list(range(len(newer)))
+        store = learner.status().store
+        assert store is not None and store.bytes > 0 and store.stuck == ""
+    assert not (tmp_path / "ledger-1.json").exists()
+
+
+def test_a_port_that_somebody_else_took_meanwhile_is_replaced(tmp_path: Path, servers: list[BrokerServer]) -> None:
+    with running(job(tmp_path / "a"), servers) as first:
+        pass
+    with (
+        running(job(tmp_path / "b", address=first), servers),
+        running(job(tmp_path / "a"), servers) as second,
+    ):
+        assert second != first
+
+
+def test_without_durability_nothing_is_kept_and_an_older_store_is_set_aside(
+    tmp_path: Path, servers: list[BrokerServer]
+) -> None:
+    with running(job(tmp_path), servers) as address, BrokerClient(address, deadline_s=10) as learner:
+        learner.attach(REPORT)
+        learner.offer([Task(0, b"{}", 0, 2)])
+    with running(job(tmp_path, durability="memory"), servers) as address, BrokerClient(address, deadline_s=10) as again:
+        assert again.attach(REPORT).next_serial == 0
+        assert again.status().store is None
+    assert (tmp_path / "store-1" / "store.json").exists() and not (tmp_path / "store").exists()
+    assert (tmp_path / "ledger-1.json").exists()
+
+
+def test_no_promise_is_answered_before_it_is_synced(
+    tmp_path: Path, servers: list[BrokerServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    gate.set()
+    synced: list[float] = []
+    sync = Writer._timed_sync  # pyright: ignore[reportPrivateUsage]
+
+    def slow(self: Writer, file: object) -> None:
+        assert gate.wait(20)
+        sync(self, file)  # type: ignore[arg-type]
+        synced.append(time.monotonic())
+
+    monkeypatch.setattr(Writer, "_timed_sync", slow)
+    with (
+        running(job(tmp_path), servers) as address,
+        ThreadPoolExecutor(1) as pool,
+        BrokerClient(address, deadline_s=20) as learner,
+        BrokerClient(address, deadline_s=20) as observer,
+    ):
+        learner.attach(REPORT)
+        gate.clear()
+        offer = pool.submit(learner.offer, [Task(0, b"{}", 0, 2)])
+        end = time.monotonic() + 10
+        while observer.status().groups_pending == 0:
+            assert time.monotonic() < end
+        assert not offer.done(), "the move is done, its answer waits; others are served meanwhile"
+        before = len(synced)
+        gate.set()
+        assert offer.result(20) == 1
+        assert len(synced) > before
+
+
+def test_on_a_full_disk_everybody_waits_and_is_told_why(
+    tmp_path: Path, servers: list[BrokerServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with (
+        running(job(tmp_path), servers) as address,
+        ThreadPoolExecutor(2) as pool,
+        BrokerClient(address, deadline_s=3) as learner,
+        BrokerClient(address, deadline_s=10) as observer,
+    ):
+        learner.attach(REPORT)
+        learner.offer([Task(n, b"{}", n, 2) for n in range(2)])
+        size = max(p.stat().st_size for p in (tmp_path / "store").glob("0*.log"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 4096, before[1]))
+        try:
+            node = pool.submit(lambda: asyncio.run(hand_in(address, 1, b"x" * 100_000)))
+            end = time.monotonic() + 20
+            while not stuck(observer):
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            offer = pool.submit(learner.offer, [Task(2, b"{}", 2, 2)])
+            time.sleep(4.0)  # longer than the learner's deadline
+            assert not offer.done() and not node.done(), "they wait, since the broker says that it is there"
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert node.result(20) == [True]
+        assert offer.result(20) == 1
+        kinds = [e.kind for e in observer.events(-1)]
+        assert kinds.count("store_full") == kinds.count("store_writable") == 1
+    assert any("cannot answer yet" in r.getMessage() and str(tmp_path) in r.getMessage() for r in caplog.records)
+
+
+def test_a_damaged_store_ends_the_command_with_its_place(tmp_path: Path, servers: list[BrokerServer]) -> None:
+    with running(job(tmp_path), servers) as address, BrokerClient(address, deadline_s=10) as learner:
+        learner.attach(REPORT)
+    path = max((tmp_path / "store").glob("0*.log"))
+    data = bytearray(path.read_bytes())
+    data[100] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(StoreCorrupt, match=rf"{path.name}: byte 0: .*damaged") as error:
+        main.run_broker(job(tmp_path), b"")
+    assert error.value.exit_code == 2
+    with pytest.raises(UsageError):
+        main.run_broker(job(tmp_path), b"")  # still: and no lock was left behind
+
+
+def test_a_group_that_cannot_be_read_back_is_refused_to_the_learner(
+    tmp_path: Path, servers: list[BrokerServer]
+) -> None:
+    with running(job(tmp_path), servers) as address, BrokerClient(address, deadline_s=10) as learner:
+        learner.attach(REPORT)
+        learner.offer([Task(0, b"{}", 0, 2)])
+        assert asyncio.run(hand_in(address, 1, b"\x01\x02" * 3000)) == [True]
+    path = next(p for p in (tmp_path / "store").glob("0*.log") if b"\x01\x02" * 3000 in p.read_bytes())
+    path.write_bytes(path.read_bytes().replace(b"\x01\x02" * 3000, b"\x01\x02" * 2999 + b"\x01\x03"))
+    damaged = pytest.raises(BrokerError, match=rf"{path.name}: byte \d+: the group of 6000 bytes .* is damaged")
+    with running(job(tmp_path), servers) as address, BrokerClient(address, deadline_s=10) as learner, damaged:
+        learner.take(0, 1, 5)
+
+
+def test_a_disk_that_fails_ends_the_broker_before_it_promises_anything(
+    tmp_path: Path, servers: list[BrokerServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Writer, file: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    failed = pytest.raises(StoreFailed, match=r"store cannot be written: .*Input/output error")
+    with failed as error, running(job(tmp_path), servers) as address, BrokerClient(address, deadline_s=2) as learner:
+        learner.attach(REPORT)
+        monkeypatch.setattr(Writer, "_timed_sync", broken)
+        with pytest.raises(BrokerUnreachable):
+            learner.offer([Task(0, b"{}", 0, 2)])
+    assert error.value.exit_code == 1
