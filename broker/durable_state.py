@@ -5,14 +5,15 @@ one thing that is not restored: every lease and every node gets a fresh one, sin
 was away.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from broker import moves
-from broker.contract import BrokerStatus, RunInfo
+from broker.contract import BrokerStatus, HeartbeatReply, NodeReport, RunInfo
 from broker.event_log import EventLog
+from broker.fleet import same_process
 from broker.journaled import JournaledFleet, JournaledLearner, JournaledTable, Kept, Recorder
 from broker.state import REMEMBERED_TOKENS, DeliveryState
 from broker.store.frames import Location
@@ -40,6 +41,7 @@ class DurableState(DeliveryState):
         self.tasks, self.fleet, self.learner = self.table, self.nodes, self.reporter
 
         self.recovery_s = 0.0
+        self._unconfirmed: set[str] = set()  # recovered leases whose nodes have not been heard of yet
         self._journal = journal
 
     def status(self) -> BrokerStatus:
@@ -48,6 +50,21 @@ class DurableState(DeliveryState):
         if store is not None:
             store = msgspec.structs.replace(store, recovery_s=self.recovery_s)
         return msgspec.structs.replace(super().status(), store=store)
+
+    def heartbeat(self, report: NodeReport, tokens: Sequence[str]) -> HeartbeatReply:
+        """See DeliveryState. The first one after a recovery tells which leases the node never heard of.
+
+        They were given, and the answer was lost with the broker: they go back at once, and count no attempt.
+        """
+        node = self.fleet.nodes.get(report.node_id)
+        if self._unconfirmed and node is not None and same_process(node.report, report):
+            recovered = self._unconfirmed & node.tokens
+            self._unconfirmed -= recovered
+            if unheard := recovered.difference(tokens):
+                self.release(report.node_id, sorted(unheard))
+        reply = super().heartbeat(report, tokens)
+        goes_on = self.reporter.job_ended  # the broker was started again for a job that had ended: for more steps
+        return msgspec.structs.replace(reply, drain=False) if goes_on else reply
 
     # ---------------------------------------------------------------- writing down
 
@@ -91,6 +108,7 @@ class DurableState(DeliveryState):
             ]
         self._accepted.update(snapshot.accepted)
         self.reporter.restore(snapshot.learner, snapshot.replaced_learners)
+        self.reporter.job_ended = snapshot.job_ended
         for node in snapshot.nodes:
             self.nodes.join(node.report, self.clock()).has_leased = node.has_leased
         self.apply(snapshot.marks, None)
@@ -136,6 +154,7 @@ class DurableState(DeliveryState):
             node = self.fleet.nodes.get(entry.node)
             if node is not None:
                 node.tokens.add(token)
+        self._unconfirmed = set(self.table.leased)
         self.lease_revision += 1
 
     def _apply_lease(self, move: moves.Leased) -> None:
@@ -163,6 +182,8 @@ class DurableState(DeliveryState):
             self.nodes.leave(move.node_id)
         elif isinstance(move, moves.Statistics):
             self._apply_statistics(move)
+        elif isinstance(move, moves.Closed):
+            self.reporter.job_ended = True
 
     def _apply_statistics(self, counts: moves.Statistics) -> None:
         self.lease_expiries, self.stale_results = counts.lease_expiries, counts.stale_results
@@ -196,6 +217,7 @@ class Captured:
             kept={},
             learner=state.learner.report,
             replaced_learners=state.reporter.replaced,
+            job_ended=state.reporter.job_ended,
             nodes=[moves.SavedNode(n.report, n.has_leased) for n in state.fleet.nodes.values()],
             marks=state.marks(),
             statistics=state.statistics(),

@@ -211,17 +211,19 @@ class JournaledLearner(LearnerRecord):
 
     def __init__(self, journal: Recorder) -> None:
         super().__init__()
+        self.job_ended = False  # the report is of a job that ended, and nobody has reported since
         self._journal = journal
 
     def update(self, report: LearnerReport, now: float) -> LearnerReport | None:
         before = super().update(report, now)
+        self.job_ended = False
         if before is None or lasting(before) != lasting(report):
             self._journal.record(moves.Reported(report))
         return before
 
     def replay(self, report: LearnerReport) -> None:
         """A report that was accepted then, whatever the time is now."""
-        before, self.report = self.report, report
+        before, self.report, self.job_ended = self.report, report, False
         if before is None or report.incarnation > before.incarnation:
             self._replaced.clear()
         elif before.instance and report.instance and before.instance != report.instance:

@@ -182,6 +182,7 @@ class Snapshot(Move, frozen=True, tag="snapshot"):
     marks: Marks
     statistics: Statistics
     replaced_learners: list[str] = []
+    job_ended: bool = False
     history_bytes: int = 0
     accepted_groups: int = 0
     accepted_bytes: int = 0

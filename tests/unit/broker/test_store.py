@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from broker.contract import LearnerReport, NodeReport
 from broker.store.errors import PayloadUnreadable, StoreCorrupt
 from broker.store.frames import BLOCK
 from broker.store.payloads import StoredPayload
@@ -326,6 +327,46 @@ def test_leases_keep_their_tokens_and_get_a_fresh_deadline(tmp_path: Path) -> No
     assert state.complete("n0", second.token, meta(), b"late", 4)
     assert not state.complete("n0", "unknown", meta(), b"", 0)
     assert (state.store_id, state.attach(state.learner.report).next_serial) == (rig.info.store_id, 2)  # type: ignore[arg-type]
+    again.close()
+
+
+def test_a_lease_whose_answer_was_lost_with_the_broker_goes_back_at_once_and_counts_no_attempt(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store")
+    rig.begin()
+    rig.offer(3)
+    heard, unheard, failed = rig.lease(3)
+    rig.settle()
+    rig.close()
+    again = Rig(tmp_path / "store")
+    state, node = again.state, NodeReport("n0", 1, "h", "generating", 0)
+    state.fail("n0", failed.token, "because")
+    assert state.heartbeat(node, [heard.token]).lost == []
+    assert set(state.tasks.leased) == {heard.token}
+    assert {e.serial: (e.state, e.attempts) for e in state.ledger()} == {
+        0: ("leased", 1),
+        1: ("pending", 0),
+        2: ("pending", 1),
+    }
+    (lease,) = state.lease("n0", 1 << 20, 1)
+    assert state.heartbeat(node, [heard.token]).lost == [], "a lease that was given since then is none of those"
+    assert lease.token in state.tasks.leased
+    assert not state.complete("n0", unheard.token, meta(), b"", 0)
+    again.close()
+
+
+@pytest.mark.parametrize("in_good_order", [True, False])
+def test_nodes_drain_after_a_crash_at_the_end_of_a_job_and_not_when_a_job_that_ended_goes_on(
+    tmp_path: Path, in_good_order: bool
+) -> None:
+    rig = Rig(tmp_path / "store")
+    rig.begin()
+    rig.state.report(LearnerReport(1, 1, "done", 3))
+    rig.settle()
+    copy = copied(tmp_path / "store", "copy")
+    rig.close()
+    again = Rig(tmp_path / "store" if in_good_order else copy)
+    reply = again.state.heartbeat(NodeReport("n0", 1, "h", "generating", 0), [])
+    assert (reply.drain, reply.learner_incarnation) == (not in_good_order, 1)
     again.close()
 
 

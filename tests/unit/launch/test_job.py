@@ -1,13 +1,15 @@
 """What `up` says when a role fails for good."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from common.config import Config, ModelConfig, RunConfig, TasksConfig
+from common.config import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
 from common.lifecycle import DrainFlag
 from common.run_dir import RunDir
 from launch.job import Job, JobFailed
+from launch.supervisor import RoleSpec
 
 
 def test_a_failure_is_said_before_the_other_roles_are_stopped(
@@ -36,3 +38,25 @@ def test_a_failure_is_said_before_the_other_roles_are_stopped(
     with pytest.raises(JobFailed, match="broker failed"):
         job.run(plain=True)
     assert "broker failed: killed by SIGKILL; the end of its log; stopping the job" in said[0]
+
+
+@pytest.mark.parametrize(("durability", "restarts"), [("fsync", 3), ("everysec", 3), ("memory", 0)])
+def test_a_broker_that_died_is_started_again_unless_it_would_have_forgotten_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: Literal["fsync", "everysec", "memory"], restarts: int
+) -> None:
+    config = Config(
+        run=RunConfig(name="unit", dir=str(tmp_path), steps=1, max_restarts=3),
+        model=ModelConfig(path="none"),
+        tasks=TasksConfig(environment="none", dataset="none"),
+        broker=BrokerConfig(durability=durability),
+    )
+    job = Job(config, RunDir(tmp_path))
+    started: dict[str, int] = {}
+
+    def start(spec: RoleSpec) -> None:
+        started[spec.name] = spec.max_restarts
+
+    monkeypatch.setattr(job.supervisor, "start", start)
+    monkeypatch.setattr(job, "_await_broker", lambda flag: True)
+    job._start(DrainFlag())
+    assert started == {"broker": restarts, "learner": 3, "node-0": 3}
