@@ -13,7 +13,7 @@ AclRole = Literal["node", "learner", "observer", "broker"]
 
 _READ = "select ping get smembers time multi exec hgetall zcard zrange xrange"
 _MOVES = (
-    "select ping eval evalsha time get smembers exists del unlink persist pexpire lpush blpop append hget hmget hset "
+    "select ping eval evalsha time get smembers exists del unlink pexpire lpush blpop append hget hmget hset "
     "hdel hkeys hincrby hincrbyfloat zadd zrem zcard zcount zrange zrangebyscore zscore zremrangebyscore "
     "zremrangebyrank xadd sadd sismember"
 )
@@ -21,7 +21,7 @@ COMMANDS: dict[AclRole, str] = {
     "observer": _READ,
     "node": f"{_MOVES} set",
     "learner": f"{_MOVES} multi exec hgetall xrange",
-    "broker": f"{_MOVES} set multi exec hgetall xrange info config|get",
+    "broker": f"{_MOVES} set multi exec hgetall hvals scan xrange info config|get",
 }
 
 

@@ -22,7 +22,6 @@ from common.rollouts import GroupMeta, Task
 
 logger = logging.getLogger(__name__)
 
-PAYLOAD_TTL_S = 600  # of a payload whose `complete` never came
 MAX_REASON_CHARS = 2000
 
 Arguments = Callable[[bool], tuple[bytes | str | int, ...]]
@@ -122,7 +121,7 @@ class AsyncRedisClient:
         )
 
     async def complete(self, node_id: str, token: str, meta: GroupMeta, payload: bytes) -> bool:
-        """See NodeBroker. The payload goes straight into a key of its own; the move then makes it last.
+        """See NodeBroker. The payload goes straight into a key of its own, the move follows it.
 
         Raises:
             BrokerError: also when the payload is larger than the broker takes; `fail` the lease then.
@@ -136,7 +135,7 @@ class AsyncRedisClient:
         """Groups of one node in one round trip; see `complete` in delivery.lua for the results."""
 
         def store(moves: Moves) -> list[Command]:
-            return [("SET", moves.keys.payload(g.name), g.payload, "NX", "EX", PAYLOAD_TTL_S) for g in groups]
+            return [("SET", moves.keys.payload(g.name), g.payload) for g in groups]  # one MSET costs the server more
 
         def arguments(_: bool) -> tuple[bytes | str | int, ...]:
             return (groups[0].node_id, *(x for g in groups for x in g.arguments))

@@ -13,7 +13,7 @@ from typing import Any
 
 from broker.redis.endpoint import CONNECT_TIMEOUT_S, Endpoint
 from broker.redis.link import FIRST_PAUSE_S, LONGEST_PAUSE_S, Build, unreachable
-from broker.redis.moves import Command, refused, verdict
+from broker.redis.moves import Command, packed, refused, verdict
 from common.errors import BrokerUnreachable
 
 CLOSE_S = 1.0
@@ -146,7 +146,7 @@ class AsyncLink:
         if not connection.is_connected:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await connection.connect()
-        await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+        await connection.send_packed_command(packed(commands), check_health=False)
         for _ in commands:
             try:
                 replies.append(await connection.read_response(disable_decoding=True))

@@ -268,9 +268,9 @@ local function records(serials)
   return found
 end
 
--- complete: 3 node, then of each group 4 token, 5 nonce of the payload's key p:TOKEN:NONCE, which the caller has set to
--- expire, 6 GroupMeta as JSON, 7 sampled tokens, 8 payload bytes. Replies for each 1, 0 when its token is not current, -1
--- when the payload has expired already: nothing happened to it then.
+-- complete: 3 node, then of each group 4 token, 5 nonce of the payload's key p:TOKEN:NONCE, which the caller has just
+-- set, 6 GroupMeta as JSON, 7 sampled tokens, 8 payload bytes. Replies for each 1, 0 when its token is not current (its
+-- payload is dropped then), -1 when there is no payload: nothing happened then.
 if op == 'complete' then
   local node, found, cache, results = ARGV[3], {}, {}, {}
   local known, handed, size, dropped = seen(ARGV[3]), 0, 0, {}
@@ -282,7 +282,7 @@ if op == 'complete' then
     local serial, payload, result = serial_of(token) or '-1', token .. ':' .. ARGV[at + 1], 1
     local r = cache[serial]
     local current = r and r[STATE] == 'leased' and r[TOKEN] == token and r[NODES][#r[NODES]] == node
-    if current and call('PERSIST', base .. 'p:' .. payload) == 0 then
+    if current and call('EXISTS', base .. 'p:' .. payload) == 0 then
       result = -1
     elseif current then
       r[STATE], r[META], r[PAYLOAD], r[BYTES] = 'ready', ARGV[at + 2], payload, tonumber(ARGV[at + 4])
@@ -754,5 +754,21 @@ if op == 'recorded' then
     groups[i] = {serials[i], r[NODES][#r[NODES]], r[META], r[PAYLOAD], bodies[i], r[FILTERED]}
   end
   return finish(unpack(groups))
+end
+-- orphans: names of payload keys (after 'p:'). Drops those that no task, lease or recorded step has: a node set them and
+-- died before its move. Replies how many.
+if op == 'orphans' then
+  local kept, dropped = {}, {}
+  for _, packed in ipairs(call('HVALS', base .. 'recorded')) do
+    for _, group in ipairs(cmsgpack.unpack(packed)) do kept[group[4]] = true end
+  end
+  for i = 3, #ARGV do
+    local token = string.match(ARGV[i], '^(.*):')
+    local r = token and serial_of(token) and record(serial_of(token))
+    local wanted = r and (r[PAYLOAD] == ARGV[i] or (r[STATE] == 'leased' and r[TOKEN] == token))
+    if not kept[ARGV[i]] and not wanted then dropped[#dropped + 1] = base .. 'p:' .. ARGV[i] end
+  end
+  many('UNLINK', nil, dropped)
+  return finish(#dropped)
 end
 return refuse('unknown move ' .. op)

@@ -36,7 +36,7 @@ class HandIns:
     """Sends what is added, in order, some at once.
 
     Args:
-        send: hands in groups of one node; gives for each 1 (accepted), 0 (refused) or -1 (its payload expired).
+        send: hands in groups of one node; gives for each 1 (accepted), 0 (refused) or -1 (its payload is gone).
     """
 
     def __init__(self, send: Callable[[Sequence[HandIn]], Awaitable[list[int]]]) -> None:
@@ -71,7 +71,7 @@ class HandIns:
                 continue
             for group, result in zip(groups, results, strict=True):
                 if result < 0:
-                    logger.warning("payload %s expired before its group was accepted; sending it again", group.name)
+                    logger.warning("payload %s was gone before its group was accepted; sending it again", group.name)
                     self._waiting.append(group)
                 elif not group.future.done():
                     group.future.set_result(bool(result))

@@ -14,6 +14,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -38,6 +39,8 @@ ROLE = "broker"
 START_S = 20.0  # for a server that is still loading its data
 ASK_S = 5.0
 TICK_S = 1.0
+ORPHANS_S = 600.0  # between searches for payloads that nobody has
+SCAN_KEYS = 1000
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -68,7 +71,7 @@ class Keeper:
         self._file = self.run_dir / "redis.json"
         self._seen = Seen("")
         self._moves: Moves | None = None
-        self._snapshot_at = 0.0
+        self._snapshot_at = self._orphans_at = 0.0
         self._answering = True
 
     @property
@@ -115,6 +118,7 @@ class Keeper:
             self._sweep()
             self._write_events()
             self._snapshot(force=False)
+            self._drop_orphans()
             if not self._answering:
                 logger.info("Redis answers again")
             self._answering = True
@@ -157,6 +161,27 @@ class Keeper:
         moves.answer(self._link.run(build, time.monotonic() + ASK_S)[0])
         if moves.epoch > self._seen.epoch:
             self._see(msgspec.structs.replace(self._seen, epoch=moves.epoch))
+
+    def _drop_orphans(self) -> None:
+        """Payloads of nodes that died between setting them and saying so."""
+        now, moves = time.monotonic(), self._moves
+        if now < self._orphans_at or moves is None:
+            return
+        self._orphans_at = now + ORPHANS_S
+        cursor, dropped = b"0", 0
+        while True:
+            scan: Command = ("SCAN", cursor, "MATCH", moves.keys.all_payloads, "COUNT", SCAN_KEYS)
+            cursor, keys = self._ask(scan)
+            if keys:
+                names = [moves.keys.payload_name(key) for key in keys]
+                dropped += moves.answer(self._ask(moves.command("orphans", *names)))[0]
+            if cursor == b"0":
+                break
+        if dropped:
+            logger.info("dropped %d payloads whose groups were never handed in", dropped)
+
+    def _ask(self, command: Command) -> Any:
+        return self._link.run(lambda repeated, whole: [command], time.monotonic() + ASK_S)[0]
 
     def _read_seen(self) -> Seen:
         try:

@@ -12,7 +12,7 @@ Redis Cluster keeps them in one slot; those of one store begin with `slipstream:
     PREFIX steps                     hash    uncommitted step -> [groups that passed their place on, [serials in order]]
     PREFIX passed                    zset    serials of tasks that passed their place in the order on
     PREFIX remembered                zset    TOKEN|NODE of the newest accepted results whose record is gone
-    PREFIX p:TOKEN:NONCE             string  payload of a group; expires until its `complete` makes it last
+    PREFIX p:TOKEN:NONCE             string  payload of a group, set just before its `complete`
     PREFIX recorded, recorded_steps  hash, zset  committed steps whose groups are kept (broker.retain_steps)
     PREFIX ledger                    string  finished tasks, appended: 4 bytes length, then a MessagePack array
     PREFIX events                    stream  the newest BrokerEvents; entry N-0 has index N - 1
@@ -64,6 +64,15 @@ class Keys:
     def of(self, name: str) -> bytes:
         """The key `name` of this store."""
         return self._prefix + name.encode()
+
+    @property
+    def all_payloads(self) -> bytes:
+        """Pattern of all payload keys; nothing in a prefix has a meaning in patterns."""
+        return self._prefix + b"p:*"
+
+    def payload_name(self, key: bytes) -> bytes:
+        """TOKEN:NONCE of a payload's key."""
+        return key[len(self._prefix) + 2 :]
 
     def payload(self, name: bytes) -> bytes:
         """The key of a payload; `name` is TOKEN:NONCE."""

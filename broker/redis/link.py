@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from broker.redis.endpoint import Endpoint
-from broker.redis.moves import Command, refused, verdict
+from broker.redis.moves import Command, packed, refused, verdict
 from common.errors import BrokerUnreachable
 
 FIRST_PAUSE_S = 0.02
@@ -66,7 +66,7 @@ class Link:
         from redis.exceptions import ResponseError
 
         connection = self._connection
-        connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+        connection.send_packed_command(packed(commands), check_health=False)
         replies: list[Any] = []
         for _ in commands:
             try:

@@ -11,6 +11,7 @@ from broker.redis.keys import Keys
 from common.errors import BrokerError
 
 Command = tuple[bytes | str | int | float, ...]
+LARGE_BYTES = 6000
 SCRIPT = resources.files("broker.redis").joinpath("delivery.lua").read_bytes()
 SHA = hashlib.sha1(SCRIPT, usedforsecurity=False).hexdigest()
 
@@ -79,6 +80,22 @@ class Moves:
                 "its checkpoint, so that nothing is trained twice"
             )
         raise StoreGone(f"Redis no longer has the store {store} of run {run}; its memory is gone")
+
+
+def packed(commands: Sequence[Command]) -> list[bytes]:
+    """Commands as the protocol wants them; large arguments stay pieces of their own, so that they are not copied."""
+    pieces: list[bytes] = []
+    small: list[bytes] = []
+    for command in commands:
+        small.append(b"*%d\r\n" % len(command))
+        for argument in command:
+            data = argument if isinstance(argument, bytes) else str(argument).encode()
+            if len(data) > LARGE_BYTES:
+                pieces += (b"".join([*small, b"$%d\r\n" % len(data)]), data)
+                small = [b"\r\n"]
+            else:
+                small.append(b"$%d\r\n%b\r\n" % (len(data), data))
+    return [*pieces, b"".join(small)]
 
 
 def verdict(error: Exception) -> Literal["again", "whole", "fatal"]:

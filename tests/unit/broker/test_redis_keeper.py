@@ -1,5 +1,6 @@
 """The keeper: what it demands of a server, whose run it takes up, and what it leaves in the run's folder."""
 
+import asyncio
 import json
 import logging
 import signal
@@ -22,7 +23,7 @@ from broker.redis.keeper import Keeper, Seen, only_keeper
 from broker.redis.link import Link
 from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
 from common.errors import UsageError
-from common.rollouts import Task
+from common.rollouts import GroupMeta, Task
 from common.run_dir import RunDir
 from tests.redis_server import RedisServer
 
@@ -186,8 +187,6 @@ def test_events_ledger_and_status_are_mirrored_into_the_folder_once(server: Redi
 
 
 def test_a_silent_node_loses_its_lease_to_the_keepers_sweep(server: RedisServer, tmp_path: Path) -> None:
-    import asyncio
-
     kept = keeper(server, tmp_path / "one", lease_s=0.3)
 
     async def node() -> None:
@@ -202,6 +201,34 @@ def test_a_silent_node_loses_its_lease_to_the_keepers_sweep(server: RedisServer,
     kept.tick()
     with connect(Access(address=kept.address, role="observer", deadline_s=10)) as observer:
         assert observer.status().lease_expiries == 1
+    kept.close()
+
+
+def test_payloads_that_nobody_has_are_dropped_and_no_others(server: RedisServer, tmp_path: Path) -> None:
+    kept = keeper(server, tmp_path / "one", retain_steps=1)
+
+    async def node() -> list[str]:
+        async with AsyncRedisClient(kept.address, deadline_s=10) as client:
+            await client.register(NodeReport("n0", 1, "h", "generating", 9))
+            leases = await client.lease("n0", 9, 4, 5)
+            for lease in leases[:3]:
+                assert await client.complete("n0", lease.token, GroupMeta(0, 0, 0.0, 1), b"x")
+            return [lease.token for lease in leases]
+
+    with connect(Access(address=kept.address, role="learner", deadline_s=10)) as learner:
+        learner.offer([Task(n, b"{}", n, 1) for n in range(5)])
+        tokens = asyncio.run(node())
+        learner.take(0, 1, 1.0)
+        learner.commit(0)  # recorded, and no longer living
+        learner.take(1, 1, 1.0)
+    before = set(server.ask("KEYS", "*:p:*"))  # type: ignore[call-overload]
+    assert len(before) == 3
+    prefix = f"slipstream:{{kept}}:{kept.store}:p:"
+    on_its_way = f"{prefix}{tokens[3]}:01".encode()
+    for name in (on_its_way, f"{prefix}{tokens[0]}:02", f"{prefix}4.dead:03", f"{prefix}77.dead:04"):
+        server.ask("SET", name, "x")
+    kept.tick()
+    assert set(server.ask("KEYS", "*:p:*")) == {*before, on_its_way}  # type: ignore[call-overload]
     kept.close()
 
 

@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 
 from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, NodeReport, RunInfo
-from broker.redis.acl import COMMANDS, acl_line
+from broker.redis.acl import COMMANDS, AclRole, acl_line
 from broker.redis.endpoint import endpoint
 from broker.redis.link import Link
 from broker.redis.run_store import RunStore, new_store
@@ -94,6 +94,12 @@ def play_a_step(address: str, credentials: str) -> None:
 def test_every_role_gets_by_with_its_acl_line(guarded: tuple[RedisServer, Path]) -> None:
     server, folder = guarded
     play_a_step(with_run(server.address, RUN.name), str(folder))
+
+
+@pytest.mark.parametrize("role", sorted(COMMANDS))
+def test_the_documented_line_is_the_one_that_is_tested(role: AclRole) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "redis.md").read_text()
+    assert f"user {acl_line(role, 'NAME', 'PASSWORD')}\n" in page
 
 
 @pytest.mark.parametrize("role", sorted(COMMANDS))

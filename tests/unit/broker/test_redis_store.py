@@ -219,7 +219,7 @@ def test_a_cancelled_lease_is_handed_back(server: RedisServer, learner: RedisCli
     asyncio.run(scenario())
 
 
-def test_a_payload_that_expired_before_its_group_was_accepted_is_sent_again(
+def test_a_group_is_accepted_with_its_payload_only_and_with_one_payload_only(
     server: RedisServer, learner: RedisClient
 ) -> None:
     move = moves(server, store := learner.attach(report()).store_id)
@@ -229,10 +229,14 @@ def test_a_payload_that_expired_before_its_group_was_accepted_is_sent_again(
     group = (token, "77", b'{"version_min":0,"version_max":0,"reward_mean":1,"sampled_tokens":1}', 1, 4)
     assert move("complete", "n", *group) == [-1]
     key = Keys(RUN.name, store).payload(token + b":77")
-    server.ask("SET", key, b"data", "NX", "EX", 60)
+    server.ask("SET", key, b"data")
     assert move("complete", "n", *group) == [1]
-    assert server.ask("TTL", key) == -1, "an accepted payload never expires"
     assert move("complete", "n", *group) == [1]
+    assert server.ask("GET", key) == b"data"
+    assert move("complete", "n", token, "88", *group[2:]) == [1], "repeated under another nonce"
+    server.ask("SET", Keys(RUN.name, store).payload(b"0.gone:99"), b"data")
+    assert move("complete", "n", b"0.gone", "99", *group[2:]) == [0]
+    assert server.ask("KEYS", "*:p:*") == [key], "what is refused is dropped"
 
 
 def test_waiting_asks_seldom(server: RedisServer, learner: RedisClient) -> None:
