@@ -61,7 +61,8 @@ def make(folder: KeyFolder, nodes: Sequence[str]) -> list[Path]:
         if not re.match(CREDENTIAL_NAME, name):
             raise UsageError(f"--node {name!r}: expected letters, digits, '.', '_' and '-', at most 64")
     try:
-        folder.nodes.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.nodes.mkdir(exist_ok=True, mode=0o700)
         server = _server(folder)
         allowed = list(load_allowed(folder.path).values()) if folder.allowed.exists() else []
         wanted: list[tuple[Role, str, Path]] = [

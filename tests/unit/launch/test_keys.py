@@ -53,7 +53,7 @@ def test_a_nodes_file_holds_its_own_secret_and_public_keys_only(folder: KeyFolde
 def test_only_the_owner_may_read_what_is_made(folder: KeyFolder) -> None:
     modes = {stat.S_IMODE(f.stat().st_mode) for f in folder.path.rglob("*.json")}
     assert modes == {0o600}
-    assert stat.S_IMODE(folder.nodes.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(place.stat().st_mode) for place in (folder.path, folder.nodes)} == {0o700}
 
 
 def test_a_second_call_changes_nothing_and_a_later_one_only_adds(folder: KeyFolder) -> None:
