@@ -8,7 +8,7 @@ import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from broker.store.frames import BLOCK, padded
@@ -27,7 +27,7 @@ class SegmentFile:
         self._handle = self._open(os.O_CREAT | os.O_TRUNC)
         self._stage = stage
 
-    def write(self, parts: Sequence[bytes | memoryview]) -> None:
+    def write(self, parts: Iterable[bytes | memoryview]) -> None:
         """Append the concatenation of `parts` and zeros up to the next block. Raises OSError, changing nothing."""
         begun = self.size
         filled, offset = 0, begun

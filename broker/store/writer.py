@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -161,21 +161,9 @@ class Writer:
         """One write, and one sync where that is what acknowledges. Raises OSError, and may then be repeated."""
         file = self._file
         assert file is not None
-        begun = offset = file.size
-        parts: list[bytes | memoryview] = []
+        begun = file.size
         places: list[tuple[StoredPayload, Location]] = []
-        for record in batch:
-            payload = record.payload
-            length, digest = 0, 0
-            if payload is not None:
-                length, digest = len(payload), checksum(payload, self._seed)
-            parts += (head(record.seq, self.synced, record.body, length, digest, self._seed), record.body)
-            offset += HEAD_BYTES + len(record.body)
-            if payload is not None and record.stored is not None:
-                parts.append(payload)
-                places.append((record.stored, Location(self._number, offset, length, digest)))
-                offset += length
-        file.write(parts)
+        file.write(self._frames(batch, begun, places))
         if self._sync == "fsync":
             try:
                 self._timed_sync(file)
@@ -188,6 +176,23 @@ class Writer:
         for stored, place in places:
             stored.location = place
         self.acknowledged = batch[-1].seq
+
+    def _frames(
+        self, batch: Sequence[Record], offset: int, places: list[tuple[StoredPayload, Location]]
+    ) -> Iterator[bytes | memoryview]:
+        """What to write, piece by piece: a payload is copied right after it was summed up, while caches hold it."""
+        for record in batch:
+            payload = record.payload
+            length, digest = 0, 0
+            if payload is not None:
+                length, digest = len(payload), checksum(payload, self._seed)
+            yield head(record.seq, self.synced, record.body, length, digest, self._seed)
+            yield record.body
+            offset += HEAD_BYTES + len(record.body)
+            if payload is not None and record.stored is not None:
+                yield payload
+                places.append((record.stored, Location(self._number, offset, length, digest)))
+                offset += length
 
     def _sync_now(self) -> None:
         if self._file is not None and self.synced != self.acknowledged:
