@@ -4,6 +4,7 @@ One turn of the broker's loop: moves are recorded as they happen; `end_turn` sen
 number that every promise made in this turn waits for.
 """
 
+import logging
 import os
 import time
 from typing import cast
@@ -15,6 +16,8 @@ from broker.store.errors import StoreFailed
 from broker.store.folder import StoreFolder
 from broker.store.payloads import StoredPayload
 from broker.store.writer import Record, Roll, Sync, Writer
+
+logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 128 << 20
 STATISTICS_S = 1.0
@@ -40,6 +43,7 @@ class Journal:
         self._marks: moves.Marks | None = None
         self._statistics: moves.Statistics | None = None
         self._statistics_at = 0.0
+        self._last_acknowledged = 0
         self._pending = False
         self._told_stuck = ""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -91,7 +95,7 @@ class Journal:
     @property
     def acknowledged(self) -> int:
         """Sequence number up to which records are as durable as was asked for."""
-        return self._writer.acknowledged if self._writer is not None else self._seq
+        return self._writer.acknowledged if self._writer is not None else self._last_acknowledged
 
     @property
     def stuck(self) -> str:
@@ -121,7 +125,12 @@ class Journal:
             if not self._writer.stuck:
                 self.record(moves.Closed())
             whole = self._writer.close(CLOSE_S)
+            self._last_acknowledged = self._writer.acknowledged
+            if not whole:
+                logger.error("%s could not be written to its end; nothing beyond was acknowledged", self._folder.path)
             self._writer = None
+            if whole:  # otherwise the thread may still have something to say
+                os.close(self._wake)
         self._folder.unlock()
         return whole
 

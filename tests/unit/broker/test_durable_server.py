@@ -200,6 +200,32 @@ def test_on_a_full_disk_everybody_waits_and_is_told_why(
     assert any("cannot answer yet" in r.getMessage() and str(tmp_path) in r.getMessage() for r in caplog.records)
 
 
+def test_a_broker_that_is_stopped_on_a_full_disk_promises_nothing_at_its_end(
+    tmp_path: Path, servers: list[BrokerServer]
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ThreadPoolExecutor(1) as pool, running(job(tmp_path), servers) as address:
+        with BrokerClient(address, deadline_s=10) as learner:
+            learner.attach(REPORT)
+            learner.offer([Task(0, b"{}", 0, 2)])
+        size = max(p.stat().st_size for p in (tmp_path / "store").glob("0*.log"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            with BrokerClient(address, deadline_s=3) as learner, BrokerClient(address, deadline_s=10) as observer:
+                offer = pool.submit(learner.offer, [Task(1, b"{}", 1, 2)])
+                end = time.monotonic() + 20
+                while not stuck(observer):
+                    assert time.monotonic() < end
+                    time.sleep(0.05)
+                servers[-1].stop()
+                with pytest.raises(BrokerUnreachable):
+                    offer.result(30)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with running(job(tmp_path), servers) as address, BrokerClient(address, deadline_s=10) as learner:
+        assert learner.attach(LearnerReport(5, 2, "training", 0)).next_serial == 1
+
+
 def test_a_damaged_store_ends_the_command_with_its_place(tmp_path: Path, servers: list[BrokerServer]) -> None:
     with running(job(tmp_path), servers) as address, BrokerClient(address, deadline_s=10) as learner:
         learner.attach(REPORT)
