@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 import broker_groups
@@ -22,7 +23,8 @@ from common.rollouts import Group, GroupMeta, Task, decode_group, encode_group
 
 GROUPS_PER_STEP = 16
 STALENESS = 4
-LEASES_AT_ONCE = 32
+LEASES_AT_ONCE = 16
+NEW_WEIGHTS_S = 0.02  # a node that waits for a lease looks this often whether it has newer weights
 HEARTBEAT_S = 2.0  # the default of broker.heartbeat_s
 PROBLEM = json.dumps({"question": "384+519", "answer": "903"}).encode()
 
@@ -33,6 +35,7 @@ class Embedded:
     def __init__(self, durability: str) -> None:
         self.name = f"slipstream_{durability}"
         self._durability = durability
+        self._published = multiprocessing.get_context("spawn").Value("q", 0)  # the learner's version, as nodes have it
 
     @contextlib.contextmanager
     def serve(self, folder: str) -> Iterator[tuple[str, int | None]]:
@@ -44,11 +47,12 @@ class Embedded:
         source = broker_groups.structs(load.size)
         next(source)  # the groups are made now
         yield
-        asyncio.run(_node(address, load, source))
+        asyncio.run(_node(address, load, source, self._published))
 
     def consume(self, address: str, load: Load) -> Iterator[None]:
         keep_freed_memory()  # as a learner does
         steps = load.groups // GROUPS_PER_STEP
+        self._published.value = 0
         with connect(Access(address=address, role="learner")) as client:
             client.attach(LearnerReport(os.getpid(), 0, "training", 0))
             yield
@@ -60,9 +64,12 @@ class Embedded:
                 for stored in taken:
                     broker_groups.arrays_of_structs(decode_group(stored.payload))
                 client.commit(step)
+                self._published.value = step + 1
 
 
-async def _node(address: str, load: Load, source: Iterator[tuple[Group, GroupMeta]]) -> None:
+async def _node(
+    address: str, load: Load, source: Iterator[tuple[Group, GroupMeta]], published: "Synchronized[int]"
+) -> None:
     report = NodeReport("n0", os.getpid(), "host", "generating", 0)
     held: set[str] = set()
     async with connect_node(Access(address=address, role="node")) as client:
@@ -82,8 +89,7 @@ async def _node(address: str, load: Load, source: Iterator[tuple[Group, GroupMet
         beating = asyncio.create_task(beat())
         done = 0
         while done < load.groups:
-            version = done // GROUPS_PER_STEP  # the freshest that a learner could have published by now
-            leases = await client.lease("n0", version, LEASES_AT_ONCE, 10)
+            leases = await client.lease("n0", published.value, LEASES_AT_ONCE, NEW_WEIGHTS_S)
             held.update(lease.token for lease in leases)
             await asyncio.gather(*(hand_in(lease) for lease in leases))
             done += len(leases)
