@@ -82,7 +82,8 @@ async def _node(
 
         async def beat() -> None:
             while True:
-                await client.heartbeat(report, sorted(held))
+                current = msgspec.structs.replace(report, policy_version=published.value)
+                await client.heartbeat(current, sorted(held))
                 await asyncio.sleep(HEARTBEAT_S)
 
         await client.register(report)

@@ -20,6 +20,7 @@ from pathlib import Path
 import broker_groups
 import jobs
 import machine
+import msgspec
 import psutil
 from broker_embedded import GROUPS_PER_STEP, HEARTBEAT_S, LEASES_AT_ONCE, PROBLEM, broker_process, wait_for_address
 from broker_scale import quantiles
@@ -52,14 +53,15 @@ async def _node(address: str, groups: int, large_every: int) -> tuple[list[float
             assert await client.complete("n0", lease.token, meta, payload)
             complete_s.append(time.perf_counter() - started)
 
+        done = 0
+
         async def beat() -> None:
             while True:
-                await client.heartbeat(report, [])
+                await client.heartbeat(msgspec.structs.replace(report, policy_version=done // GROUPS_PER_STEP), [])
                 await asyncio.sleep(HEARTBEAT_S)
 
         await client.register(report)
         beating = asyncio.create_task(beat())
-        done = 0
         while done < groups:
             started = time.perf_counter()
             leases = await client.lease("n0", done // GROUPS_PER_STEP, LEASES_AT_ONCE, 10)
