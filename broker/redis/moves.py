@@ -117,7 +117,7 @@ def verdict(error: Exception) -> Literal["again", "whole", "fatal"]:
 def refused(error: Exception, name: str, role: str) -> BrokerError:
     """The error for a person, after a fatal verdict."""
     errors = redis_module("redis.exceptions")
-    if isinstance(error, errors.NoPermissionError):
+    if isinstance(error, errors.NoPermissionError) or "can't run this command" in str(error):  # of a script's command
         return BrokerError(f"Redis at {name} does not permit what the role {role} needs ({error}); see docs/redis.md")
     if isinstance(error, (errors.AuthenticationError, errors.AuthorizationError)):
         return BrokerError(

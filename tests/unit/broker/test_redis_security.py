@@ -144,6 +144,16 @@ def test_a_wrong_password_is_said_at_once_and_never_shown(
     )
 
 
+def test_a_permission_that_a_move_lacks_is_said_as_such(guarded: tuple[RedisServer, Path]) -> None:
+    server, folder = guarded
+    address = with_run(server.address, RUN.name)
+    play_a_step(address, str(folder))
+    link = Link(endpoint(address, "broker", str(folder)), "broker", 10)
+    with pytest.raises(BrokerError, match="does not permit what the role broker needs"):
+        link.run(lambda repeated, whole: [("EVAL", "return redis.call('LLEN', KEYS[1])", 1, "slipstream:runs")], 0)
+    link.close()
+
+
 def test_without_a_password_a_guarded_server_says_what_is_missing(guarded: tuple[RedisServer, Path]) -> None:
     with (
         connect(Access(address=with_run(guarded[0].address, "r"), role="learner")) as client,

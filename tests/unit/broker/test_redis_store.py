@@ -12,7 +12,7 @@ import pytest
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
 from broker.redis.async_client import AsyncRedisClient
 from broker.redis.client import RedisClient
-from broker.redis.endpoint import endpoint
+from broker.redis.endpoint import endpoint, redis_module
 from broker.redis.keys import Keys, pointer_key, run_prefix
 from broker.redis.link import Link
 from broker.redis.moves import Moves, StoreGone
@@ -323,6 +323,11 @@ def test_all_keys_of_a_run_have_its_prefix_and_other_runs_are_never_touched(
     prefix = run_prefix(RUN.name).encode()
     assert {n for n in names if not n.startswith(prefix)} == {b"somebody else's", b"slipstream:runs"}
     assert pointer_key(RUN.name) in names
+
+
+def test_without_redis_py_the_error_says_what_to_install() -> None:
+    with pytest.raises(UsageError, match=r"pip install 'slipstream-rl\[redis\]'"):
+        redis_module("redis_py_is_not_installed_here")
 
 
 def test_names_are_encoded_so_that_no_pattern_matches_more_than_its_run() -> None:
