@@ -8,9 +8,9 @@ from typing import Any, cast
 import zmq
 
 from broker import wire
+from broker.kept_payload import KeptPayload
 from broker.parked import Key, ParkedLease, ParkedTake, ParkingLot
 from broker.state import DeliveryState
-from broker.store.payloads import StoredPayload
 from common.errors import BrokerError
 
 MAX_WAIT_S = 60.0
@@ -111,11 +111,11 @@ class Handlers:
         return itertools.chain(dead, self.parked.leases)
 
     def payloads(self, reply: wire.Reply) -> list[Payload]:
-        """The payload frames that go with a reply. Raises PayloadUnreadable, a BrokerError."""
+        """The payload frames that go with a reply. Raises BrokerError when one cannot be read."""
         if not isinstance(reply, wire.Taken) or not reply.groups:
             return []
         found = [self._state.tasks.living[group.serial].payload for group in reply.groups]
-        return [p.read() if isinstance(p, StoredPayload) else cast(Payload, p) for p in found]
+        return [p.read() if isinstance(p, KeptPayload) else cast(Payload, p) for p in found]
 
     def undo_leases(self, reply: wire.Leased) -> None:
         """Leases whose holder never heard of them."""

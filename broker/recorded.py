@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from broker.contract import RunInfo, StoredGroup
+from broker.kept_payload import KeptPayload
 from broker.recovery import read_only
 from broker.store.folder import StoreFolder, StoreInfo
-from broker.store.payloads import StoredPayload
 from common.errors import UsageError
 from common.rollouts import GroupMeta, Task
 from common.run_dir import RunDir
@@ -21,10 +21,10 @@ class RecordedGroup:
     node_id: str
     meta: GroupMeta
     filtered: bool
-    stored: StoredPayload
+    stored: KeptPayload
 
     def read(self) -> StoredGroup:
-        """With its payload. Raises PayloadUnreadable when that is damaged."""
+        """With its payload. Raises BrokerError when that cannot be had."""
         return StoredGroup(self.task.serial, self.node_id, self.meta, self.stored.read())
 
 
@@ -93,7 +93,7 @@ def store_info(folder: StoreFolder) -> StoreInfo:
     info = folder.info()
     if info is None:
         raise UsageError(
-            f"{folder.path}: expected the store of a run, found none; groups are recorded by the embedded broker when "
-            "broker.durability is fsync or everysec"
+            f"{folder.path}: expected the store of a run, found none; groups are recorded when broker.durability is "
+            "fsync or everysec"
         )
     return info

@@ -1,18 +1,19 @@
-"""The groups of a run's store as a recording: read back whole, and put into a broker again as steps that were taken."""
+"""The groups of a run's store, or of its Redis, as a recording: put into a broker again as steps that were taken."""
 
 import os
 import secrets
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from broker.contract import RunInfo
 from broker.event_log import EventLog
-from broker.recorded import RecordedGroup, recorded_steps, store_info
+from broker.recorded import RecordedGroup, RecordedSteps, recorded_steps, store_info
 from broker.state import DeliveryState
 from broker.store.folder import StoreFolder
 from broker.tasks import TAKEN, Entry
+from common.config import Config
 from common.errors import UsageError
 from common.run_dir import RunDir
 
@@ -27,12 +28,34 @@ class Recording:
 
 
 @contextmanager
-def open_recording(run_dir: RunDir, run: RunInfo) -> Generator[Recording]:
-    """What RUN/store still has; no broker can write there meanwhile.
+def open_recording(run_dir: RunDir, config: Config) -> Generator[Recording]:
+    """What the run's store still has, RUN/store or its Redis; no broker of the run can start meanwhile.
+
+    Args:
+        config: of the run. The payloads can be read while this is open.
 
     Raises:
-        UsageError: there is no store, a broker has it, or it is damaged.
+        UsageError: there is no store, the run works, the store is damaged, Redis does not answer.
     """
+    with _source(run_dir, config) as found:
+        needed = config.learner.groups_per_step
+        yield Recording(
+            found.store_id,
+            found.next_serial,
+            {step: groups for step, groups in found.groups.items() if found.places.get(step, needed) >= needed},
+        )
+
+
+def _source(run_dir: RunDir, config: Config) -> AbstractContextManager[RecordedSteps]:
+    if config.broker.backend != "redis":
+        return _kept_in_store(run_dir)
+    from broker.redis.recording import kept_in_redis
+
+    return kept_in_redis(run_dir, config)
+
+
+@contextmanager
+def _kept_in_store(run_dir: RunDir) -> Generator[RecordedSteps]:
     folder = StoreFolder(run_dir.store)
     store_info(folder)
     try:
@@ -42,13 +65,7 @@ def open_recording(run_dir: RunDir, run: RunInfo) -> Generator[Recording]:
             f"{run_dir.path} is running: a broker has {run_dir.store}; stop the job before it is replayed"
         ) from None
     try:
-        found = recorded_steps(run_dir.path)
-        steps = {
-            step: groups
-            for step, groups in found.groups.items()
-            if found.places.get(step, run.groups_per_step) >= run.groups_per_step
-        }
-        yield Recording(found.store_id, found.next_serial, steps)
+        yield recorded_steps(run_dir.path)
     finally:
         folder.unlock()
 

@@ -1,6 +1,6 @@
 """slipstream replay RUN: a learner trains recorded steps of a run again, offline, to see where a loss went wrong.
 
-RUN/store  ->  a broker in this process, its steps preloaded as taken  ->  the learner, in a run folder of its own
+RUN/store or Redis  ->  a broker in this process, its steps preloaded as taken  ->  the learner, in its own run folder
 """
 
 import argparse
@@ -39,7 +39,7 @@ def command(args: argparse.Namespace) -> int:
     config = config_of(original)
     if config is None:
         raise UsageError(f"{original.path} is not the folder of an RL job: it has no groups to replay")
-    with open_recording(original, run_info(config, b"")) as recording:
+    with open_recording(original, config) as recording:
         plan = plan_replay(original, config, recording, args.first, args.last, args.out, args.overrides)
         steps: list[ReplayedStep] = []
         try:

@@ -253,13 +253,17 @@ def run_keeper(config: Config, config_json: bytes) -> int:
 
 
 @contextmanager
-def only_keeper(run_dir: Path) -> Generator[None]:
-    """Hold RUN/keeper.lock, which the kernel releases when this process ends; UsageError when another holds it."""
+def only_keeper(run_dir: Path, otherwise: str = "") -> Generator[None]:
+    """Hold RUN/keeper.lock, which the kernel releases when this process ends.
+
+    Raises:
+        UsageError: another process holds it; `otherwise` is the message.
+    """
     with (run_dir / "keeper.lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UsageError(
-                f"run.dir: {run_dir} already has a broker; stop it first, or choose another run.dir"
+                otherwise or f"run.dir: {run_dir} already has a broker; stop it first, or choose another run.dir"
             ) from None
         yield

@@ -58,7 +58,7 @@ class Line(msgspec.Struct, frozen=True, array_like=True):
 
 _record = msgspec.msgpack.Decoder(Record)
 _line = msgspec.msgpack.Decoder(Line)
-_steps = msgspec.msgpack.Decoder(tuple[int, list[int]])
+open_step = msgspec.msgpack.Decoder(tuple[int, list[int]])  # groups that passed their place on, serials in order
 
 
 def transaction(commands: list[Command]) -> list[Command]:
@@ -93,7 +93,7 @@ def status(address: str, replies: list[Any], node_replies: list[Any]) -> BrokerS
     run = msgspec.json.decode(state[b"run"], type=RunInfo)
     records = [_record.decode(x) for x in pairs(replies[4]).values()]
     leased = [r for r in records if r.state == "leased"]
-    steps = [_steps.decode(x) for x in pairs(replies[5]).values()]
+    steps = [open_step.decode(x) for x in pairs(replies[5]).values()]
     seen = {**_scores(replies[6]), **_scores(replies[7])}
     alive = set(replies[6][::2])
     nodes: list[NodeStatus] = []

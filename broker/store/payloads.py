@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from broker.kept_payload import KeptPayload
 from broker.store.errors import PayloadUnreadable
 from broker.store.frames import Location, checksum
 
@@ -12,7 +13,7 @@ def segment_path(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.log"
 
 
-class StoredPayload:
+class StoredPayload(KeptPayload):
     """A group's payload in the store; `location` is set once it has been written."""
 
     __slots__ = ("_folder", "_seed", "location")

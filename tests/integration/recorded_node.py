@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-from broker.async_client import AsyncBrokerClient
+from broker.connect import Access, connect_node
 from broker.contract import NodeReport
 from common.arrays import Array
 from common.lifecycle import die_with_parent
@@ -41,7 +41,7 @@ def recorded_group(serial: int, vocab: int, group_size: int, version: int) -> Gr
 
 async def serve(address: str, vocab: int, group_size: int, groups_per_step: int) -> None:
     report = NodeReport("recorded", os.getpid(), "here", "generating", NEWEST)
-    async with AsyncBrokerClient(address) as client:
+    async with connect_node(Access(address=address, role="node")) as client:
         await client.register(report)
         while True:
             for lease in await client.lease("recorded", NEWEST, 4, 0.5):

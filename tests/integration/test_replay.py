@@ -30,6 +30,7 @@ from tests.integration.test_learner_resume import (
     process,
     wait_for,
 )
+from tests.redis_server import RedisServer
 
 assert model  # a fixture of this module too
 LEARNER = ", dynamic_sampling: true"
@@ -132,3 +133,23 @@ def test_a_replay_from_a_checkpoint_goes_on_from_it_and_shows_where_an_override_
     assert "has no checkpoint of step 5; it has those of steps 3, 6, 8" in replay(
         unbroken, tmp_path / "none", "--from", "5", code=2
     )
+
+
+def test_a_run_on_redis_computes_and_replays_what_the_embedded_broker_s_does(
+    tmp_path: Path, model: Path, unbroken: Job
+) -> None:
+    server = RedisServer(tmp_path, {"appendonly": "yes", "appendfsync": "always"})
+    try:
+        job = Job(tmp_path / "job", model, LEARNER, checkpoint="every: 3, keep: 9, asynchronous: false")
+        with job.config.open("a") as file:
+            file.write(f"broker: {{backend: redis, address: '{server.address}'}}\n")
+        with process([sys.executable, "-m", "launch.cli", "broker", str(job.config)]) as keeper:
+            wait_for(lambda: job.run.broker() is not None, keeper)
+            with node(job.run.broker().address):
+                job.finish()
+        assert job.weights() == unbroken.weights()
+        said = replay(job, tmp_path / "out", "--from", "3")
+        assert "all 5 steps equal the run's, bit for bit" in said
+        assert weights(RunDir(tmp_path / "out")) == job.weights()
+    finally:
+        server.stop()

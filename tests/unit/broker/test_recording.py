@@ -32,10 +32,10 @@ def recorded(config: Config, work: Callable[[Memory], None]) -> Recording:
     work(memory)
     assert memory.journal is not None
     memory.journal.end_turn()
-    with pytest.raises(UsageError, match="is running: a broker has"), open_recording(RunDir(config.run.dir), run):
+    with pytest.raises(UsageError, match="is running: a broker has"), open_recording(RunDir(config.run.dir), config):
         raise AssertionError("a broker has the store")
     memory.close()
-    with open_recording(RunDir(config.run.dir), run) as recording:
+    with open_recording(RunDir(config.run.dir), config) as recording:
         assert recording.store_id == memory.state.store_id
         return recording
 

@@ -276,18 +276,20 @@ def test_committed_groups_are_kept_for_replay_and_dropped_step_by_step(
     learner.filter(3, [6], 0)
     learner.commit(2)  # two steps are retained, and step 3 is not committed
     link = StoreLink(endpoint(learner.address, "learner", None), "learner", RUN.name, 10)
-    steps = recorded_steps(link)
+    found = recorded_steps(link)
+    steps = found.groups
+    assert (found.store_id, found.next_serial, found.committed_step, found.places) == (link.store, 8, 2, {3: 2})
     assert {step: [g.task.serial for g in groups] for step, groups in steps.items()} == {
         1: [2, 3],
         2: [4, 5],
         3: [6, 7],
     }
-    assert [g.read() for g in steps[1] + steps[3]] == [b"group 2", b"group 3", b"group 6", b"group 7"]
+    assert [g.payload for g in found[1] + found[3]] == [b"group 2", b"group 3", b"group 6", b"group 7"]
     assert [(g.node_id, g.meta, g.filtered) for g in steps[3]] == [("n0", META, True), ("n0", META, False)]
     assert len(server.ask("KEYS", "*:p:*")) == 6  # type: ignore[arg-type]
     learner.commit(3)
     with pytest.raises(BrokerError, match="no longer in Redis"):
-        steps[1][0].read()
+        found[1]
     assert sorted(recorded_steps(link)) == [2, 3]
     link.close()
 

@@ -143,9 +143,9 @@ def test_a_run_that_works_is_not_replayed(run: RunDir, capsys: pytest.CaptureFix
     assert "of step 0 are not retained: the run's store has those of no step" in capsys.readouterr().err
 
 
-def test_a_run_without_a_store_says_what_would_have_kept_one(run: RunDir) -> None:
+def test_a_run_without_a_store_says_what_would_have_kept_one(run: RunDir, config: Config) -> None:
     said = r"store: expected the store of a run, found none; .*broker.durability is fsync or"
-    with pytest.raises(UsageError, match=said), open_recording(run, RUN_INFO):
+    with pytest.raises(UsageError, match=said), open_recording(run, config):
         raise AssertionError("there is nothing to open")
     assert not run.store.exists()
 
