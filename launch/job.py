@@ -213,8 +213,11 @@ class Job:
     def _on_event(self, kind: str, detail: Mapping[str, object]) -> None:
         """Into RUN/events.jsonl, and to the person when it is no routine."""
         line = {"time_s": time.time(), "kind": f"role_{kind}", "detail": detail, "source": "supervisor"}
-        with self.run_dir.events.open("ab", buffering=0) as file:
-            file.write(msgspec.json.encode(line) + b"\n")
+        try:
+            with self.run_dir.events.open("ab", buffering=0) as file:
+                file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:  # a full disk must not end the one who restarts the others
+            self._note(f"events.jsonl cannot be written: {error.strerror}")
         role, code = detail.get("role"), detail.get("exit_code")
         if kind == "crashed":
             how = describe_exit(code if isinstance(code, int) else None)

@@ -1,7 +1,7 @@
 """What `up` says when a role fails for good."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -12,17 +12,30 @@ from launch.job import Job, JobFailed
 from launch.supervisor import RoleSpec
 
 
+def make_config(run_dir: Path) -> Config:
+    return Config(
+        run=RunConfig(name="unit", dir=str(run_dir), steps=1),
+        model=ModelConfig(path="none"),
+        tasks=TasksConfig(environment="none", dataset="none"),
+    )
+
+
+def test_a_full_disk_does_not_end_the_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    run.events.symlink_to("/dev/full")
+    job = Job(make_config(tmp_path), run)
+    notes: list[Any] = []
+    monkeypatch.setattr(job, "_note", notes.append)
+    job._on_event("restarted", {"role": "node-0"})
+    assert notes == ["events.jsonl cannot be written: No space left on device", "node-0: restarted"]
+
+
 def test_a_failure_is_said_before_the_other_roles_are_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir(tmp_path)
     run.logs.mkdir()
-    config = Config(
-        run=RunConfig(name="unit", dir=str(tmp_path), steps=1),
-        model=ModelConfig(path="none"),
-        tasks=TasksConfig(environment="none", dataset="none"),
-    )
-    job = Job(config, run)
+    job = Job(make_config(tmp_path), run)
     said: list[str] = []
 
     def fail(flag: DrainFlag) -> None:
