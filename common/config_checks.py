@@ -289,7 +289,10 @@ def _network(config: Config) -> Iterator[Problem]:
     elif host and not is_loopback(host):
         local = "redis://127.0.0.1:6379/0" if broker.backend == "redis" else "tcp://127.0.0.1:5555"
         expected = f"a loopback address such as {local} while broker.credentials is not set"
-        hint = "other interfaces need authentication: `slipstream keys DIR` makes keys for broker.credentials"
+        makes = "`slipstream keys DIR` makes keys for broker.credentials"
+        if broker.backend == "redis":
+            makes = "docs/redis.md says which passwords and certificates broker.credentials holds"
+        hint = f"other interfaces need authentication: {makes}"
         yield "broker.address", expected, repr(broker.address), hint
     if broker.backend == "redis" and host and not is_loopback(host) and not encrypted:
         hint = "passwords and rollouts would cross the network in plain text"

@@ -126,6 +126,10 @@ def load_credential(path: str | Path, role: Role, name: str = "") -> Credential:
     if role == "broker":
         keys = load_server(path)
         return Credential(role, role, keys.public, keys.secret, keys.public, keys.public)
+    if not Path(path).exists():
+        raise UsageError(
+            f"{KEY}: expected a key folder or a credential's file, found {path}, which does not exist; {MAKE}"
+        )
     file = _credential_file(Path(path), role, name)
     _warn_if_open(file)
     found = read_file(file, Credential, f"the credential of {_a(role)}")

@@ -9,7 +9,7 @@ from common.config import Config
 from common.config_checks import fixed_address, split_address
 from common.errors import BrokerUnreachable, UsageError
 from common.lifecycle import alive
-from common.redis_address import is_redis, parse_redis
+from common.redis_address import FORMS, is_redis, parse_redis
 from common.run_dir import RunDir
 
 POLL_S = 0.1
@@ -35,7 +35,8 @@ def check_join_address(address: str) -> None:
             return
         _, port = split_address(address)
     except ValueError as error:
-        raise UsageError(f"--join: {error}, found {address!r}") from None
+        others = "" if is_redis(address) else f", or {FORMS} of a Redis broker"
+        raise UsageError(f"--join: {error}{others}, found {address!r}") from None
     if port == 0:
         raise UsageError(
             f"--join: {address} names no port; RUN/broker.json and `slipstream status RUN` have the address"

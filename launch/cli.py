@@ -96,7 +96,10 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_job_commands(commands)
     _add_observing_commands(commands)
-    keys = commands.add_parser("keys", help="CURVE keys for broker.credentials; only ever adds to an existing folder")
+    text = "CURVE keys for broker.credentials; only ever adds to an existing folder"
+    keys = commands.add_parser(
+        "keys", help=text, description=f"{text}. docs/security.md says which file belongs where."
+    )
     keys.add_argument("dir", metavar="DIR", help="the key folder, made when it is missing")
     keys.add_argument("--nodes", type=int, default=0, metavar="N", help="credentials node-0 ... node-(N-1)")
     keys.add_argument("--node", action="append", default=[], metavar="NAME", help="a node's credential; repeatable")
@@ -110,10 +113,12 @@ Commands = argparse._SubParsersAction  # type of add_subparsers(), which has no 
 def _add_job_commands(commands: Commands) -> None:
     up = _with_config(commands, "up", "broker, learner and nodes on this machine, one live view, one clean stop")
     up.add_argument("--plain", action="store_true", help="one line now and then instead of the live view")
-    _with_config(commands, "broker", "the broker of a job")
+    _with_config(commands, "broker", "the broker of a job; with broker.backend redis the keeper of its run there")
     _with_config(commands, "learner", "the learner of a job (starts its ranks under torchrun)")
     rollout = _with_config(commands, "rollout", "one rollout node", optional=True)
-    rollout.add_argument("--join", metavar="ADDRESS", help="broker of a running job, for example tcp://127.0.0.1:5555")
+    rollout.add_argument(
+        "--join", metavar="ADDRESS", help="broker of a running job: tcp://HOST:PORT, or redis://HOST:PORT/DB?run=NAME"
+    )
     rollout.add_argument("--node-id", metavar="ID", help="name of this node, unique in the job (default: host-pid)")
     rollout.add_argument("--join-timeout-s", type=float, default=30.0, help="how long to wait for the broker (30)")
     rollout.add_argument("--credentials", metavar="PATH", help="key folder or credential file (broker.credentials)")

@@ -25,17 +25,19 @@ class Observation:
         status: from the broker, or from RUN/status.json.
         live: whether the broker answered just now.
         note: why the status is not live, '' when it is.
+        unreachable: its process is there and did not answer, so nobody knows whether the status still holds.
     """
 
     status: BrokerStatus
     live: bool
     note: str = ""
+    unreachable: bool = False
 
 
 def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
     """Ask the broker; fall back to RUN/status.json. Raises SlipstreamError when there is neither."""
     file = run.broker()
-    reason = _absent(run)
+    reason, unreachable = _absent(run), False
     if file is not None:
         if not alive(file.pid):
             reason = f"broker {file.pid} has ended"
@@ -44,12 +46,12 @@ def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
                 with connect(_access(run, file, timeout_s)) as client:
                     return Observation(client.status(), live=True)
             except SlipstreamError as error:
-                reason = f"broker not reachable: {error}"
+                reason, unreachable = f"broker not reachable: {error}", True
     try:
         last = msgspec.json.decode(run.status_json.read_bytes(), type=BrokerStatus)
     except (OSError, msgspec.DecodeError):
         raise SlipstreamError(f"{run.path}: {reason}, and it left no status.json") from None
-    return Observation(last, live=False, note=f"{reason}; last known status")
+    return Observation(last, live=False, note=f"{reason}; last known status", unreachable=unreachable)
 
 
 def observe_ledger(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> list[LedgerEntry]:

@@ -140,8 +140,8 @@ def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> list[str]:
         devices = config.learner.world_size + config.rollout.nodes * config.rollout.engine.tensor_parallel
         if devices > gpus_per_node:
             out.append(
-                f"broker.address, weights.address: {devices} devices of learner and rollout nodes are more than one "
-                f"machine of {gpus_per_node} has, and this version's sockets bind to loopback only"
+                f"weights.address: {devices} devices of learner and rollout nodes are more than one "
+                f"machine of {gpus_per_node} has, and weights.address is a loopback address in this version"
             )
     return out
 

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from broker.contract import BrokerStatus, NodeStatus
+from broker.contract import NodeStatus
 from common.config import Config
 from common.run_dir import RunDir
 from launch import waste_view
@@ -28,7 +28,7 @@ COLOURS = {
 def render_live(config: Config, seen: Observation | None, tail: MetricsTail, notes: Sequence[str]) -> RenderableType:
     """The whole live view: progress, who waits on what, and the newest events."""
     parts: list[RenderableType] = [progress(config, seen, tail)]
-    parts.append(processes(seen.status, seen.live) if seen else Text("waiting for the broker to answer", "yellow"))
+    parts.append(processes(seen) if seen else Text("waiting for the broker to answer", "yellow"))
     parts.extend(Text(note, "dim") for note in notes[-4:])
     return Group(*parts)
 
@@ -38,7 +38,7 @@ def render_status(run: RunDir, seen: Observation) -> RenderableType:
     parts: list[RenderableType] = [Text(f"{seen.status.run.name}  {run.path}", "bold")]
     if not seen.live:
         parts.append(Text(seen.note, "yellow"))
-    parts.append(processes(seen.status, seen.live))
+    parts.append(processes(seen))
     parts.append(waste_view.table(seen.status))
     parts.append(Text(explain(seen)))
     return Group(*parts)
@@ -74,8 +74,9 @@ def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> Ren
     return grid
 
 
-def processes(status: BrokerStatus, live: bool) -> RenderableType:
+def processes(seen: Observation) -> RenderableType:
     """One row per process: state, version, what it waits for and since when."""
+    status, live = seen.status, seen.live
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     for name in ("process", "pid", "state", "version", "since", "waiting on"):
         table.add_column(name, no_wrap=name != "waiting on", justify="right" if name in ("pid", "version") else "left")
@@ -91,7 +92,8 @@ def processes(status: BrokerStatus, live: bool) -> RenderableType:
     held = (
         stuck or f"{status.groups_ready} groups ready, {status.groups_leased} leased, {status.groups_pending} pending"
     )
-    broker_state = Text("serving", "green") if live else Text("ended", "dim")
+    ended = Text("unreachable", "yellow") if seen.unreachable else Text("ended", "dim")
+    broker_state = Text("serving", "green") if live else ended
     table.add_row("broker", str(status.pid), broker_state, "", "", held)
     for node in status.nodes:
         table.add_row(*_node_row(node))

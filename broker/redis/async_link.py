@@ -128,11 +128,11 @@ class AsyncLink:
         call.repeated = True
         if kind == "fatal":
             self._fail(call, refused(error, self.endpoint.name, self._role))
-        elif now >= call.end:
-            self._fail(call, unreachable(self.endpoint, now - call.started, error))
-        elif kind == "whole" and not call.whole:
+        elif kind == "whole" and not call.whole:  # also at the deadline: the server answers
             call.whole = True
             self._queue.appendleft(call)
+        elif now >= call.end:
+            self._fail(call, unreachable(self.endpoint, now - call.started, error))
         else:
             return True
         return False

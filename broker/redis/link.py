@@ -52,13 +52,13 @@ class Link:
             kind = verdict(error)
             if kind == "fatal":
                 raise refused(error, self.endpoint.name, self._role) from error
+            repeated = True
+            if kind == "whole" and not whole:  # also at the deadline: the server answers
+                whole = True
+                continue
             now = time.monotonic()
             if now >= end:
                 raise unreachable(self.endpoint, now - started, error) from error
-            repeated = True
-            if kind == "whole" and not whole:
-                whole = True
-                continue
             time.sleep(min(pause_s, max(0.0, end - now)))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

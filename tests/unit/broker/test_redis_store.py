@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
 from broker.redis.async_client import AsyncRedisClient
+from broker.redis.async_link import AsyncLink
 from broker.redis.client import RedisClient
 from broker.redis.endpoint import endpoint, redis_module
 from broker.redis.keys import Keys, pointer_key, run_prefix
@@ -153,6 +155,35 @@ def test_a_server_that_forgot_the_script_gets_it_again(server: RedisServer, lear
     learner.attach(report())
     server.ask("SCRIPT", "FLUSH")
     assert learner.offer(tasks(0)) == 1
+
+
+def test_a_server_that_forgot_the_script_answers_also_at_the_deadline(
+    server: RedisServer, learner: RedisClient
+) -> None:
+    state = Moves(RUN.name, store_name(server))
+    server.ask("SCRIPT", "FLUSH")
+    link = Link(endpoint(server.address, "learner", None), "learner", 10)
+    over = time.monotonic() - 1  # as for the last attempt of a call that waited for a server
+    [reply] = link.run(lambda repeated, whole: [state.command("sweep", whole=whole)], over)
+    assert state.answer(reply) == []
+    link.close()
+
+    async def node() -> None:
+        server.ask("SCRIPT", "FLUSH")
+        waiting = AsyncLink(endpoint(server.address, "node", None), "node", 10)
+        try:
+            [again] = await waiting.run(lambda repeated, whole: [state.command("sweep", whole=whole)], over)
+            assert state.answer(again) == []
+        finally:
+            await waiting.close()
+
+    asyncio.run(node())
+
+
+def store_name(server: RedisServer) -> str:
+    pointer = server.ask("GET", pointer_key(RUN.name))
+    assert isinstance(pointer, bytes)
+    return msgspec.json.decode(pointer)["store"]
 
 
 def test_no_answer_within_the_deadline_says_where_and_why() -> None:

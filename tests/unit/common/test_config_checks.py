@@ -276,6 +276,7 @@ def test_publishing_less_often_than_the_window_allows_would_stall(folder):
         ("broker", {"address": "redis://127.0.0.1:6379"}, "broker.address", "broker.backend: redis"),
         ("broker", {"backend": "redis"}, "broker.address", "redis://HOST:PORT"),
         ("broker", {"backend": "redis", "address": "redis://10.0.0.4:6379/0"}, "broker.address", "authentication"),
+        ("broker", {"backend": "redis", "address": "redis://10.0.0.4:6379/0"}, "broker.address", "docs/redis.md"),
         ("broker", {"backend": "redis", "address": "redis://a:b@127.0.0.1:6379/0"}, "broker.address", "credentials"),
         ("broker", {"backend": "redis", "address": "redis://127.0.0.1:6379/0?run=other"}, "broker.address", "?run="),
         ("weights", {"address": "0.0.0.0"}, "weights.address", "loopback"),

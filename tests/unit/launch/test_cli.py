@@ -136,9 +136,23 @@ def test_join_without_a_config_to_nothing(capsys):
     assert address in refusal(capsys, "rollout", "--join", address, "--join-timeout-s", "0.5")
 
 
-@pytest.mark.parametrize(("address", "word"), [("somewhere", "tcp://HOST:PORT"), ("tcp://127.0.0.1:0", "no port")])
+@pytest.mark.parametrize(
+    ("address", "word"),
+    [
+        ("somewhere", "tcp://HOST:PORT"),
+        ("somewhere", "redis://HOST:PORT[/DB]"),
+        ("redis://a:b@127.0.0.1", "without user or password"),
+        ("tcp://127.0.0.1:0", "no port"),
+    ],
+)
 def test_join_to_nonsense_is_refused(capsys, address, word):
     assert word in refusal(capsys, "rollout", "--join", address)
+
+
+def test_join_with_keys_that_are_not_there_names_the_folder(capsys, tmp_path):
+    words = ["--join", "tcp://127.0.0.1:1", "--credentials", str(tmp_path / "keys")]
+    err = refusal(capsys, "rollout", *words)
+    assert f"expected a key folder or a credential's file, found {tmp_path}/keys, which does not exist" in err
 
 
 def test_node_without_config_and_address_is_refused(capsys):

@@ -103,7 +103,7 @@ def test_status_without_the_keys_says_that_they_are_missing(
     keys.rename(keys.with_name("elsewhere"))
     write_json(served.status_json, None)
     assert main(["status", str(served.path)]) != 0
-    assert "observer.json does not exist" in capsys.readouterr().err
+    assert "keys, which does not exist" in capsys.readouterr().err
 
 
 def test_joining_without_credentials_is_refused_at_once_and_says_what_to_add(

@@ -22,7 +22,7 @@ from common.run_dir import RunDir, write_json
 from launch import waste_view
 from launch.cli import main
 from launch.metrics_tail import MetricsTail, mean
-from launch.observe import Observation, as_json
+from launch.observe import Observation, as_json, observe
 from launch.view import duration, explain, plain_line, render_live, render_status, sparkline
 
 RUN_INFO = RunInfo("demo", "/runs/demo", 4, 1, 3, 60.0, 1 << 20, b"{}")
@@ -133,6 +133,14 @@ def test_broker_that_was_killed_is_named_with_its_last_status(ended, capsys):
     write_json(ended.broker_json, {"pid": 2147483000, "address": "tcp://127.0.0.1:5", "started_s": 0.0})
     assert main(["status", str(ended.path), "--json"]) == 0
     assert "broker 2147483000 has ended" in json.loads(capsys.readouterr().out)["note"]
+
+
+def test_broker_that_does_not_answer_is_not_called_ended(ended, capsys):
+    write_json(ended.broker_json, {"pid": os.getpid(), "address": "ipc:///nobody/listens/here", "started_s": 0.0})
+    seen = observe(ended, timeout_s=0.2)
+    assert seen.note.startswith("broker not reachable:")
+    shown = [line.split() for line in text_of(render_status(ended, seen)).splitlines()]
+    assert ["broker", "10", "unreachable"] in [words[:3] for words in shown]
 
 
 @pytest.fixture
