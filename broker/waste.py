@@ -3,12 +3,18 @@
 from collections.abc import Iterable, Mapping
 
 from broker.contract import Waste
+from common.bounds import SECONDS_MAX, TALLY_MAX
 
 
 def add(counts: dict[str, Waste], reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
-    """Count `tokens` and `seconds` under `reason`."""
+    """Count `tokens` and `seconds` under `reason`.
+
+    Nodes say how much it was: what would not decode again, in a status or from the store, is cut to what does.
+    """
     before = counts.get(reason, Waste())
-    counts[reason] = Waste(before.tokens + tokens, before.seconds + seconds)
+    counts[reason] = Waste(
+        min(before.tokens + max(0, tokens), TALLY_MAX), min(before.seconds + max(0.0, seconds), SECONDS_MAX)
+    )
 
 
 def merged(parts: Iterable[Mapping[str, Waste]]) -> dict[str, Waste]:

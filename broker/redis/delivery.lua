@@ -157,6 +157,10 @@ local function forget(node) -- its totals stay
   call('ZREM', base .. 'gone', node)
 end
 
+-- Where memory is full, Redis refuses commands that need some until a script has written. What leads to a commit, which
+-- frees memory, or needs next to none must go on all the same; new tasks, leases and groups wait.
+if op ~= 'complete' and op ~= 'lease' and op ~= 'offer' and op ~= 'register' then call('DEL', base .. 'wake:') end
+
 -- Time. When nobody could call for long, or the server's clock jumped, everyone gets a new deadline.
 local idle, long = now - st.tick, math.max(5000, st.lease_ms / 4)
 if idle > long or idle < -long then
@@ -290,8 +294,8 @@ if op == 'complete' then
       saved[2 * groups - 1], saved[2 * groups] = serial, cmsgpack.pack(r)
       scored[2 * groups - 1], scored[2 * groups] = serial, serial
       ended[groups] = token
-    elseif accepted(r, token, node) then
-      if not r or r[PAYLOAD] ~= payload then dropped[#dropped + 1] = base .. 'p:' .. payload end
+    elseif accepted(r, token, node) then -- without a record it may be kept for a replay; else it is an orphan
+      if r and r[PAYLOAD] ~= payload then dropped[#dropped + 1] = base .. 'p:' .. payload end
     else
       result, handed, dropped[#dropped + 1] = 0, handed + sampled, base .. 'p:' .. payload
       count('stale', 1)

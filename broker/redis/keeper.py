@@ -115,16 +115,17 @@ class Keeper:
     def tick(self) -> None:
         """Sweep, and write down what is new."""
         try:
-            self._sweep()
-            self._write_events()
-            self._snapshot(force=False)
-            self._drop_orphans()
+            try:
+                self._sweep()
+                self._write_events()
+                self._snapshot(force=False)
+                self._drop_orphans()
+            except StoreGone as error:
+                logger.error("%s", error)
+                self._begin_store()
             if not self._answering:
                 logger.info("Redis answers again")
             self._answering = True
-        except StoreGone as error:
-            logger.error("%s", error)
-            self._begin_store()
         except (BrokerUnreachable, BrokerError, OSError) as error:
             if self._answering:
                 logger.error("%s; going on as soon as that is over", error)
@@ -141,9 +142,13 @@ class Keeper:
     # ---------------------------------------------------------------- the store
 
     def _begin_store(self) -> None:
-        """A new store; its name is on the disk before Redis knows it, so that a crash in between leaves no riddle."""
+        """A new store; its name is on the disk before Redis knows it, so that a crash in between leaves no riddle.
+
+        Nor do two: `former` is what Redis has, which is not the last new store when that never got there.
+        """
+        pointer = self._store.pointer()
         keep_former_ledger(self.run_dir)
-        self._see(Seen(new_store(), self._seen.store))
+        self._see(Seen(new_store(), pointer.store if pointer is not None else self._seen.store))
         self._enter(self._seen.store)
 
     def _enter(self, store: str) -> None:

@@ -142,7 +142,7 @@ def ledger_commands(keys: Keys) -> list[Command]:
 
 
 def ledger(replies: list[Any]) -> list[LedgerEntry]:
-    """Every task ever offered, ascending by serial."""
+    """Every task ever offered, ascending by serial; one that was finished between the two reads is finished."""
     entries = [_living(int(serial), _record.decode(packed)) for serial, packed in pairs(replies[0]).items()]
     data: bytes = replies[1] or b""
     at = 0
@@ -150,7 +150,7 @@ def ledger(replies: list[Any]) -> list[LedgerEntry]:
         (size,) = struct.unpack_from(">I", data, at)
         entries.append(_finished(_line.decode(data[at + 4 : at + 4 + size])))
         at += 4 + size
-    return sorted(entries, key=lambda e: e.serial)
+    return list({entry.serial: entry for entry in sorted(entries, key=lambda e: e.serial)}.values())
 
 
 def events_command(keys: Keys, after: int) -> Command:

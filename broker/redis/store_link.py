@@ -86,16 +86,25 @@ class StoreLink:
         return self._link.run(lambda repeated, whole: commands, time.monotonic() + self._deadline_s)
 
     def read(self, commands: Callable[[Moves], list[Command]]) -> list[Any]:
-        """Replies to read-only commands about the run's store, all from one moment."""
+        """Replies to read-only commands about the run's store, from one moment.
+
+        When they have to be repeated, the moments may differ: a server whose memory is full refuses transactions.
+        """
         end = time.monotonic() + self._deadline_s
         pointer: Command = ("GET", pointer_key(self._found(end).run))
         while True:
-            moves = self._found(end)
-            *replies, stored = self._link.run(
-                lambda repeated, whole, m=moves: [*reading.transaction(commands(m)), pointer], end
-            )
-            if stored is not None and msgspec.json.decode(stored, type=Pointer).store == moves.keys.store:
-                return replies[-1]
+            wanted = commands(self._found(end))
+            together = True
+
+            def build(repeated: bool, whole: bool, wanted: list[Command] = wanted) -> list[Command]:
+                nonlocal together
+                together = not repeated
+                return [*(reading.transaction(wanted) if together else wanted), pointer]
+
+            store = self.store
+            *replies, stored = self._link.run(build, end)
+            if stored is not None and msgspec.json.decode(stored, type=Pointer).store == store:
+                return replies[-1] if together else replies
             self._moves = None
 
     def wait(self, nonce: str, wait_s: float) -> None:

@@ -65,11 +65,16 @@ class StoreFolder:
             self._lock = None
 
     def info(self) -> StoreInfo | None:
-        """store.json, None when there is none; raises UsageError when it cannot be read."""
+        """store.json, None when there is none; raises UsageError when it cannot be read, or is missing in a store."""
         path = self.path / "store.json"
         try:
             info = msgspec.json.decode(path.read_bytes(), type=StoreInfo)
         except FileNotFoundError:
+            if self.segments():  # whose checksums cannot be checked without it: they would pass for empty ones
+                raise UsageError(
+                    f"{path}: missing, and {self.path} holds a store; put the file back from a copy, or move the "
+                    "folder away to start with an empty store"
+                ) from None
             return None
         except (OSError, msgspec.DecodeError) as error:
             raise UsageError(f"{path}: expected the identity of a store, found: {error}") from error

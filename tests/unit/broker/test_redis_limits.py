@@ -1,0 +1,100 @@
+"""A Redis that is full, or gone at a bad moment, and groups that are handed in once more when all is over."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from broker.contract import NodeReport
+from broker.redis.async_client import AsyncRedisClient
+from broker.redis.client import RedisClient
+from broker.redis.endpoint import endpoint
+from broker.redis.hand_ins import HandIn
+from broker.redis.recording import recorded_steps
+from broker.redis.store_link import StoreLink
+from common.errors import BrokerUnreachable
+from common.redis_address import with_run
+from tests.redis_server import RedisServer, make_run
+from tests.unit.broker.test_redis_keeper import SAFE, keeper
+from tests.unit.broker.test_redis_store import META, RUN, generate, report, tasks
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    (tmp_path / "server").mkdir()
+    started = RedisServer(tmp_path / "server", SAFE)
+    yield started
+    started.kill()
+
+
+def test_a_full_redis_still_lets_the_learner_take_and_commit(server: RedisServer) -> None:
+    """A commit frees memory; were it refused for want of memory, nothing would ever go on."""
+    make_run(server, RUN)
+    address = with_run(server.address, RUN.name)
+    with RedisClient(address, deadline_s=10) as client, RedisClient(address, deadline_s=0.0) as impatient:
+        client.attach(report())
+        impatient.attach(report())
+        client.offer(tasks(*range(4)))
+        generate(client, 4)
+        assert client.take(0, 2, 5)
+        server.ask("CONFIG", "SET", "maxmemory", 100_000)
+        for _ in range(3):  # the first move in a second is let through, whichever it is
+            client.status()
+            impatient.report(report())
+            assert impatient.take(1, 2, 0)
+            impatient.filter(1, [2], 0)
+        impatient.commit(0)
+        with pytest.raises(BrokerUnreachable, match="maxmemory"):
+            impatient.offer(tasks(4))
+        server.ask("CONFIG", "SET", "maxmemory", 0)
+        assert client.status().groups_committed == 2
+
+
+def test_a_group_handed_in_again_after_its_commit_stays_in_the_recording(server: RedisServer) -> None:
+    make_run(server, RUN, retain_steps=2)
+    address = with_run(server.address, RUN.name)
+
+    async def hand_in_before_and_after(client: RedisClient) -> None:
+        async with AsyncRedisClient(address, deadline_s=10) as broker:
+            await broker.register(NodeReport("n0", 1, "h", "generating", 0))
+            leases = await broker.lease("n0", 100, 2, 5)
+            groups = [HandIn("n0", lease.token, META, b"group %d" % lease.task.serial) for lease in leases]
+            assert await broker._hand_in(groups) == [1, 1]
+            assert client.take(0, 2, 5)
+            client.commit(0)
+            assert await broker._hand_in(groups) == [1, 1]  # the first answer was lost
+
+    with RedisClient(address, deadline_s=10) as client:
+        client.attach(report())
+        client.offer(tasks(0, 1))
+        asyncio.run(hand_in_before_and_after(client))
+    link = StoreLink(endpoint(address, "observer", None), "observer", RUN.name, 10)
+    read = [group.read() for group in recorded_steps(link)[0]]
+    link.close()
+    assert read == [b"group 0", b"group 1"]
+
+
+def test_a_keeper_outlives_a_redis_that_goes_away_while_a_lost_store_is_replaced(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that is started again then finds its way, however often that happened."""
+    first = keeper(server, tmp_path / "run")
+    lost = first.store
+    link = StoreLink(endpoint(first.address, "observer", None), "observer", "kept", 10)
+    link.read(lambda moves: [("PING",)])
+    server.ask("HSET", link.keys.state, "lost", "for the test")
+    link.close()
+
+    def unreachable(store: str) -> None:
+        raise BrokerUnreachable("gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(first._store, "enter", unreachable)
+        first.tick()
+        first.tick()
+    first.close()
+    second = keeper(server, tmp_path / "run")
+    assert second.store not in ("", lost)
+    second.tick()
+    second.close()
