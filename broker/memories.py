@@ -57,11 +57,13 @@ def open_memory(config: Config, run: RunInfo, write_event: Callable[[BrokerEvent
     run_dir = RunDir(config.run.dir)
     durability = config.broker.durability
     if durability == "memory":
-        _set_aside(run_dir.store)
+        set_aside_store(run_dir, "broker.durability is memory")
+        _set_aside_redis(run_dir)
         return Memory(DeliveryState(run, time.monotonic, Tokens(), EventLog(write_event), os.getpid()))
     folder = StoreFolder(run_dir.store)
     folder.lock()
     try:
+        _set_aside_redis(run_dir)
         info = folder.info()
         if info is None:
             info = new_info(config.run.name)
@@ -110,15 +112,28 @@ def bind(memory: Memory, config: BrokerConfig, on_tick: Callable[[], None], quar
     return server
 
 
-def _set_aside(store: Path) -> None:
+def set_aside_store(run_dir: RunDir, why: str) -> None:
     """A store that a broker without one passes by would be of yesterday when it is opened again: it gets a number."""
-    if not store.exists():
+    if not run_dir.store.exists():
         return
-    folder = StoreFolder(store)
+    folder = StoreFolder(run_dir.store)
     folder.lock()
     folder.unlock()
+    logger.warning("%s: the run's store was moved to %s", why, _numbered(run_dir.store))
+
+
+def _set_aside_redis(run_dir: RunDir) -> None:
+    """Likewise the name of a store in Redis; the keeper then refuses that store and does not go on with it."""
+    if run_dir.redis_json.exists():
+        logger.warning(
+            "broker.backend is zeromq: what named the run's store in Redis was moved to %s",
+            _numbered(run_dir.redis_json),
+        )
+
+
+def _numbered(path: Path) -> Path:
+    """Rename to the first free of NAME-1, NAME-2, ..."""
     number = 1
-    while (aside := store.with_name(f"{store.name}-{number}")).exists():
+    while (aside := path.with_stem(f"{path.stem}-{number}")).exists():
         number += 1
-    store.rename(aside)
-    logger.warning("broker.durability is memory: the run's store was moved to %s", aside)
+    return path.rename(aside)

@@ -1,6 +1,7 @@
 """The run folder: its paths, atomic files, and the question whether a config belongs to it."""
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -16,7 +17,7 @@ import msgspec
 
 from common.config import Config, SftConfig
 from common.config_loading import dump_yaml, load_either
-from common.errors import UsageError
+from common.errors import SlipstreamError, UsageError
 
 # May change when a run is continued: they say how fast or how long, not what is computed.
 CHANGEABLE = (
@@ -44,6 +45,7 @@ class RunDir:
         self.broker_json = self.path / "broker.json"
         self.status_json = self.path / "status.json"
         self.store = self.path / "store"  # of the embedded broker
+        self.redis_json = self.path / "redis.json"  # which store in Redis is this run's
         self.ledger_json = self.path / "ledger.json"
         self.learner_json = self.path / "learner.json"
         self.metrics = self.path / "metrics.jsonl"
@@ -64,13 +66,18 @@ class RunDir:
         """Create the folder and write the resolved config.yaml and run.json.
 
         Raises:
-            UsageError: the folder holds a run of a config that does not agree with this one.
+            UsageError: the folder holds a run of a config that does not agree with this one, or cannot be written.
+            SlipstreamError: the disk is full.
         """
         self.check_agrees(config)
-        self.logs.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.config, dump_yaml(config).encode())
-        if not self.run_json.exists():
-            write_json(self.run_json, describe_origin(config.run.name))
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.config, dump_yaml(config).encode())
+            if not self.run_json.exists():
+                write_json(self.run_json, describe_origin(config.run.name))
+        except OSError as error:
+            kind = SlipstreamError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
+            raise kind(f"run.dir: {self.path} cannot be written: {error}") from error
 
     def check_agrees(self, config: Config | SftConfig) -> None:
         """Raise UsageError, naming the keys, when RUN/config.yaml computes something else than `config`."""

@@ -20,7 +20,7 @@ from learner.commands import Command, Drain, Fail, Train, Wait
 from learner.dynamic_sampling import most_replaced, without_signal
 from learner.publisher_protocol import Publisher
 from learner.reporting import Reporter
-from learner.resume import check_not_behind
+from learner.resume import check_not_behind, check_not_forgotten
 from learner.run_files import EventLog
 from learner.task_stream import TaskStream
 
@@ -99,6 +99,8 @@ class Lead:
             logger.warning("the broker knows less than the checkpoint; tasks not yet consumed are offered again")
         if version > 0:
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
+        if attached.committed_step < version - 1:
+            check_not_forgotten(version, self.tasks.consumed, self.broker.ledger())
         status = self.broker.status()
         self._dead_at_last_take = status.groups_dead
         self._replays_below = version + status.steps_taken

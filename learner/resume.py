@@ -2,10 +2,12 @@
 
 import hashlib
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from broker.contract import LedgerEntry
 from common.config import Config, SftConfig
 from common.errors import UsageError
 from common.run_dir import RunDir
@@ -59,6 +61,26 @@ def check_not_behind(version: int, committed_step: int) -> None:
         f"the learner would train step {version} next ({first}), but the broker has committed steps up to "
         f"{committed_step}: the groups of steps {version} to {committed_step} are gone. Put a checkpoint of step "
         f"{committed_step + 1} back into RUN/checkpoints, or start anew in another run.dir"
+    )
+
+
+def check_not_forgotten(version: int, consumed: Callable[[int], bool], ledger: Sequence[LedgerEntry]) -> None:
+    """Raise UsageError when the broker would hand out groups that the checkpoint was trained on.
+
+    Args:
+        version: of the checkpoint; the broker has been told that everything before it is committed.
+        consumed: whether a step of the checkpoint has trained on the task of a serial.
+        ledger: the broker's.
+    """
+    again = [entry for entry in ledger if entry.state not in ("committed", "dead") and consumed(entry.serial)]
+    if not again:
+        return
+    raise UsageError(
+        f"the checkpoint of step {version} was trained on {len(again)} groups that the broker does not know as taken "
+        f"(the first is task {again[0].serial}, {again[0].state}): its store lost the newest moves, as in a power cut "
+        "with broker.durability: everysec, or was put back from a copy. They would be trained on twice. Move RUN/store "
+        "away (Redis: the run's keys and RUN/redis.json, docs/redis.md) and start again: what the checkpoint has not "
+        "consumed is then generated anew"
     )
 
 

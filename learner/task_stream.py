@@ -90,6 +90,10 @@ class TaskStream:
         for serial in serials:
             self._outstanding.pop(serial, None)
 
+    def consumed(self, serial: int) -> bool:
+        """Whether a step has trained on it, or filtered it."""
+        return serial < self._next_serial and serial not in self._outstanding
+
     def state(self) -> StreamState:
         return StreamState(
             next_serial=self._next_serial,

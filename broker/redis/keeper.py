@@ -20,6 +20,7 @@ import msgspec
 
 from broker.contract import BrokerEvent
 from broker.main import keep_former_ledger, run_info
+from broker.memories import set_aside_store
 from broker.redis.checks import check_server
 from broker.redis.client import RedisClient
 from broker.redis.endpoint import endpoint
@@ -31,7 +32,7 @@ from common.config import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
 from common.lifecycle import DrainFlag
 from common.redis_address import with_run
-from common.run_dir import BrokerFile, write_atomic
+from common.run_dir import BrokerFile, RunDir, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Keeper:
         run = run_info(config, config_json)
         self._store = RunStore(self._link, run, config.broker.retain_steps, os.getpid(), ASK_S)
         self._observer = RedisClient(self.address, role=ROLE, credentials=config.broker.credentials, deadline_s=ASK_S)
-        self._file = self.run_dir / "redis.json"
+        self._file = RunDir(self.run_dir).redis_json
         self._seen = Seen("")
         self._moves: Moves | None = None
         self._snapshot_at = self._orphans_at = 0.0
@@ -101,6 +102,7 @@ class Keeper:
                 f"in {self._file} is {seen.store or 'missing'}: a run of this folder before it was emptied? Its "
                 "keys are never deleted here; docs/redis.md says how to, or choose another run.name"
             )
+        set_aside_store(RunDir(self.run_dir), "broker.backend is redis")
         if pointer is not None and pointer.store == seen.store and not self._store.lost(seen.store):
             try:
                 self._enter(seen.store)

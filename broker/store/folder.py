@@ -1,5 +1,6 @@
 """RUN/store: its lock, its identity, its segments and the history of finished tasks."""
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -53,10 +54,10 @@ class StoreFolder:
                 f"{self.path}: this run already has a broker: process {holder} writes its store; stop it first, or "
                 "choose another run.dir"
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
         self._lock = file
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without the name of who holds it
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), str(os.getpid()).encode())
 
     def unlock(self) -> None:
         """Let others in."""
