@@ -166,6 +166,10 @@ local idle, long = now - st.tick, math.max(5000, st.lease_ms / 4)
 if idle > long or idle < -long then
   for _, token in ipairs(call('ZRANGE', leases_key, 0, -1)) do
     call('ZADD', leases_key, text(now + math.min(st.lease_ms, st.max_lease_ms)), token)
+    local serial = serial_of(token)
+    local r = record(serial)
+    r[LEASED_AT] = r[LEASED_AT] + idle -- or a jump would count as time for which the lease was held
+    save(serial, r)
   end
   for _, node in ipairs(call('ZRANGE', base .. 'seen', 0, -1)) do call('ZADD', base .. 'seen', text(now), node) end
   set('due', now) -- the clock may have gone back

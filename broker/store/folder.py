@@ -41,12 +41,15 @@ class StoreFolder:
         self._lock: IO[str] | None = None
 
     def lock(self) -> None:
-        """Keep every other broker out until this process ends or unlocks. Raises UsageError when one is there."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        file = (self.path / "lock").open("a+")
+        """Keep every other broker out until this process ends or unlocks. Raises UsageError when one is there, or it fails."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / "lock").open("a+")
+        except OSError as error:
+            raise UsageError(f"{self.path}: the store cannot be locked: {error}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "unknown"
             file.close()
@@ -54,6 +57,9 @@ class StoreFolder:
                 f"{self.path}: this run already has a broker: process {holder} writes its store; stop it first, or "
                 "choose another run.dir"
             ) from None
+        except OSError as error:
+            file.close()
+            raise UsageError(f"{self.path}: the store cannot be locked on this file system: {error}") from error
         self._lock = file
         with contextlib.suppress(OSError):  # a full disk: the lock holds without the name of who holds it
             os.ftruncate(file.fileno(), 0)

@@ -88,6 +88,12 @@ def test_a_store_can_be_locked_on_a_full_disk(tmp_path: Path) -> None:
         other.unlock()
 
 
+def test_a_store_that_cannot_be_locked_says_why(tmp_path: Path) -> None:
+    (tmp_path / "store" / "lock").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"store: the store cannot be locked: .*Is a directory"):
+        StoreFolder(tmp_path / "store").lock()
+
+
 def test_a_run_folder_that_cannot_be_made_is_bad_usage(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = Config(

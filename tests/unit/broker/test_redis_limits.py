@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from broker.contract import NodeReport
@@ -98,3 +99,45 @@ def test_a_keeper_outlives_a_redis_that_goes_away_while_a_lost_store_is_replaced
     assert second.store not in ("", lost)
     second.tick()
     second.close()
+
+
+def set_back(server: RedisServer, link: StoreLink, ms: int) -> None:
+    """Everything that the store noted of times is that much older: the server's clock jumped forward."""
+    keys = link.keys
+    tick = int(str(server.ask("HGET", keys.state, "tick"), "ascii"))  # type: ignore[call-overload]
+    server.ask("HSET", keys.state, "tick", tick - ms)
+    server.ask("HSET", keys.state, "due", tick - ms)
+    for name in ("leases", "seen"):
+        for member in server.ask("ZRANGE", keys.of(name), 0, -1):  # type: ignore[attr-defined]
+            server.ask("ZINCRBY", keys.of(name), -ms, member)
+    flat = server.ask("HGETALL", keys.of("tasks"))
+    for serial, packed in zip(flat[::2], flat[1::2], strict=True):  # type: ignore[index]
+        *fields, leased_at = msgspec.msgpack.decode(packed)
+        server.ask("HSET", keys.of("tasks"), serial, msgspec.msgpack.encode([*fields, leased_at - ms]))
+
+
+def test_a_clock_that_jumps_far_ahead_takes_no_lease_from_a_node_that_is_alive(server: RedisServer) -> None:
+    """Not at once, and not when the node's next heartbeat is held to broker.max_lease_s."""
+    make_run(server, RUN)
+    address = with_run(server.address, RUN.name)
+    node = NodeReport("n0", 1, "h", "generating", 0)
+
+    async def jump(client: RedisClient, link: StoreLink) -> None:
+        async with AsyncRedisClient(address, deadline_s=10) as broker:
+            await broker.register(node)
+            leases = await broker.lease("n0", 100, 2, 5)
+            tokens = [lease.token for lease in leases]
+            set_back(server, link, 5 * 3_600_000)
+            for _ in range(2):
+                assert (await broker.heartbeat(node, tokens)).lost == []
+                server.ask("HSET", link.keys.state, "due", 0)  # the next move looks for deadlines that have passed
+            assert client.status().lease_expiries == 0
+            assert await broker.complete("n0", tokens[0], META, b"group")
+
+    with RedisClient(address, deadline_s=10) as client:
+        client.attach(report())
+        client.offer(tasks(0, 1))
+        link = StoreLink(endpoint(address, "observer", None), "observer", RUN.name, 10)
+        link.read(lambda moves: [("PING",)])
+        asyncio.run(jump(client, link))
+        link.close()
