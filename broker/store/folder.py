@@ -41,7 +41,7 @@ class StoreFolder:
         self._lock: IO[str] | None = None
 
     def lock(self) -> None:
-        """Keep every other broker out until this process ends or unlocks. Raises UsageError when one is there, or it fails."""
+        """Keep every other broker out until this process ends or unlocks. Raises UsageError when that fails."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / "lock").open("a+")
