@@ -70,8 +70,8 @@ def test_a_group_handed_in_again_after_its_commit_stays_in_the_recording(server:
         client.attach(report())
         client.offer(tasks(0, 1))
         asyncio.run(hand_in_before_and_after(client))
-    link = StoreLink(endpoint(address, "observer", None), "observer", RUN.name, 10)
-    read = [group.read() for group in recorded_steps(link)[0]]
+    link = StoreLink(endpoint(address, "learner", None), "learner", RUN.name, 10)
+    read = [group.payload for group in recorded_steps(link)[0]]
     link.close()
     assert read == [b"group 0", b"group 1"]
 
