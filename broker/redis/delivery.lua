@@ -31,6 +31,7 @@ local function text(number) return string.format('%.0f', number) end
 if op == 'create' then
   local pointer = call('GET', KEYS[2]) or ''
   if pointer ~= ARGV[3] and pointer ~= ARGV[4] then return {0, 'refused', 'another keeper took the run just now'} end
+  call('DEL', base .. 'wake:') -- so that it goes on with a run where memory is full: see below
   call('SET', KEYS[2], ARGV[4])
   if call('EXISTS', state_key) == 0 then
     call('HSET', state_key, 'epoch', 0, 'committed', -1, 'next', 0, 'first_step', 0, 'wanted', 0, 'bytes', 0,

@@ -76,10 +76,12 @@ class RunStore:
         pointer = msgspec.json.encode(Pointer(store, self._run.run_dir))
         fields = [x for pair in {"store": store, **self._facts}.items() for x in pair]
         before = self._pointer() or b""
+        known: Command = ("SISMEMBER", RUNS, self._run.name)  # a server that is full takes no SADD, needed or not
+        listed: list[Command] = [] if self._ask([known])[0] else [("SADD", RUNS, self._run.name)]
 
         def build(repeated: bool, whole: bool) -> list[Command]:
             create = moves.create(pointer_key(self._run.name), before, pointer, fields, whole=whole)
-            return [("SADD", RUNS, self._run.name), create]
+            return [*listed, create]
 
         replies = self._link.run(build, time.monotonic() + self._deadline_s)
         moves.answer(replies[-1])

@@ -52,6 +52,16 @@ def test_a_full_redis_still_lets_the_learner_take_and_commit(server: RedisServer
         assert client.status().groups_committed == 2
 
 
+def test_a_keeper_goes_on_with_a_run_on_a_full_redis(server: RedisServer, tmp_path: Path) -> None:
+    first = keeper(server, tmp_path / "run")
+    first.close()
+    server.ask("CONFIG", "SET", "maxmemory", 100_000)
+    second = keeper(server, tmp_path / "run")
+    second.tick()
+    assert second.store == first.store
+    second.close()
+
+
 def test_a_group_handed_in_again_after_its_commit_stays_in_the_recording(server: RedisServer) -> None:
     make_run(server, RUN, retain_steps=2)
     address = with_run(server.address, RUN.name)
