@@ -9,7 +9,7 @@ from broker import floods
 from broker.curve import CurveServer, KeyRing
 from broker.floods import FloodGuard
 from broker.pace import Pace, answer_bytes
-from broker.refusals import Denied, Refusals
+from broker.refusals import Denied, Later, Refusals
 from broker.roles import Roles
 from broker.state import DeliveryState
 from broker.wire import AnyRequest, AskEvents, AskLedger, AskStatus
@@ -63,13 +63,17 @@ class Gate:
         return frame.bytes, self.curve.sender(frame) if self.curve is not None else None
 
     def check(self, sender: Identity | None, request: AnyRequest) -> None:
-        """Raise Denied when `sender` may not make this request, or not now."""
+        """Raise Denied when `sender` may not make this request, Later when not now.
+
+        The learner is never told to wait: what others ask must not hold it up.
+        """
         reason = self._roles.refusal(sender, request) if self.curve is not None else ""
         if reason:
             raise Denied(reason, request.id)
-        cost = answer_bytes(request, self._state) if isinstance(request, OBSERVING) else 0
-        if cost and not self._pace.spend(cost):
-            raise Denied("the broker has told observers as much as it may for the moment; ask again", request.id)
+        if isinstance(request, OBSERVING) and (sender is None or sender.role != "learner"):
+            cost = answer_bytes(request, self._state)
+            if cost and not self._pace.spend(cost):
+                raise Later("the broker has told observers as much as it may for the moment", request.id)
 
     def tick(self) -> None:
         """About once a second: see whether keys were added or revoked, and whether memory is short."""

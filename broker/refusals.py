@@ -21,6 +21,10 @@ class Denied(WireError):
     """A request that its sender may not make."""
 
 
+class Later(WireError):
+    """A request that its sender may make, but not now: it is told to wait, and asks again."""
+
+
 class KeptMessage(msgspec.Struct, frozen=True):
     """RUN/quarantine/N.json, beside the first bytes of the header in N.bin."""
 

@@ -22,6 +22,7 @@ from broker.held import PROMISES, Held, HeldReplies
 from broker.journal import Journal
 from broker.outbox import Outbox
 from broker.parked import ParkedLease, ParkedTake
+from broker.refusals import Later
 from broker.sockets import bind_router, frame_limit
 from broker.state import DeliveryState
 from common.credentials import Identity
@@ -192,6 +193,9 @@ class BrokerServer:
             if largest > limit:
                 raise wire.WireError(f"{largest} bytes; broker.max_message_bytes is {limit}", request.id)
             self._gate.check(sender, request)
+        except Later as error:
+            self._outbox.put(client, wire.Waiting(id=error.request_id, reason=str(error)))
+            return
         except wire.WireError as error:
             self._gate.refusals.note(client, error, header, len(payloads))
             self._send(client, wire.Refused(id=error.request_id, reason=str(error)))

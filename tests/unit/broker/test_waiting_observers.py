@@ -1,0 +1,60 @@
+"""Observers that ask for more than the broker tells: they wait, the learner does not, nobody is refused."""
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from broker import pace, wire
+from broker.client import BrokerClient
+from broker.contract import RunInfo
+from broker.event_log import EventLog
+from broker.gate import Gate
+from broker.refusals import Later
+from broker.server import BrokerServer
+from broker.state import DeliveryState
+from common.credentials import Identity
+
+BUDGET = 3 << 20  # three answers with events
+
+
+def new_state() -> DeliveryState:
+    run = RunInfo("test", "/nowhere", 2, 1, 3, 30.0, 1 << 30)
+    return DeliveryState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog())
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerServer]:
+    monkeypatch.setattr(pace, "BURST_BYTES", BUDGET)
+    monkeypatch.setattr(pace, "BYTES_A_SECOND", BUDGET)
+    started = BrokerServer(new_state(), "tcp://127.0.0.1:0", 1 << 20)
+    thread = threading.Thread(target=started.run)
+    thread.start()
+    yield started
+    started.stop()
+    thread.join()
+
+
+def test_an_observer_that_asks_without_a_pause_waits_and_is_answered(server: BrokerServer) -> None:
+    """A refusal would end a learner without keys that asks for the status at that moment."""
+    with BrokerClient(server.address, deadline_s=30, retry_s=0.2) as client:
+        assert [client.events(-1) for _ in range(6)] == [[]] * 6
+        assert client.status().refused_messages == 0
+
+
+def test_what_others_ask_does_not_hold_up_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "BURST_BYTES", BUDGET)
+    monkeypatch.setattr(pace, "BYTES_A_SECOND", 1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    gate = Gate(context, new_state())
+    request = wire.AskEvents(id=1, after=-1)
+    for _ in range(3):
+        gate.check(Identity("k", "observer", "observer"), request)
+    with pytest.raises(Later):
+        gate.check(Identity("k", "observer", "observer"), request)
+    gate.check(Identity("l", "learner", "learner"), request)
+    gate.close()
+    context.term()
