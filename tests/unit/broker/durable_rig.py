@@ -91,5 +91,12 @@ class Rig:
             assert time.monotonic() < end, self.journal.stuck
             time.sleep(0.001)
 
+    def wait_until_writable(self) -> None:
+        """The store's thread says so right after what it wrote is acknowledged."""
+        end = time.monotonic() + 30
+        while self.journal.stuck:
+            assert time.monotonic() < end, self.journal.stuck
+            time.sleep(0.001)
+
     def close(self) -> None:
         assert self.journal.close()
