@@ -64,6 +64,8 @@ class AsyncLink:
     async def run(self, build: Build, end: float) -> list[Any]:
         """Replies to `build`'s commands, repeated until `end` (monotonic seconds); all must be safe to repeat.
 
+        The last of them is what is asked for, and the only one that has to succeed: it says what the others came to.
+
         Raises:
             BrokerUnreachable: no answer until `end`, or closed.
             BrokerError: Redis refuses.
@@ -113,8 +115,8 @@ class AsyncLink:
         for call, of_call in zip(calls, commands, strict=True):
             mine = replies[at : at + len(of_call)]
             at += len(of_call)
-            wrong = next((r for r in mine if isinstance(r, Exception)), None)
-            if wrong is None and len(mine) == len(of_call):
+            wrong = next((r for r in reversed(mine) if isinstance(r, Exception)), None)
+            if len(mine) == len(of_call) and not isinstance(mine[-1], Exception):
                 if not call.future.done():
                     call.future.set_result(mine)
             elif self._settle(call, wrong or error or ConnectionError("connection closed")):

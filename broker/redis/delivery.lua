@@ -159,8 +159,8 @@ local function forget(node) -- its totals stay
 end
 
 -- Where memory is full, Redis refuses commands that need some until a script has written. What leads to a commit, which
--- frees memory, or needs next to none must go on all the same; new tasks, leases and groups wait.
-if op ~= 'complete' and op ~= 'lease' and op ~= 'offer' and op ~= 'register' then call('DEL', base .. 'wake:') end
+-- frees memory, must go on all the same: payloads are there before their `complete`. New tasks and leases wait.
+if op ~= 'lease' and op ~= 'offer' then call('DEL', base .. 'wake:') end
 
 -- Time. When nobody could call for long, or the server's clock jumped, everyone gets a new deadline.
 local idle, long = now - st.tick, math.max(5000, st.lease_ms / 4)
@@ -277,6 +277,15 @@ local function records(serials)
   return found
 end
 
+local function in_recording(payload)
+  for _, of in ipairs(call('HKEYS', base .. 'recorded')) do
+    for _, group in ipairs(cmsgpack.unpack(call('HGET', base .. 'recorded', of))) do
+      if group[4] == payload then return true end
+    end
+  end
+  return false
+end
+
 -- complete: 3 node, then of each group 4 token, 5 nonce of the payload's key p:TOKEN:NONCE, which the caller has just
 -- set, 6 GroupMeta as JSON, 7 sampled tokens, 8 payload bytes. Replies for each 1, 0 when its token is not current (its
 -- payload is dropped then), -1 when there is no payload: nothing happened then.
@@ -299,8 +308,8 @@ if op == 'complete' then
       saved[2 * groups - 1], saved[2 * groups] = serial, cmsgpack.pack(r)
       scored[2 * groups - 1], scored[2 * groups] = serial, serial
       ended[groups] = token
-    elseif accepted(r, token, node) then -- without a record it may be kept for a replay; else it is an orphan
-      if r and r[PAYLOAD] ~= payload then dropped[#dropped + 1] = base .. 'p:' .. payload end
+    elseif accepted(r, token, node) then
+      if r and r[PAYLOAD] ~= payload or not r and not in_recording(payload) then dropped[#dropped + 1] = base .. 'p:' .. payload end
     else
       result, handed, dropped[#dropped + 1] = 0, handed + sampled, base .. 'p:' .. payload
       count('stale', 1)

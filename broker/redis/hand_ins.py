@@ -13,6 +13,7 @@ from common.rollouts import GroupMeta
 
 logger = logging.getLogger(__name__)
 
+AGAIN_S = 0.5  # before payloads that Redis did not take are sent again
 MOST_GROUPS = 32  # in one round trip
 MOST_BYTES = 8 << 20  # likewise, unless one group is larger
 
@@ -71,10 +72,12 @@ class HandIns:
                 continue
             for group, result in zip(groups, results, strict=True):
                 if result < 0:
-                    logger.warning("payload %s was gone before its group was accepted; sending it again", group.name)
+                    logger.warning("Redis has no payload %s, as when it is full; sending it again", group.name)
                     self._waiting.append(group)
                 elif not group.future.done():
                     group.future.set_result(bool(result))
+            if min(results) < 0:
+                await asyncio.sleep(AGAIN_S)
 
     def _next(self) -> list[HandIn]:
         """The oldest group, and those behind it that fit: of the same node, not too many, not too large."""

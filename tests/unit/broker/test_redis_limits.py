@@ -52,6 +52,31 @@ def test_a_full_redis_still_lets_the_learner_take_and_commit(server: RedisServer
         assert client.status().groups_committed == 2
 
 
+def test_groups_whose_payloads_are_there_are_accepted_by_a_full_redis(server: RedisServer) -> None:
+    """Where some payloads of a round trip found room and others did not, the former must come to a commit."""
+    make_run(server, RUN, retain_steps=0)
+    address = with_run(server.address, RUN.name)
+
+    async def hand_in(client: RedisClient) -> None:
+        async with AsyncRedisClient(address, deadline_s=30) as broker:
+            await broker.register(NodeReport("n0", 1, "h", "generating", 0))
+            leases = await broker.lease("n0", 100, 4, 5)
+            used = int(str(server.ask("INFO", "memory"), "ascii").split("used_memory:")[1].split()[0])  # type: ignore[call-overload]
+            server.ask("CONFIG", "SET", "maxmemory", used + 1_600_000)  # not all four groups
+            groups = [broker.complete("n0", lease.token, META, bytes(400_000)) for lease in leases]
+            handed_in = asyncio.gather(*groups)
+            for step in range(2):
+                assert await asyncio.to_thread(client.take, step, 2, 20)
+                await asyncio.to_thread(client.commit, step)
+            assert await handed_in == [True] * 4
+
+    with RedisClient(address, deadline_s=30) as client:
+        client.attach(report())
+        client.offer(tasks(*range(4)))
+        asyncio.run(hand_in(client))
+        assert server.ask("KEYS", "*:p:*") == []
+
+
 def test_a_keeper_goes_on_with_a_run_on_a_full_redis(server: RedisServer, tmp_path: Path) -> None:
     first = keeper(server, tmp_path / "run")
     first.close()
