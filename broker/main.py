@@ -19,6 +19,7 @@ from broker.snapshots import Snapshots
 from common.allocator import keep_freed_memory
 from common.config import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
+from common.files import move_aside
 from common.lifecycle import alive
 from common.run_dir import BrokerFile, RunDir, write_atomic
 
@@ -106,12 +107,8 @@ def refuse_second_broker(run_dir: Path, credentials: str | None = None) -> None:
 def keep_former_ledger(run_dir: Path) -> None:
     """Move the ledger of an earlier broker of this run aside, to ledger-1.json and so on: it is a record."""
     former = run_dir / "ledger.json"
-    if not former.exists() or former.stat().st_size <= len("[]"):
-        return
-    number = 1
-    while (run_dir / f"ledger-{number}.json").exists():
-        number += 1
-    former.rename(run_dir / f"ledger-{number}.json")
+    if former.exists() and former.stat().st_size > len("[]"):
+        move_aside(former)
 
 
 class stopping_on_signals:

@@ -20,6 +20,7 @@ from broker.store.folder import StoreFolder, StoreInfo, new_info
 from broker.tokens import Tokens
 from common.config import BrokerConfig, Config
 from common.errors import UsageError
+from common.files import move_aside
 from common.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ def set_aside_store(run_dir: RunDir, why: str) -> None:
     folder = StoreFolder(run_dir.store)
     folder.lock()
     folder.unlock()
-    logger.warning("%s: the run's store was moved to %s", why, _numbered(run_dir.store))
+    logger.warning("%s: the run's store was moved to %s", why, move_aside(run_dir.store))
 
 
 def _set_aside_redis(run_dir: RunDir) -> None:
@@ -127,13 +128,5 @@ def _set_aside_redis(run_dir: RunDir) -> None:
     if run_dir.redis_json.exists():
         logger.warning(
             "broker.backend is zeromq: what named the run's store in Redis was moved to %s",
-            _numbered(run_dir.redis_json),
+            move_aside(run_dir.redis_json),
         )
-
-
-def _numbered(path: Path) -> Path:
-    """Rename to the first free of NAME-1, NAME-2, ..."""
-    number = 1
-    while (aside := path.with_stem(f"{path.stem}-{number}")).exists():
-        number += 1
-    return path.rename(aside)

@@ -18,6 +18,7 @@ import msgspec
 from common.config import Config, SftConfig
 from common.config_loading import dump_yaml, load_either
 from common.errors import SlipstreamError, UsageError
+from common.files import pretty_json
 
 # May change when a run is continued: they say how fast or how long, not what is computed.
 CHANGEABLE = (
@@ -149,7 +150,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Atomically write anything that msgspec encodes, indented for people."""
-    write_atomic(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    write_atomic(path, pretty_json(value))
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

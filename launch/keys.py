@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from common.credentials import (
@@ -25,6 +24,7 @@ from common.credentials import (
     read_file,
 )
 from common.errors import UsageError
+from common.files import pretty_json
 from common.run_dir import write_atomic
 
 DEFAULT_NODE = "node-0"
@@ -129,7 +129,7 @@ def _learner_public(folder: KeyFolder) -> str:
 
 
 def _write_allowed(folder: KeyFolder, keys: Sequence[Identity]) -> None:
-    write_atomic(folder.allowed, _pretty(AllowedKeys(list(keys))), mode=0o600)
+    write_atomic(folder.allowed, pretty_json(AllowedKeys(list(keys))), mode=0o600)
 
 
 def _write_new(file: Path, value: ServerKeys | Credential) -> None:
@@ -139,13 +139,9 @@ def _write_new(file: Path, value: ServerKeys | Credential) -> None:
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(handle, "wb") as out:
-            out.write(_pretty(value))
+            out.write(pretty_json(value))
             out.flush()
             os.fsync(out.fileno())
         os.link(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _pretty(value: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from common.errors import SlipstreamError
+from common.files import pretty_json, sync
 from learner.task_stream import StreamState
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class CheckpointFolder:
         scratch = self.scratch(state.policy_version)
         final = self._folder / f"step-{state.policy_version:06d}"
         with open(scratch / STATE_FILE, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
+            file.write(pretty_json(state))
             file.flush()
             os.fsync(file.fileno())
         sync(scratch)
@@ -117,12 +118,3 @@ class CheckpointFolder:
     def _prune(self) -> None:
         for path in self.complete()[: -self._keep]:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Force a file or a folder's entries to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -96,12 +96,3 @@ class SegmentFile:
 def new_stage() -> mmap.mmap:
     """The aligned buffer that direct writes need."""
     return mmap.mmap(-1, STAGE_BYTES)
-
-
-def sync_folder(path: Path) -> None:
-    """Make names created or removed in a folder durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

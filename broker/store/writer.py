@@ -16,7 +16,8 @@ from typing import Literal
 
 from broker.store.frames import HEAD_BYTES, Location, checksum, head
 from broker.store.payloads import StoredPayload, segment_path
-from broker.store.segment_file import SegmentFile, new_stage, sync_folder
+from broker.store.segment_file import SegmentFile, new_stage
+from common.files import sync
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ class Writer:
         try:
             file.write([head(roll.seq, self.synced, body, 0, 0, self._seed), body])
             file.sync()
-            sync_folder(self._folder)
+            sync(self._folder)
         except OSError:
             file.close()
             raise

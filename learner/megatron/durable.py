@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from learner.checkpointing import sync
+from common.files import sync
 
 
 def staging_path(path: Path) -> Path:
