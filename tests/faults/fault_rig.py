@@ -115,6 +115,18 @@ class Rig:
             self.start_node(f"n{number}", **node_options)
         self.warm_up()
 
+    def start_behind_proxy(
+        self, nodes: int = 2, learner_options: dict[str, Any] | None = None, **node_options: Any
+    ) -> Proxy:
+        """As `start_all`; learner and nodes are connected through the proxy that is returned."""
+        self.start_broker()
+        proxy = self.proxy()
+        self.start_learner(proxy.address, **(learner_options or {}))
+        for number in range(nodes):
+            self.start_node(f"n{number}", proxy.address, **node_options)
+        self.warm_up()
+        return proxy
+
     def warm_up(self, steps: int = 4) -> None:
         """Wait until that many steps are trained, and a random moment longer."""
         self.eventually(lambda: len(trained_lines(self.run_dir)) >= steps, "the run does not get going")

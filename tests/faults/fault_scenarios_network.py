@@ -16,12 +16,7 @@ from fault_scenario import scenario
 def connections_cut(rig: Rig) -> float:
     """Clients reconnect by themselves and repeat what was not answered. A repeated request is answered like the first,
     and leases whose answer was lost go back."""
-    rig.start_broker()
-    proxy = rig.proxy()
-    rig.start_learner(proxy.address)
-    for name in ("n0", "n1"):
-        rig.start_node(name, proxy.address)
-    rig.warm_up()
+    proxy = rig.start_behind_proxy()
     for _ in range(10):
         proxy.cut()
         at_s = time.monotonic()
@@ -37,12 +32,7 @@ def connections_cut(rig: Rig) -> float:
 )
 def slow_link(rig: Rig) -> float:
     """Everything goes on, slower; no lease is lost, since heartbeats have a connection of their own."""
-    rig.start_broker()
-    proxy = rig.proxy()
-    rig.start_learner(proxy.address)
-    for name in ("n0", "n1"):
-        rig.start_node(name, proxy.address, padding_tokens=2200)
-    rig.warm_up()
+    proxy = rig.start_behind_proxy(padding_tokens=2200)
     proxy.delay_s, proxy.bytes_per_s = 0.1, 200_000.0
     at_s = time.monotonic()
     recovery_s = rig.new_steps_s(at_s)
@@ -59,12 +49,7 @@ def slow_link(rig: Rig) -> float:
 )
 def black_hole(rig: Rig) -> float:
     """Leases are lost and given again; results under old leases, which come out of the hole, are refused."""
-    rig.start_broker()
-    proxy = rig.proxy()
-    rig.start_learner(proxy.address)
-    for name in ("n0", "n1"):
-        rig.start_node(name, proxy.address)
-    rig.warm_up()
+    proxy = rig.start_behind_proxy()
     proxy.hold()
     time.sleep(2.5 * LEASE_S)
     proxy.release()
@@ -79,12 +64,7 @@ def black_hole(rig: Rig) -> float:
 )
 def connection_forgotten(rig: Rig) -> float:
     """ZeroMQ's own heartbeats notice that nobody answers; the client connects anew."""
-    rig.start_broker()
-    proxy = rig.proxy()
-    rig.start_learner(proxy.address, deadline_s=60.0)
-    for name in ("n0", "n1"):
-        rig.start_node(name, proxy.address)
-    rig.warm_up()
+    proxy = rig.start_behind_proxy(learner_options={"deadline_s": 60.0})
     proxy.lose()
     return rig.new_steps_s(time.monotonic())
 
@@ -97,12 +77,7 @@ def connection_forgotten(rig: Rig) -> float:
 )
 def half_closed(rig: Rig) -> float:
     """The side that reads the end closes the connection; clients connect anew."""
-    rig.start_broker()
-    proxy = rig.proxy()
-    rig.start_learner(proxy.address)
-    for name in ("n0", "n1"):
-        rig.start_node(name, proxy.address)
-    rig.warm_up()
+    proxy = rig.start_behind_proxy()
     for to_server in (True, False, True, False):
         proxy.half_close(to_server)
         at_s = time.monotonic()

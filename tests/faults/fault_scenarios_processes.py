@@ -229,12 +229,7 @@ def all_killed(rig: Rig) -> float:
 )
 def storm(rig: Rig) -> float:
     """Each fault is met as it is alone."""
-    rig.start_broker()
-    proxy = rig.proxy()
-    rig.start_learner(proxy.address)
-    for name in ("n0", "n1", "n2"):
-        rig.start_node(name, proxy.address)
-    rig.warm_up()
+    proxy = rig.start_behind_proxy(nodes=3)
     at_s = 0.0
     for _ in range(8):
         assert rig.learner_process is not None and rig.broker_process is not None

@@ -3,6 +3,7 @@
 import signal
 import time
 
+import fault_scenarios_network as network
 import fault_scenarios_processes as processes
 from fault_options import LEASE_S
 from fault_rig import Rig
@@ -56,18 +57,7 @@ def redis_stopped(rig: Rig) -> float:
 )
 def redis_connections_cut(rig: Rig) -> float:
     """Clients connect anew and repeat the call; a repeated move finds what it did the first time."""
-    rig.start_broker()
-    proxy = rig.proxy()
-    rig.start_learner(proxy.address)
-    for name in ("n0", "n1"):
-        rig.start_node(name, proxy.address)
-    rig.warm_up()
-    at_s = 0.0
-    for _ in range(10):
-        proxy.cut()
-        at_s = time.monotonic()
-        rig.pause(0.05, 0.4)
-    return rig.new_steps_s(at_s)
+    return network.connections_cut(rig)
 
 
 @scenario(
