@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer.json"
 MODEL_FOLDER = "model"
 _NAME = re.compile(r"step-(\d{6,})")
-_SCRATCH = re.compile(r"\.step-\d{6,}\.tmp")
+_SCRATCH = re.compile(r"\.step-\d{6,}(\.replaced)?\.tmp")
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +110,10 @@ class CheckpointFolder:
             file.flush()
             os.fsync(file.fileno())
         sync(scratch)
+        if final.exists():  # of a learner that was replaced while it wrote: the broker has not committed it
+            aside = self._folder / f".step-{state.policy_version:06d}.replaced.tmp"
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(final, aside)
         os.rename(scratch, final)
         sync(self._folder)
         self._prune()

@@ -1,6 +1,6 @@
 """`python -m learner.main --config FILE [--broker ADDRESS] [key=value ...]`: one rank of the learner.
 
-lead rank: find the newest checkpoint -> connect to the broker -> bind the weight plane
+lead rank: tell the broker that this is the learner now -> find the newest checkpoint -> bind the weight plane
 all ranks: load model and checkpoint -> trainer.run until run.steps or a drain
 lead rank: say how it ended, to the broker and in RUN/learner.json
 """
@@ -75,22 +75,28 @@ def find_broker(config: Config, run_dir: RunDir, given: str | None, wait_s: floa
 
 
 def prepare_lead(config: Config, run_dir: RunDir, broker_address: str | None) -> LeadParts:
-    """Find where the run stands and connect to the broker.
+    """Become the run's learner, then find where the run stands.
 
     Raises:
+        BrokerUnreachable: no broker, within its deadline.
+        BrokerError: the run has a living learner of this incarnation.
         UsageError: the dataset is not the one that the checkpoint was trained on.
     """
     run_dir.prepare(config)
     checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep)
     events = EventLog(run_dir.events)
     source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
-    resume, state = find_start(config, run_dir, checkpoints, events, source.digest)
-    incarnation = resume.incarnation
-    address = find_broker(config, run_dir, broker_address)
     broker = config.broker
-    limit, credentials = broker.max_message_bytes, broker.credentials
-    access = Access(address=address, role="learner", max_message_bytes=limit, credentials=credentials)
-    reporter = Reporter(lambda: connect(access), incarnation, resume.version)
+    access = Access(
+        address=find_broker(config, run_dir, broker_address),
+        role="learner",
+        max_message_bytes=broker.max_message_bytes,
+        credentials=broker.credentials,
+    )
+    reporter = Reporter(lambda: connect(access))
+    resume, state = find_start(config, run_dir, checkpoints, events, source.digest, reporter.take_over)
+    incarnation = resume.incarnation
+    reporter.set("starting", policy_version=resume.version)
     write_record(run_dir, incarnation, "running", resume.version)
     events.add("learner_started", incarnation=incarnation, step=resume.version, checkpoint=resume.checkpoint)
     tasks = TaskStream(source, state.tasks if state else None)

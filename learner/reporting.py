@@ -29,16 +29,31 @@ class ReportSink(Protocol):
 class Reporter:
     """Sends the newest LearnerReport about once a second and at every change of state."""
 
-    def __init__(self, connect: Callable[[], ReportSink], incarnation: int, policy_version: int) -> None:
+    def __init__(self, connect: Callable[[], ReportSink]) -> None:
         self._connect = connect
-        self._report = LearnerReport(
-            os.getpid(), incarnation, "starting", policy_version, step=policy_version, instance=secrets.token_hex(8)
-        )
+        self._report = LearnerReport(os.getpid(), 0, "starting", 0, instance=secrets.token_hex(8))
         self._since = time.monotonic()
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="learner-reporter", daemon=True)
+
+    def take_over(self, incarnation: int, policy_version: int) -> None:
+        """Say that this is the learner now: from then on the broker refuses every request of another one.
+
+        Raises:
+            BrokerError: another process of this incarnation is alive, or a later one has come.
+            BrokerUnreachable: no broker, within its deadline.
+        """
+        with self._lock:
+            self._report = msgspec.structs.replace(
+                self._report, incarnation=incarnation, policy_version=policy_version, step=policy_version
+            )
+        client = self._connect()
+        try:
+            client.report(self.snapshot())
+        finally:
+            client.close()
 
     def start(self) -> None:
         self._thread.start()

@@ -31,19 +31,37 @@ class Resume(msgspec.Struct, frozen=True):
 
 
 def find_start(
-    config: Config | SftConfig, run_dir: RunDir, checkpoints: CheckpointFolder, events: EventLog, dataset_digest: str
+    config: Config | SftConfig,
+    run_dir: RunDir,
+    checkpoints: CheckpointFolder,
+    events: EventLog,
+    dataset_digest: str,
+    take_over: Callable[[int, int], None] | None = None,
 ) -> tuple[Resume, TrainerState | None]:
     """Where the run stands, and the state of its newest checkpoint. What a killed learner left half done is removed.
+
+    Args:
+        config: of the learner that starts.
+        run_dir: the run's.
+        checkpoints: of the run.
+        events: notes what was removed.
+        dataset_digest: of the dataset as it is now.
+        take_over: called with the incarnation and the version known so far, before anything is decided: from its return
+            on no other learner can commit. A learner that still lives may commit until then, so what was read before
+            may be older than what the broker still has groups for.
 
     Raises:
         UsageError: the dataset is not the one that the checkpoint was trained on.
     """
-    for name in checkpoints.remove_incomplete():
-        events.add("incomplete_checkpoint_removed", name=name)
     path, state = checkpoints.newest() or (None, None)
     if state is not None and state.dataset_digest != dataset_digest:
         raise UsageError(f"tasks.dataset: {config.tasks.dataset} changed since {path} was written; restore it")
     incarnation = next_incarnation(run_dir, state.incarnation if state else None)
+    if take_over is not None:
+        take_over(incarnation, state.policy_version if state else 0)
+    for name in checkpoints.remove_incomplete():
+        events.add("incomplete_checkpoint_removed", name=name)
+    path, state = checkpoints.newest() or (None, None)
     return _resume(config, path, state, incarnation, dataset_digest), state
 
 

@@ -170,13 +170,14 @@ class Learner:
     def __init__(self, o: LearnerOptions, broker: BrokerConnection) -> None:
         self._o, self._broker = o, broker
         self._run_dir = Path(o.run_dir)
+        self._incarnation, self._instance = o.incarnation, secrets.token_hex(8)
+        broker.report(self._report("starting", 0))  # from here on no other learner commits
         self._state = Checkpoint.load(self._run_dir)
         self._stream = TaskStream(
             TaskSource(self._run_dir / "tasks.jsonl", 0, GROUP_SIZE, shuffle=False), self._state.stream
         )
         self._trained = list(self._state.trained)
         self._weights = self._state.weights
-        self._incarnation, self._instance = o.incarnation, secrets.token_hex(8)
 
     def run(self) -> None:
         step = self._state.step

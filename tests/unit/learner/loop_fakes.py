@@ -279,6 +279,8 @@ def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> W
         backend.load_checkpoint(path / MODEL_FOLDER)
     incarnation = next_incarnation(run_dir, state.incarnation if state else None)
     write_record(run_dir, incarnation, "running", version)
+    reporter = Reporter(NoSink)
+    reporter.take_over(incarnation, version)
     lead = Lead(
         config,
         broker,
@@ -287,7 +289,7 @@ def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> W
         checkpoints,
         MetricsWriter(run_dir.metrics, keep_before_step=version),
         EventLog(run_dir.events),
-        Reporter(NoSink, incarnation, version),
+        reporter,
         lambda: stop[0] if stop else None,
         backend.vocab_size,
         backend.routing_shape,

@@ -48,6 +48,16 @@ def test_what_a_killed_learner_left_is_overwritten(tmp_path: Path) -> None:
     assert write(folder, 4).name == "step-000004"
 
 
+def test_what_a_replaced_learner_completed_late_gives_way(tmp_path: Path) -> None:
+    """It finished version 4 after its successor had looked; the successor's own version 4 is the one that counts."""
+    folder = CheckpointFolder(tmp_path, keep=5)
+    (write(folder, 4) / "model" / "weights").write_bytes(b"late")
+    path = write(folder, 4)
+    assert (path / "model" / "weights").read_bytes() == b"wwww"
+    assert folder.remove_incomplete() == [".step-000004.replaced.tmp"]
+    assert [p.name for p in folder.complete()] == ["step-000004"]
+
+
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep=2)
     for version in (1, 2, 3):

@@ -37,7 +37,9 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 def test_a_change_of_state_is_sent_at_once_and_the_last_one_always() -> None:
     sink = Sink()
-    reporter = Reporter(lambda: sink, incarnation=3, policy_version=7)
+    reporter = Reporter(lambda: sink)
+    reporter.take_over(incarnation=3, policy_version=7)
+    assert [r.state for r in sink.reports] == ["starting"]
     reporter.start()
     reporter.set("training", "the optimizer step 7", policy_version=7)
     assert eventually(lambda: any(r.state == "training" for r in sink.reports))
@@ -49,7 +51,7 @@ def test_a_change_of_state_is_sent_at_once_and_the_last_one_always() -> None:
 
 
 def test_since_starts_over_only_with_another_state() -> None:
-    reporter = Reporter(Sink, 0, 0)
+    reporter = Reporter(Sink)
     reporter.set("waiting", "groups: 1 of 4")
     time.sleep(0.05)
     reporter.set("waiting", "groups: 2 of 4")
@@ -60,7 +62,7 @@ def test_since_starts_over_only_with_another_state() -> None:
 
 
 def test_the_weights_address_stays_through_changes_of_state() -> None:
-    reporter = Reporter(Sink, 0, 0)
+    reporter = Reporter(Sink)
     reporter.set_weights_address("tcp://127.0.0.1:5")
     reporter.set("waiting")
     assert reporter.snapshot().weights_address == "tcp://127.0.0.1:5"
@@ -68,7 +70,7 @@ def test_the_weights_address_stays_through_changes_of_state() -> None:
 
 def test_a_broker_that_is_away_is_tried_again() -> None:
     sink = Sink(failures=2)
-    reporter = Reporter(lambda: sink, 0, 0)
+    reporter = Reporter(lambda: sink)
     reporter.start()
     for state in ("waiting", "training", "publishing"):
         reporter.set(state)
@@ -78,4 +80,4 @@ def test_a_broker_that_is_away_is_tried_again() -> None:
 
 
 def test_stopping_one_that_never_started_returns() -> None:
-    Reporter(Sink, 0, 0).stop()
+    Reporter(Sink).stop()

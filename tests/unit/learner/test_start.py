@@ -9,11 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from broker.contract import RunInfo
+from broker.memory import MemoryBroker, MemoryLearner
 from common.config import Config
-from common.errors import BrokerUnreachable, UsageError
+from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.run_dir import BrokerFile, RunDir, write_json
 from learner.checkpointing import CheckpointFolder, TrainerState
 from learner.main import find_broker, prepare_lead
+from learner.reporting import Reporter
 from learner.run_files import next_incarnation, read_record, write_record
 from learner.task_stream import StreamState
 
@@ -77,15 +80,61 @@ def test_another_dataset_is_refused_at_resume(make_config: MakeConfig, tmp_path:
         prepare_lead(config, run_dir, "tcp://127.0.0.1:9")
 
 
-def test_the_config_may_be_changed_where_that_is_harmless(make_config: MakeConfig) -> None:
+class ClosableLearner(MemoryLearner):
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
+    """The broker that `prepare_lead` finds."""
+    broker = MemoryBroker(RunInfo("run", "RUN", 1, 2, 3, 60.0, 1 << 30))
+    monkeypatch.setattr("learner.main.connect", lambda access: ClosableLearner(broker.state))
+    return broker
+
+
+def test_the_config_may_be_changed_where_that_is_harmless(make_config: MakeConfig, memory: MemoryBroker) -> None:
     config = make_config()
     run_dir = RunDir(config.run.dir)
     run_dir.prepare(config)
     longer = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=100))
     parts = prepare_lead(longer, run_dir, "tcp://127.0.0.1:9")
     assert parts.resume.version == 0
-    parts.broker.close()
     parts.events.close()
+
+
+def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_read(
+    make_config: MakeConfig, memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one completes version 2 while the second one starts: read and committed, or neither."""
+    config = make_config()
+    run_dir = RunDir(config.run.dir)
+    first = prepare_lead(config, run_dir, "tcp://127.0.0.1:9")
+    first.broker.attach(first.reporter.snapshot())
+    digest = first.resume.dataset_digest
+
+    def complete_and_commit(version: int) -> None:
+        first.checkpoints.begin(version).mkdir()
+        first.checkpoints.finish(
+            TrainerState(policy_version=version, incarnation=0, tasks=StreamState(), dataset_digest=digest)
+        )
+        first.broker.commit(version - 1)
+
+    complete_and_commit(1)
+    take_over = Reporter.take_over
+
+    def at_the_last_moment(self: Reporter, incarnation: int, policy_version: int) -> None:
+        complete_and_commit(2)
+        take_over(self, incarnation, policy_version)
+
+    monkeypatch.setattr(Reporter, "take_over", at_the_last_moment)
+    second = prepare_lead(config, run_dir, "tcp://127.0.0.1:9")
+    assert (second.resume.version, second.resume.incarnation) == (2, 1)
+    assert second.reporter.snapshot().policy_version == 2
+    with pytest.raises(BrokerError, match="was replaced by incarnation 1"):
+        complete_and_commit(3)
+    first.events.close()
+    second.events.close()
 
 
 def test_a_replaced_learner_leaves_the_record_of_its_successor_alone(tmp_path: Path) -> None:
