@@ -77,6 +77,43 @@ WASTE_REASONS = ("lost", "failed", "filtered", "regenerated", "masked", "cancell
 WasteByReason = Annotated[dict[Name, Waste], Meta(max_length=64)]
 
 
+class Delivery(msgspec.Struct, frozen=True):
+    """A node that a published version has not reached yet.
+
+    Attributes:
+        stage: queued (an earlier broadcast is under way), receiving (not Staged), flipping (Staged, not Active).
+        since_s: seconds since the broadcast to it began.
+    """
+
+    node_id: Text
+    version: Version
+    stage: Text
+    since_s: Finite = 0.0
+
+
+class GroupWork(msgspec.Struct, frozen=True):
+    """A group that a node works on.
+
+    Attributes:
+        samples, finished: its episodes, and those of them that ended.
+        age_s: since it was leased.
+        tokens: sampled for it by calls of the model that ended.
+        turns, episode_tokens: of the unfinished episode that began first.
+        place: where that episode is: room (not started: the node is full), engine, or environment.
+        place_s: how long it has been there.
+    """
+
+    serial: Tally
+    samples: Tally
+    finished: Tally = 0
+    age_s: Finite = 0.0
+    tokens: Tally = 0
+    turns: Tally = 0
+    episode_tokens: Tally = 0
+    place: Text = "room"
+    place_s: Finite = 0.0
+
+
 class LearnerReport(msgspec.Struct, frozen=True):
     """What the learner says of itself, about once a second and on every change of state."""
 
@@ -90,6 +127,9 @@ class LearnerReport(msgspec.Struct, frozen=True):
     step: StepNumber = 0
     instance: Text = ""  # random per process; '' from a learner that does not say
     waste: WasteByReason = {}  # since step 0: failed (samples of groups that were trained on), masked
+    groups_missing: Tally = 0  # that the current step waits for, those that are ready included
+    deliveries: Annotated[list[Delivery], Meta(max_length=64)] = []  # the oldest ones that are under way
+    deliveries_waiting: Tally = 0  # all that are under way
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -124,6 +164,11 @@ class NodeReport(msgspec.Struct, frozen=True):
     flips: Tally = 0
     canary_max_difference: Finite = 0.0
     waste: WasteByReason = {}  # by this process: cancelled, stalled, waiting
+    groups: Annotated[list[GroupWork], Meta(max_length=64)] = []  # the oldest ones that it works on
+    concurrency: Tally = 0  # episodes that it runs at once at most, as of now; 0: it does not say
+    kv_cache_usage: Finite = 0.0  # share of the engine's KV cache in use; 0 where it is not measured
+    preemptions: Tally = 0  # requests that the engine has put back for want of KV cache, so far
+    prefix_hit_rate: Finite = 0.0  # share of prompt tokens found in the prefix cache, so far; 0 where not measured
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
@@ -185,6 +230,7 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     quarantined_messages: int = 0  # those of them that this broker kept in RUN/quarantine
     waste: WasteByReason = {}  # of all nodes that ever joined, by reason; the learner's own is in `learner`
     store: StoreStatus | None = None  # None: nothing outlives the broker
+    full: bool = False  # `max_bytes` is reached: only what the learner's next take needs is leased
 
 
 class LedgerEntry(msgspec.Struct, frozen=True):

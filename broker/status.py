@@ -39,4 +39,5 @@ def status_of(state: "DeliveryState") -> BrokerStatus:
         steps_taken=sum(tasks.places_taken(step) >= state.run.groups_per_step for step in tasks.steps),
         groups_filtered=tasks.filtered,
         waste=wasted,
+        full=tasks.bytes_expected() > state.run.max_bytes,
     )

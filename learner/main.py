@@ -113,6 +113,7 @@ def train(config: Config, run_dir: RunDir, process: RankProcess, parts: LeadPart
         parts.reporter.set("starting", "loading the model")
         publisher = create_publisher(config, parts.resume.incarnation)
         parts.reporter.set_weights_address(publisher.start())
+        parts.reporter.watch_publisher(lambda: publisher.stats().undelivered)
 
     from learner.megatron.backend import MegatronBackend  # after the checks: it takes seconds to import
     from learner.trainer import Start, Trainer

@@ -20,6 +20,7 @@ from common.weights.collectives import GlooGroup, Group, GroupFactory, Store
 from learner.publish_endpoint import Endpoint
 from learner.publish_snapshot import Snapshot
 from learner.publish_transfer import Transfer, announcement, new_transfer, send_in_thread
+from learner.publish_waiting import undelivered
 from learner.publisher_protocol import PublishStats
 
 logger = logging.getLogger(__name__)
@@ -362,7 +363,10 @@ class PublishControl:
         fatal = None if live else (bad[0] if bad else self.stats().fatal)
         owed = any(m.version >= self._canary_version > m.canary_version for m in live)
         version_sent = max(sent, self.stats().version_sent)
-        self._change_stats(nodes=len(live), version_sent=version_sent, fatal=fatal, canary_owed=owed)
+        missing = undelivered(self._members, self._transfers, self._current)
+        self._change_stats(
+            nodes=len(live), version_sent=version_sent, fatal=fatal, canary_owed=owed, undelivered=missing
+        )
 
     def _change_stats(self, **changes: Any) -> None:
         with self._stats_lock:

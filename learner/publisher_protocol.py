@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from common.weights.messages import Canary
+from learner.publish_waiting import Undelivered
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class PublishStats:
         fatal: why no node may generate (every node's proof failed); None while any is fine.
         crashed: `fatal` is a crash of the publisher itself.
         canary_owed: a live node never compared the newest canary: it joined later, or skipped that version.
+        undelivered: nodes that the version meant for them has not reached yet, the longest-waiting first.
     """
 
     published: int = 0
@@ -56,6 +58,7 @@ class PublishStats:
     fatal: str | None = None
     crashed: bool = False
     canary_owed: bool = False
+    undelivered: tuple[Undelivered, ...] = ()
 
 
 class Publisher(Protocol):

@@ -5,17 +5,19 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
-from broker.contract import LearnerReport, Waste
+from broker.contract import Delivery, LearnerReport, Waste
 from common.errors import SlipstreamError
+from learner.publish_waiting import Undelivered
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
+SHOWN_DELIVERIES = 16
 
 
 class ReportSink(Protocol):
@@ -32,6 +34,7 @@ class Reporter:
     def __init__(self, connect: Callable[[], ReportSink]) -> None:
         self._connect = connect
         self._report = LearnerReport(os.getpid(), 0, "starting", 0, instance=secrets.token_hex(8))
+        self._undelivered: Callable[[], Sequence[Undelivered]] = tuple
         self._since = time.monotonic()
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -60,10 +63,21 @@ class Reporter:
 
     def snapshot(self) -> LearnerReport:
         """The report as of now."""
+        missing, now = self._undelivered(), time.perf_counter()
+        oldest = [Delivery(m.node_id, m.version, m.stage, now - m.since) for m in missing[:SHOWN_DELIVERIES]]
         with self._lock:
-            return msgspec.structs.replace(self._report, since_s=time.monotonic() - self._since)
+            return msgspec.structs.replace(
+                self._report,
+                since_s=time.monotonic() - self._since,
+                deliveries=oldest,
+                deliveries_waiting=len(missing),
+            )
 
-    def set(self, state: str, waiting_on: str = "", policy_version: int | None = None) -> None:
+    def watch_publisher(self, undelivered: Callable[[], Sequence[Undelivered]]) -> None:
+        """Reports say from now on which nodes wait for a version; called from the reporting thread."""
+        self._undelivered = undelivered
+
+    def set(self, state: str, waiting_on: str = "", policy_version: int | None = None, groups_missing: int = 0) -> None:
         """Change state; `since_s` starts over only when `state` is another one."""
         with self._lock:
             if state != self._report.state:
@@ -71,7 +85,12 @@ class Reporter:
                 self._changed.set()
             version = self._report.policy_version if policy_version is None else policy_version
             self._report = msgspec.structs.replace(
-                self._report, state=state, waiting_on=waiting_on, policy_version=version, step=version
+                self._report,
+                state=state,
+                waiting_on=waiting_on,
+                policy_version=version,
+                step=version,
+                groups_missing=groups_missing,
             )
 
     def set_waste(self, waste: dict[str, Waste]) -> None:

@@ -10,6 +10,7 @@ tokens that the engine saw. Whatever an environment does wrong fails its own sam
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -48,9 +49,23 @@ class Sampling:
 
 @dataclass
 class Progress:
-    """Tokens sampled by finished calls of the model; shared by the episodes of a group."""
+    """An episode while it runs, for those who watch it.
+
+    Attributes:
+        sampled_tokens: by calls of the model that ended.
+        turns: calls of the model that began.
+        place: room (not started), engine, environment, or done.
+        since: when it came there, monotonic seconds.
+    """
 
     sampled_tokens: int = 0
+    turns: int = 0
+    place: str = "room"
+    since: float = field(default_factory=time.monotonic)
+
+    def at(self, place: str) -> None:
+        """It is in `place` from now on."""
+        self.place, self.since = place, time.monotonic()
 
 
 @dataclass
@@ -147,7 +162,7 @@ class EpisodeDriver:
         Args:
             problem: the dataset row.
             seed: for the environment; the sampler draws from its own generator.
-            progress: counts sampled tokens, also of an episode that is cancelled later.
+            progress: of this episode, kept current also when it is cancelled later.
 
         Returns:
             The sample; `error` is set and `stop_reason` says why when the environment failed or time ran out.
@@ -171,6 +186,7 @@ class EpisodeDriver:
         return trace.sample(reason)
 
     async def _play(self, trace: _Trace, problem: dict[str, Any], seed: int, progress: Progress) -> StopReason:
+        progress.at("environment")
         environment, observation = await self._open(problem, seed)
         budget = self._budget
         while True:
@@ -179,7 +195,10 @@ class EpisodeDriver:
             room = min(budget.max_tokens - trace.sampled, budget.max_context - len(trace.tokens))
             if room <= 0:
                 return self._no_room(trace, len(ids))
+            progress.turns += 1
+            progress.at("engine")
             generation = await self._generate(trace, room)
+            progress.at("environment")
             trace.extend(generation)
             progress.sampled_tokens += len(generation.tokens)
             if generation.finish_reason == "abort":

@@ -17,18 +17,30 @@ class GroupProgress:
     """How far a group got, also when it is cancelled half-way.
 
     Attributes:
+        leased_at: monotonic seconds.
         started_at: when its first episode began, monotonic seconds; None before.
         lost: the lease was lost, so the broker has counted its seconds.
-        progress: tokens sampled so far by finished calls of the model.
+        episodes: one per sample; empty before the group runs.
     """
 
+    leased_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
     lost: bool = False
-    progress: Progress = field(default_factory=Progress)
+    episodes: list[Progress] = field(default_factory=list)
 
     @property
     def started(self) -> bool:
         return self.started_at is not None
+
+    @property
+    def sampled_tokens(self) -> int:
+        """By calls of the model that ended."""
+        return sum(episode.sampled_tokens for episode in self.episodes)
+
+    @property
+    def finished(self) -> int:
+        """Episodes that ended."""
+        return sum(episode.place == "done" for episode in self.episodes)
 
     def seconds(self) -> float:
         """Since its first episode began; 0 before."""
@@ -63,6 +75,7 @@ class GroupRunner:
         except ValueError as error:
             return RolledOut(Group(task.serial, []), NOTHING, str(error))
         started = [0.0] * task.group_size
+        progress.episodes = [Progress() for _ in range(task.group_size)]
 
         async def episode(index: int) -> Sample:
             async with self._slots:
@@ -71,8 +84,9 @@ class GroupRunner:
                     progress.started_at = started[index]
                 self.episodes_running += 1
                 try:
-                    return await self._driver.run(problem, task.seed + index, progress.progress)
+                    return await self._driver.run(problem, task.seed + index, progress.episodes[index])
                 finally:
+                    progress.episodes[index].at("done")
                     self.episodes_running -= 1
 
         tasks: list[asyncio.Task[Sample]] = []

@@ -184,7 +184,7 @@ class Node:
             await self._hand_in(lease, done)
         except (asyncio.CancelledError, SlipstreamError) as error:
             progress = running.progress
-            parts.board.cancelled(progress.progress.sampled_tokens, 0.0 if progress.lost else progress.seconds())
+            parts.board.cancelled(progress.sampled_tokens, 0.0 if progress.lost else progress.seconds())
             if isinstance(error, asyncio.CancelledError):
                 raise
             self.fail(error)

@@ -133,6 +133,7 @@ def status(address: str, replies: list[Any], node_replies: list[Any]) -> BrokerS
         steps_taken=sum(len(serials) - passed >= run.groups_per_step for passed, serials in steps),
         groups_filtered=_number(state, b"filtered"),
         waste=total,
+        full=_bytes_expected(state, len(leased)) > run.max_bytes,
     )
 
 
@@ -232,6 +233,12 @@ def _seconds(time_reply: list[bytes]) -> float:
 
 def _scores(flat: list[bytes]) -> dict[bytes, float]:
     return {name: float(score) for name, score in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _bytes_expected(state: dict[bytes, bytes], leased: int) -> float:
+    """What is held and on the way, as `admits` of delivery.lua counts it."""
+    accepted = max(1, _number(state, b"acc_groups"))
+    return _number(state, b"bytes") + leased * _number(state, b"acc_bytes") / accepted
 
 
 def _number(state: dict[bytes, bytes], name: bytes) -> int:

@@ -593,6 +593,18 @@ def test_a_full_broker_leases_only_what_the_next_step_needs_and_drops_nothing(ma
     assert most_bytes <= 10 * 600
 
 
+def test_status_says_when_the_bound_on_memory_is_reached(make: Callable[..., Backend]) -> None:
+    backend = make(max_bytes=1000)
+    backend.learner.offer(tasks(0, 1, 2))
+    backend.join()
+    first, second = backend.lease(2)
+    assert not backend.learner.status().full
+    assert backend.complete(first, payload=bytes(600))
+    assert backend.learner.status().full  # the other one, which is on its way, would bring as much
+    assert backend.complete(second, payload=bytes(100))
+    assert not backend.learner.status().full
+
+
 def test_drain_is_told_once_the_learner_is_done(backend: Backend) -> None:
     backend.join()
     backend.learner.attach(learner_report("starting"))

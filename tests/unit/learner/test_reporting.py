@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 from broker.contract import LearnerReport
 from common.errors import BrokerUnreachable
-from learner.reporting import Reporter
+from learner.publish_waiting import Undelivered
+from learner.reporting import SHOWN_DELIVERIES, Reporter
 
 LIMIT_S = 10.0
 
@@ -81,3 +82,23 @@ def test_a_broker_that_is_away_is_tried_again() -> None:
 
 def test_stopping_one_that_never_started_returns() -> None:
     Reporter(Sink).stop()
+
+
+def test_a_report_names_the_nodes_that_a_version_has_not_reached() -> None:
+    reporter = Reporter(Sink)
+    began = time.perf_counter() - 5
+    many = [Undelivered(f"n{i}", 8, "receiving", began) for i in range(SHOWN_DELIVERIES + 4)]
+    reporter.watch_publisher(lambda: many)
+    report = reporter.snapshot()
+    assert [d.node_id for d in report.deliveries] == [f"n{i}" for i in range(SHOWN_DELIVERIES)]
+    assert (report.deliveries[0].version, report.deliveries[0].stage) == (8, "receiving")
+    assert 5 <= report.deliveries[0].since_s < 5 + LIMIT_S
+    assert report.deliveries_waiting == SHOWN_DELIVERIES + 4
+
+
+def test_how_many_groups_are_missing_is_said_only_while_they_are_waited_for() -> None:
+    reporter = Reporter(Sink)
+    reporter.set("waiting", "groups", groups_missing=3)
+    assert reporter.snapshot().groups_missing == 3
+    reporter.set("training")
+    assert reporter.snapshot().groups_missing == 0

@@ -112,3 +112,23 @@ def test_cancelling_a_group_frees_its_slots_and_keeps_its_progress() -> None:
         assert second.started
 
     run(once())
+
+
+def test_progress_says_where_every_episode_is() -> None:
+    async def once() -> None:
+        sampler = ScriptedSampler(add)
+        sampler.gate.clear()
+        runner = GroupRunner(make_driver(sampler, Addition), 1)
+        progress = GroupProgress()
+        group = asyncio.create_task(runner.run(addition_task(0), progress))
+        while not sampler.calls:
+            await asyncio.sleep(0.005)
+        assert [(e.place, e.turns, e.sampled_tokens) for e in progress.episodes] == [("engine", 1, 0), ("room", 0, 0)]
+        assert progress.finished == 0
+        sampler.gate.set()
+        await group
+        assert [(e.place, e.turns) for e in progress.episodes] == [("done", 1), ("done", 1)]
+        assert progress.finished == 2
+        assert progress.sampled_tokens == sampler.counters.tokens_generated
+
+    run(once())
