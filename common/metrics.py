@@ -139,6 +139,12 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         float,
         metric("", "mean", "replayed routings, per token and MoE layer, that the learner's own router disagrees with"),
     ] = 0.0
+    mixed_version_fraction: Annotated[
+        float, metric("", "mean", "samples whose tokens were sampled by more than one version: weights changed in them")
+    ] = 0.0
+    samples_failed_by_reason: Annotated[
+        dict[str, int], metric("samples", "sum", "samples_failed by stop reason; docs/environments.md")
+    ] = {}
 
 
 class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ Both run on every rank from the same bytes, so every rank holds the same batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -56,6 +56,8 @@ class BatchStatistics:
     turns_mean: float
     environment: dict[str, float]
     groups_filtered: int = 0  # by learner.dynamic_sampling
+    samples_mixed: int = 0  # sampled by more than one policy version
+    failed_by_reason: dict[str, int] = field(default_factory=dict)  # stop reason of failed samples to their number
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,9 @@ class _Tally:
         self._turns = 0
         self._truncated = 0
         self._sequence = 0
+        self._mixed = 0
         self._failures: list[str] = []
+        self._reasons: dict[str, int] = {}
         self._failed_tokens = 0
         self._ages: list[np.ndarray] = []
         self._environment: dict[str, list[float]] = {}
@@ -260,6 +264,7 @@ class _Tally:
     def failed(self, sample: Sample, trained: bool = True) -> None:
         """A sample without an episode; the tokens of a group that is not trained on are the broker's to count."""
         self._failures.append(sample.error or sample.stop_reason)
+        self._reasons[sample.stop_reason] = self._reasons.get(sample.stop_reason, 0) + 1
         self._failed_tokens += int((sample.loss_mask.numpy() > 0).sum()) if trained else 0
 
     def sample(self, sample: Sample, sampled: int, too_old: int, ages: np.ndarray) -> None:
@@ -267,6 +272,7 @@ class _Tally:
         self._expired.append(too_old)
         self._turns += sample.turns
         self._truncated += sample.stop_reason in TRUNCATED
+        self._mixed += len({run.version for run in sample.version_runs}) > 1
         self._ages.append(ages)
         if len(ages):
             self._sequence += len(sample.tokens.numpy()) - 1
@@ -298,6 +304,8 @@ class _Tally:
             turns_mean=self._turns / kept,
             environment={name: float(np.mean(values)) for name, values in sorted(self._environment.items())},
             groups_filtered=self._filtered_groups,
+            samples_mixed=self._mixed,
+            failed_by_reason=dict(sorted(self._reasons.items())),
         )
 
 

@@ -190,4 +190,6 @@ def step_metrics(
         groups_leased=broker.groups_leased,
         nodes_live=nodes_live,
         groups_filtered=statistics.groups_filtered,
+        mixed_version_fraction=statistics.samples_mixed / max(samples, 1),
+        samples_failed_by_reason=statistics.failed_by_reason,
     )

@@ -162,6 +162,17 @@ def test_failed_samples_train_nothing_and_enter_no_baseline(make_config: Callabl
     assert (figures.reward_mean, figures.reward_std, figures.tokens_failed) == (0.5, 0.5, 3)
 
 
+def test_failed_samples_are_counted_by_their_stop_reason(make_config: Callable[..., Config]) -> None:
+    failed = [sample(error="no", stop_reason=reason) for reason in ("timeout", "environment_error", "timeout")]
+    found = assemble([Group(0, [*failed, sample()])], 0, make_config()).statistics
+    assert (found.samples_failed, found.failed_by_reason) == (3, {"environment_error": 1, "timeout": 2})
+
+
+def test_samples_of_several_versions_are_counted(make_config: Callable[..., Config]) -> None:
+    mixed, again = sample(runs=[(2, 0), (1, 1)]), sample(runs=[(1, 1), (1, 1)])
+    assert assemble([Group(0, [mixed, again, sample()])], 1, make_config()).statistics.samples_mixed == 1
+
+
 def test_the_batch_does_not_depend_on_the_order_of_arrival(make_config: Callable[..., Config]) -> None:
     groups = [Group(n, [sample(reward=float(n)), sample(reward=0.0)]) for n in (2, 0, 1)]
     one, two = assemble(groups, 0, make_config()), assemble(groups[::-1], 0, make_config())
