@@ -1,0 +1,244 @@
+"""Exact deltas between two flat buffers: which 16-bit words changed, and by how much, bucket by bucket.
+
+bfloat16 weights after one RL step differ in 1 to 15 % of their elements, nearly all of them by one or two units
+in the last place, so places travel as gaps and new values as small steps of the word read as an integer. That is
+arithmetic modulo 2^16 on bits: NaN payloads, -0.0 and infinities come out as they went in, and float32 parts
+are two words per element. A bucket travels in whichever of its forms is smallest, the whole bucket among them.
+
+A stream is one record per bucket, in order, without gaps:
+
+    header   16 bytes: kind, bits per gap, bits per step, 0, changed words, gap codes, steps that did not fit (u32 each)
+    places   BITMAP: one bit a word; else gap codes of `gap_bits` (4, 8 or 16), unchanged words before each changed one,
+             where the highest code c says "c unchanged words and no changed one"
+    steps    codes of `step_bits` (2, 4, 8): +1, -1, +2, -2, ... are 0, 1, 2, 3, ..., the highest code a step that did
+             not fit; or the new words themselves (16)
+    rest     the new words (u16) of the steps that did not fit
+
+Widths of 4 and 2 bits fill bytes from their low end. Everything is little-endian. What a stream says about itself
+is checked before a byte of the buffer is written; whether it was the right base, only a checksum of the result tells.
+"""
+
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+SAME, FULL, SPARSE = 0, 1, 2  # kinds of a bucket
+BITMAP = 1  # as "bits per gap"
+GAP_BITS, STEP_BITS = (4, 8, 16), (2, 4, 8)
+RAW = 16  # as "bits per step"
+WORD_BYTES = 2
+_HEADER = struct.Struct("<BBBxIII")
+
+Words = NDArray[np.uint16]
+Bytes = NDArray[np.uint8]
+
+
+class WrongDelta(ValueError):
+    """A stream that no encoder made for this buffer, or one that was damaged on its way."""
+
+
+def encode(old: torch.Tensor, new: torch.Tensor, bucket_bytes: int) -> torch.Tensor:
+    """What turns `old` into `new`.
+
+    Args:
+        old, new: [n] uint8 on the CPU, n even; equal sizes.
+        bucket_bytes: even; what is encoded at a time, and the bound on the working memory (about 12 times as much).
+
+    Returns:
+        [m] uint8 stream, at most n + 16 bytes per bucket.
+
+    Raises:
+        ValueError: sizes that do not fit.
+    """
+    if old.numel() != new.numel():
+        raise ValueError(f"a delta from {old.numel()} to {new.numel()} bytes; both must follow one layout")
+    before, after = _words(old), _words(new)
+    step = _bucket_words(bucket_bytes)
+    parts: list[bytes] = []
+    for at in range(0, len(after), step):
+        parts += _encode_bucket(before[at : at + step], after[at : at + step])
+    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+
+
+def apply(stream: torch.Tensor, flat: torch.Tensor, bucket_bytes: int) -> None:
+    """Turn `flat` [n] uint8, in place, from what the stream was encoded against into what it was encoded from.
+
+    `bucket_bytes` is the encoder's. Compare a checksum of the result: a wrong base goes unnoticed here.
+
+    Raises:
+        WrongDelta: the stream does not fit the buffer or itself; buckets before the wrong one are already changed.
+    """
+    words, data = _words(flat), _array(stream)
+    step = _bucket_words(bucket_bytes)
+    at = 0
+    for start in range(0, len(words), step):
+        try:
+            at = _apply_bucket(data, at, words[start : start + step])
+        except WrongDelta as error:
+            raise WrongDelta(f"bucket {start // step}: {error}") from None
+    if at != len(data):
+        raise WrongDelta(f"{len(data) - at} bytes are left over behind the last bucket")
+
+
+def _encode_bucket(before: Words, after: Words) -> list[bytes]:
+    changed = np.flatnonzero(before != after)
+    if not len(changed):
+        return [_HEADER.pack(SAME, 0, 0, 0, 0, 0)]
+    gaps = np.diff(changed, prepend=-1) - 1
+    gap_bits, gap_codes, place_bytes = _best_places(gaps, len(after))
+    codes = _step_codes(before[changed], after[changed])
+    step_bits, rest, value_bytes = _best_steps(codes)
+    if place_bytes + value_bytes >= WORD_BYTES * len(after):
+        return [_HEADER.pack(FULL, 0, 0, 0, 0, 0), after.tobytes()]
+    places = _bitmap(changed, len(after)) if gap_bits == BITMAP else _pack(_gap_codes(gaps, gap_bits), gap_bits)
+    header = _HEADER.pack(SPARSE, gap_bits, step_bits, len(changed), gap_codes, rest)
+    if step_bits == RAW:
+        return [header, places, after[changed].tobytes()]
+    highest = (1 << step_bits) - 1
+    unfit = after[changed][codes >= highest]
+    return [header, places, _pack(np.minimum(codes, highest).astype(np.uint16), step_bits), unfit.tobytes()]
+
+
+def _apply_bucket(data: Bytes, at: int, words: Words) -> int:
+    """Apply the record at `at` of `data` to `words`; returns where the next one begins."""
+    header, at = _take(data, at, _HEADER.size)
+    kind, gap_bits, step_bits, count, gap_codes, rest = _HEADER.unpack(header.tobytes())
+    if kind == SAME:
+        return at
+    if kind == FULL:
+        body, at = _take(data, at, WORD_BYTES * len(words))
+        words[:] = body.view(np.uint16)
+        return at
+    known = gap_bits in (BITMAP, *GAP_BITS) and step_bits in (RAW, *STEP_BITS)
+    if kind != SPARSE or not known or not 0 < count <= len(words) or rest > count:
+        raise WrongDelta(f"kind {kind}, {gap_bits} and {step_bits} bits, {count} of {len(words)} words, {rest} unfit")
+    bits = len(words) if gap_bits == BITMAP else gap_codes * gap_bits
+    places, at = _take(data, at, -(-bits // 8))
+    changed = _from_bitmap(places, len(words)) if gap_bits == BITMAP else _from_gaps(places, gap_codes, gap_bits)
+    if len(changed) != count or int(changed[-1]) >= len(words):
+        raise WrongDelta(f"places of {len(changed)} words instead of {count}, within {len(words)}")
+    body, at = _take(data, at, -(-count * step_bits // 8))
+    if step_bits == RAW:
+        words[changed] = body.view(np.uint16)
+        return at
+    codes, highest = _unpack(body, count, step_bits), (1 << step_bits) - 1
+    unfit = codes == highest
+    if int(np.count_nonzero(unfit)) != rest:
+        raise WrongDelta(f"{int(np.count_nonzero(unfit))} steps that did not fit instead of {rest}")
+    ends, at = _take(data, at, WORD_BYTES * rest)
+    result = words[changed] + _from_step_codes(codes)
+    result[unfit] = ends.view(np.uint16)
+    words[changed] = result
+    return at
+
+
+def _best_places(gaps: NDArray[np.int64], words: int) -> tuple[int, int, int]:
+    """(bits per gap, gap codes, bytes) of the smallest form."""
+    best = (BITMAP, 0, -(-words // 8))
+    for bits in GAP_BITS:
+        codes = len(gaps) + int((gaps // ((1 << bits) - 1)).sum())
+        size = -(-codes * bits // 8)
+        if size < best[2]:
+            best = (bits, codes, size)
+    return best
+
+
+def _best_steps(codes: NDArray[np.int32]) -> tuple[int, int, int]:
+    """(bits per step, steps that do not fit, bytes) of the smallest form."""
+    best = (RAW, 0, WORD_BYTES * len(codes))
+    for bits in STEP_BITS:
+        rest = int(np.count_nonzero(codes >= (1 << bits) - 1))
+        size = -(-len(codes) * bits // 8) + WORD_BYTES * rest
+        if size < best[2]:
+            best = (bits, rest, size)
+    return best
+
+
+def _step_codes(before: Words, after: Words) -> NDArray[np.int32]:
+    """+1, -1, +2, ... as 0, 1, 2, ...; steps are modulo 2^16 and never 0."""
+    steps = (after - before).view(np.int16).astype(np.int32)
+    return np.where(steps > 0, 2 * steps - 2, -2 * steps - 1)
+
+
+def _from_step_codes(codes: Words) -> Words:
+    half = (codes >> 1) + np.uint16(1)
+    return np.where(codes & 1, -half, half).astype(np.uint16)
+
+
+def _gap_codes(gaps: NDArray[np.int64], bits: int) -> Words:
+    """Gap g as g // highest times the highest code and then the remainder."""
+    highest = (1 << bits) - 1
+    ends = np.cumsum(gaps // highest + 1)
+    codes = np.full(int(ends[-1]), highest, np.uint16)
+    codes[ends - 1] = gaps % highest
+    return codes
+
+
+def _from_gaps(places: Bytes, count: int, bits: int) -> NDArray[np.int64]:
+    """[changed] indices of the changed words."""
+    codes = _unpack(places, count, bits)
+    ends = codes != (1 << bits) - 1
+    return np.cumsum(codes + ends, dtype=np.int64)[ends] - 1
+
+
+def _bitmap(changed: NDArray[np.int64], words: int) -> bytes:
+    bits = np.zeros(words, np.bool_)
+    bits[changed] = True
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def _from_bitmap(places: Bytes, words: int) -> NDArray[np.int64]:
+    return np.flatnonzero(np.unpackbits(places, count=words, bitorder="little"))
+
+
+def _pack(codes: Words, bits: int) -> bytes:
+    """`codes` below 2^bits, several to a byte from its low end."""
+    if bits == 16:
+        return codes.tobytes()
+    narrow = codes.astype(np.uint8)
+    per_byte = 8 // bits
+    if per_byte == 1:
+        return narrow.tobytes()
+    padded = np.zeros(-(-len(narrow) // per_byte) * per_byte, np.uint8)
+    padded[: len(narrow)] = narrow
+    out = padded[0::per_byte].copy()
+    for i in range(1, per_byte):
+        out |= padded[i::per_byte] << (i * bits)
+    return out.tobytes()
+
+
+def _unpack(data: Bytes, count: int, bits: int) -> Words:
+    """[count] codes; `data` has just the bytes that `_pack` makes of them."""
+    if bits == 16:
+        return data.view(np.uint16)
+    per_byte, highest = 8 // bits, (1 << bits) - 1
+    out = np.empty(len(data) * per_byte, np.uint16)
+    for i in range(per_byte):
+        out[i::per_byte] = (data >> (i * bits)) & highest
+    return out[:count]
+
+
+def _take(data: Bytes, at: int, size: int) -> tuple[Bytes, int]:
+    if at + size > len(data):
+        raise WrongDelta(f"the stream ends at byte {len(data)}, {at + size} were announced")
+    return data[at : at + size].copy() if at % WORD_BYTES else data[at : at + size], at + size
+
+
+def _bucket_words(bucket_bytes: int) -> int:
+    if bucket_bytes <= 0 or bucket_bytes % WORD_BYTES:
+        raise ValueError(f"buckets of {bucket_bytes} bytes; a positive even number is needed")
+    return bucket_bytes // WORD_BYTES
+
+
+def _words(flat: torch.Tensor) -> Words:
+    if flat.numel() % WORD_BYTES:
+        raise ValueError(f"a buffer of {flat.numel()} bytes has no whole 16-bit words")
+    return _array(flat).view(np.uint16)
+
+
+def _array(flat: torch.Tensor) -> Bytes:
+    shared: Any = flat.numpy()  # the same memory; raises for what is not on the CPU or not contiguous bytes
+    return shared

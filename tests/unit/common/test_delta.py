@@ -1,0 +1,174 @@
+"""The delta codec: every bit comes back, no stream is larger than the buffer, damage is refused or seen."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from common.weights import delta, packing
+from common.weights.delta import WrongDelta
+
+HEADER = 16
+SPECIAL = [
+    0x0000,
+    0x8000,
+    0x7F80,
+    0xFF80,
+    0x7FC0,
+    0x7FC1,
+    0xFFFF,
+    0x7F81,
+    0x0001,
+    0x8001,
+]  # zeros, inf, NaNs, subnormals
+
+
+def flat(words: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(words, np.uint16).view(np.uint8).copy())
+
+
+def applied(old: torch.Tensor, stream: torch.Tensor, bucket_bytes: int) -> torch.Tensor:
+    result = old.clone()
+    delta.apply(stream, result, bucket_bytes)
+    return result
+
+
+def bounded(stream: torch.Tensor, total: int, bucket_bytes: int) -> bool:
+    return stream.numel() <= total + HEADER * -(-total // bucket_bytes)
+
+
+words = st.integers(0, 65535) | st.sampled_from(SPECIAL)
+buffers = st.integers(1, 400).flatmap(
+    lambda n: st.tuples(arrays.arrays(np.uint16, n, elements=words), arrays.arrays(np.uint16, n, elements=words))
+)
+
+
+@given(pair=buffers, bucket=st.sampled_from([2, 6, 64, 256, 4096]))
+def test_any_two_buffers_come_back_bit_for_bit(pair: tuple[np.ndarray, np.ndarray], bucket: int) -> None:
+    old, new = map(flat, pair)
+    stream = delta.encode(old, new, bucket)
+    assert torch.equal(applied(old, stream, bucket), new)
+    assert bounded(stream, new.numel(), bucket)
+
+
+@given(
+    old=arrays.arrays(np.uint16, 3000, elements=words, fill=st.just(0x3F80)),
+    changes=st.dictionaries(st.integers(0, 2999), st.integers(-300, 300) | st.integers(-32768, 32767), max_size=600),
+    bucket=st.sampled_from([512, 2048, 6000]),
+)
+@settings(max_examples=60)
+def test_steps_and_gaps_of_every_width_come_back_bit_for_bit(
+    old: np.ndarray, changes: dict[int, int], bucket: int
+) -> None:
+    new = old.copy()
+    for place, step in changes.items():
+        new[place] = (int(new[place]) + step) % 65536
+    stream = delta.encode(flat(old), flat(new), bucket)
+    assert torch.equal(applied(flat(old), stream, bucket), flat(new))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.015, 0.12, 0.5, 1.0])
+@pytest.mark.parametrize("reach", [1, 8, 100, 30000])
+def test_every_form_of_a_bucket_is_exact(share: float, reach: int) -> None:
+    rng = np.random.default_rng(3)
+    old = rng.integers(0, 65536, 50_000, np.uint16)
+    step = np.where(rng.random(len(old)) < share, rng.integers(1, reach + 1, len(old)), 0) * rng.choice(
+        [-1, 1], len(old)
+    )
+    new = (old + step).astype(np.uint16)
+    stream = delta.encode(flat(old), flat(new), 20_000)
+    assert torch.equal(applied(flat(old), stream, 20_000), flat(new))
+    assert bounded(stream, 100_000, 20_000)
+
+
+@pytest.mark.parametrize("before", SPECIAL)
+def test_nan_payloads_signed_zeros_and_infinities_keep_their_bits(before: int) -> None:
+    for after in SPECIAL:
+        old, new = np.full(64, 0x3F80), np.full(64, 0x3F80)
+        old[5], new[5] = before, after
+        stream = delta.encode(flat(old), flat(new), 128)
+        assert torch.equal(applied(flat(old), stream, 128), flat(new))
+
+
+def test_float32_parts_come_back_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(4096, generator=generator)
+    old[:3] = torch.tensor([float("nan"), -0.0, float("inf")])
+    new = old + 1e-6 * torch.randn(4096, generator=generator)
+    a, b = old.view(torch.uint8), new.view(torch.uint8)
+    stream = delta.encode(a, b, 4096)
+    assert torch.equal(applied(a, stream, 4096), b)
+    assert stream.numel() < b.numel()
+
+
+def test_few_small_steps_take_a_hundredth_of_the_buffer() -> None:
+    rng = np.random.default_rng(1)
+    old = rng.integers(0x3C00, 0x3E00, 1 << 20, np.uint16)
+    new = old.copy()
+    places = rng.random(len(old)) < 0.015
+    new[places] += rng.choice(np.array([1, 0xFFFF], np.uint16), int(places.sum()))
+    stream = delta.encode(flat(old), flat(new), 1 << 20)
+    assert stream.numel() < 0.0105 * 2 * len(old)
+
+
+def test_nothing_changed_is_a_header_per_bucket() -> None:
+    same = flat(np.arange(1000))
+    assert delta.encode(same, same.clone(), 256).numel() == HEADER * 8
+
+
+def test_another_base_gives_another_checksum() -> None:
+    old, new = np.arange(1000), np.arange(1000)
+    new[::7] += 1
+    stream = delta.encode(flat(old), flat(new), 512)
+    other = old.copy()
+    other[0] = 77
+    assert packing.checksum(applied(flat(other), stream, 512)) != packing.checksum(flat(new))
+
+
+@given(pair=buffers, noise=st.lists(st.tuples(st.integers(0), st.integers(1, 255)), min_size=1, max_size=4))
+def test_a_damaged_stream_is_refused_or_seen_in_the_checksum(
+    pair: tuple[np.ndarray, np.ndarray], noise: list[tuple[int, int]]
+) -> None:
+    old, new = map(flat, pair)
+    stream = delta.encode(old, new, 256)
+    damaged = stream.clone()
+    for place, bits in noise:
+        damaged[place % len(damaged)] ^= bits
+    result = old.clone()
+    try:
+        delta.apply(damaged, result, 256)
+    except WrongDelta:
+        return
+    assert len(result) == len(old)  # what it says now is for the checksum to judge
+
+
+@pytest.mark.parametrize("cut", [1, 15, 16, 40])
+def test_a_stream_that_ends_early_or_late_is_refused_and_says_where(cut: int) -> None:
+    new = np.arange(512)
+    new[::3] += 1
+    stream = delta.encode(flat(np.arange(512)), flat(new), 512)
+    with pytest.raises(WrongDelta, match="bucket 1: the stream ends at byte"):
+        delta.apply(stream[:-cut].clone(), flat(np.arange(512)), 512)
+    with pytest.raises(WrongDelta, match="left over"):
+        delta.apply(torch.cat([stream, torch.zeros(cut, dtype=torch.uint8)]), flat(np.arange(512)), 512)
+
+
+@pytest.mark.parametrize("kind", [3, 255])
+def test_an_unknown_kind_of_bucket_is_refused(kind: int) -> None:
+    stream = delta.encode(flat(np.arange(64)), flat(np.arange(64)), 128)
+    stream[0] = kind
+    with pytest.raises(WrongDelta, match=f"bucket 0: kind {kind}"):
+        delta.apply(stream, flat(np.arange(64)), 128)
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    four, six = torch.zeros(4, dtype=torch.uint8), torch.zeros(6, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="from 4 to 6 bytes"):
+        delta.encode(four, six, 4)
+    with pytest.raises(ValueError, match="no whole 16-bit words"):
+        delta.encode(four[:3], four[:3], 4)
+    for bucket in (0, 3, -2):
+        with pytest.raises(ValueError, match="positive even"):
+            delta.encode(four, four, bucket)
