@@ -145,6 +145,11 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     samples_failed_by_reason: Annotated[
         dict[str, int], metric("samples", "sum", "samples_failed by stop reason; docs/environments.md")
     ] = {}
+    kv_cache_age_mean: Annotated[
+        float,
+        metric("versions", "mean", "version of a trained token - mean of those of the KV cache it was sampled over"),
+    ] = 0.0
+    kv_cache_age_max: Annotated[int, metric("versions", "max", "the same of the oldest entry of any trained token")] = 0
 
 
 class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import numpy as np
 
 from broker.contract import StoredGroup
 from common.config import Config
+from common.kv_age import cache_ages
 from common.rollouts import Group, Sample, decode_group
 from common.staleness import expired, staleness
 from learner.advantages import ADVANTAGES, GroupRewards
@@ -58,6 +59,8 @@ class BatchStatistics:
     groups_filtered: int = 0  # by learner.dynamic_sampling
     samples_mixed: int = 0  # sampled by more than one policy version
     failed_by_reason: dict[str, int] = field(default_factory=dict)  # stop reason of failed samples to their number
+    kv_cache_age_mean: float = 0.0  # common/kv_age.py, over trained tokens
+    kv_cache_age_max: int = 0
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ def assemble(groups: Sequence[Group], step: int, config: Config, routing: Routin
     Args:
         groups: in any order; the batch does not depend on it.
         step: the step that trains; staleness is counted from it.
-        config: `learner.loss.advantage`, `learner.dynamic_sampling` and `staleness.max` are read.
+        config: `learner.loss.advantage`, `learner.dynamic_sampling`, `staleness.max` and `weights.kv_cache` are read.
         routing: of the experts to replay, as in `decode`.
     """
     everything = sorted(groups, key=lambda g: g.serial)
@@ -184,6 +187,8 @@ def assemble(groups: Sequence[Group], step: int, config: Config, routing: Routin
                 tally.failed(sample)
                 continue
             document = _document(sample, step, config.staleness.max, float(advantages[i]), tally)
+            if document is not None and config.weights.kv_cache == "keep":
+                tally.cache(sample, document.loss_mask)
             if document is not None:
                 documents.append(document if routing is None else _routed(document, sample, routing))
     for group in everything:
@@ -246,6 +251,7 @@ class _Tally:
         self._ages: list[np.ndarray] = []
         self._environment: dict[str, list[float]] = {}
         self._filtered_groups = 0
+        self._cache_age, self._cache_age_max = 0.0, 0
 
     def group(self, rewards: np.ndarray) -> None:
         self._rewards.append(rewards)
@@ -279,6 +285,12 @@ class _Tally:
         for name, value in sample.metrics.items():
             self._environment.setdefault(name, []).append(value)
 
+    def cache(self, sample: Sample, loss_mask: np.ndarray) -> None:
+        """Ages of the KV cache behind the tokens of `loss_mask`."""
+        mean, largest = cache_ages(sample)
+        self._cache_age += float(mean @ loss_mask)
+        self._cache_age_max = max(self._cache_age_max, int((largest * loss_mask).max(initial=0)))
+
     def statistics(self) -> BatchStatistics:
         rewards = np.concatenate([np.zeros(0), *self._rewards])
         ages = np.concatenate([np.zeros(0, dtype=np.int32), *self._ages])
@@ -306,6 +318,8 @@ class _Tally:
             groups_filtered=self._filtered_groups,
             samples_mixed=self._mixed,
             failed_by_reason=dict(sorted(self._reasons.items())),
+            kv_cache_age_mean=self._cache_age / max(len(ages), 1),
+            kv_cache_age_max=self._cache_age_max,
         )
 
 

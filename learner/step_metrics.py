@@ -192,4 +192,6 @@ def step_metrics(
         groups_filtered=statistics.groups_filtered,
         mixed_version_fraction=statistics.samples_mixed / max(samples, 1),
         samples_failed_by_reason=statistics.failed_by_reason,
+        kv_cache_age_mean=statistics.kv_cache_age_mean,
+        kv_cache_age_max=statistics.kv_cache_age_max,
     )

@@ -18,14 +18,14 @@ from common.config import Config
 from common.errors import SlipstreamError, UsageError
 from common.rollouts import VersionRun
 from rollout_fleet import engine_environment
-from rollout_fleet.engine_weights import EngineWeights
+from rollout_fleet.engine_weights import UNLABELLED, EngineWeights
 from rollout_fleet.sampler_protocol import EngineCounters, FinishReason, Generation
 from rollout_fleet.vllm_plugin import BACKEND
+from rollout_fleet.vllm_prefix import salt
 
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 2.0  # for the engine process, which holds nothing worth saving
-UNLABELLED = "default"  # vLLM's label before the first version
 
 
 class Engine:
@@ -108,12 +108,14 @@ class Engine:
         """
         self.weights.check_usable()
         request_id = str(next(self._numbers))
-        prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": self.weights.label}
+        prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": salt(self.weights.label)}
         output = await self._request(request_id, prompt, self._sampling(max_tokens, temperature, top_p))
         generation = to_generation(output, self._moe_layers)
         await self.weights.wait_proven(run.version for run in generation.version_runs)
         self._counters.requests += 1
         self._counters.tokens_generated += len(generation.tokens)
+        self._counters.prompt_tokens += len(prompt_ids)
+        self._counters.cached_tokens += output.num_cached_tokens or 0
         return generation
 
     async def shutdown(self) -> None:

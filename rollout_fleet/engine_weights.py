@@ -10,12 +10,14 @@ import msgspec
 
 from common.errors import SlipstreamError
 from common.weights.receiving import StagingStatus
+from rollout_fleet.vllm_prefix import salt
 from rollout_fleet.weight_client import Flip, ProofFailed, StagingFailed
 
 logger = logging.getLogger(__name__)
 
 FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02
 PROOF_TIMEOUT_S = 120.0
+UNLABELLED = "default"  # vLLM's label before the first version
 
 
 class EngineWeights:
@@ -37,8 +39,8 @@ class EngineWeights:
 
     @property
     def label(self) -> str:
-        """What requests are salted with: KV blocks are shared only between requests of one version."""
-        return f"{self.incarnation}:{self.version}"
+        """vLLM's label of these weights, which requests are salted with: a KV block is of one version's requests."""
+        return UNLABELLED if self.version < 0 else f"{self.incarnation}:{self.version}"
 
     async def attach(self, llm: Any, usable: bool) -> None:
         """The engine is up; `usable` when its weights may be sampled from as they are."""
@@ -137,7 +139,7 @@ class EngineWeights:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         request_id = f"canary-{self.label}-{time.monotonic_ns()}"
-        prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": request_id}
+        prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(self.label, request_id)}
         outputs = [output async for output in self._llm.generate(prompt, params, request_id)]
         rows = outputs[-1].prompt_logprobs[1:]
         return [row[token].logprob for row, token in zip(rows, tokens[1:], strict=True)]

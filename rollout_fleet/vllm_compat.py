@@ -1,4 +1,4 @@
-"""Every change to vLLM's own code, in one place, each with its reason and the versions that it was read against.
+"""Every change to vLLM's own code (the prefix cache's: vllm_prefix.py), its reason, the versions it was read against.
 
 Applied by the plugin in all processes of an engine. What does not find the code it expects refuses to start:
 an engine with half of these would sample from wrong weights without a word.
@@ -8,6 +8,8 @@ import logging
 import multiprocessing
 import time
 from typing import Any
+
+from rollout_fleet.vllm_prefix import resalt_waiting
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +140,11 @@ def _flip(engine: Any, incarnation: int, version: int, recompute: bool) -> float
         engine.pause_scheduler("keep", False)
         raise
     _release_held(engine)  # what was sampled so far keeps its label
-    engine.set_weight_version(f"{incarnation}:{version}")
+    label = f"{incarnation}:{version}"
+    engine.set_weight_version(label)
     if recompute:
         engine._reset_caches(reset_running_requests=True)
+    resalt_waiting(engine.scheduler, label)
     return time.perf_counter() - started
 
 

@@ -16,7 +16,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rollout_fleet import vllm_compat
+    from rollout_fleet import vllm_compat, vllm_prefix
 
     vllm_compat.check_version()
     WeightTransferEngineFactory.register_engine(BACKEND, "rollout_fleet.transfer", "SlipstreamTransferEngine")
@@ -28,5 +28,6 @@ def register() -> None:
         die_with_parent()
         vllm_compat.flip_in_one_call()
         vllm_compat.send_only_finished_outputs()
+        vllm_prefix.salt_by_version()
     else:
         vllm_compat.take_in_logprobs_at_once()

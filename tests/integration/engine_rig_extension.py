@@ -19,3 +19,31 @@ class DamagingExtension(WorkerExtension):
             return loaded
 
         model.load_weights = damaged
+
+    def damage_next_bucket(self, number: int) -> None:
+        """One bit of bucket `number` of the next publish arrives wrong, before anything looked at it."""
+        receiver: Any = self.weight_transfer_engine.receiver
+        factory, kept = receiver._group_factory, receiver._group
+        state = {"bucket": 0}
+
+        class Damaging:
+            def __init__(self, group: Any) -> None:
+                self.group = group
+
+            def broadcast(self, bucket: Any, timeout_s: float) -> None:
+                self.group.broadcast(bucket, timeout_s)
+                if state["bucket"] == number:
+                    bucket[len(bucket) // 2] ^= 1
+                state["bucket"] += 1
+
+            def close(self) -> None:
+                self.group.close()
+
+        def once(epoch: Any) -> Damaging:
+            receiver._group_factory = factory
+            return Damaging(factory(epoch))
+
+        if kept is not None:
+            receiver._group = Damaging(kept)
+        else:
+            receiver._group_factory = once

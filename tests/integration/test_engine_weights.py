@@ -19,8 +19,9 @@ from engine_rig import END, Rig, logprobs
 
 from common.errors import SlipstreamError
 from common.weights.messages import Canary
+from rollout_fleet import engine
 from rollout_fleet.sampler_protocol import Generation
-from rollout_fleet.weight_client import Flip
+from rollout_fleet.weight_client import Flip, StagingFailed
 
 REQUESTS, TOKENS = 24, 400
 TOLERANCE = 3e-5
@@ -137,13 +138,58 @@ def test_a_flip_in_flight_is_of_the_new_policy_alone_when_the_cache_is_recompute
     print(f"{REQUESTS} in flight, cache recomputed: stall {1e3 * (rig.client.state.stall_s - before):.1f} ms")
 
 
-def test_a_new_request_never_sees_keys_of_an_older_version(rig: Rig) -> None:
-    long = [(i * 13) % 90 + 4 for i in range(300)]  # more than two cache blocks
-    rig.run(rig.engine.generate(long, 4))
+LONG = [(i * 13) % 90 + 4 for i in range(300)]  # more than two cache blocks
+
+
+def hits(rig: Rig) -> tuple[int, Generation]:
+    """(prompt tokens that the prefix cache had, what came) of LONG."""
+    before = rig.engine.counters.cached_tokens
+    got = rig.run(rig.engine.generate(LONG, 8, temperature=0))
+    return rig.engine.counters.cached_tokens - before, got
+
+
+def test_a_prefix_is_shared_within_a_version_and_never_across_a_flip(rig: Rig) -> None:
+    assert hits(rig)[0] == 0
+    assert hits(rig)[0] >= 256, "the second request of a version finds the blocks of the first"
     rig.publish(4)
     rig.run(rig.active(4))
-    got = rig.run(rig.engine.generate(long, 8))
-    assert worst(got.logprobs, logprobs(rig.models[4], long + got.tokens)[299:]) < TOLERANCE
+    cached, got = hits(rig)
+    assert cached == 0, "the first request after the flip finds nothing"
+    assert worst(got.logprobs, logprobs(rig.models[4], LONG + got.tokens)[299:]) < TOLERANCE
+    assert hits(rig)[0] >= 256
+
+
+def test_a_request_that_was_sent_before_the_flip_and_arrives_after_it_reads_no_old_block(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = rig.engine.weights.label
+    rig.publish(7)
+    rig.run(rig.active(7))
+    monkeypatch.setattr(engine, "salt", lambda label: old)
+    cached, got = hits(rig)
+    assert cached == 0 and [run.version for run in got.version_runs] == [7]
+    assert worst(got.logprobs, logprobs(rig.models[7], LONG + got.tokens)[299:]) < TOLERANCE
+
+
+def test_a_request_that_waits_in_the_engine_across_a_flip_reads_no_old_block(rig: Rig) -> None:
+    assert hits(rig)[0] >= 256
+
+    async def waiting() -> Generation:
+        running = [asyncio.create_task(rig.engine.generate(prompt(i), 300)) for i in range(64)]  # max_num_seqs
+        await asyncio.sleep(0.1)
+        task = asyncio.create_task(rig.engine.generate(LONG, 8, temperature=0))
+        await asyncio.to_thread(rig.publish, 8)
+        await rig.active(8)
+        assert not any(t.done() for t in running), "the flip came after a place was free"
+        await asyncio.gather(*running)
+        return await task
+
+    stop_at(rig, [])
+    before = rig.engine.counters.cached_tokens
+    got = rig.run(waiting())
+    stop_at(rig, [END])
+    assert rig.engine.counters.cached_tokens == before and [run.version for run in got.version_runs] == [8]
+    assert worst(got.logprobs, logprobs(rig.models[8], LONG + got.tokens)[299:]) < TOLERANCE
 
 
 def test_a_cancelled_generate_frees_the_engine(rig: Rig) -> None:
@@ -171,24 +217,51 @@ def test_a_flip_whose_caller_goes_away_is_finished_and_proven(rig: Rig) -> None:
             return await flip(*arguments)
 
         rig.engine.weights._flip_and_prove = slow  # type: ignore[method-assign]
-        await asyncio.to_thread(rig.publish, 6)
+        await asyncio.to_thread(rig.publish, 9)
         await started.wait()
         rig.client.follow(rig.client._address, rig.client._incarnation + 1)  # as after a learner's restart
         rig.engine.weights._flip_and_prove = flip  # type: ignore[method-assign]
-        while rig.engine.version != 6:
+        while rig.engine.version != 9:
             await asyncio.sleep(0.01)
-        await rig.active(6)  # sent again: the learner never heard that it was active
+        await rig.active(9)  # sent again: the learner never heard that it was active
 
     rig.run(abandoned())
     assert rig.client.state.quarantined is None
     got = rig.run(rig.engine.generate(prompt(9), 8))
-    assert worst(got.logprobs, logprobs(rig.models[6], prompt(9) + got.tokens)[11:]) < TOLERANCE
+    assert worst(got.logprobs, logprobs(rig.models[9], prompt(9) + got.tokens)[11:]) < TOLERANCE
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_a_reason(rig: Rig) -> None:
     with pytest.raises(ValueError, match="512"):
         rig.run(rig.engine.generate([5] * 600, 4))
-    assert rig.run(rig.engine.generate([5] * 10, 4)).version_runs[0].version == 6
+    assert rig.run(rig.engine.generate([5] * 10, 4)).version_runs[0].version == 9
+
+
+def test_one_element_damaged_on_its_way_is_rejected_sent_again_and_never_flipped(rig: Rig) -> None:
+    async def damaged() -> None:
+        await rig.engine._llm.collective_rpc("damage_next_bucket", args=(3,))
+        await asyncio.to_thread(rig.publish, 10)
+        await rig.active(10)
+
+    failed: list[str] = []
+    stage = rig.engine.weights.stage
+
+    async def staged(publish: bytes) -> float:
+        try:
+            return await stage(publish)
+        except StagingFailed as error:
+            failed.append(str(error))
+            assert rig.engine.version == 9
+            raise
+
+    rig.engine.weights.stage = staged  # type: ignore[method-assign]
+    rig.run(damaged())
+    rig.engine.weights.stage = stage  # type: ignore[method-assign]
+    assert len(failed) == 1 and "checksum mismatch in bucket 3 of" in failed[0]
+    got = rig.run(rig.engine.generate(prompt(2), 8))
+    assert [run.version for run in got.version_runs] == [10]
+    assert worst(got.logprobs, logprobs(rig.models[10], prompt(2) + got.tokens)[11:]) < TOLERANCE
+    assert rig.client.state.quarantined is None and rig.publisher.stats().fatal is None
 
 
 def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: Rig) -> None:
@@ -204,7 +277,7 @@ def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: Ri
     results = rig.run(damaged())
     state = rig.client.state
     assert state.quarantined is not None and "published" in state.quarantined
-    assert state.version == 6, "the node never says that it runs the damaged version"
+    assert state.version == 10, "the node never says that it runs the damaged version"
     assert all(isinstance(r, SlipstreamError) for r in results), "nothing that was sampled meanwhile gets out"
     with pytest.raises(SlipstreamError, match="quarantined"):
         rig.run(rig.engine.generate([5, 6], 4))

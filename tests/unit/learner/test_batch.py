@@ -250,3 +250,15 @@ def test_a_document_carries_the_routing_of_its_tokens(make_config: Callable[...,
     assert first.routed_experts is not None
     assert first.routed_experts.tolist() == [[[0], [1]], [[2], [3]], [[3], [2]], [[1], [0]], [[-1], [-1]]]
     assert all(d.routed_experts is None for d in assemble([group], 0, make_config()).documents)
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "mean", "largest"), [("keep", (2 * 2 / 3 + 2 * 2 / 4) / 6, 2), ("recompute", 0, 0)]
+)
+def test_the_age_of_the_kv_cache_is_that_behind_trained_tokens(
+    kv_cache: str, mean: float, largest: int, make_config: Callable[..., Config]
+) -> None:
+    config = make_config(weights={"kv_cache": kv_cache}, staleness={"max": 9})
+    figures = assemble([Group(0, [sample(runs=[(1, 5), (2, 7)]), sample(runs=[(3, 7)])])], 7, config).statistics
+    assert figures.kv_cache_age_mean == pytest.approx(mean)
+    assert figures.kv_cache_age_max == largest

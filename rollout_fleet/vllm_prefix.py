@@ -1,0 +1,56 @@
+"""The change to vLLM's prefix cache: whoever has not begun reads no block of an older policy version.
+
+As in vllm_compat.py, applied by the plugin in every engine process. A request is salted where it is sent, but it may
+reach the engine after a flip, or wait in it across one: blocks of the old version, found under the old salt, would
+then be read by the new weights. So the engine has the last word on the salt.
+"""
+
+from typing import Any
+
+SEPARATOR = "#"  # behind the version: what else keeps a request to itself
+
+
+def salt(label: str, own: str = "") -> str:
+    """The cache salt of a request under the weights `label`; with `own`, it shares blocks with nobody else."""
+    return f"{label}{SEPARATOR}{own}" if own else label
+
+
+def salt_by_version() -> None:
+    """A request that enters the engine is salted with the version that it finds there.
+
+    vLLM 0.32-0.33 hashes a request's blocks with the sender's salt in the thread that reads the socket, some time
+    before the engine's loop takes it in.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.request import Request
+
+    for cls, name in ((EngineCore, "add_request"), (Request, "update_block_hashes"), (Scheduler, "_preempt_request")):
+        if not hasattr(cls, name):
+            raise RuntimeError(f"this vLLM's {cls.__name__} has no {name}: salting by version needs a new look")
+    add = EngineCore.add_request
+
+    def add_salted(engine: Any, request: Any, request_wave: int = 0) -> None:
+        resalt(request, engine.get_weight_version())
+        add(engine, request, request_wave)
+
+    EngineCore.add_request = add_salted  # type: ignore[method-assign]
+
+
+def resalt_waiting(scheduler: Any, label: str) -> None:
+    """After a flip to `label`: those that have no keys and values yet compute all of them with the new weights."""
+    for request in scheduler.waiting:
+        if request.num_computed_tokens == 0:
+            resalt(request, label)
+
+
+def resalt(request: Any, label: str) -> None:
+    """Hash the blocks of a request without computed tokens under `label`; a request without salt stays without."""
+    if not request.cache_salt:
+        return
+    held, _, own = request.cache_salt.partition(SEPARATOR)
+    if held == label:
+        return
+    request.cache_salt = salt(label, own)
+    request.block_hashes.clear()
+    request.update_block_hashes()
