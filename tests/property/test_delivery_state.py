@@ -80,6 +80,18 @@ class Delivery(RuleBasedStateMachine):
             self.tokens.add(le.token)
         return multiple(*((node, le) for le in got))
 
+    @rule(node=st.sampled_from(NODES), done=st.integers(0, 12), in_order=st.booleans())
+    def work_goes_on(self, node: str, done: int, in_order: bool) -> None:
+        """What mostly happens, so that the rest finds something to do harm to."""
+        self.offer(self.b, 0)
+        if node not in self.state.fleet.nodes:
+            self.go(node, True)
+        leases = self.state.lease(node, self.learner_version, 2 * self.b)
+        self.tokens |= {lease.token for lease in leases}
+        for lease in leases[:done]:
+            self.complete((node, lease), False)
+        self.take(in_order)
+
     @rule(held=leases, again=st.booleans())
     def complete(self, held: tuple[str, Lease], again: bool) -> None:
         node, lease = held

@@ -23,7 +23,7 @@ from broker.journaled import lasting
 from broker.recovery import Recovered, recover
 from broker.store.folder import StoreFolder, new_info
 from broker.store.payloads import StoredPayload
-from tests.property.test_delivery_state import NODES, Delivery
+from tests.property.test_delivery_state import Delivery
 
 RETAIN_STEPS = 2
 
@@ -99,18 +99,6 @@ class DurableDelivery(Delivery):
         for what, value in before.items():
             assert after[what] == value, what
         assert all(e.deadline > self.now for e in self.state.tasks.leased.values())
-
-    @rule(node=st.sampled_from(NODES), done=st.integers(0, 12), in_order=st.booleans())
-    def work_goes_on(self, node: str, done: int, in_order: bool) -> None:
-        """What mostly happens, so that crashes find something to lose."""
-        self.offer(self.b, 0)
-        if node not in self.state.fleet.nodes:
-            self.go(node, True)
-        leases = self.state.lease(node, self.learner_version, 2 * self.b)
-        self.tokens |= {lease.token for lease in leases}
-        for lease in leases[:done]:
-            self.complete((node, lease), False)
-        self.take(in_order)
 
     @rule()
     def a_turn_ends(self) -> None:
