@@ -179,10 +179,11 @@ class BrokerConfig(Strict, frozen=True, kw_only=True):
 
 
 class WeightsConfig(Strict, frozen=True, kw_only=True):
-    transport: Literal["gloo"] = "gloo"
+    transport: Literal["gloo", "nccl", "relay"] = "gloo"  # of a node: what it can receive over; relay always works
     address: Text = "127.0.0.1"  # interface that the learner's weight plane binds
     publish_every: Positive = 1  # steps
     timeout_s: Seconds = 20.0  # bound on one publish to one set of nodes
+    overlap: bool = True  # false: the learner waits until every node runs the version, at most timeout_s
     bucket_mib: Positive = 16
     kv_cache: Literal["keep", "recompute"] = "keep"
     canary_every: Natural = 10  # publishes; 0: at start-up only

@@ -1,23 +1,29 @@
 """The thread that leads the weight plane: who is in it, what each node holds, what is on its way.
 
 Rules, all of them bounded in time:
-- The main group gets the newest version; a newer one waits until the group is through and then goes out, skipping
-  what lies between. A node that has nothing yet gets the current version at once over a group of its own.
-- Only Staged counts as received. A member that fails is retried without stopping the others; one that is dead
-  (its connection is gone) or silent is ejected, and the rest regroup at once instead of waiting for gloo.
+- The group gets the newest version; a newer one waits until the group is through and then goes out, skipping
+  what lies between. A newcomer gets the current version at once over the relay, beside the group.
+- Only Staged counts as received. A member that fails is retried without stopping the others, and by relay when the
+  collective keeps failing with it; one that is dead (its connection is gone) or silent is ejected, and the rest
+  regroup at once instead of waiting for the transport.
 """
 
 import logging
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+import zmq
 
 from common.weights import messages
-from common.weights.collectives import GlooGroup, Group, GroupFactory, Store
+from common.weights.collectives import Group, GroupFactory
+from common.weights.transports.registry import open_group
 from learner.publish_endpoint import Endpoint
+from learner.publish_groups import Groups
+from learner.publish_members import Member, after_failure, split
+from learner.publish_relay import Relays
 from learner.publish_snapshot import Snapshot
 from learner.publish_transfer import Transfer, announcement, new_transfer, send_in_thread
 from learner.publish_waiting import undelivered
@@ -25,31 +31,13 @@ from learner.publisher_protocol import PublishStats
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 3  # of one version to one node, then it is ejected and may join again
 BUSY_PING_S, IDLE_PING_S = 0.25, 1.0
-
 
 Sent = tuple[Transfer, Group | None, str]
 
 
-@dataclass
-class Member:
-    """A node as the publisher sees it; `version` is what it runs of this incarnation, -1: nothing."""
-
-    identity: bytes
-    node_id: str
-    last_heard: float
-    version: int = -1
-    canary_version: int = -1  # newest version at which it compared a canary
-    welcomed: bool = False
-    attempts: int = 0
-    attempted_version: int = -1
-    quarantined: str | None = None
-    transfer: Transfer | None = None
-
-
 class PublishControl:
-    """Runs in one thread; `offer` and `stop` may be called from others."""
+    """Runs in one thread; `offer`, `stop`, `stats` and `wait_settled` may be called from others."""
 
     def __init__(
         self,
@@ -57,28 +45,28 @@ class PublishControl:
         incarnation: int,
         bucket_bytes: int,
         timeout_s: float,
-        group_factory: GroupFactory = GlooGroup,
+        group_factory: GroupFactory = open_group,
         credentials: str | None = None,
+        transport: str = "gloo",
     ) -> None:
         """Bind the control endpoint and the store on `address`.
 
         Raises zmq.ZMQError or OSError when that fails, UsageError when `credentials` cannot be used.
         """
         self._incarnation, self._bucket_bytes, self._timeout_s = incarnation, bucket_bytes, timeout_s
-        self._group_factory = group_factory
-        self._store = Store(address)
+        self._group_factory, self._transport = group_factory, transport
+        self._groups = Groups(address, transport, timeout_s)
         self._endpoint: Endpoint[Snapshot | Sent | None] = Endpoint(address, credentials)
         self.address = self._endpoint.address
+        self._relays = Relays(address, credentials is not None, self.address.removeprefix("tcp://"), timeout_s)
         self._members: dict[bytes, Member] = {}
         self._transfers: list[Transfer] = []
         self._current: Snapshot | None = None
-        self._kept: tuple[frozenset[bytes], messages.Epoch, Group] | None = None
-        self._epochs = 0
         self._canary_version = -1  # newest version with a canary
         self._pinged = 0.0
         self._stopping = False
         self._silence_s = min(3.0, timeout_s / 4)  # pings are answered at once, even while weights flow
-        self._stats_lock = threading.Lock()
+        self._stats_changed = threading.Condition()
         self._stats = PublishStats()
 
     # ---- called from other threads
@@ -92,8 +80,19 @@ class PublishControl:
         self._endpoint.post(None)
 
     def stats(self) -> PublishStats:
-        with self._stats_lock:
+        with self._stats_changed:
             return self._stats
+
+    def wait_settled(self, published: int, version: int, timeout_s: float) -> bool:
+        """Wait until the `published`th offer, `version`, is active on every live node; False when time ran out."""
+
+        def settled() -> bool:
+            stats = self._stats
+            through = stats.published >= published and (stats.nodes == 0 or stats.version_active >= version)
+            return through or stats.crashed
+
+        with self._stats_changed:
+            return self._stats_changed.wait_for(settled, timeout_s)
 
     # ---- the thread
 
@@ -120,7 +119,8 @@ class PublishControl:
             raise
         finally:
             self._endpoint.close()
-            self._drop_kept()
+            self._groups.drop()
+            self._relays.close()
 
     def _take_in(self, item: "Snapshot | Sent | None") -> None:
         if item is None:
@@ -165,12 +165,14 @@ class PublishControl:
             self._active(member, message)
         elif isinstance(message, messages.Rejected):
             self._rejected(member, message)
+        elif isinstance(message, messages.Serving):
+            self._serving(member, message)
 
     def _joined(self, identity: bytes, message: messages.Join) -> None:
         if identity in self._members:
             self._forget(self._members[identity], "it joined anew", ejected=False)
         logger.info("node %s (pid %d) joined the weight plane", message.node_id, message.pid)
-        member = Member(identity, message.node_id, time.perf_counter())
+        member = Member(identity, message.node_id, time.perf_counter(), message.transports)
         if message.incarnation == self._incarnation:
             member.version = message.version
         self._members[identity] = member
@@ -195,7 +197,7 @@ class PublishControl:
         transfer = self._current_transfer(member, message.version)
         if transfer is None:
             return
-        member.version, member.attempts = message.version, 0
+        member.version, member.attempts, member.settled, member.poor_source = message.version, 0, True, False
         if message.checksum != transfer.snapshot.checksum:
             self._quarantine(member, f"node {member.node_id} holds other weights than were sent")
         transfer.flipping.discard(member.identity)
@@ -238,16 +240,10 @@ class PublishControl:
             transfer.fail(time.perf_counter())
         self._leave_transfer(member)
         self._members.pop(member.identity, None)
-        if self._kept is not None and member.identity in self._kept[0]:
-            self._drop_kept()
+        self._groups.left(member.identity)
         if ejected:
             self._change_stats(ejections=self.stats().ejections + 1)
             self._endpoint.send(member.identity, messages.Eject(why))
-
-    def _drop_kept(self) -> None:
-        if self._kept is not None:
-            self._kept[2].close()
-            self._kept = None
 
     def _ping(self, now: float) -> None:
         """Find the dead (closed connection) and the silent."""
@@ -265,6 +261,8 @@ class PublishControl:
     def _settle(self, now: float) -> None:
         """End transfers that are through, and those in trouble once it is clear who is still there."""
         for transfer in list(self._transfers):
+            if transfer.peer_until is not None and now > transfer.peer_until:
+                self._fetch(transfer, None)
             if transfer.receiving and now > transfer.deadline:
                 transfer.fail(now)
             if transfer.failed_at is not None and transfer.receiving:
@@ -283,70 +281,54 @@ class PublishControl:
             return  # the pings of this moment are still to be answered
         for identity in list(transfer.receiving):
             member = self._members[identity]
-            member.attempts += 1
             if identity in silent:
                 self._forget(member, f"silent while version {transfer.snapshot.version} was sent")
-            elif member.attempts >= MAX_ATTEMPTS:
-                self._forget(member, f"version {transfer.snapshot.version} failed {member.attempts} times")
+                continue
+            hopeless = after_failure(member, transfer, self.stats().published)
+            if hopeless:
+                self._forget(member, hopeless)
             else:
                 self._leave_transfer(member)
+        transfer.abandon()
 
     def _end(self, transfer: Transfer) -> None:
         self._transfers.remove(transfer)
-        usable = transfer.failed_at is None and transfer.group is not None
-        if usable and not transfer.newcomers and all(m in self._members for m in transfer.members):
-            if self._kept is not None and self._kept[2] is not transfer.group:
-                self._kept[2].close()
-            assert transfer.group is not None
-            self._kept = (transfer.members, transfer.epoch, transfer.group)
-        elif transfer.group is not None:
-            if self._kept is not None and self._kept[2] is transfer.group:
-                self._kept = None
-            transfer.group.close()
+        self._relays.over(transfer)
+        whole = transfer.failed_at is None and all(m in self._members for m in transfer.members)
+        self._groups.give_back(transfer, usable=whole)
         transfer.snapshot.release()
 
     def _start_transfers(self) -> None:
         current = self._current
         if current is None or (self._stopping and not self._transfers):
             return
-        idle = [
-            m
-            for m in self._members.values()
-            if m.transfer is None and not m.quarantined and m.version != current.version
-        ]
+        idle = [m for m in self._members.values() if m.transfer is None and m.needs(current.version)]
         if not idle:
             return
-        if any(not t.newcomers for t in self._transfers):
-            self._start([m for m in idle if m.version < 0 and m.attempts == 0], newcomers=True)
-        else:
-            self._start(idle, newcomers=False)
+        for member in idle:
+            member.begins(current.version)
+        ways = split(idle, self._members.values(), self._transport, self.stats().published)
+        for member in ways.relayed:
+            self._start_relayed(current, member)
+        if ways.together and all(t.relayed for t in self._transfers):
+            self._start_together(current, ways.together, ways.probation)
 
-    def _start(self, members: list[Member], newcomers: bool) -> None:
-        snapshot = self._current
-        if not members or snapshot is None:
-            return
-        for member in members:
-            if member.attempted_version != snapshot.version:
-                member.attempts, member.attempted_version = 0, snapshot.version
-            if not member.welcomed:
-                self._endpoint.send(member.identity, messages.Welcome(self._incarnation, snapshot.layout))
-                member.welcomed = True
+    def _welcome(self, member: Member, snapshot: Snapshot) -> None:
+        if not member.welcomed:
+            self._endpoint.send(member.identity, messages.Welcome(self._incarnation, snapshot.layout))
+            member.welcomed = True
+
+    def _start_together(self, snapshot: Snapshot, members: list[Member], probation: Member | None) -> None:
         identities = [m.identity for m in members]
-        kept = self._kept
-        group: Group | None = None
-        if kept is not None and kept[0] == frozenset(identities):
-            epoch, group = kept[1], kept[2]
-            self._kept = None
-        else:
-            if kept is not None and not kept[0].isdisjoint(identities):
-                self._drop_kept()  # those members give up the old group for the new one
-            self._epochs += 1
-            size = len(members) + 1
-            epoch = messages.Epoch(self._epochs, 0, size, self._store.host, self._store.port, self._timeout_s)
-            for rank, member in enumerate(members, start=1):
+        epoch, group = self._groups.take(identities)
+        for rank, member in enumerate(members, start=1):
+            self._welcome(member, snapshot)
+            if group is None:
                 self._endpoint.send(member.identity, msgspec.structs.replace(epoch, rank=rank))
-        transfer = new_transfer(snapshot, identities, epoch, newcomers, self._timeout_s)
-        publish = announcement(snapshot, self._incarnation, epoch.epoch, self._bucket_bytes, self._timeout_s)
+        payload = snapshot.payload_for({m.version for m in members}, all(m.attempts == 0 for m in members))
+        transfer = new_transfer(snapshot, payload, identities, epoch, False, self._timeout_s)
+        transfer.probation = probation.identity if probation is not None else None
+        publish = announcement(transfer, self._incarnation, self._bucket_bytes, self._timeout_s)
         for member in members:
             member.transfer = transfer
             self._endpoint.send(member.identity, publish)
@@ -355,6 +337,42 @@ class PublishControl:
             transfer, group, self._group_factory, self._bucket_bytes, lambda *result: self._endpoint.post(result)
         )
 
+    def _start_relayed(self, snapshot: Snapshot, member: Member) -> None:
+        self._welcome(member, snapshot)
+        payload = snapshot.payload_for({member.version}, member.attempts == 0)
+        epoch, newcomer = self._groups.relay_epoch(), not member.settled
+        transfer = new_transfer(snapshot, payload, [member.identity], epoch, newcomer, self._timeout_s)
+        transfer.relayed = transfer.done = True
+        member.transfer = transfer
+        self._transfers.append(transfer)
+        whole = payload is snapshot.full and member.attempts == 0
+        peer = self._relays.peer_for(member, self._members.values(), snapshot) if whole else None
+        if peer is None or not self._endpoint.send(peer.identity, self._relays.ask(transfer, self._incarnation, peer)):
+            self._fetch(transfer, None)
+
+    def _serving(self, peer: Member, message: messages.Serving) -> None:
+        found = self._relays.answered(peer, message)
+        if found is not None:
+            if found[1] is None:
+                logger.info("node %s does not serve weights: %s", peer.node_id, message.reason)
+            self._fetch(*found)
+
+    def _fetch(self, transfer: Transfer, source: messages.Source | None) -> None:
+        """Let the node of a relayed transfer begin, from `source` or else from here."""
+        transfer.peer_until = None
+        if not transfer.receiving:
+            return
+        try:
+            source = source if source is not None else self._relays.own_source(transfer)
+        except zmq.ZMQError as error:
+            logger.warning("the learner cannot serve weights: %s", error)
+            transfer.fail(time.perf_counter())
+            return
+        for identity in transfer.receiving:
+            self._endpoint.send(identity, msgspec.structs.replace(transfer.epoch, source=source))
+            publish = announcement(transfer, self._incarnation, self._bucket_bytes, self._timeout_s)
+            self._endpoint.send(identity, publish)
+
     def _update_stats(self) -> None:
         live = [m for m in self._members.values() if not m.quarantined]
         bad = [m.quarantined for m in self._members.values() if m.quarantined]
@@ -362,12 +380,18 @@ class PublishControl:
         # A quarantined node leaves within a second: what it said stands until some other node may generate.
         fatal = None if live else (bad[0] if bad else self.stats().fatal)
         owed = any(m.version >= self._canary_version > m.canary_version for m in live)
+        active = min((m.version for m in live), default=-1)
         version_sent = max(sent, self.stats().version_sent)
-        missing = undelivered(self._members, self._transfers, self._current)
         self._change_stats(
-            nodes=len(live), version_sent=version_sent, fatal=fatal, canary_owed=owed, undelivered=missing
+            nodes=len(live),
+            version_sent=version_sent,
+            version_active=active,
+            fatal=fatal,
+            canary_owed=owed,
+            undelivered=undelivered(self._members, self._transfers, self._current),
         )
 
     def _change_stats(self, **changes: Any) -> None:
-        with self._stats_lock:
+        with self._stats_changed:
             self._stats = replace(self._stats, **changes)
+            self._stats_changed.notify_all()

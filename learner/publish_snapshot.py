@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -32,6 +33,16 @@ class BufferPool:
             self._free.append(flat)
 
 
+@dataclass(frozen=True)
+class Payload:
+    """What travels for a version: `flat` [n] uint8 as it is, or what makes it from `base_version` (-1: nothing)."""
+
+    flat: torch.Tensor
+    bucket_checksums: list[str]
+    encoding: str = "full"
+    base_version: int = -1
+
+
 class Snapshot:
     """A version in the flat buffer; lives as long as someone retains it."""
 
@@ -44,8 +55,10 @@ class Snapshot:
         self.flat = flat
         self.canary = canary
         self.started = time.perf_counter()  # when `publish` was called, for the latency figures
-        self.bucket_checksums: list[str] = []
+        self.full = Payload(flat, [])
         self.checksum = ""
+        self.sha256 = ""  # of the whole payload; computed when other nodes are to serve it, '' until then
+        self._hashing = False
         self.nodes_staged = 0
         self._pool = pool
         self._users = 1
@@ -53,8 +66,25 @@ class Snapshot:
 
     def seal(self, bucket_bytes: int) -> None:
         """Compute the checksums that every node verifies."""
-        self.bucket_checksums = packing.bucket_checksums(self.flat, self.layout, bucket_bytes)
+        self.full = Payload(self.flat, packing.bucket_checksums(self.flat, self.layout, bucket_bytes))
         self.checksum = packing.checksum(self.flat)
+
+    def payload_for(self, versions: set[int], first_attempt: bool) -> Payload:
+        """What to send to nodes that hold `versions` (-1: nothing); a later attempt gets the whole version."""
+        return self.full
+
+    def hash_behind(self) -> None:
+        """Compute `sha256` in a thread, once; it takes a second per GB or so."""
+        if self._hashing:
+            return
+        self._hashing = True
+        self.retain()
+
+        def run() -> None:
+            self.sha256 = packing.sha256(self.full.flat)
+            self.release()
+
+        threading.Thread(target=run, daemon=True, name=f"hash-weights-{self.version}").start()
 
     def retain(self) -> "Snapshot":
         with self._lock:

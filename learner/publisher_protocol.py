@@ -43,6 +43,7 @@ class PublishStats:
         canary_max_difference: largest |difference| of a canary log-probability at the newest comparison, in nats.
         fatal: why no node may generate (every node's proof failed); None while any is fine.
         crashed: `fatal` is a crash of the publisher itself.
+        version_active: oldest version that a live node runs now; -1 when one has none, or nobody is there.
         canary_owed: a live node never compared the newest canary: it joined later, or skipped that version.
         undelivered: nodes that the version meant for them has not reached yet, the longest-waiting first.
     """
@@ -59,6 +60,7 @@ class PublishStats:
     crashed: bool = False
     canary_owed: bool = False
     undelivered: tuple[Undelivered, ...] = ()
+    version_active: int = -1
 
 
 class Publisher(Protocol):

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from common.config import Config
 from common.credentials import curve_credentials
-from common.weights.collectives import GlooGroup, GroupFactory
+from common.weights.collectives import GroupFactory
 from common.weights.messages import Canary
+from common.weights.transports.registry import open_group, require
 from learner.publish_control import PublishControl
 from learner.publish_snapshot import Snapshot, SnapshotMaker
 from learner.publisher_protocol import Publisher, PublishReceipt, PublishStats
@@ -18,8 +19,8 @@ from learner.publisher_protocol import Publisher, PublishReceipt, PublishStats
 logger = logging.getLogger(__name__)
 
 
-class GlooPublisher:
-    """Publisher over gloo broadcasts; see learner/publish_control.py for its rules."""
+class WeightPublisher:
+    """The Publisher there is; see learner/publish_control.py for its rules."""
 
     def __init__(
         self,
@@ -28,13 +29,18 @@ class GlooPublisher:
         address: str,
         bucket_bytes: int,
         timeout_s: float,
-        group_factory: GroupFactory = GlooGroup,
+        group_factory: GroupFactory = open_group,
         credentials: str | None = None,
+        transport: str = "gloo",
+        overlap: bool = True,
     ) -> None:
         """`dtype` is the engines' dtype, `address` the interface to bind, `timeout_s` bounds one attempt.
 
-        With `credentials`, a key folder, only its nodes may join.
+        With `credentials`, a key folder, only its nodes may join. Without `overlap`, `publish` waits until the
+        version is active on every node, at most `timeout_s`.
         """
+        self._transport, self._overlap = transport, overlap
+        self._published = 0
         self._credentials = credentials
         self._incarnation, self._address = incarnation, address
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
@@ -53,6 +59,7 @@ class GlooPublisher:
             self._timeout_s,
             self._group_factory,
             self._credentials,
+            self._transport,
         )
         self._thread = threading.Thread(target=self._control.run, daemon=True, name="weight-plane")
         self._thread.start()
@@ -60,6 +67,8 @@ class GlooPublisher:
 
     def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
         """Copy `named` (Hugging Face name, full tensor) into the flat buffer, then return; sending goes on behind.
+
+        Without `overlap` it waits for the nodes, too.
 
         Raises:
             RuntimeError: before `start` or after `close`.
@@ -73,6 +82,9 @@ class GlooPublisher:
             self._sealing.join()  # versions are offered in order; sealing is hashing, far shorter than a step
         self._sealing = threading.Thread(target=self._seal, args=(snapshot, self._control), name="seal-weights")
         self._sealing.start()
+        self._published += 1
+        if not self._overlap and not self._control.wait_settled(self._published, version, self._timeout_s):
+            logger.warning("version %d is not active on every node after %g s; going on", version, self._timeout_s)
         return PublishReceipt(version, snapshot.layout.total_bytes, time.perf_counter() - started)
 
     def stats(self) -> PublishStats:
@@ -96,13 +108,20 @@ class GlooPublisher:
 
 
 def create_publisher(config: Config, incarnation: int) -> Publisher:
-    """The publisher that the config asks for; call it on the lead rank only."""
+    """The publisher that the config asks for; call it on the lead rank only.
+
+    Raises:
+        UsageError: this machine cannot use `weights.transport`.
+    """
     weights = config.weights
-    return GlooPublisher(
+    require(weights.transport)
+    return WeightPublisher(
         incarnation,
         config.model.dtype,
         weights.address,
         weights.bucket_mib << 20,
         weights.timeout_s,
         credentials=curve_credentials(config.broker.credentials),
+        transport=weights.transport,
+        overlap=weights.overlap,
     )

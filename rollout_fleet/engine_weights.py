@@ -78,6 +78,10 @@ class EngineWeights:
         """The encoded Epoch to receive over from here on."""
         await self._rpc("init_weight_transfer_engine", init_info={"message": epoch})
 
+    async def serve(self, serve: bytes, node_id: str) -> bytes:
+        """The encoded answer to an encoded Serve; a thread of the worker serves, generation goes on."""
+        return await self._rpc("slipstream_serve", serve=serve, node_id=node_id)
+
     async def stage(self, publish: bytes) -> float:
         """Receive an encoded Publish while generation goes on; returns its seconds. Raises StagingFailed."""
         await self._settled()

@@ -55,8 +55,10 @@ def run_node(config: Config, broker_address: str, node_id: str | None = None) ->
 
 
 async def _serve(config: Config, address: str, node_id: str) -> int:
+    from common.weights.transports.registry import require
     from rollout_fleet.engine import Engine
 
+    require(config.weights.transport)
     engine = Engine(config, seed=node_seed(config.run.seed, node_id))
     host = EnvironmentHost()
     driver = build_driver(config, engine, host)  # a config error shows before anything is started
@@ -84,11 +86,12 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         drain = _watch_signals(stack)
         if not await _start_engine(engine, drain, heart, stack):
             return EXIT_DONE
+        from common.weights.transports.registry import receivable
         from rollout_fleet.weight_client import WeightClient
 
         keys = curve_credentials(credentials)
         credential = load_credential(keys, "node", node_id) if keys else None
-        feed = WeightClient(node_id, engine.weights, credential)
+        feed = WeightClient(node_id, engine.weights, credential, receivable(config.weights.transport))
         stack.push_async_callback(feed.close)
         runner = GroupRunner(driver, config.rollout.concurrency)
         parts = NodeParts(broker, feed, runner, board, heart.patience, lambda: engine.counters, heart.beat.beat_now)

@@ -128,6 +128,13 @@ class WorkerExtension:
         """Encoded StagingStatus."""
         return msgspec.msgpack.encode(self.weight_transfer_engine.receiver.status)
 
+    def slipstream_serve(self, serve: bytes, node_id: str) -> bytes:
+        """Encoded Serving: where another node may fetch what the staging buffer holds, or why not."""
+        message = messages.decode_from_learner(serve)
+        if not isinstance(message, messages.Serve):
+            raise ValueError(f"{type(message).__name__} cannot be served")
+        return messages.encode(self.weight_transfer_engine.receiver.serve(message, node_id))
+
     def slipstream_moe_layers(self) -> list[int]:
         """Numbers, from 0, of the layers with routed experts."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner

@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from broker.curve import Handshakes, secure_client
 from common.credentials import Credential
+from common.errors import SlipstreamError
 from common.weights import messages
 from common.weights.messages import Canary, Publish
 from rollout_fleet.sampler_protocol import WeightsState
@@ -56,6 +57,10 @@ class WeightTarget(Protocol):
         """The encoded Epoch to receive over from here on."""
         ...
 
+    async def serve(self, serve: bytes, node_id: str) -> bytes:
+        """The encoded answer, a Serving, to an encoded Serve: where another node may fetch what is held here."""
+        ...
+
     async def stage(self, publish: bytes) -> float:
         """Receive an encoded Publish in the background; returns its seconds. Raises StagingFailed."""
         ...
@@ -76,11 +81,19 @@ class WeightTarget(Protocol):
 class WeightClient:
     """WeightFeed of a node; see sampler_protocol.py."""
 
-    def __init__(self, node_id: str, target: WeightTarget, credential: Credential | None = None) -> None:
+    def __init__(
+        self,
+        node_id: str,
+        target: WeightTarget,
+        credential: Credential | None = None,
+        transports: tuple[str, ...] = ("gloo", "relay"),
+    ) -> None:
         """Needs a running event loop only from `follow` on.
 
-        `credential` proves to a learner that asks for it that this node may join.
+        `credential` proves to a learner that asks for it that this node may join. `transports` are the ways by which
+        the target can receive.
         """
+        self._transports = transports
         self._credential = credential
         self._handshakes: Handshakes | None = None
         self._node_id, self._target = node_id, target
@@ -159,7 +172,9 @@ class WeightClient:
     async def _join(self) -> None:
         held = self._state
         if held.quarantined is None:
-            await self._send(messages.Join(self._node_id, os.getpid(), held.incarnation, held.version))
+            await self._send(
+                messages.Join(self._node_id, os.getpid(), held.incarnation, held.version, self._transports)
+            )
 
     async def _read(self, connection: zmq.asyncio.Socket) -> None:
         await self._join()
@@ -215,6 +230,16 @@ class WeightClient:
             self._staging = asyncio.create_task(self._stage(message))
         elif isinstance(message, messages.Activate):
             await self._activate(message)
+        elif isinstance(message, messages.Serve):
+            await self._serve(message)
+
+    async def _serve(self, message: messages.Serve) -> None:
+        try:
+            answer = await self._target.serve(messages.encode(message), self._node_id)
+        except SlipstreamError as error:
+            answer = messages.encode(messages.Serving(self._node_id, message.key, reason=str(error)[:500]))
+        if self._socket is not None:
+            await self._socket.send(answer)
 
     def _cancel_staging(self) -> None:
         if self._staging is not None:

@@ -1,13 +1,12 @@
-"""The gloo group of one epoch: formed fast, every operation bounded, dropped off the path.
+"""What every transport of buckets is to the rest of the weight plane, and what the collective ones share.
 
-torch.distributed's default group is not touched; a learner may hold its own. The learner is rank 0 and hosts
-the store; a node that died leaves the others waiting at most for the timeout of one bucket.
+torch.distributed's default group is not touched; a learner may hold its own. The learner is rank 0 and hosts the
+store where the members of a collective meet. transports/ has a module for each way, transports/registry.py the list.
 """
 
 import datetime
 import re
 import socket
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,13 +20,27 @@ _dist: Any = distributed  # these classes are public in use but untyped in torch
 
 
 class Group(Protocol):
-    """A formed group of the learner (rank 0) and the nodes of one epoch."""
+    """A formed group of the learner (rank 0) and the nodes of one epoch, or one node's way to a relay.
+
+    Buckets are CPU memory on both sides, whatever lies between. Completion proves nothing: whoever receives verifies.
+    """
 
     def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
-        """Rank 0's bytes into everyone's `bucket` [n] uint8; raises RuntimeError when it does not finish in time."""
+        """Rank 0's bytes into everyone's `bucket` [n] uint8.
+
+        Raises:
+            RuntimeError: it did not finish within `timeout_s`, a member is gone, or the group was closed meanwhile.
+                The group is of no use any more.
+        """
         ...
 
-    def close(self) -> None: ...
+    def begin(self, payload_bytes: int) -> None:
+        """The next broadcasts carry a payload of so many bytes from its start; called by every member before it."""
+        ...
+
+    def close(self) -> None:
+        """Give everything up, at once; any thread may call it, also while another one is in `broadcast`."""
+        ...
 
 
 GroupFactory = Callable[[Epoch], Group]
@@ -52,42 +65,11 @@ class Store:
             )
 
 
-class GlooGroup:
-    """ProcessGroupGloo over a store prefix of the epoch."""
-
-    def __init__(self, epoch: Epoch) -> None:
-        """Meet the other members; blocks until all came.
-
-        Raises:
-            RuntimeError: not everyone came within `epoch.timeout_s`, or the store is gone.
-        """
-        timeout = datetime.timedelta(seconds=epoch.timeout_s)
-        store = _dist.TCPStore(
-            epoch.store_host, epoch.store_port, is_master=False, wait_for_workers=False, timeout=timeout
-        )
-        options = _dist.ProcessGroupGloo._Options()
-        options._timeout = timeout
-        options._threads = 1
-        options._devices = [
-            _dist.ProcessGroupGloo.create_device(hostname=_local_address(epoch.store_host, epoch.store_port))
-        ]
-        self._group = _dist.ProcessGroupGloo(
-            _dist.PrefixStore(f"epoch/{epoch.epoch}", store), epoch.rank, epoch.world_size, options
-        )
-
-    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
-        """Rank 0's bytes into everyone's `bucket` [n] uint8; raises RuntimeError when it does not finish in time."""
-        options = _dist.BroadcastOptions()
-        options.rootRank = ROOT
-        options.rootTensor = 0
-        options.timeout = datetime.timedelta(seconds=timeout_s)
-        self._group.broadcast([bucket], options).wait()
-
-    def close(self) -> None:
-        """Drop the group; its destructor takes tens of milliseconds, so a side thread runs it."""
-        doomed = [self._group]
-        del self._group
-        threading.Thread(target=doomed.clear, daemon=True, name="drop-gloo-group").start()
+def meeting_place(epoch: Epoch) -> Any:
+    """The part of the learner's store that belongs to `epoch`, for a process group; raises RuntimeError."""
+    timeout = datetime.timedelta(seconds=epoch.timeout_s)
+    store = _dist.TCPStore(epoch.store_host, epoch.store_port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return _dist.PrefixStore(f"epoch/{epoch.epoch}", store)
 
 
 def bucket_timeout(publish_timeout_s: float) -> float:
@@ -96,17 +78,19 @@ def bucket_timeout(publish_timeout_s: float) -> float:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of a collective's error, without gloo's source path and advice."""
+    """The first line of a transport's error, without gloo's source path and advice."""
     text = str(error).strip().split("\n")[0] or type(error).__name__
     text = re.sub(r"\[/[^\]]*\.cc:\d+\]\s*", "", text)
     return text.split(". This is typically caused")[0]
 
 
+def local_address(host: str, port: int) -> str:
+    """The address of this machine that reaches `host`, the one to listen on. Sends nothing; raises OSError."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as connection:
+        connection.connect(place)
+        return str(connection.getsockname()[0])
+
+
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _local_address(host: str, port: int) -> str:
-    """The address of this machine that reaches `host`; gloo listens on it and on no other."""
-    with socket.create_connection((host, port), timeout=5) as connection:
-        return str(connection.getsockname()[0])

@@ -49,4 +49,9 @@ class Layout(msgspec.Struct, frozen=True):
 
     def buckets(self, bucket_bytes: int) -> list[tuple[int, int]]:
         """(start, end) byte ranges that cover the buffer."""
-        return [(a, min(a + bucket_bytes, self.total_bytes)) for a in range(0, self.total_bytes, bucket_bytes)]
+        return ranges(self.total_bytes, bucket_bytes)
+
+
+def ranges(total_bytes: int, bucket_bytes: int) -> list[tuple[int, int]]:
+    """(start, end) of the buckets of a payload of `total_bytes`."""
+    return [(a, min(a + bucket_bytes, total_bytes)) for a in range(0, total_bytes, bucket_bytes)]

@@ -9,14 +9,23 @@ One publish of version V to a set of nodes:
     node -> learner  Active     flipped, what the engine now holds is proven; carries stall and canary figures
     node -> learner  Rejected   staging or proof failed, with the reason; that node does not generate
 
-A newcomer says Join and gets Layout, its own two-member epoch and the current version at once.
+A newcomer says Join and gets Layout, an epoch of its own and the current version at once, over the relay: from the
+learner, or from a node that holds it, which the learner asks first:
+
+    learner -> node  Serve      may another node fetch V from your staging buffer?
+    node -> learner  Serving    yes, here; or no, and why
+
 Frames: [MessagePack of the tagged union], keyed structs, append-only fields.
 """
+
+from typing import Annotated
 
 import msgspec
 
 from common.bounds import Finite, Name, Text, Version
 from common.weights.layout import Layout
+
+Key = Annotated[str, msgspec.Meta(max_length=40)]  # a CURVE key, Z85; '' where there are no keys
 
 
 class Canary(msgspec.Struct, frozen=True):
@@ -36,6 +45,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     pid: int
     incarnation: int = -1  # of the learner whose weights the node holds; -1: none
     version: Version = -1
+    transports: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ("gloo",)  # that the node can receive over
 
 
 class Staged(msgspec.Struct, frozen=True, tag="staged"):
@@ -72,14 +82,37 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     node_id: Name
 
 
+class Serving(msgspec.Struct, frozen=True, tag="serving"):
+    """The answer to Serve: where the payload `key` can be fetched, or ('' as address) why not."""
+
+    node_id: Name
+    key: Name
+    address: Text = ""
+    public: Key = ""
+    reason: Text = ""
+
+
 # learner -> node
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     incarnation: int
     layout: Layout
 
 
+class Source(msgspec.Struct, frozen=True):
+    """Where one payload can be fetched over the relay: at the learner, or at a node that holds the version.
+
+    The keys are made for this fetch alone and travel over the authenticated control socket; '' without credentials.
+    """
+
+    address: str
+    key: str  # names the payload there
+    server_public: Key = ""
+    public: Key = ""
+    secret: Key = ""
+
+
 class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
-    """Form group `epoch` of `world_size` members; the learner is rank 0."""
+    """Form group `epoch` of `world_size` members over `transport`; the learner is rank 0."""
 
     epoch: int
     rank: int
@@ -87,6 +120,8 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     store_host: str
     store_port: int
     timeout_s: float
+    transport: str = "gloo"
+    source: Source | None = None  # of the relay
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
@@ -99,11 +134,26 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     checksum: str  # of the whole buffer
     timeout_s: float
     canary: Canary | None = None
+    encoding: str = "full"  # what the buckets carry: the flat buffer itself, or what makes it from `base_version`
+    base_version: int = -1  # of this incarnation; -1: none needed
+    payload_bytes: int = -1  # that the buckets cover; -1: the layout's total_bytes
+    sha256: str = ""  # of the payload, where it comes from another node that holds keys; xxh3 finds accidents only
 
 
 class Activate(msgspec.Struct, frozen=True, tag="activate"):
     incarnation: int
     version: int
+
+
+class Serve(msgspec.Struct, frozen=True, tag="serve"):
+    """Let the holder of `client_public` ('': anyone) fetch a version that this node has, for `timeout_s`."""
+
+    incarnation: int
+    version: int
+    key: str
+    timeout_s: float
+    reach: str  # HOST:PORT of the learner: serve on the interface that leads there
+    client_public: Key = ""
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -116,8 +166,8 @@ class Eject(msgspec.Struct, frozen=True, tag="eject"):
     reason: str
 
 
-NodeMessage = Join | Staged | Active | Rejected | Leave | Pong
-LearnerMessage = Welcome | Epoch | Publish | Activate | Ping | Eject
+NodeMessage = Join | Staged | Active | Rejected | Leave | Pong | Serving
+LearnerMessage = Welcome | Epoch | Publish | Activate | Ping | Eject | Serve
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_node = msgspec.msgpack.Decoder(NodeMessage).decode

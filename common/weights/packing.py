@@ -1,5 +1,6 @@
 """Tensors to and from the flat buffer, and its checksums."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -40,6 +41,12 @@ def checksum(data: torch.Tensor) -> str:
     """xxh3-128 hex digest of a contiguous CPU tensor's bytes."""
     data_bytes: Any = data.view(torch.uint8).numpy()  # a buffer, which numpy's types say from Python 3.12 on
     return xxhash.xxh3_128_hexdigest(memoryview(data_bytes))
+
+
+def sha256(data: torch.Tensor) -> str:
+    """SHA-256 hex digest of a contiguous CPU tensor's bytes: against whoever would forge them."""
+    data_bytes: Any = data.view(torch.uint8).numpy()
+    return hashlib.sha256(memoryview(data_bytes)).hexdigest()
 
 
 def bucket_checksums(flat: torch.Tensor, layout: Layout, bucket_bytes: int) -> list[str]:

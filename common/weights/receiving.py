@@ -1,7 +1,8 @@
 """The receiving side of a publish: buckets into a staging buffer in a thread, every one of them verified.
 
 One Receiver serves one process that holds a copy of the weights. It never blocks its caller; a new epoch
-or a new publish abandons what was under way (the old thread ends at its own timeout and touches only its own buffer).
+or a new publish abandons what was under way: its group is closed, and its thread touches only its own buffer.
+After a flip the staging buffer still holds the version; until the next one comes, other nodes may fetch it from there.
 """
 
 import logging
@@ -13,9 +14,11 @@ import msgspec
 import torch
 
 from common.weights import packing
-from common.weights.collectives import GlooGroup, Group, GroupFactory, bucket_timeout, reason_of
-from common.weights.layout import Layout
-from common.weights.messages import Epoch, Publish
+from common.weights.collectives import Group, GroupFactory, bucket_timeout, reason_of
+from common.weights.layout import Layout, ranges
+from common.weights.messages import Epoch, Publish, Serve, Serving
+from common.weights.serving import Shelf
+from common.weights.transports.registry import open_group
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +38,18 @@ class StagingStatus(msgspec.Struct, frozen=True):
 class Receiver:
     """Stages the publishes of one learner incarnation after another."""
 
-    def __init__(self, group_factory: GroupFactory = GlooGroup) -> None:
+    def __init__(self, group_factory: GroupFactory = open_group) -> None:
         self._group_factory = group_factory
         self._lock = threading.Lock()
         self._layout: Layout | None = None
         self._epoch: Epoch | None = None
         self._group: Group | None = None  # of self._epoch, once formed and not in trouble
+        self._busy: Group | None = None  # the one that the newest thread receives over
         self._buffer: torch.Tensor | None = None  # free for reuse: no thread writes into it
         self._staged: tuple[Publish, torch.Tensor] | None = None
+        self._taken: tuple[int, int] | None = None  # (incarnation, version) of the buffer that is out
+        self._held: tuple[int, int] | None = None  # what self._buffer holds whole, proven
+        self._shelf = Shelf()
         self._status = StagingStatus()
         self._turn = 0  # raised by every call that makes an older thread's result void
 
@@ -59,15 +66,23 @@ class Receiver:
         """Weights from here on follow `layout`; what was staged before is void."""
         with self._lock:
             self._turn += 1
+            self._shelf.clear()
+            self._held = self._taken = None
             self._layout, self._buffer, self._staged, self._status = layout, None, None, StagingStatus()
 
     def set_epoch(self, epoch: Epoch) -> None:
         """The next publish arrives over the group of `epoch`."""
         with self._lock:
+            self._epoch = epoch
+        self._drop_groups()
+
+    def _drop_groups(self) -> None:
+        with self._lock:
             self._turn += 1
-            old, self._group, self._epoch = self._group, None, epoch
-        if old is not None:
-            old.close()
+            dropped, self._group, self._busy = (self._group, self._busy), None, None
+        for group in dropped:
+            if group is not None:
+                group.close()
 
     def start(self, publish: Publish) -> None:
         """Begin to receive `publish` in the background.
@@ -82,9 +97,13 @@ class Receiver:
                 raise ValueError(
                     f"version {publish.version} is sent to epoch {publish.epoch}, which this node is not in"
                 )
+            if publish.encoding != "full":
+                raise ValueError(f"version {publish.version} comes as {publish.encoding!r}, which is not known here")
             self._turn += 1
             turn, layout, epoch = self._turn, self._layout, self._epoch
             group, self._group = self._group, None  # the thread owns it until it succeeds
+            self._shelf.clear()
+            self._held = None
             buffer, self._buffer = self._buffer, None
             if buffer is None and self._staged is not None:
                 buffer = self._staged[1]  # a newer version supersedes one that was never applied
@@ -106,21 +125,29 @@ class Receiver:
             if (publish.incarnation, publish.version) != (incarnation, version):
                 raise ValueError(f"version {publish.version} is staged, not {version}")
             self._staged = None
+            self._taken = (incarnation, version)
             return flat
 
     def give_back(self, flat: torch.Tensor) -> None:
-        """The buffer from `take` may be written again."""
+        """The buffer from `take`, unchanged; it may be served, and written again."""
         with self._lock:
             if self._layout is not None and flat.numel() == self._layout.total_bytes:
-                self._buffer = flat
+                self._buffer, self._held = flat, self._taken
+            self._taken = None
+
+    def serve(self, serve: Serve, node_id: str) -> Serving:
+        """Let another node fetch what the staging buffer holds; the answer says where, or why not. Never raises."""
+        with self._lock:
+            if self._buffer is None or self._held != (serve.incarnation, serve.version):
+                return Serving(node_id, serve.key, reason=f"version {serve.version} is not in the staging buffer")
+            return self._shelf.put(serve, self._buffer, node_id)
 
     def close(self) -> None:
-        """Drop the group and whatever was under way."""
+        """Drop the group and whatever was under way, and serve nobody any more."""
         with self._lock:
-            self._turn += 1
-            group, self._group, self._epoch = self._group, None, None
-        if group is not None:
-            group.close()
+            self._epoch = None
+            self._shelf.close()
+        self._drop_groups()
 
     def _receive(
         self,
@@ -134,18 +161,28 @@ class Receiver:
         started = time.perf_counter()
         try:
             group = group if group is not None else self._group_factory(epoch)
+            self._note_busy(turn, group)
             # Zeros, not empty: a bucket that never arrives must not be able to look like an older version.
             flat = buffer if buffer is not None else torch.zeros(layout.total_bytes, dtype=torch.uint8)
-            receive_buckets(group, flat, layout, publish)
+            receive_buckets(group, flat, publish)
         except Exception as error:  # whatever went wrong, this publish did not arrive; the reason goes to the learner
             self._fail(turn, publish, group, reason_of(error))
             return
         with self._lock:
+            current = turn == self._turn
+            if current:
+                self._group, self._busy, self._staged = group, None, (publish, flat)
+                took = time.perf_counter() - started
+                self._status = StagingStatus("staged", publish.incarnation, publish.version, took)
+        if not current:
+            group.close()
+
+    def _note_busy(self, turn: int, group: Group) -> None:
+        """Let whoever makes this thread's result void close its group; raises RuntimeError when that came first."""
+        with self._lock:
             if turn != self._turn:
-                return
-            self._group, self._staged = group, (publish, flat)
-            took = time.perf_counter() - started
-            self._status = StagingStatus("staged", publish.incarnation, publish.version, took)
+                raise RuntimeError("given up for another transfer")
+            self._busy = group
 
     def _fail(self, turn: int, publish: Publish, group: Group | None, reason: str) -> None:
         with self._lock:
@@ -158,22 +195,25 @@ class Receiver:
             group.close()
 
 
-def receive_buckets(group: Group, flat: torch.Tensor, layout: Layout, publish: Publish) -> None:
-    """All buckets of `publish` into `flat` [total_bytes] uint8, verified against its checksums.
+def receive_buckets(group: Group, flat: torch.Tensor, publish: Publish) -> None:
+    """All buckets of `publish` into `flat` [payload_bytes] uint8, verified against its checksums.
 
     Raises:
         RuntimeError: the broadcast failed or did not finish in time.
         ValueError: what arrived is not what was sent; names the bucket.
     """
     timeout_s = bucket_timeout(publish.timeout_s)
-    ranges = layout.buckets(publish.bucket_bytes)
-    if len(ranges) != len(publish.bucket_checksums):
-        raise ValueError(f"{len(publish.bucket_checksums)} checksums for {len(ranges)} buckets")
+    buckets = ranges(len(flat), publish.bucket_bytes)
+    if len(buckets) != len(publish.bucket_checksums):
+        raise ValueError(f"{len(publish.bucket_checksums)} checksums for {len(buckets)} buckets")
     bad: list[int] = []
-    for i, ((start, end), expected) in enumerate(zip(ranges, publish.bucket_checksums, strict=True)):
+    group.begin(len(flat))
+    for i, ((start, end), expected) in enumerate(zip(buckets, publish.bucket_checksums, strict=True)):
         bucket = flat[start:end]
         group.broadcast(bucket, timeout_s)
         if packing.checksum(bucket) != expected:
             bad.append(i)  # the others of the group are still receiving: stay in step with them to the end
     if bad:
-        raise ValueError(f"checksum mismatch in bucket {', '.join(map(str, bad))} of {len(ranges)}")
+        raise ValueError(f"checksum mismatch in bucket {', '.join(map(str, bad))} of {len(buckets)}")
+    if publish.sha256 and packing.sha256(flat) != publish.sha256:
+        raise ValueError("the source sent other weights than the learner's: their SHA-256 differs")

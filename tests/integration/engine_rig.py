@@ -27,7 +27,7 @@ from common.config import (
     WeightsConfig,
 )
 from common.weights.messages import Canary
-from learner.publishing import GlooPublisher
+from learner.publishing import WeightPublisher
 from rollout_fleet.engine import Engine
 from rollout_fleet.weight_client import WeightClient
 
@@ -92,7 +92,7 @@ class Rig:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.publisher = GlooPublisher(0, "float32", "127.0.0.1", 16 << 10, 10.0)
+        self.publisher = WeightPublisher(0, "float32", "127.0.0.1", 16 << 10, 10.0)
         self.engine = RigEngine(self.config)
         self.make, self.models = make, {}
         started = time.perf_counter()

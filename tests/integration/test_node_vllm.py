@@ -23,7 +23,7 @@ from broker.client import BrokerClient
 from broker.contract import LearnerReport, NodeStatus
 from common.rollouts import Sample, Task, decode_group
 from launch.quickstart_assets import build
-from learner.publishing import GlooPublisher
+from learner.publishing import WeightPublisher
 
 GROUP_SIZE, PER_STEP, EOS = 4, 4, 1
 TOLERANCE = 2e-4
@@ -89,7 +89,7 @@ class Job:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.broker = self._start("broker", str(folder / "job.yaml"))
         self.node = self._start("rollout", str(folder / "job.yaml"), "--node-id", "n0")
-        self.publisher = GlooPublisher(0, "float32", "127.0.0.1", 1 << 20, 10.0)
+        self.publisher = WeightPublisher(0, "float32", "127.0.0.1", 1 << 20, 10.0)
         self.models: dict[int, Any] = {0: warmed(folder / "assets")}
         self.client = BrokerClient(self._broker_address(), deadline_s=10.0)
         self.report("training", self.publisher.start())

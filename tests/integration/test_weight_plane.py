@@ -18,10 +18,12 @@ import zmq
 
 from common.credentials import KeyFolder
 from common.weights import messages
-from common.weights.collectives import GlooGroup, GroupFactory
+from common.weights.collectives import GroupFactory
 from common.weights.messages import Canary
+from common.weights.transports.gloo import GlooGroup
+from common.weights.transports.registry import open_group
 from launch.keys import make
-from learner.publishing import GlooPublisher
+from learner.publishing import WeightPublisher
 
 HERE = Path(__file__).resolve().parent
 BUCKET = 64 << 10
@@ -86,10 +88,10 @@ class Plane:
         self,
         incarnation: int = 0,
         timeout_s: float = 20.0,
-        factory: GroupFactory = GlooGroup,
+        factory: GroupFactory = open_group,
         credentials: str | None = None,
-    ) -> GlooPublisher:
-        publisher = GlooPublisher(incarnation, "float32", "127.0.0.1", BUCKET, timeout_s, factory, credentials)
+    ) -> WeightPublisher:
+        publisher = WeightPublisher(incarnation, "float32", "127.0.0.1", BUCKET, timeout_s, factory, credentials)
         self.closing.append(publisher.close)
         return publisher
 
@@ -316,6 +318,9 @@ class InstantGroup:
 
     def __init__(self, epoch: messages.Epoch) -> None:
         self.epoch = epoch
+
+    def begin(self, payload_bytes: int) -> None:
+        pass
 
     def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
         pass

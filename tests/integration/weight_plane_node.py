@@ -15,9 +15,10 @@ import torch
 
 from common.credentials import load_credential
 from common.weights import messages, packing
-from common.weights.collectives import GlooGroup
+from common.weights.collectives import Group
 from common.weights.messages import Epoch
 from common.weights.receiving import Receiver
+from common.weights.transports.registry import open_group, receivable
 from rollout_fleet.weight_client import Flip, ProofFailed, StagingFailed, WeightClient
 
 
@@ -25,13 +26,17 @@ def say(event: str, **what: object) -> None:
     print(json.dumps({"event": event, "time": time.time(), **what}), flush=True)
 
 
-class FaultyGroup(GlooGroup):
-    """Counts buckets and does what the test wants at one of them."""
+class FaultyGroup:
+    """A group of any transport that counts buckets and does what the test wants at one of them."""
 
     fault, at, seen = "", -1, 0
 
+    def __init__(self, epoch: Epoch) -> None:
+        self.group: Group = open_group(epoch)
+        self.begin, self.close = self.group.begin, self.group.close
+
     def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
-        super().broadcast(bucket, timeout_s)
+        self.group.broadcast(bucket, timeout_s)
         FaultyGroup.seen += 1
         if FaultyGroup.seen != FaultyGroup.at:
             return
@@ -60,8 +65,16 @@ class BufferTarget:
     async def set_epoch(self, epoch: bytes) -> None:
         message = messages.decode_from_learner(epoch)
         assert isinstance(message, Epoch)
-        say("epoch", epoch=message.epoch, size=message.world_size)
+        source = message.source.address if message.source else ""
+        say("epoch", epoch=message.epoch, size=message.world_size, transport=message.transport, source=source)
         self.receiver.set_epoch(message)
+
+    async def serve(self, serve: bytes, node_id: str) -> bytes:
+        message = messages.decode_from_learner(serve)
+        assert isinstance(message, messages.Serve)
+        answer = self.receiver.serve(message, node_id)
+        say("serves", version=message.version, address=answer.address, reason=answer.reason)
+        return messages.encode(answer)
 
     async def stage(self, publish: bytes) -> float:
         message = messages.decode_from_learner(publish)
@@ -101,12 +114,13 @@ async def main() -> None:
     parser.add_argument("--at", type=int, default=-1)
     parser.add_argument("--break-load", action="store_true")
     parser.add_argument("--credentials", default="")
+    parser.add_argument("--transport", default="gloo")
     arguments = parser.parse_args()
     FaultyGroup.fault, FaultyGroup.at = arguments.fault, arguments.at
     target = BufferTarget(arguments.break_load)
     credentials = arguments.credentials
     credential = load_credential(credentials, "node", arguments.node_id) if credentials else None
-    client = WeightClient(arguments.node_id, target, credential)
+    client = WeightClient(arguments.node_id, target, credential, receivable(arguments.transport))
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     say("up")

@@ -56,6 +56,8 @@ class Replay:
     def __init__(self, flat: torch.Tensor, bucket: int) -> None:
         self.parts, self.timeouts = list(flat.clone().split(bucket)), list[float]()
 
+    def begin(self, payload_bytes: int) -> None: ...
+
     def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
         self.timeouts.append(timeout_s)
         bucket.copy_(self.parts.pop(0))
@@ -76,7 +78,7 @@ def test_a_bad_bucket_is_named_after_the_whole_broadcast_was_followed() -> None:
     group = Replay(flat, ALIGNMENT)
     group.parts[1][0] ^= 1
     with pytest.raises(ValueError, match="bucket 1 of 3"):
-        receive_buckets(group, torch.zeros_like(flat), layout, publish_of(flat, layout))
+        receive_buckets(group, torch.zeros_like(flat), publish_of(flat, layout))
     assert group.timeouts == [bucket_timeout(8.0)] * 3, "leaving early would break the others' broadcast"
 
 
@@ -99,11 +101,13 @@ def test_every_message_survives_the_wire() -> None:
     for message in (
         messages.Join("n", 1), messages.Staged("n", 0, 1, 0.5), messages.Active("n", 0, 1, 0.1, "x", 0.2),
         messages.Rejected("n", 0, 1, "why", True), messages.Leave("n"), messages.Pong("n"),
+        messages.Serving("n", "k", "tcp://127.0.0.1:1"),
     ):  # fmt: skip
         assert messages.decode_from_node(messages.encode(message)) == message
     for message in (
         messages.Welcome(3, layout), Epoch(1, 1, 2, "h", 5, 1.0), messages.Activate(0, 1), messages.Ping(),
         messages.Eject("why"), publish_of(packing.pack(NAMED, layout), layout),
+        messages.Serve(0, 1, "k", 5.0, "127.0.0.1:1"),
     ):  # fmt: skip
         assert messages.decode_from_learner(messages.encode(message)) == message
     with pytest.raises(ValueError):

@@ -1,0 +1,118 @@
+"""Broadcasts between devices: a bucket crosses through device memory, and no call into the library is trusted to end.
+
+Libraries of device collectives can block in any call, in forming a group as in a broadcast, when a member is gone. So
+every call runs in a thread of this group's own, and whoever waits for it does so until the deadline, aborts the
+communicator (which frees the devices of the survivors) and goes on. transports/nccl.py is the one real use; the
+contract suite runs all of this over gloo, with the CPU as the device.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from common.weights.collectives import ROOT
+from common.weights.messages import Epoch
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.02  # how soon a wait notices that the group was closed
+
+
+class Communicator(Protocol):
+    """A library's group; its calls may block for ever."""
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """Rank 0's bytes into everyone's device `buffer` [n] uint8; on return the bytes are there."""
+        ...
+
+    def abort(self) -> None:
+        """Wake whatever is blocked and release the devices; may itself block."""
+        ...
+
+
+class DeviceGroup:
+    """A Group whose buckets pass through a bounce buffer on `device`."""
+
+    def __init__(self, epoch: Epoch, form: Callable[[Epoch], Communicator], device: torch.device) -> None:
+        """Meet the other members; blocks until all came. `form` and all later calls run in the group's thread.
+
+        Raises:
+            RuntimeError: not everyone came within `epoch.timeout_s`.
+        """
+        self._is_root = epoch.rank == ROOT
+        self._device = device
+        self._bounce = torch.empty(0, dtype=torch.uint8, device=device)
+        self._communicator: Communicator | None = None
+        self._closing = threading.Event()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True, name="device-broadcasts").start()
+        self._wait(lambda: self._form(epoch, form), epoch.timeout_s, f"epoch {epoch.epoch} did not form")
+
+    def begin(self, payload_bytes: int) -> None:
+        """Nothing to prepare."""
+
+    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
+        """Rank 0's bytes into everyone's CPU `bucket` [n] uint8; raises RuntimeError when that takes too long."""
+        self._wait(lambda: self._cross(bucket), timeout_s, "a broadcast did not finish")
+
+    def close(self) -> None:
+        """Abort what is under way and drop the group."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._calls.put(None)
+            threading.Thread(target=self._abort, daemon=True, name="drop-device-group").start()
+
+    def _form(self, epoch: Epoch, form: Callable[[Epoch], Communicator]) -> None:
+        self._communicator = form(epoch)
+        first = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        self._communicator.broadcast(first)  # libraries connect at their first use
+
+    def _cross(self, bucket: torch.Tensor) -> None:
+        assert self._communicator is not None
+        if self._bounce.numel() < bucket.numel():
+            self._bounce = torch.empty(bucket.numel(), dtype=torch.uint8, device=self._device)
+        buffer = self._bounce[: bucket.numel()]
+        if self._is_root:
+            buffer.copy_(bucket)
+        self._communicator.broadcast(buffer)
+        if not self._is_root and not self._closing.is_set():
+            bucket.copy_(buffer)
+
+    def _wait(self, call: Callable[[], None], timeout_s: float, what: str) -> None:
+        done: Future[None] = Future()
+        self._calls.put((call, done))
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._closing.is_set():
+                raise RuntimeError("the group was closed")
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                self.close()
+                raise RuntimeError(f"{what} within {timeout_s:g} s; its communicator was aborted")
+            try:
+                return done.result(min(left_s, LOOK_S))
+            except TimeoutError:
+                continue  # the call's own errors are RuntimeErrors
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, done = item
+            try:
+                call()
+            except Exception as error:  # of a foreign library; it belongs to whoever waits for the call
+                done.set_exception(error if isinstance(error, RuntimeError) else RuntimeError(str(error)))
+            else:
+                done.set_result(None)
+
+    def _abort(self) -> None:
+        try:
+            if self._communicator is not None:
+                self._communicator.abort()
+        except Exception:  # nobody waits for it
+            logger.exception("a communicator could not be aborted")

@@ -1,0 +1,59 @@
+"""Broadcasts over gloo: formed fast, every operation bounded, dropped off the path.
+
+A member that died leaves the others waiting at most for the timeout of one bucket: gloo tells some of them at once
+and others never, and nothing wakes those.
+"""
+
+import datetime
+import threading
+from typing import Any
+
+import torch
+from torch import distributed
+
+from common.weights.collectives import ROOT, local_address, meeting_place
+from common.weights.messages import Epoch
+
+_dist: Any = distributed  # these classes are public in use but untyped in torch
+
+
+class GlooGroup:
+    """ProcessGroupGloo over a store prefix of the epoch."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        """Meet the other members; blocks until all came.
+
+        Raises:
+            RuntimeError: not everyone came within `epoch.timeout_s`, or the store is gone.
+        """
+        self._group: Any = process_group(epoch)
+
+    def begin(self, payload_bytes: int) -> None:
+        """Nothing to prepare."""
+
+    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
+        """Rank 0's bytes into everyone's `bucket` [n] uint8; raises RuntimeError when it does not finish in time."""
+        group = self._group
+        if group is None:
+            raise RuntimeError("the group was closed")
+        options = _dist.BroadcastOptions()
+        options.rootRank = ROOT
+        options.rootTensor = 0
+        options.timeout = datetime.timedelta(seconds=timeout_s)
+        group.broadcast([bucket], options).wait()
+
+    def close(self) -> None:
+        """Drop the group; its destructor takes tens of milliseconds, so a side thread runs it."""
+        doomed, self._group = [self._group], None
+        threading.Thread(target=doomed.clear, daemon=True, name="drop-gloo-group").start()
+
+
+def process_group(epoch: Epoch) -> Any:
+    """A ProcessGroupGloo of the epoch's members, on the interface that leads to the learner; raises RuntimeError."""
+    options = _dist.ProcessGroupGloo._Options()
+    options._timeout = datetime.timedelta(seconds=epoch.timeout_s)
+    options._threads = 1
+    options._devices = [
+        _dist.ProcessGroupGloo.create_device(hostname=local_address(epoch.store_host, epoch.store_port))
+    ]
+    return _dist.ProcessGroupGloo(meeting_place(epoch), epoch.rank, epoch.world_size, options)

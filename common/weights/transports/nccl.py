@@ -1,0 +1,77 @@
+"""Broadcasts over NCCL between the devices of learner and nodes, through torch's process group.
+
+Not vLLM's NCCL weight-transfer engine: that one receives into the live parameters while generation stands still, and
+knows neither a deadline nor a version; here buckets are staged and verified first, as with every transport.
+"""
+
+import datetime
+import os
+from typing import Any
+
+import torch
+from torch import distributed
+
+from common.errors import UsageError
+from common.weights.collectives import ROOT, meeting_place
+from common.weights.messages import Epoch
+from common.weights.transports.device import DeviceGroup
+
+_dist: Any = distributed
+
+NEVER = datetime.timedelta(days=1)  # torch's own watchdog would end the process; the deadlines here are DeviceGroup's
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # "0": an error of one communicator is not the end of the process
+
+
+def require_device() -> None:
+    """Raises UsageError when this machine has no device for NCCL."""
+    if not torch.cuda.is_available() or not hasattr(_dist, "ProcessGroupNCCL"):
+        raise UsageError(
+            "weights.transport: nccl needs a CUDA device on learner and nodes; found none; use gloo"
+            if not torch.cuda.is_available()
+            else "weights.transport: nccl needs a torch that is built with NCCL; this one is not; use gloo"
+        )
+
+
+class NcclGroup(DeviceGroup):
+    """ProcessGroupNCCL over a store prefix of the epoch, on this process's current CUDA device."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        """Meet the other members; blocks until all came.
+
+        Raises:
+            UsageError: this machine has no CUDA device.
+            RuntimeError: not everyone came within `epoch.timeout_s`.
+        """
+        require_device()
+        device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(epoch, lambda epoch: NcclCommunicator(epoch, device), device)
+
+
+class NcclCommunicator:
+    """One communicator; used by DeviceGroup's thread, `abort` by another."""
+
+    def __init__(self, epoch: Epoch, device: torch.device) -> None:
+        torch.cuda.set_device(device)  # the current device is a thread's own
+        options = _dist.ProcessGroupNCCL.Options()
+        options._timeout = NEVER
+        before = os.environ.get(HANDLING)
+        os.environ[HANDLING] = "0"  # read when a group is made, and by this one only
+        try:
+            self._group: Any = _dist.ProcessGroupNCCL(meeting_place(epoch), epoch.rank, epoch.world_size, options)
+        finally:
+            if before is None:
+                del os.environ[HANDLING]
+            else:
+                os.environ[HANDLING] = before
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """Rank 0's bytes into everyone's device `buffer` [n] uint8; on return the bytes are there."""
+        options = _dist.BroadcastOptions()
+        options.rootRank = ROOT
+        options.rootTensor = 0
+        self._group.broadcast([buffer], options).wait()
+        torch.cuda.current_stream().synchronize()
+
+    def abort(self) -> None:
+        """Wake whatever is blocked and release the device."""
+        self._group.abort()

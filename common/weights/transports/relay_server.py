@@ -1,0 +1,164 @@
+"""Hands out payloads piece by piece: the learner's to nodes, and a node's staging buffer to newcomers.
+
+A server remembers nothing about its clients: they ask for ranges of a payload that was offered under a key, and hold
+the flow control. Pieces are sent from the payload's own memory, without a copy. Whoever overwrites that memory
+withdraws the offer first; what is still on its way then fails the receiver's checksums.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import zmq
+import zmq.auth.thread
+
+from common.weights.messages import Source
+from common.weights.transports.relay_wire import CREDIT, PIECE_BYTES, Get, Gone, Piece, decode_get, encode
+
+logger = logging.getLogger(__name__)
+
+ZAP_DOMAIN = "slipstream-relay"
+MAX_REQUEST_BYTES = 4096
+HANDSHAKE_MS = 10_000
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A payload, for whom ('' for anyone), and until which time.monotonic()."""
+
+    flat: torch.Tensor
+    client_public: str
+    until: float
+
+
+class RelayServer:
+    """Serves from a thread of its own; every method may be called from any thread."""
+
+    def __init__(self, host: str, secured: bool) -> None:
+        """Listen on a free port of `host`; `secured`: only clients with the key of an offer get in, encrypted.
+
+        Raises:
+            zmq.ZMQError: it cannot be bound.
+        """
+        self._offers: dict[str, Offer] = {}
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a client that takes nothing in shows, instead of loss
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self._router.setsockopt(zmq.SNDHWM, 2 * CREDIT)
+        self._router.setsockopt(zmq.RCVHWM, 4 * CREDIT)
+        self._router.setsockopt(zmq.IPV6, int(":" in host))
+        self.public = self._secure() if secured else ""
+        place = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        try:
+            self.address = f"{place}:{self._router.bind_to_random_port(place)}"
+        except zmq.ZMQError:
+            self._release()
+            raise
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="relay-weights")
+        self._thread.start()
+
+    def offer(self, key: str, flat: torch.Tensor, timeout_s: float, client_public: str = "") -> None:
+        """Hand out `flat` [n] uint8 under `key` for `timeout_s`, to the holder of `client_public` if one is given."""
+        now = time.monotonic()
+        with self._lock:
+            self._offers = {k: o for k, o in self._offers.items() if o.until > now}
+            self._offers[key] = Offer(flat, client_public, now + timeout_s)
+
+    def source(self, key: str, flat: torch.Tensor, timeout_s: float) -> Source:
+        """Offer `flat` to one node, with keys made for it if this server is secured: what its Epoch names."""
+        public, secret = (k.decode() for k in zmq.curve_keypair()) if self.public else ("", "")
+        self.offer(key, flat, timeout_s, public)
+        return Source(self.address, key, self.public, public, secret)
+
+    def withdraw(self, key: str | None = None) -> None:
+        """Hand out nothing more under `key`, or under any; the memory may be written again."""
+        with self._lock:
+            if key is None:
+                self._offers.clear()
+            else:
+                self._offers.pop(key, None)
+
+    def close(self) -> None:
+        """Stop at once."""
+        with contextlib.suppress(OSError):
+            self._wake_in.send(b"!")
+        self._thread.join(5)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """What pyzmq asks for every connection that wants in: whether an offer is for this key."""
+        with self._lock:
+            return any(o.client_public == key.decode("ascii", "replace") for o in self._offers.values())
+
+    def _secure(self) -> str:
+        public, secret = zmq.curve_keypair()
+        self._authenticator = zmq.auth.thread.ThreadAuthenticator(cast("zmq.Context[Any]", self._context))
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=self)
+        self._router.setsockopt(zmq.CURVE_SERVER, 1)
+        self._router.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        self._router.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self._router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+        self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        return public.decode()
+
+    def _release(self) -> None:
+        self._router.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_out.fileno(), zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll())
+                if self._wake_out.fileno() in ready:
+                    return
+                with contextlib.suppress(zmq.Again):
+                    for _ in range(4 * CREDIT):
+                        self._answer(*self._router.recv_multipart(zmq.NOBLOCK, copy=False))
+        except Exception:
+            logger.exception("the relay of weights stopped; nodes fetch elsewhere")
+        finally:
+            self._release()
+            self._wake_in.close()
+            self._wake_out.close()
+
+    def _answer(self, identity: zmq.Frame, *frames: zmq.Frame) -> None:
+        try:
+            if len(frames) != 1:
+                raise ValueError(f"{len(frames)} frames")
+            get = decode_get(frames[0].buffer)
+            piece = self._piece(get, str(frames[0].get("User-Id")) if self.public else "")
+        except (ValueError, zmq.ZMQError) as error:
+            self._send([identity.bytes, encode(Gone(str(error)))])
+            return
+        self._send([identity.bytes, encode(Piece(get.start, get.end)), piece])
+
+    def _piece(self, get: Get, client_public: str) -> memoryview:
+        with self._lock:
+            offer = self._offers.get(get.key)
+        if offer is None or offer.client_public != client_public or offer.until < time.monotonic():
+            raise ValueError("this version is not to be had here any more")
+        if not 0 <= get.end - get.start <= PIECE_BYTES or get.end > offer.flat.numel():
+            raise ValueError(f"bytes {get.start} to {get.end} of {offer.flat.numel()} cannot be asked for at once")
+        return memoryview(cast(Any, offer.flat[get.start : get.end].numpy()))
+
+    def _send(self, frames: list[Any]) -> None:
+        try:
+            self._router.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:  # it went away, or has more under way than its credit: its own wait is bounded
+            logger.debug("a piece was not sent: %s", error)
