@@ -38,11 +38,24 @@ class ModelConfig(Strict, frozen=True, kw_only=True):
     verify: bool = True  # compare Megatron's forward pass with Hugging Face's when the model is loaded
 
 
+class LimitsConfig(Strict, frozen=True, kw_only=True):
+    """What environments may take; None: what their class says (docs/environments.md)."""
+
+    reset_s: Seconds | None = None
+    step_s: Seconds | None = None
+    observation_chars: Positive | None = None
+    max_concurrent: Positive | None = None  # episodes at once on a node
+    process: bool | None = None  # every episode in a process of its own
+    cpu_s: Positive | None = None  # of that process
+    memory_mib: Positive | None = None
+
+
 class TasksConfig(Strict, frozen=True, kw_only=True):
     environment: Text  # built-in name or 'module:Class'
     dataset: Text  # JSONL, one problem per line
     eval_dataset: str | None = None  # held-out JSONL of `slipstream eval`
     options: dict[str, Scalar] = {}  # keyword arguments of the environment
+    limits: LimitsConfig = LimitsConfig()
     shuffle: bool = True
     max_attempts: Positive = 3
 

@@ -7,16 +7,17 @@ from common.config import Config
 from common.errors import ConfigError
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.host import EnvironmentHost
+from rollout_fleet.environments.limits import limits_of
 from rollout_fleet.environments.protocol import Budget
-from rollout_fleet.episodes import EpisodeDriver, Sampling, Tokenizer
+from rollout_fleet.environments.stage import ThreadStage
+from rollout_fleet.episodes import Driver, EpisodeDriver, Sampling
+from rollout_fleet.rendering import Renderer, Tokenizer
 from rollout_fleet.sampler_protocol import Sampler
 
 logger = logging.getLogger(__name__)
 
 
-def build_driver(
-    config: Config, sampler: Sampler, host: EnvironmentHost, sampling: Sampling | None = None
-) -> EpisodeDriver:
+def build_driver(config: Config, sampler: Sampler, host: EnvironmentHost, sampling: Sampling | None = None) -> Driver:
     """The driver of the config's environment and budgets.
 
     Args:
@@ -32,13 +33,12 @@ def build_driver(
     environment = registry.resolve(tasks.environment, tasks.options)
     return EpisodeDriver(
         sampler=sampler,
-        tokenizer=load_tokenizer(config.model.path),
-        environment=environment,
-        options=dict(tasks.options),
+        renderer=Renderer(load_tokenizer(config.model.path)),
+        stage=ThreadStage(environment, dict(tasks.options), host),
         budget=Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len),
         sampling=sampling or Sampling(rollout.temperature, rollout.top_p),
         timeout_s=rollout.sample_timeout_s,
-        host=host,
+        limits=limits_of(environment, tasks.limits),
     )
 
 

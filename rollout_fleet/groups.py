@@ -2,12 +2,13 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from common.rollouts import Group, GroupMeta, Sample, Task
-from rollout_fleet.episodes import EpisodeDriver, Progress
+from rollout_fleet.episodes import Driver, Progress
 
 NOTHING = GroupMeta(version_min=-1, version_max=-1, reward_mean=0.0, sampled_tokens=0)
 
@@ -59,8 +60,11 @@ class RolledOut:
 class GroupRunner:
     """Runs groups concurrently; episodes start in the order in which their groups came, `concurrency` at a time."""
 
-    def __init__(self, driver: EpisodeDriver, concurrency: int) -> None:
-        self._driver = driver
+    def __init__(
+        self, driver: Driver, concurrency: int, on_failure: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        """`on_failure` hears the stop reason of every sample that failed."""
+        self._driver, self._on_failure = driver, on_failure
         self._slots = asyncio.Semaphore(concurrency)
         self.episodes_running = 0
 
@@ -84,7 +88,7 @@ class GroupRunner:
                     progress.started_at = started[index]
                 self.episodes_running += 1
                 try:
-                    return await self._driver.run(problem, task.seed + index, progress.episodes[index])
+                    return await self._driver.run(problem, task.seed + index, progress.episodes[index], task.seed)
                 finally:
                     progress.episodes[index].at("done")
                     self.episodes_running -= 1
@@ -96,6 +100,9 @@ class GroupRunner:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         samples = [t.result() for t in tasks]
+        for sample in samples:
+            if sample.error is not None:
+                self._on_failure(sample.stop_reason)
         return summarize(task.serial, samples, time.monotonic() - min(started))
 
 

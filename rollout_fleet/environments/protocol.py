@@ -5,12 +5,17 @@ An environment is a single-use asynchronous object, one per episode:
     environment = SomeEnvironment(problem, seed=7, **options)   # problem: one dataset row; options: tasks.options
     prompt = await environment.reset()                          # first observation
     result = await environment.step(action)                     # after each turn of the policy, until result.done
+    await environment.close()                                   # if it has one; also when the episode was given up
 
 A single-turn task is an environment of one step. Observations are text (tokenised once, by the driver) or token
 ids (used as they are); neither trains. What the policy sampled is never tokenised again. Environments run on a
-thread of their own: one that blocks or raises fails its sample and nothing else.
+thread of their own, or in processes of their own where `Limits.process` says so: one that blocks, raises or floods
+fails its sample and nothing else.
 
-Text is used as it is. Chat models want their template: return a Chat from `reset`.
+Text is used as it is. Chat models want their template: return a Chat, from `reset` the conversation up to the first
+turn of the policy, later what the environment adds to it; the template renders only that.
+
+An environment whose constructor takes `group_seed` gets the seed that all samples of its group share as well.
 """
 
 from dataclasses import dataclass, field
@@ -20,16 +25,19 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Chat:
-    """A first observation as messages: the tokenizer's chat template makes the prompt of them, up to where the
-    assistant begins. A tokenizer without one gets the contents, joined by blank lines.
+    """An observation as messages: the tokenizer's chat template makes text of them, up to where the assistant
+    begins. A tokenizer without one gets the contents, joined by blank lines.
 
     Attributes:
-        messages: (role, content), for example ("user", "What is 1 + 1?").
+        messages: (role, content), for example ("user", "What is 1 + 1?") or, after a tool call, ("tool", "2").
         options: (name, value) for the template; templates ignore names that they do not know.
+        tools: the tools that the policy may call, as a JSON list of function schemas; '' for none. The same in
+            every Chat of an episode.
     """
 
     messages: tuple[tuple[str, str], ...]
     options: tuple[tuple[str, str | int | float | bool], ...] = ()
+    tools: str = ""
 
 
 Observation = str | list[int] | Chat
@@ -43,6 +51,9 @@ class StopReason(StrEnum):
     LENGTH = "length"  # the token budget or the context ran out
     TURN_LIMIT = "turn_limit"  # max_turns used up, the environment would have gone on
     ENVIRONMENT_ERROR = "environment_error"  # failed: the environment raised or answered nonsense
+    ENVIRONMENT_TIMEOUT = "environment_timeout"  # failed: a reset or a step took longer than its limit
+    ENVIRONMENT_FLOOD = "environment_flood"  # failed: an observation larger than its limit
+    ENVIRONMENT_KILLED = "environment_killed"  # failed: its process died, of its limits or by itself
     TIMEOUT = "timeout"  # failed: no end within rollout.sample_timeout_s
     CANCELLED = "cancelled"  # failed: the lease was lost or the node drains
 
@@ -70,13 +81,37 @@ class StepResult:
         observation: what the policy reads next; ignored when done.
         reward: of this turn; the episode's reward is the sum over turns.
         done: the episode is over.
-        metrics: numbers to be averaged over a step's samples; those of the last step win.
+        metrics: numbers to be averaged over a step's samples; those of the last step win. At most 64.
+        trained: whether the loss takes what the policy sampled in this turn.
     """
 
     observation: Observation = ""
     reward: float = 0.0
     done: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
+    trained: bool = True
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What environments of a class may take. A class says its own as `LIMITS`; tasks.limits overrides single ones.
+
+    Attributes:
+        reset_s, step_s: seconds for building it and `reset`, and for each `step`. The whole episode has
+            rollout.sample_timeout_s.
+        observation_chars: of one observation (of a list: token ids).
+        max_concurrent: episodes at once on a node, besides rollout.concurrency; None: no bound of its own.
+        process: run every episode in a process of its own, for code that blocks or that nobody trusts.
+        cpu_s, memory_mib: of that process, over the whole episode; memory is address space.
+    """
+
+    reset_s: float = 120.0
+    step_s: float = 120.0
+    observation_chars: int = 262_144
+    max_concurrent: int | None = None
+    process: bool = False
+    cpu_s: int = 60
+    memory_mib: int = 1024
 
 
 @dataclass(frozen=True)
@@ -98,7 +133,8 @@ class Environment(Protocol):
     """One episode; see the module's docstring for the order of calls."""
 
     def __init__(self, problem: dict[str, Any], *, seed: int, **options: Any) -> None:
-        """`seed` differs between the samples of a group; raise ValueError when `problem` cannot be used."""
+        """`seed` differs between the samples of a group, `group_seed` (only for constructors that name it) does not;
+        raise ValueError when `problem` cannot be used."""
         ...
 
     async def reset(self) -> Observation:

@@ -72,9 +72,10 @@ def _check_shape(found: object, name: str, file: str) -> None:
 def _check_options(found: type, options: Mapping[str, Any], file: str) -> None:
     """Bind the options to the constructor without calling it."""
     signature = inspect.signature(found)
-    known = [p for p in signature.parameters if p not in ("problem", "seed")]
+    known = [p for p in signature.parameters if p not in ("problem", "seed", "group_seed")]
     try:
-        signature.bind({}, seed=0, **options)
+        shared = {"group_seed": 0} if "group_seed" in signature.parameters else {}
+        signature.bind({}, seed=0, **shared, **options)
     except TypeError as error:
         unknown = next((o for o in options if o not in known), "")
         near = difflib.get_close_matches(unknown, known, 1, 0.0)

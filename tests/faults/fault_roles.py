@@ -91,7 +91,9 @@ class SleepingDriver:
         self._random = random.Random(f"{o.seed} {o.name} {os.getpid()}")
         self._numbers = itertools.count()
 
-    async def run(self, problem: dict[str, Any], seed: int, progress: Progress | None = None) -> Sample:
+    async def run(
+        self, problem: dict[str, Any], seed: int, progress: Progress | None = None, group_seed: int | None = None
+    ) -> Sample:
         version, number = self._feed.state.version, next(self._numbers)
         if self._o.hang_after is not None and number >= self._o.hang_after:
             logger.warning("this node hangs now")
@@ -148,7 +150,7 @@ async def node(o: NodeOptions) -> int:
             lambda error: loop.fail(error),
         )
         driver = SleepingDriver(o, feed)
-        runner = GroupRunner(driver, o.concurrency)  # type: ignore[arg-type]
+        runner = GroupRunner(driver, o.concurrency)
         handing_in = Repeating(client, 2 * run.lease_s) if o.repeats else client
         parts = NodeParts(handing_in, feed, runner, board, patience, EngineCounters, heartbeat.beat_now)  # type: ignore[arg-type]
         loop = Node(parts, run, o.concurrency, drain_s=0.5)

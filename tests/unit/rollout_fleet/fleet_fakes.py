@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from broker.contract import HeartbeatReply, LearnerReport, NodeBroker, NodeReport, RunInfo
 from common.rollouts import Task, VersionRun
 from rollout_fleet.environments.host import EnvironmentHost
-from rollout_fleet.environments.protocol import Budget
+from rollout_fleet.environments.protocol import Budget, Limits
+from rollout_fleet.environments.stage import ThreadStage
 from rollout_fleet.episodes import EpisodeDriver, Sampling
+from rollout_fleet.rendering import Renderer, Tokenizer
 from rollout_fleet.sampler_protocol import EngineCounters, FinishReason, Generation, WeightsState
 
 EOS = 0
@@ -103,18 +105,18 @@ def make_driver(
     budget: Budget | None = None,
     timeout_s: float = 5.0,
     host: EnvironmentHost | None = None,
-    tokenizer: CharacterTokenizer | None = None,
+    tokenizer: Tokenizer | None = None,
+    limits: Limits | None = None,
 ) -> EpisodeDriver:
     """A driver over the scripted sampler."""
     return EpisodeDriver(
         sampler,
-        tokenizer or CharacterTokenizer(),
-        environment,
-        options or {},
+        Renderer(tokenizer or CharacterTokenizer()),
+        ThreadStage(environment, options or {}, host or new_host()),
         budget or Budget(max_turns=8, max_tokens=100, max_context=1000),
         Sampling(),
         timeout_s,
-        host or new_host(),
+        limits,
     )
 
 

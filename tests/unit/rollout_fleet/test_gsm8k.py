@@ -11,6 +11,7 @@ from common.rollouts import Sample
 from rollout_fleet.environments.gsm8k import PROMPT, Gsm8k, final_number, gold_number
 from rollout_fleet.environments.protocol import Action, Chat, StepResult
 from rollout_fleet.environments.registry import resolve
+from rollout_fleet.rendering import Renderer
 
 ROW = {
     "question": "Natalia sold clips to 48 friends in April, and half as many in May. How many altogether?",
@@ -112,8 +113,7 @@ def test_the_tokenizer_of_transformers_takes_the_chat() -> None:
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}{% if not enable_thinking %}!{% endif %}"
     )
-    driver = make_driver(ScriptedSampler(in_turn(say("1"))), Gsm8k, {"prompt": "{question}"}, tokenizer=tokenizer)
-    ids = driver._tokens_of(Chat((("user", "2?"),), (("enable_thinking", False),)), first=True)
+    ids = Renderer(tokenizer).first(Chat((("user", "2?"),), (("enable_thinking", False),)))
     assert tokenizer.decode(ids) == "[user]2?[assistant]!"
 
 
@@ -124,13 +124,3 @@ def test_without_a_chat_template_the_prompt_is_plain_text() -> None:
 def test_a_question_with_braces_is_left_as_it_is() -> None:
     chat = asyncio.run(Gsm8k({"question": "{x}?", "answer": "#### 1"}, seed=0, prompt="Q: {question} {y}").reset())
     assert chat.messages == (("user", "Q: {x}? {y}"),)
-
-
-def test_a_chat_after_the_first_turn_fails_the_sample() -> None:
-    class Twice(Gsm8k):
-        async def step(self, action: Action) -> StepResult:
-            return StepResult(Chat((("user", "and now?"),)), done=False)
-
-    sample = play(Twice, ChatTokenizer())
-    assert sample.error is not None
-    assert "only be the first observation" in sample.error

@@ -194,7 +194,7 @@ def test_a_lost_lease_cancels_its_episodes_and_counts_the_waste() -> None:
     async def once() -> None:
         site = Site()
 
-        async def one_of_two(problem: dict[str, Any], seed: int, progress: Any) -> None:
+        async def one_of_two(problem: dict[str, Any], seed: int, progress: Any, group_seed: int) -> None:
             progress.sampled_tokens += 5
             await asyncio.sleep(60)
 

@@ -1,0 +1,97 @@
+"""From what an environment says to token ids; what the policy says is never tokenised.
+
+A chat template renders whole conversations. Here it renders only what is new: the first prompt, and later the text
+between the end of the assistant's turn and the beginning of its next one. That text is found by rendering a made-up
+conversation in which the assistant said a mark, followed by the new messages, and taking what comes after the mark.
+So the tokens of a turn are always an exact prefix of the next prompt, whatever a template would do to earlier turns.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+from rollout_fleet.environments.protocol import Chat, Observation
+
+MARK = "SLIPSTREAM-ASSISTANT-SAID-THIS"
+CACHED_CHARS = 4096  # longer texts are tokenised each time, so that the cache stays small
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that the driver uses."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str: ...
+
+    # those of chat models have `chat_template` and `apply_chat_template` too
+
+
+class Renderer:
+    """Observations to token ids, for one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._cached = lru_cache(maxsize=4096)(self._encode)
+
+    @property
+    def template(self) -> str:
+        """The chat template's source; '' of a tokenizer without one."""
+        found = getattr(self._tokenizer, "chat_template", None)
+        return found if isinstance(found, str) else "" if found is None else json.dumps(found)
+
+    def first(self, observation: Observation) -> list[int]:
+        """Token ids of an episode's prompt."""
+        text = self.prompt(observation) if isinstance(observation, Chat) else observation
+        return self._ids(text)
+
+    def later(self, observation: Observation, end_token: int) -> list[int]:
+        """Token ids of what the environment says after a turn that the policy ended with `end_token`."""
+        text = self.reply(observation, end_token) if isinstance(observation, Chat) else observation
+        return self._ids(text)
+
+    def prompt(self, chat: Chat) -> str:
+        """The conversation so far, up to where the assistant begins."""
+        if not self.template:
+            return "\n\n".join(content for _, content in chat.messages)
+        return self._render([{"role": role, "content": content} for role, content in chat.messages], chat)
+
+    def reply(self, chat: Chat, end_token: int) -> str:
+        """What the template puts between the assistant's end token and the beginning of its next turn."""
+        if not self.template:
+            return "".join(f"\n\n{content}" for _, content in chat.messages) + "\n\n"
+        said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
+        whole = self._render([*said, *({"role": r, "content": c} for r, c in chat.messages)], chat)
+        before, mark, after = whole.rpartition(MARK)
+        if not mark or MARK in before:
+            raise ValueError("the chat template does not show what the assistant said exactly once")
+        return after.removeprefix(self.text([end_token]))
+
+    def render_messages(self, messages: list[dict[str, Any]], tools: str = "") -> str:
+        """A whole conversation of messages in the API's form, up to where the assistant begins."""
+        if not self.template:
+            return "\n\n".join(str(message.get("content") or "") for message in messages)
+        return self._render(messages, Chat((), tools=tools))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Tokens as text, special ones included."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def encode(self, text: str) -> list[int]:
+        """Text as tokens, none added."""
+        return list(self._cached(text)) if len(text) <= CACHED_CHARS else list(self._encode(text))
+
+    def _ids(self, said: str | list[int]) -> list[int]:
+        return self.encode(said) if isinstance(said, str) else [int(token) for token in said]
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _render(self, messages: list[dict[str, Any]], chat: Chat) -> str:
+        template: Any = self._tokenizer
+        options: dict[str, Any] = dict(chat.options)
+        if chat.tools:
+            options["tools"] = json.loads(chat.tools)
+        return template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)

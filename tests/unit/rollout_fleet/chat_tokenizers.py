@@ -1,0 +1,45 @@
+"""Tokenizers with the chat templates of well-known families, cut down to what matters for token in, token out."""
+
+from typing import Any
+
+from launch.quickstart_assets import build_tokenizer
+
+# Qwen3 in short: earlier turns lose their reasoning, tool answers travel as user turns, a think block may start a turn
+QWEN = """
+{%- if tools %}<|im_start|>system
+# Tools
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}
+{%- if m.role == "assistant" %}
+{%- set said = m.content.split("</think>")[-1] %}<|im_start|>assistant
+{{ said }}<|im_end|>
+{% elif m.role == "tool" %}<|im_start|>user
+<tool_response>
+{{ m.content }}
+</tool_response><|im_end|>
+{% else %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"""
+
+# Llama 3 in short: a begin token, headers, contents trimmed
+LLAMA = """<bos>
+{%- for m in messages %}<|{{ m.role if m.role != "tool" else "ipython" }}|>
+
+{{ m.content | trim }}<eos>
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>
+
+{% endif %}"""
+
+
+def with_template(template: str, end: str) -> Any:
+    """The character tokenizer of the quickstart with a chat template; `end` ends the assistant's turn (one token)."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template.replace("<|im_end|>", end)
+    return tokenizer

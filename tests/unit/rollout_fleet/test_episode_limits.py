@@ -1,0 +1,184 @@
+"""What an environment may take, what is kept of its turns, and what of it is shared by a group."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from fleet_fakes import EOS, ScriptedSampler, addition_task, in_turn, make_driver, run, say
+
+from common.config import LimitsConfig
+from common.rollouts import Sample
+from rollout_fleet.environments.limits import limits_of
+from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
+from rollout_fleet.groups import GroupProgress, GroupRunner
+
+
+class Base:
+    """Asks once, pays 1, ends."""
+
+    def __init__(self, problem: dict[str, Any], *, seed: int) -> None:
+        self.seed = seed
+
+    async def reset(self) -> Any:
+        return "go"
+
+    async def step(self, action: Action) -> Any:
+        return StepResult(reward=1.0)
+
+
+def play(environment: type, limits: Limits | None = None, turns: int = 3, **more: Any) -> Sample:
+    answers = in_turn(*(say("ab", version=i) for i in range(turns)))
+    return asyncio.run(make_driver(ScriptedSampler(answers), environment, limits=limits, **more).run({}, 7))
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_a_reset_or_a_step_that_takes_too_long_fails_the_sample_with_its_own_reason(where: str) -> None:
+    async def slow(self: Any, *_: Any) -> Any:
+        await asyncio.sleep(60)
+
+    started = time.monotonic()
+    sample = play(type("Slow", (Base,), {where: slow}), Limits(reset_s=0.1, step_s=0.1))
+    assert time.monotonic() - started < 5
+    assert (sample.stop_reason, sample.error) == ("environment_timeout", f"{where} took longer than 0.1 s")
+
+
+@pytest.mark.parametrize(
+    "said", ["x" * 101, [1] * 101, Chat((("user", "x" * 60), ("user", "x" * 41)))], ids=["text", "tokens", "chat"]
+)
+@pytest.mark.parametrize("first", [True, False], ids=["reset", "step"])
+def test_an_observation_beyond_its_limit_fails_the_sample_as_a_flood(said: Any, first: bool) -> None:
+    class Floods(Base):
+        async def reset(self) -> Any:
+            return said if first else "go"
+
+        async def step(self, action: Action) -> StepResult:
+            return StepResult(said, done=False)
+
+    sample = play(Floods, Limits(observation_chars=100))
+    assert sample.stop_reason == "environment_flood" and "the limit is 100" in str(sample.error)
+
+
+def test_a_turn_that_the_environment_does_not_want_trained_is_out_of_the_loss_and_keeps_its_place() -> None:
+    class Picky(Base):
+        turn = 0
+
+        async def step(self, action: Action) -> StepResult:
+            self.turn += 1
+            return StepResult("-", reward=float(self.turn), done=self.turn == 3, trained=self.turn != 2)
+
+    sample = play(Picky)
+    a, b = ord("a"), ord("b")
+    assert sample.tokens.numpy().tolist() == [ord("g"), ord("o"), a, b, EOS, ord("-"), a, b, EOS, ord("-"), a, b, EOS]
+    assert sample.loss_mask.numpy().tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert sample.behavior_logprobs.numpy()[6:9].tolist() == [0.0, 0.0, 0.0]
+    assert sample.turn_rewards == [1.0, 2.0, 3.0]
+    assert sample.token_versions()[[2, 10]].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [
+        ({"a": float("nan")}, "metric 'a' is not finite"),
+        ({str(i): 1.0 for i in range(65)}, "65 metrics"),
+        ({"a": "much"}, "could not convert"),
+    ],
+)
+def test_metrics_that_are_no_numbers_or_too_many_fail_the_sample(metrics: Any, why: str) -> None:
+    class Measures(Base):
+        async def step(self, action: Action) -> StepResult:
+            return StepResult(reward=1.0, metrics=metrics)
+
+    sample = play(Measures)
+    assert sample.stop_reason == "environment_error" and why in str(sample.error)
+
+
+def test_an_endless_error_message_is_cut() -> None:
+    class Complains(Base):
+        async def step(self, action: Action) -> StepResult:
+            raise RuntimeError("x" * 1_000_000)
+
+    assert len(str(play(Complains).error)) < 600
+
+
+def test_no_more_episodes_of_a_class_run_at_once_than_it_allows() -> None:
+    async def once() -> None:
+        sampler = ScriptedSampler(lambda _: say("x"), delay_s=0.02)
+        driver = make_driver(sampler, Base, limits=Limits(max_concurrent=2))
+        await asyncio.gather(*(driver.run({}, n) for n in range(6)))
+        assert (len(sampler.calls), sampler.most_at_once) == (6, 2)
+
+    run(once())
+
+
+def test_waiting_for_a_place_does_not_count_against_the_episode_s_time() -> None:
+    async def once() -> None:
+        driver = make_driver(
+            ScriptedSampler(lambda _: say("x"), delay_s=0.3), Base, limits=Limits(max_concurrent=1), timeout_s=0.8
+        )
+        samples = await asyncio.gather(*(driver.run({}, n) for n in range(4)))
+        assert [s.stop_reason for s in samples] == ["stop"] * 4
+
+    run(once())
+
+
+def test_samples_of_a_group_share_the_group_seed_and_differ_in_their_own() -> None:
+    seen: list[tuple[int, int]] = []
+
+    class World(Base):
+        def __init__(self, problem: dict[str, Any], *, seed: int, group_seed: int) -> None:
+            seen.append((seed, group_seed))
+
+    async def once() -> None:
+        runner = GroupRunner(make_driver(ScriptedSampler(lambda _: say("x")), World), 8)
+        await runner.run(addition_task(3, group_size=3), GroupProgress())
+
+    run(once())
+    assert sorted(seen) == [(300, 300), (301, 300), (302, 300)]
+
+
+@pytest.mark.parametrize("ending", ["done", "raised", "slow"])
+def test_an_environment_is_closed_once_however_its_episode_ends(ending: str) -> None:
+    closed: list[str] = []
+
+    class Closes(Base):
+        async def step(self, action: Action) -> StepResult:
+            if ending == "raised":
+                raise RuntimeError("no")
+            if ending == "slow":
+                await asyncio.sleep(60)
+            return StepResult(reward=1.0)
+
+        async def close(self) -> None:
+            closed.append(ending)
+            raise RuntimeError("closing fails, and nobody minds")
+
+    play(Closes, Limits(step_s=0.1))
+    assert closed == [ending]
+
+
+def test_failed_samples_are_reported_by_reason() -> None:
+    reasons: list[str] = []
+
+    class Half(Base):
+        async def step(self, action: Action) -> StepResult:
+            if self.seed % 2:
+                raise RuntimeError("no")
+            return StepResult(reward=1.0)
+
+    async def once() -> None:
+        runner = GroupRunner(make_driver(ScriptedSampler(lambda _: say("x")), Half), 8, reasons.append)
+        await runner.run(addition_task(0, group_size=4), GroupProgress())
+
+    run(once())
+    assert reasons == ["environment_error"] * 2
+
+
+def test_the_config_overrides_single_limits_of_the_class() -> None:
+    class Careful(Base):
+        LIMITS = Limits(step_s=3.0, process=True, cpu_s=5)
+
+    assert limits_of(Careful, LimitsConfig()) == Careful.LIMITS
+    found = limits_of(Careful, LimitsConfig(process=False, max_concurrent=4))
+    assert (found.step_s, found.process, found.max_concurrent, found.cpu_s) == (3.0, False, 4, 5)
+    assert limits_of(Base, LimitsConfig()) == Limits()

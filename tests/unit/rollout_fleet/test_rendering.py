@@ -1,0 +1,102 @@
+"""A chat template renders only what the environment adds; what was sampled stays as it was sampled."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from chat_tokenizers import LLAMA, QWEN, with_template
+from fleet_fakes import ScriptedSampler, make_driver
+
+from common.rollouts import VersionRun
+from rollout_fleet.environments.protocol import Action, Chat, StepResult
+from rollout_fleet.rendering import MARK, Renderer
+from rollout_fleet.sampler_protocol import Generation
+
+TOOLS = '[{"type": "function", "function": {"name": "add"}}]'
+
+
+class Talks:
+    """Three turns of chat: a user's message, a tool's answer, two messages at once."""
+
+    def __init__(self, problem: dict[str, Any], *, seed: int) -> None:
+        self.turn = 0
+
+    async def reset(self) -> Chat:
+        return Chat((("system", "be brief"), ("user", "hello")), tools=TOOLS)
+
+    async def step(self, action: Action) -> StepResult:
+        self.turn += 1
+        replies = {1: Chat((("tool", "42"),), tools=TOOLS), 2: Chat((("user", "and?"), ("user", "well?")), tools=TOOLS)}
+        return StepResult(replies.get(self.turn, ""), reward=1.0, done=self.turn == 3)
+
+
+def turns_of(tokenizer: Any) -> tuple[list[list[int]], list[list[int]], Any]:
+    """Prompts and sampled tokens of the three calls, and the sample."""
+    # a policy whose tokens no tokenizer would produce from their text: filler tokens, a think block, trailing spaces
+    said = [tokenizer.encode(t) for t in ("<think>x</think> 1 ", "two  ", " three")]
+    said = [[*ids, 110 + i, tokenizer.eos_token_id] for i, ids in enumerate(said)]
+    left = iter(said)
+
+    def answer(_: str) -> Generation:
+        ids = next(left)
+        return Generation(ids, [-1.0] * len(ids), [VersionRun(0, 0)], "stop")
+
+    sampler = ScriptedSampler(answer)
+    driver = make_driver(sampler, Talks, tokenizer=tokenizer)
+    sample = asyncio.run(driver.run({}, 0))
+    return [call.prompt for call in sampler.calls], said, sample
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA, None], ids=["qwen", "llama", "none"])
+def test_prompt_and_sampled_tokens_of_a_turn_are_an_exact_prefix_of_the_next_prompt(template: str | None) -> None:
+    tokenizer = with_template(template or "", "<eos>")
+    if template is None:
+        tokenizer.chat_template = None
+    prompts, said, sample = turns_of(tokenizer)
+    assert sample.error is None and len(prompts) == 3
+    for turn in range(2):
+        so_far = prompts[turn] + said[turn]
+        assert prompts[turn + 1][: len(so_far)] == so_far
+    assert sample.tokens.numpy().tolist() == prompts[2] + said[2]
+    mask = sample.loss_mask.numpy()
+    assert [t for t, m in zip(sample.tokens.numpy().tolist(), mask, strict=True) if m] == [
+        t for turn in said for t in turn
+    ]
+
+
+def test_between_two_turns_stands_what_the_template_would_have_put_there() -> None:
+    tokenizer = with_template(QWEN, "<eos>")
+    prompts, said, _ = turns_of(tokenizer)
+    between = tokenizer.decode(prompts[1][len(prompts[0] + said[0]) :])
+    assert between == "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><eos>\n<|im_start|>assistant\n"
+
+
+def test_a_turn_that_ended_with_another_token_gets_the_template_s_end_as_well() -> None:
+    tokenizer = with_template(LLAMA, "<eos>")
+    renderer = Renderer(tokenizer)
+    chat = Chat((("user", "go on"),))
+    assert renderer.reply(chat, tokenizer.eos_token_id) == "<|user|>\n\ngo on<eos><|assistant|>\n\n"
+    assert renderer.reply(chat, tokenizer.pad_token_id) == "<eos><|user|>\n\ngo on<eos><|assistant|>\n\n"
+
+
+def test_options_reach_the_template_of_later_turns_too() -> None:
+    renderer = Renderer(with_template(QWEN, "<eos>"))
+    chat = Chat((("user", "go on"),), (("enable_thinking", False),))
+    assert renderer.reply(chat, 1).endswith("assistant\n<think></think>")
+
+
+def test_tools_reach_the_template_of_the_prompt() -> None:
+    renderer = Renderer(with_template(QWEN, "<eos>"))
+    assert '"name": "add"' in renderer.prompt(Chat((("user", "hi"),), tools=TOOLS))
+
+
+def test_an_environment_that_says_the_mark_itself_does_not_move_the_seam() -> None:
+    renderer = Renderer(with_template(LLAMA, "<eos>"))
+    with pytest.raises(ValueError, match="exactly once"):
+        renderer.reply(Chat((("user", MARK),)), 1)
+
+
+def test_a_template_that_refuses_fails_the_sample_and_nothing_else() -> None:
+    tokenizer = with_template("{{ raise_exception('roles must alternate') }}", "<eos>")
+    sample = asyncio.run(make_driver(ScriptedSampler(lambda _: None), Talks, tokenizer=tokenizer).run({}, 0))  # type: ignore[arg-type,return-value]
+    assert sample.stop_reason == "environment_error" and "roles must alternate" in str(sample.error)
