@@ -48,7 +48,10 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LearnerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`deadline_s`: how long the learner bears a broker that does not answer."""
+    """Attributes:
+    deadline_s: how long the learner bears a broker that does not answer.
+    new_store: the broker's store may be another than the checkpoint's.
+    """
 
     address: str
     run_dir: str
@@ -56,6 +59,7 @@ class LearnerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     step_s: float = 0.03
     in_order: bool = False
     deadline_s: float = 30.0
+    new_store: bool = False
     retry_s: float = RETRY_S
     groups_per_step: int = GROUPS_PER_STEP
     max_staleness: int = MAX_STALENESS

@@ -56,6 +56,11 @@ class Proxy:
         """Reset every connection; new ones are welcome."""
         self._do(lambda: [self._reset(link) for link in list(self._links)])
 
+    def lead_to(self, port: int) -> None:
+        """The address moves to another server of the machine: every connection is reset, new ones end there."""
+        self._port = port
+        self.cut()
+
     def hold(self) -> None:
         """A black hole: nothing passes on any connection, nothing is closed, until `release`."""
 

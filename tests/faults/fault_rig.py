@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fault_options import HEARTBEAT_S, LEASE_S, PROMPTS, BrokerOptions, LearnerOptions, NodeOptions
-from fault_promise import always_fails, check_promise, final_ledger, trained_lines
+from fault_options import HEARTBEAT_S, LEASE_S, PROMPTS, BrokerOptions, Checkpoint, LearnerOptions, NodeOptions
+from fault_promise import EVERYTHING, Since, always_fails, check_promise, final_ledger, trained_lines
 from fault_proxy import Proxy
+from fault_redis import RedisUnderTest
 
 from broker.connect import Access, BrokerConnection, connect
 from broker.contract import LedgerEntry
 from common.errors import BrokerError, BrokerUnreachable
 from common.run_dir import RunDir
-from tests.redis_server import RedisServer
 
 PROGRAM = Path(__file__).with_name("fault_roles.py")
 WILD_CLOCK = Path(__file__).with_name("wild_clock")
-REDIS_SETTINGS = {"appendonly": "yes", "appendfsync": "always"}
 EVENTUALLY_S = 60.0  # for what only a broken system does not reach
 
 Process = subprocess.Popen[bytes]
@@ -36,6 +35,7 @@ class Rig:
 
     Attributes:
         random: decides when and whom.
+        since: what the present store of the broker is about: all, unless one was lost.
         address: of the broker, known once it is started; it stays the same when the broker is started again.
     """
 
@@ -45,17 +45,19 @@ class Rig:
         seed: int,
         poisoned: int | None = None,
         wild_clock: bool = False,
-        redis: bool = False,
+        redis: str = "",
     ) -> None:
         self.run_dir, self.random, self.seed = run_dir, random.Random(seed), seed
         self.poisoned, self._wild_clock = poisoned, wild_clock
-        self._redis = RedisServer(new_folder(run_dir / "redis"), REDIS_SETTINGS) if redis else None
-        self.address = self._redis.address + "?run=faults" if self._redis else f"tcp://127.0.0.1:{free_port()}"
+        fsync = "everysec" if redis == "everysec" else "always"
+        self._redis = RedisUnderTest(run_dir / "redis", fsync, redis == "replica") if redis else None
+        self.address = self._redis.address if self._redis else f"tcp://127.0.0.1:{free_port()}"
         self.broker_process: Process | None = None
         self.learner_process: Process | None = None
         self.nodes: dict[str, Process] = {}
         self.broker_options: dict[str, Any] = {}
         self._incarnation = 0
+        self.since = EVERYTHING
         self._started: list[Process] = []
         self._proxies: list[Proxy] = []
         self._observer: BrokerConnection | None = None
@@ -70,6 +72,7 @@ class Rig:
         attempts = self.broker_options.get("max_attempts", 50)
         if self._redis is not None:
             self.broker_options["backend"] = "redis"
+            self.broker_options.setdefault("durability", self._redis.durability)
         section = {"address": self.address, "lease_s": LEASE_S, "heartbeat_s": HEARTBEAT_S, **self.broker_options}
         section.pop("max_attempts", None)
         self.broker_process = self.start(
@@ -138,7 +141,7 @@ class Rig:
         return self._proxies[-1]
 
     @property
-    def redis(self) -> RedisServer:
+    def redis(self) -> RedisUnderTest:
         assert self._redis is not None, "this run has no Redis"
         return self._redis
 
@@ -184,6 +187,29 @@ class Rig:
             return next((x.at_s for x in lines if x.step >= highest), None)
 
         return self.eventually(reached, f"step {highest} was not trained") - since_s
+
+    def goes_on_or_starts_again_s(self, since_s: float, steps: int = 3) -> float:
+        """As `new_steps_s`; a learner that ends because Redis lost moves is started again, as `slipstream up` does."""
+
+        def moved() -> bool:
+            assert self.learner_process is not None
+            new = [x for x in trained_lines(self.run_dir) if x.at_s > since_s]
+            return len(new) >= steps or self.learner_process.poll() is not None
+
+        self.eventually(moved, "the learner neither goes on nor ends")
+        self.start_again_if_moves_were_lost()
+        return self.new_steps_s(since_s, steps)
+
+    def start_again_if_moves_were_lost(self) -> bool:
+        """Whether the learner had ended because of that; then the next one has a new store."""
+        assert self.learner_process is not None
+        if self.learner_process.poll() is None:
+            return False
+        told = self.log_of("learner")
+        assert self.learner_process.returncode == 1 and "Redis has lost moves of run faults" in told, told[-3000:]
+        self.since = Since(Checkpoint.load(self.run_dir).step, self._incarnation + 1)
+        self.start_learner(new_store=True)
+        return True
 
     def leased_by(self, node: str) -> list[int]:
         """Tasks that the node holds now."""
@@ -261,8 +287,8 @@ class Rig:
             assert process.wait(EVENTUALLY_S) == 0, f"{name}\n{self.log_of('node')[-3000:]}"
         self.broker_process.send_signal(signal.SIGTERM)
         assert self.broker_process.wait(EVENTUALLY_S) == 0, self.log_of("broker")[-3000:]
-        check_promise(self.run_dir, ledger, self.poisoned)
-        check_promise(self.run_dir, final_ledger(self.run_dir), self.poisoned)
+        check_promise(self.run_dir, ledger, self.poisoned, self.since)
+        check_promise(self.run_dir, final_ledger(self.run_dir), self.poisoned, self.since)
         return ledger
 
     def close(self) -> None:
@@ -276,13 +302,7 @@ class Rig:
         for process in self._started:
             process.wait(10)
         if self._redis is not None:
-            self._redis.kill()
-
-
-def new_folder(path: Path) -> Path:
-    """Made, and returned."""
-    path.mkdir()
-    return path
+            self._redis.close()
 
 
 def free_port() -> int:

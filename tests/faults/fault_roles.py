@@ -185,7 +185,7 @@ class Learner:
         step = self._state.step
         attached = self._broker.attach(self._report("starting", step))
         assert attached.committed_step < step, "the broker has committed only what a checkpoint holds"
-        if not self._stream.attach(attached):
+        if not self._stream.attach(attached) and not self._o.new_store:
             raise SlipstreamError("the broker knows less than the checkpoint")
         if step > 0:
             self._broker.commit(step - 1)

@@ -98,6 +98,7 @@ def load_all() -> dict[str, Scenario]:
     import fault_scenarios_results  # noqa: F401
     import fault_scenarios_broker  # noqa: F401
     import fault_scenarios_redis  # noqa: F401
+    import fault_scenarios_failover  # noqa: F401
 
     return SCENARIOS
 
