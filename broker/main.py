@@ -86,22 +86,25 @@ def run_info(config: Config, config_json: bytes) -> RunInfo:
 
 
 def refuse_second_broker(run_dir: Path, credentials: str | None = None) -> None:
-    """Raise UsageError when RUN/broker.json names a broker that is alive and answers."""
+    """Raise UsageError when RUN/broker.json names a broker that is alive, also one with other keys."""
     known = RunDir(run_dir).broker()
     if known is None or not alive(known.pid):
         return
+    who = f"process {known.pid}, {known.address}"
     try:
         access = Access(address=known.address, role="broker", deadline_s=ALIVE_CHECK_S, credentials=credentials)
         with connect(access) as client:
             status = client.status()
-    except (BrokerError, BrokerUnreachable, UsageError):
+    except (UsageError, BrokerError) as error:  # somebody is there, and has said no
+        raise UsageError(
+            f"run.dir: {run_dir} already has a broker ({who}), which does not talk to this one: {error}; stop it "
+            f"first, or remove {run_dir / 'broker.json'} when that process is something else"
+        ) from error
+    except BrokerUnreachable:
         logger.warning("broker.json names process %d, which does not answer; taking its place", known.pid)
         return
     if Path(status.run.run_dir).resolve() == run_dir.resolve():
-        raise UsageError(
-            f"run.dir: {run_dir} already has a broker (process {known.pid}, {known.address}); "
-            "stop it first, or choose another run.dir"
-        )
+        raise UsageError(f"run.dir: {run_dir} already has a broker ({who}); stop it first, or choose another run.dir")
 
 
 def keep_former_ledger(run_dir: Path) -> None:

@@ -77,7 +77,7 @@ class Snapshots:
                     return False
             self._file.write(b"]" if self._serial else b"[]")
             self._file.finish(sync)
-            write_atomic(self._run_dir / "status.json", msgspec.json.encode(self._state.status()))
+            write_atomic(self._run_dir / "status.json", msgspec.json.encode(self._state.status()), sync=sync)
         except OSError as error:
             logger.error("snapshot not written: %s", error)
             if self._file is not None:

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import msgspec
 
+from common import files
 from common.config import Config, SftConfig
 from common.config_loading import dump_yaml, load_either
 from common.errors import SlipstreamError, UsageError
@@ -122,13 +123,15 @@ class AtomicFile:
         self._file.write(data)
 
     def finish(self, sync: bool = True) -> None:
-        """Replace `path`; `sync`: only when the content has reached the disk."""
+        """Replace `path`; `sync`: only when the content has reached the disk, and so has then the new name."""
         self._file.flush()
         if sync:
             os.fsync(self._file.fileno())
         self._file.close()
         os.chmod(self._temporary, self._mode)
         os.replace(self._temporary, self._path)
+        if sync:
+            files.sync(self._path.parent)
 
     def discard(self) -> None:
         """Leave `path` as it is."""
@@ -137,12 +140,15 @@ class AtomicFile:
         Path(self._temporary).unlink(missing_ok=True)
 
 
-def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Replace `path` so that a reader sees the old or the new content, never a part."""
+def write_atomic(path: Path, data: bytes, mode: int = 0o644, *, sync: bool = True) -> None:
+    """Replace `path` so that a reader sees the old or the new content, never a part.
+
+    With `sync` the new content stays when the machine loses power after this.
+    """
     file = AtomicFile(path, mode)
     try:
         file.write(data)
-        file.finish()
+        file.finish(sync)
     except BaseException:
         file.discard()
         raise

@@ -19,8 +19,10 @@ from broker.event_log import EventLog
 from broker.server import BrokerServer
 from broker.state import DeliveryState
 from common.config import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
+from common.credentials import KeyFolder
 from common.errors import UsageError
 from common.rollouts import GroupMeta, Task
+from launch.keys import make
 
 
 def job(run_dir: Path, address: str = "tcp://127.0.0.1:0") -> Config:
@@ -153,3 +155,21 @@ def test_the_broker_file_of_a_reused_process_id_is_no_obstacle(tmp_path: Path, m
     file = main.BrokerFile(os.getpid(), "tcp://127.0.0.1:9", 0.0)
     (tmp_path / "broker.json").write_bytes(msgspec.json.encode(file))
     main.refuse_second_broker(tmp_path)
+
+
+@pytest.mark.parametrize("mine", ["other keys", "no keys"])
+def test_a_living_broker_with_other_keys_keeps_a_second_one_out(tmp_path: Path, mine: str) -> None:
+    for name in ("keys", "other"):
+        make(KeyFolder(tmp_path / name), ["a"])
+    state = DeliveryState(main.run_info(job(tmp_path), b""), time.monotonic, lambda: str(uuid.uuid4()), EventLog())
+    server = BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, credentials=str(tmp_path / "keys"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        file = main.BrokerFile(os.getpid(), server.address, 0.0)
+        (tmp_path / "broker.json").write_bytes(msgspec.json.encode(file))
+        with pytest.raises(UsageError, match=r"already has a broker \(process \d+, tcp://.*does not talk to this one"):
+            main.refuse_second_broker(tmp_path, str(tmp_path / "other") if mine == "other keys" else None)
+    finally:
+        server.stop()
+        thread.join(10)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import stat
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -122,3 +124,22 @@ def test_source_revision_is_a_commit_of_this_checkout():
     revision, modified = source_revision()
     assert revision is None or len(revision) == 40
     assert isinstance(modified, bool)
+
+
+def test_an_atomic_write_lasts_its_name_is_synced_after_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        kind = "folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file"
+        synced.append((kind, (tmp_path / "it").exists()))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_atomic(tmp_path / "it", b"content")
+    assert synced == [("file", False), ("folder", True)]
+    synced.clear()
+    write_atomic(tmp_path / "it", b"other", sync=False)
+    assert synced == []
