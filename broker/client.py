@@ -191,7 +191,7 @@ class _Channel:
     def exchange(self, request: wire.Request, limit_s: float, retry_s: float) -> tuple[wire.SingleReply, list[bytes]]:
         """Send `request`, again every `retry_s`, until its reply comes; BrokerUnreachable after `limit_s`.
 
-        UsageError as soon as the broker has refused the credential.
+        UsageError as soon as the broker has refused the credential, or at the end when it seems so.
         """
         header = wire.encode(request)
         end = time.monotonic() + limit_s
@@ -212,6 +212,9 @@ class _Channel:
                 time.sleep(min(retry_s, WAITING_PAUSE_S))
             elif answer is not None:
                 return answer
+        suspicion = "" if connected else self._handshakes.suspicion()
+        if suspicion:
+            raise UsageError(suspicion)
         raise unreachable(self.address, limit_s, connected)
 
     def _answer(self, request_id: int, until: float) -> tuple[wire.SingleReply, list[bytes]] | None:

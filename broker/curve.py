@@ -165,6 +165,10 @@ class Handshakes:
             self._note(int(message["event"]), int(message["value"]))
         return self._refusal
 
+    def suspicion(self) -> str:
+        """What `refusal` would say if connections went on breaking as they did, '' when none broke. Never waits."""
+        return self.refusal() or (self._another_key() if self._broken else "")
+
     def proven(self) -> None:
         """The two sides know each other: connections that break from now on are not about keys."""
         if not self._proven and self._credential is not None:
@@ -193,11 +197,16 @@ class Handshakes:
             self._broken += 1
             self._broken_since = time.monotonic() if self._broken == 1 else self._broken_since
             if self._broken >= BROKEN_HANDSHAKES and time.monotonic() - self._broken_since >= BROKEN_S:
-                self._refusal = (
-                    f"{self._server} refused this key: it does not hold the server key that the credential of "
-                    f"{who.role} {who.name!r} names (are both from one key folder?), or it only forwards connections "
-                    "to something that is down"
-                )
+                self._refusal = self._another_key()
+
+    def _another_key(self) -> str:
+        who = self._credential
+        assert who is not None
+        return (
+            f"{self._server} refused this key: it does not hold the server key that the credential of "
+            f"{who.role} {who.name!r} names (are both from one key folder?), or it only forwards connections "
+            "to something that is down"
+        )
 
     def _mismatch(self, value: int) -> str:
         if value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:

@@ -8,7 +8,7 @@ import ipaddress
 import json
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,6 +25,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
 LEASE_HEARTBEATS = 3
 MODEL_HINT = "names of a hub are not downloaded: `hf download NAME --local-dir FOLDER`; `slipstream sft` builds one"
+Reader = Literal["all", "broker", "learner", "node"]
+FILES: dict[Reader, frozenset[str]] = {  # keys that name files, and who reads them: only there must they exist
+    "all": frozenset({"model.path", "tasks.dataset", "tasks.eval_dataset", "learner.loss.reference"}),
+    "broker": frozenset(),
+    "learner": frozenset({"model.path", "tasks.dataset", "learner.loss.reference"}),
+    "node": frozenset({"model.path"}),
+}
 C = TypeVar("C", Config, SftConfig)
 
 
@@ -48,30 +55,33 @@ def resolve_paths(config: C) -> C:
     return msgspec.structs.replace(config, tasks=tasks, learner=learner, **changed)
 
 
-def check_config(config: Config | SftConfig, file: str) -> None:
+def check_config(config: Config | SftConfig, file: str, reader: Reader = "all") -> None:
     """Raise ConfigError on the first thing in `config` that cannot work together.
 
     Args:
         config: as loaded.
         file: named in the message.
+        reader: the role that is about to start here; files that only others read may be missing.
     """
-    for problem in problems(config):
+    for problem in problems(config, reader):
         raise ConfigError(file, *problem)
 
 
-def problems(config: Config | SftConfig) -> Iterator[Problem]:
+def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Problem]:
     """Everything that does not fit, the most basic first."""
+    read = FILES[reader]
     yield from world_problems(config.learner.world_size, config.learner.parallel)
     yield from _moe(config)
-    shape = yield from _model_folder(config.model.path)
+    shape = (yield from _model_folder(config.model.path)) if "model.path" in read else None
     if shape is not None:
         yield from architecture_problems(shape.get)
         yield from model_problems(ModelShape.of(shape.get), config.learner.parallel)
         yield from _experts(shape, config.learner.moe)
-    yield from _dataset("tasks.dataset", config.tasks.dataset)
+    if "tasks.dataset" in read:
+        yield from _dataset("tasks.dataset", config.tasks.dataset)
     if isinstance(config, SftConfig):
         return
-    if config.tasks.eval_dataset is not None:
+    if config.tasks.eval_dataset is not None and "tasks.eval_dataset" in read:
         yield from _dataset("tasks.eval_dataset", config.tasks.eval_dataset)
     yield from loss_problems(config.learner.loss)
     if config.learner.dynamic_sampling and config.learner.loss.advantage == "reinforce_pp":
@@ -83,7 +93,7 @@ def problems(config: Config | SftConfig) -> Iterator[Problem]:
         expected = "bias or none with correction mis, correction_normalize or correction_veto"
         hint = "what these leave out is known after the forward pass only: the auxiliary loss would get an odd weight"
         yield "learner.moe.balance", expected, "aux_loss", hint
-    if config.learner.loss.reference is not None:
+    if config.learner.loss.reference is not None and "learner.loss.reference" in read:
         yield from _reference(Path(config.learner.loss.reference))
     yield from _rollout(config, shape)
     yield from _staleness(config)

@@ -24,7 +24,7 @@ SHUTDOWN_TIMEOUT_S = 300
 
 def broker(args: argparse.Namespace) -> int:
     """Run the broker until it is told to stop."""
-    config, run = load_job(args.config, args.overrides)
+    config, run = load_job(args.config, args.overrides, reader="broker")
     run.prepare(config)
     setup_logging("broker", "0", run.logs, config.telemetry.log_level)
     if config.broker.backend == "redis":
@@ -37,7 +37,7 @@ def broker(args: argparse.Namespace) -> int:
 
 def learner(args: argparse.Namespace) -> int:
     """Become torchrun with one process per learner rank; does not return."""
-    config, run = load_job(args.config, args.overrides)
+    config, run = load_job(args.config, args.overrides, reader="learner")
     run.prepare(config)
     return become_torchrun("learner.main", run, config.learner.world_size, config.learner.threads)
 
@@ -59,10 +59,11 @@ def rollout(args: argparse.Namespace) -> int:
         args.overrides = [*args.overrides, f"broker.credentials={Path(args.credentials).expanduser().resolve()}"]
     if args.config is None:
         status = ask_status(args.join, args.join_timeout_s, args.credentials)
-        config, run = checked(joined_config(status.run.config, args.join, args.overrides), f"the job at {args.join}")
+        joined = joined_config(status.run.config, args.join, args.overrides)
+        config, run = checked(joined, f"the job at {args.join}", reader="node")
         address = args.join
     else:
-        config, run = load_job(args.config, args.overrides, environment=True)
+        config, run = load_job(args.config, args.overrides, environment=True, reader="node")
         run.check_agrees(config)
         address = args.join or discover_broker(config, run, args.join_timeout_s)
         ask_status(address, args.join_timeout_s, config.broker.credentials)

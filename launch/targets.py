@@ -6,28 +6,31 @@ from pathlib import Path
 import msgspec
 
 from common.config import Config, SftConfig
-from common.config_checks import check_config, resolve_paths
+from common.config_checks import Reader, check_config, resolve_paths
 from common.config_loading import build_config, load_config, load_either
 from common.errors import UsageError
 from common.run_dir import RunDir
 
 
-def load_job(path: str, overrides: Sequence[str] = (), environment: bool = False) -> tuple[Config, RunDir]:
+def load_job(
+    path: str, overrides: Sequence[str] = (), environment: bool = False, reader: Reader = "all"
+) -> tuple[Config, RunDir]:
     """A checked RL config with absolute paths, and its run folder.
 
     Args:
         environment: also import the environment, for the commands whose Python environment must have it.
+        reader: the role that starts here; files that only others read may be missing.
 
     Raises:
         UsageError: ConfigError when a key is wrong.
     """
-    return checked(load_config(Path(path), overrides), path, environment)
+    return checked(load_config(Path(path), overrides), path, environment, reader)
 
 
-def checked(config: Config, file: str, environment: bool = True) -> tuple[Config, RunDir]:
+def checked(config: Config, file: str, environment: bool = True, reader: Reader = "all") -> tuple[Config, RunDir]:
     """Resolve the paths, check everything that needs no heavy import; `file` is named in errors."""
     config = resolve_paths(config)
-    check_config(config, file)
+    check_config(config, file, reader)
     if environment:
         from rollout_fleet.environments import registry
 

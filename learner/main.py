@@ -163,7 +163,7 @@ def run(arguments: Sequence[str]) -> int:
     """One rank from start to end; raises SlipstreamError (exit code 1) or UsageError (exit code 2)."""
     words = parse_arguments("learner.main", arguments)
     config = resolve_paths(load_config(words.config, words.overrides, Config))
-    check_config(config, str(words.config))
+    check_config(config, str(words.config), "learner")
     run_dir = RunDir(config.run.dir)
     process = RankProcess.start("learner", run_dir, config.learner.threads, config.telemetry.log_level)
     keep_freed_memory()

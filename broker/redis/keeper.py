@@ -92,7 +92,8 @@ class Keeper:
             UsageError: a setting that loses data, a run of that name that is another folder's or an earlier one's.
             BrokerUnreachable: the server does not answer.
         """
-        check_server(self._link, self._durability, time.monotonic() + START_S)
+        self._await_server(time.monotonic() + START_S)
+        check_server(self._link, self._durability, time.monotonic() + ASK_S)
         self._seen = self._read_seen()
         pointer = self._store.pointer()
         seen = self._seen
@@ -140,6 +141,19 @@ class Keeper:
             self._snapshot(force=True)
         except (BrokerUnreachable, BrokerError, OSError) as error:
             logger.error("the last snapshot was not written: %s", error)
+
+    def _await_server(self, end: float) -> None:
+        """Until the server has its data; says at once what is waited for."""
+        ask: list[Command] = [("EXISTS", self._store.pointer_key)]  # refused while it loads
+        try:
+            self._link.run(lambda repeated, whole: ask, time.monotonic())
+        except BrokerUnreachable as error:
+            server = self._link.endpoint.name
+            logger.warning("waiting for Redis at %s (broker.address) for up to %d s: %s", server, START_S, error)
+            try:
+                self._link.run(lambda repeated, whole: ask, end)
+            except BrokerUnreachable as later:
+                raise BrokerUnreachable(f"broker.address: {later}; is the server running?") from later
 
     # ---------------------------------------------------------------- the store
 

@@ -43,6 +43,11 @@ class RunStore:
         self._link, self._run, self._deadline_s = link, run, deadline_s
         self._facts = facts(run, retain_steps, pid)
 
+    @property
+    def pointer_key(self) -> bytes:
+        """The key that says which store the run has."""
+        return pointer_key(self._run.name)
+
     def pointer(self) -> Pointer | None:
         """Which store the run has now; None on a server that does not know the run.
 

@@ -6,6 +6,7 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from broker.redis.endpoint import endpoint
 from broker.redis.keeper import Keeper, Seen, only_keeper
 from broker.redis.link import Link
 from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
-from common.errors import UsageError
+from common.errors import BrokerUnreachable, UsageError
 from common.rollouts import GroupMeta, Task
 from common.run_dir import RunDir
 from tests.redis_server import RedisServer
@@ -308,3 +309,26 @@ def test_slipstream_broker_runs_the_keeper_and_says_where(server: RedisServer, t
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
     assert run.broker() is None and (run.path / "ledger.json").read_bytes() == b"[]"
+
+
+def test_a_server_that_is_down_is_said_to_be_waited_for_at_once_and_the_key_is_named_in_the_end(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("broker.redis.keeper.START_S", 0.3)
+    server.kill()
+    with pytest.raises(
+        BrokerUnreachable, match=rf"broker.address: Redis at redis://127.0.0.1:{server.port}/0 does not"
+    ):
+        keeper(server, tmp_path / "run")
+    assert f"waiting for Redis at redis://127.0.0.1:{server.port}/0 (broker.address)" in caplog.text
+
+
+def test_a_server_that_comes_up_later_is_taken(
+    server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.kill()
+    later = threading.Timer(0.5, server.start)
+    later.start()
+    keeper(server, tmp_path / "run").close()
+    later.join()
+    assert "waiting for Redis at" in caplog.text

@@ -7,7 +7,15 @@ import msgspec
 import pytest
 
 from common.config import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, TasksConfig
-from common.config_checks import check_config, fixed_address, is_loopback, problems, resolve_paths, split_address
+from common.config_checks import (
+    Reader,
+    check_config,
+    fixed_address,
+    is_loopback,
+    problems,
+    resolve_paths,
+    split_address,
+)
 from common.config_loading import build_config
 from common.credentials import KeyFolder
 from common.errors import ConfigError
@@ -364,3 +372,28 @@ def test_a_reference_model_is_a_folder_with_config_and_weights(folder, monkeypat
     (folder / "empty" / "config.json").write_text("{}")
     config = job(folder, learner={"loss": {"reference": "empty", "kl_coefficient": 0.1}})
     refused(config, "learner.loss.reference", "safetensors")
+
+
+@pytest.mark.parametrize(
+    ("reader", "needed"),
+    [
+        ("broker", ()),
+        ("node", ("model.path",)),
+        ("learner", ("model.path", "tasks.dataset", "learner.loss.reference")),
+        ("all", ("model.path", "tasks.dataset", "tasks.eval_dataset", "learner.loss.reference")),
+    ],
+)
+def test_a_role_needs_only_the_files_that_it_reads(folder: Path, reader: Reader, needed: tuple[str, ...]) -> None:
+    sections = {
+        "model.path": {"model": {"path": "/nowhere"}},
+        "tasks.dataset": {"tasks": {"dataset": "/nowhere/a.jsonl"}},
+        "tasks.eval_dataset": {"tasks": {"eval_dataset": "/nowhere/b.jsonl"}},
+        "learner.loss.reference": {"learner": {"loss": {"reference": "/nowhere", "kl_coefficient": 0.1}}},
+    }
+    for key, section in sections.items():
+        config = job(folder, **section)
+        if key not in needed:
+            check_config(config, "job.yaml", reader)
+            continue
+        with pytest.raises(ConfigError, match=rf"job.yaml: {key}"):
+            check_config(config, "job.yaml", reader)

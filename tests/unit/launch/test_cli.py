@@ -1,6 +1,7 @@
 """The command line: every bad input ends with exit code 2 and a line that says what to do."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -54,7 +55,6 @@ def refusal(capsys, *words: str) -> str:
         ("rollout.groupsize=8", ["<override>", "rollout.groupsize", "did you mean 'group_size'?"]),
         ("run.steps=many", ["run.steps", "an integer >= 1", "'many'"]),
         ("rollout.top_p=2", ["rollout.top_p", "<= 1", "2"]),
-        ("model.path=nowhere", ["model.path", "does not exist"]),
         ("learner.world_size=3", ["learner.world_size", "multiple of 2"]),
         ("learner.parallel.tensor=4", ["learner.world_size"]),
         ("rollout.group_size=1", ["rollout.group_size", "every advantage would be zero"]),
@@ -65,6 +65,26 @@ def test_bad_config_is_refused_by_every_role(job, capsys, command, override, wor
     err = refusal(capsys, command, str(job), "learner.parallel.tensor=2", "learner.world_size=2", override)
     for word in words:
         assert word in err
+
+
+@pytest.mark.parametrize("command", ["up", "learner", "rollout"])
+def test_a_model_that_is_not_there_is_refused_by_those_who_read_it(job, capsys, command):
+    err = refusal(capsys, command, str(job), "model.path=nowhere")
+    assert "model.path" in err
+    assert "does not exist" in err
+
+
+def test_the_broker_starts_where_neither_model_nor_dataset_is(job):
+    words = ["broker", str(job), "model.path=nowhere", "tasks.dataset=nowhere.jsonl"]
+    broker = subprocess.Popen([sys.executable, "-m", "launch.cli", *words], stderr=subprocess.PIPE)
+    try:
+        assert broker.stderr is not None
+        assert b"listens on" in broker.stderr.readline()
+        broker.send_signal(signal.SIGTERM)
+        assert broker.wait(30) == 0
+    finally:
+        broker.kill()
+        broker.communicate()
 
 
 def test_unknown_key_in_the_file_names_file_and_nearest_key(job, capsys):

@@ -132,6 +132,17 @@ def test_joining_with_keys_of_another_job_names_the_reason(
     assert "refused this key" in said
 
 
+def test_a_refused_key_is_named_as_the_reason_however_short_the_wait(
+    served: RunDir, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    make(KeyFolder(other), ["x"])
+    joining = ["rollout", "--join", address(served), "--credentials", str(other)]
+    said = refusal(capsys, *joining, "--join-timeout-s", "2")
+    assert "refused this key" in said
+    assert "are both from one key folder?" in said
+
+
 @pytest.mark.parametrize(
     ("credentials", "words"),
     [
