@@ -1,15 +1,10 @@
-"""The weight plane with real processes, sockets and gloo groups; only the engine is replaced by a buffer."""
+"""The weight plane: versions, members and proofs, with real processes, sockets and gloo groups."""
 
 import contextlib
-import json
 import os
-import queue
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,107 +13,17 @@ import zmq
 
 from common.credentials import KeyFolder
 from common.weights import messages
-from common.weights.collectives import GroupFactory
 from common.weights.messages import Canary
 from common.weights.transports.gloo import GlooGroup
-from common.weights.transports.registry import open_group
 from launch.keys import make
-from learner.publishing import WeightPublisher
-
-HERE = Path(__file__).resolve().parent
-BUCKET = 64 << 10
-
-
-class NodeProcess:
-    """weight_plane_node.py as a child; its events arrive in order."""
-
-    def __init__(self, node_id: str, *arguments: str) -> None:
-        command = [sys.executable, str(HERE / "weight_plane_node.py"), node_id, *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=HERE.parents[1]
-        )
-        self.events: list[dict[str, object]] = []
-        self._queue: queue.Queue[dict[str, object]] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._queue.put(json.loads(line))
-
-    def follow(self, address: str, incarnation: int = 0) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{address} {incarnation}\n")
-        self.process.stdin.flush()
-
-    def wait(self, event: str, timeout_s: float = 20, **fields: object) -> dict[str, object]:
-        """The next event of this kind with these fields; earlier ones are kept in `events`."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                got = self._queue.get(timeout=max(0.01, deadline - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"no {event} {fields} within {timeout_s} s; saw {self.events}") from None
-            self.events.append(got)
-            if got["event"] == event and all(got.get(k) == v for k, v in fields.items()):
-                return got
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-        self.process.wait(10)
-        self._reader.join(10)
-        assert self.process.stdin is not None and self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.stdout.close()
-
-
-class Plane:
-    """Starts publishers and nodes, and ends them."""
-
-    def __init__(self) -> None:
-        self.closing: list[Callable[[], None]] = []
-
-    def publisher(
-        self,
-        incarnation: int = 0,
-        timeout_s: float = 20.0,
-        factory: GroupFactory = open_group,
-        credentials: str | None = None,
-    ) -> WeightPublisher:
-        publisher = WeightPublisher(incarnation, "float32", "127.0.0.1", BUCKET, timeout_s, factory, credentials)
-        self.closing.append(publisher.close)
-        return publisher
-
-    def nodes(self, *ids: str, arguments: tuple[str, ...] = ()) -> list[NodeProcess]:
-        nodes = [NodeProcess(i, *arguments) for i in ids]
-        self.closing.extend(n.close for n in nodes)
-        return nodes
+from tests.integration.plane_rig import Plane, until, weights
 
 
 @pytest.fixture
 def plane() -> Iterator[Plane]:
     made = Plane()
     yield made
-    for close in reversed(made.closing):
-        close()
-
-
-def weights(version: int, floats: int = 200_000) -> list[tuple[str, torch.Tensor]]:
-    """About 13 buckets; every element tells the version."""
-    return [("a.weight", torch.full((floats // 2, 2), float(version))), ("b.weight", torch.full((33,), float(version)))]
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition not reached in time"
-        time.sleep(0.01)
+    made.close()
 
 
 def test_versions_reach_every_node_and_a_late_one_at_once(plane: Plane) -> None:
@@ -174,7 +79,7 @@ def test_with_keys_versions_reach_the_nodes_of_the_key_folder_and_no_others(plan
             node.wait("active", timeout_s=0.5)
 
 
-@pytest.mark.parametrize("fault", ["kill", "stop"])
+@pytest.mark.parametrize("fault", ["kill", "stop", "cut"])
 def test_a_member_lost_mid_broadcast_does_not_keep_the_version_from_the_others(plane: Plane, fault: str) -> None:
     timeout_s = 4.0
     publisher = plane.publisher(timeout_s=timeout_s)
@@ -198,8 +103,10 @@ def test_a_member_lost_mid_broadcast_does_not_keep_the_version_from_the_others(p
         print(f"{fault}: a survivor runs version 2 {waited:.2f} s after the fault")
     until(lambda: publisher.stats().ejections == 1 and publisher.stats().version_sent == 2)
     assert publisher.stats().nodes == 2
+    if fault == "cut":
+        assert victim.wait("active", version=2)["value"] == 2.0, "one whose network comes back joins again"
     if fault == "stop":
-        victim.process.send_signal(signal.SIGCONT)
+        victim.signal(signal.SIGCONT)
         assert victim.wait("active", version=2)["value"] == 2.0, "one that wakes up joins again"
 
 

@@ -1,15 +1,14 @@
 """A node without an engine: the real control protocol and collectives, a plain buffer as the weights.
 
-Run as a process by test_weight_plane.py; prints one JSON line per event. Faults are asked for by arguments.
+Run as a process by plane_rig.py; writes one JSON line per event. Faults are asked for by arguments.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import signal
-import sys
 import time
+from multiprocessing.reduction import DupFd
 
 import torch
 
@@ -20,10 +19,13 @@ from common.weights.messages import Epoch
 from common.weights.receiving import Receiver
 from common.weights.transports.registry import open_group, receivable
 from rollout_fleet.weight_client import Flip, ProofFailed, StagingFailed, WeightClient
+from tests.contract.transport_receiver import harm
+
+_events = -1  # file descriptor
 
 
 def say(event: str, **what: object) -> None:
-    print(json.dumps({"event": event, "time": time.time(), **what}), flush=True)
+    os.write(_events, (json.dumps({"event": event, "time": time.time(), **what}) + "\n").encode())
 
 
 class FaultyGroup:
@@ -32,6 +34,8 @@ class FaultyGroup:
     fault, at, seen = "", -1, 0
 
     def __init__(self, epoch: Epoch) -> None:
+        if FaultyGroup.fault == "no collective" and epoch.transport != "relay":
+            raise RuntimeError("no route to the others")
         self.group: Group = open_group(epoch)
         self.begin, self.close = self.group.begin, self.group.close
 
@@ -41,19 +45,17 @@ class FaultyGroup:
         if FaultyGroup.seen != FaultyGroup.at:
             return
         say("fault", kind=FaultyGroup.fault)
-        if FaultyGroup.fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif FaultyGroup.fault == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif FaultyGroup.fault == "corrupt":
+        harm(FaultyGroup.fault)
+        if FaultyGroup.fault == "corrupt":
             bucket[7] ^= 1
 
 
 class BufferTarget:
     """WeightTarget whose engine is a buffer."""
 
-    def __init__(self, break_load: bool) -> None:
+    def __init__(self, break_load: bool, spoil_served: bool) -> None:
         self.receiver = Receiver(FaultyGroup)
+        self.spoil_served = spoil_served
         self.weights: torch.Tensor | None = None
         self.break_load = break_load
 
@@ -92,6 +94,8 @@ class BufferTarget:
     async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
         flat = self.receiver.take(incarnation, version)
         self.weights = flat.clone()
+        if self.spoil_served:
+            flat[9] ^= 1
         self.receiver.give_back(flat)
         if self.break_load:
             self.weights[0] ^= 1
@@ -107,22 +111,23 @@ class BufferTarget:
         say("quarantined", reason=reason)
 
 
-async def main() -> None:
+async def main(words: list[str], orders: int) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("node_id")
     parser.add_argument("--fault", default="")
     parser.add_argument("--at", type=int, default=-1)
     parser.add_argument("--break-load", action="store_true")
+    parser.add_argument("--spoil-served", action="store_true")
     parser.add_argument("--credentials", default="")
     parser.add_argument("--transport", default="gloo")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     FaultyGroup.fault, FaultyGroup.at = arguments.fault, arguments.at
-    target = BufferTarget(arguments.break_load)
+    target = BufferTarget(arguments.break_load, arguments.spoil_served)
     credentials = arguments.credentials
     credential = load_credential(credentials, "node", arguments.node_id) if credentials else None
     client = WeightClient(arguments.node_id, target, credential, receivable(arguments.transport))
     lines = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(orders))
     say("up")
     state = client.state
     reading = asyncio.create_task(lines.readline())
@@ -143,6 +148,9 @@ async def main() -> None:
     await client.close()
 
 
-if __name__ == "__main__":
+def run(words: list[str], orders: DupFd, events: DupFd) -> None:
+    """The process: addresses to follow come in as lines of `orders`."""
+    global _events
+    _events = events.detach()
     torch.set_num_threads(1)
-    asyncio.run(main())
+    asyncio.run(main(words, orders.detach()))

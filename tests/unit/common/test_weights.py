@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from msgspec import structs
 
 from common.weights import messages, packing
 from common.weights.collectives import bucket_timeout, reason_of
@@ -82,6 +83,17 @@ def test_a_bad_bucket_is_named_after_the_whole_broadcast_was_followed() -> None:
     assert group.timeouts == [bucket_timeout(8.0)] * 3, "leaving early would break the others' broadcast"
 
 
+def test_weights_of_another_source_are_held_to_a_digest_that_cannot_be_forged() -> None:
+    layout = layout_of("float32")
+    flat = packing.pack(NAMED, layout)
+    publish = publish_of(flat, layout)
+    honest = structs.replace(publish, sha256=packing.sha256(flat))
+    receive_buckets(Replay(flat, ALIGNMENT), torch.zeros_like(flat), honest)
+    forged = structs.replace(publish, sha256=packing.sha256(flat + 1))  # as if its xxh3 were the same
+    with pytest.raises(ValueError, match="SHA-256"):
+        receive_buckets(Replay(flat, ALIGNMENT), torch.zeros_like(flat), forged)
+
+
 def test_a_receiver_refuses_what_was_not_announced() -> None:
     layout = layout_of("float32")
     flat = packing.pack(NAMED, layout)
@@ -92,6 +104,8 @@ def test_a_receiver_refuses_what_was_not_announced() -> None:
     receiver.set_epoch(Epoch(1, 1, 2, "127.0.0.1", 1, 5.0))
     with pytest.raises(ValueError, match="epoch 2, which this node is not in"):
         receiver.start(publish_of(flat, layout, epoch=2))
+    with pytest.raises(ValueError, match="'riddle', which is not known here"):
+        receiver.start(structs.replace(publish_of(flat, layout), encoding="riddle"))
     with pytest.raises(ValueError, match="not staged"):
         receiver.take(0, 7)
 

@@ -1,0 +1,115 @@
+"""A process that receives over any transport, told what to do message by message, and can be made to fail midway."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from common.weights import messages, packing
+from common.weights.collectives import Group
+from common.weights.messages import Epoch
+from common.weights.receiving import Receiver
+from common.weights.transports.device import DeviceGroup
+from common.weights.transports.gloo import process_group
+from common.weights.transports.registry import open_group
+
+CLOSE = b"close"
+
+
+class GlooCommunicator:
+    """What NCCL is to DeviceGroup, over gloo: a library whose calls block until a timeout far beyond every deadline."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._group = process_group(epoch)
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        self._group.broadcast(buffer, 0).wait()
+
+    def abort(self) -> None:
+        del self._group
+
+
+def open_any(epoch: Epoch) -> Group:
+    """The transport's group; 'device' is DeviceGroup with the CPU as the device."""
+    if epoch.transport == "device":
+        return DeviceGroup(epoch, GlooCommunicator, torch.device("cpu"))
+    return open_group(epoch)
+
+
+class FaultyGroup:
+    """A group that does what the test wants after so many buckets."""
+
+    def __init__(self, epoch: Epoch, fault: str, at: int) -> None:
+        self.group, self.fault, self.left = open_any(epoch), fault, at
+        self.begin, self.close = self.group.begin, self.group.close
+
+    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
+        if self.left == 0:
+            harm(self.fault)
+        self.left -= 1
+        self.group.broadcast(bucket, timeout_s)
+
+
+def harm(fault: str) -> None:
+    """Do to this process what the world does to nodes."""
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "cut":
+        cut_off()
+
+
+def cut_off() -> None:
+    """Shut every TCP connection of this process down, as a network that fails between the machines."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            found = socket.socket(fileno=os.dup(int(entry.name)))
+            with found:
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                    found.getpeername()  # listening sockets stay
+                    found.shutdown(socket.SHUT_RDWR)
+
+
+def main(commands: Connection, fault: str = "", at: int = -1) -> None:
+    """Encoded Welcome, Epoch, Publish and Serve come in; JSON of every outcome goes out."""
+    torch.set_num_threads(1)
+    receiver = Receiver(lambda epoch: FaultyGroup(epoch, fault, at))
+
+    def say(**what: object) -> None:
+        commands.send_bytes(json.dumps(what).encode())
+
+    def watch(version: int) -> None:
+        while (status := receiver.status).version == version and status.state == "receiving":
+            pause.wait(0.003)
+        if status.version != version:
+            return
+        if status.state == "failed":
+            say(event="failed", version=version, reason=status.error)
+        elif status.state == "staged":
+            flat = receiver.take(status.incarnation, version)
+            found = packing.checksum(flat)
+            receiver.give_back(flat)
+            say(event="staged", version=version, checksum=found)
+
+    pause = threading.Event()
+    while (data := commands.recv_bytes()) != CLOSE:
+        message = messages.decode_from_learner(data)
+        if isinstance(message, messages.Welcome):
+            receiver.set_layout(message.layout)
+        elif isinstance(message, Epoch):
+            receiver.set_epoch(message)
+        elif isinstance(message, messages.Publish):
+            receiver.start(message)
+            threading.Thread(target=watch, args=(message.version,), daemon=True).start()
+        elif isinstance(message, messages.Serve):
+            answer = receiver.serve(message, "peer")
+            say(event="serving", address=answer.address, public=answer.public, reason=answer.reason)
+    receiver.close()
+    say(event="closed", threads=[t.name for t in threading.enumerate() if t.name == "relay-weights"])

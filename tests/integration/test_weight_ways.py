@@ -1,0 +1,166 @@
+"""Which way the weights take to whom: newcomers, nodes that no collective reaches, peers as sources, no overlap."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.credentials import KeyFolder
+from launch.keys import make
+from tests.integration.plane_rig import NodeProcess, Plane, until, weights
+
+
+@pytest.fixture
+def plane() -> Iterator[Plane]:
+    made = Plane()
+    yield made
+    made.close()
+
+
+def ways(node: NodeProcess) -> list[object]:
+    """The transport of every epoch that the node was told of."""
+    return [e["transport"] for e in node.events if e["event"] == "epoch"]
+
+
+def sources(node: NodeProcess) -> list[object]:
+    return [e["source"] for e in node.events if e["event"] == "epoch" and e["transport"] == "relay"]
+
+
+def test_a_newcomer_is_served_by_a_node_that_holds_the_version_and_joins_the_group_at_the_next(plane: Plane) -> None:
+    publisher = plane.publisher()
+    address = publisher.start()
+    (first,) = plane.following(address, "first")
+    publisher.publish(1, weights(1), None)
+    first.wait("active", version=1)
+    (late,) = plane.following(address, "late")
+    assert late.wait("active", version=1)["value"] == 1.0
+    served = first.wait("serves", version=1)
+    assert sources(late) == [served["address"]]
+    publisher.publish(2, weights(2), None)
+    for node in (first, late):
+        assert node.wait("active", version=2)["value"] == 2.0
+    assert ways(late) == ["relay", "gloo"] and publisher.stats().ejections == 0
+
+
+def test_a_peer_that_serves_other_bytes_does_no_harm_and_is_not_asked_again(plane: Plane) -> None:
+    publisher = plane.publisher()
+    address = publisher.start()
+    (liar,) = plane.following(address, "liar", arguments=("--spoil-served",))
+    publisher.publish(1, weights(1), None)
+    liar.wait("active", version=1)
+    for name in ("late", "later"):
+        (node,) = plane.following(address, name)
+        assert node.wait("active", version=1)["value"] == 1.0
+        failed = [e for e in node.events if e["event"] == "failed"]
+        if name == "late":
+            assert "checksum mismatch in bucket 0" in str(failed[0]["reason"])
+            assert len(set(sources(node))) == 2, "then the learner served it"
+        else:
+            assert not failed
+        node.close()
+    assert publisher.stats().ejections in (0, 1, 2)  # of the two that were closed
+
+
+def test_with_keys_a_peer_serves_one_key_and_only_what_the_learner_signed_for(plane: Plane, tmp_path: Path) -> None:
+    folder = KeyFolder(tmp_path / "keys")
+    names = ["first", "second", "third"]
+    make(folder, names)
+
+    def node(name: str) -> NodeProcess:
+        key = str(folder.nodes / f"{name}.json")
+        return plane.following(address, name, arguments=("--credentials", key))[0]
+
+    publisher = plane.publisher(credentials=str(folder.path))
+    address = publisher.start()
+    first = node("first")
+    publisher.publish(1, weights(1), None)
+    first.wait("active", version=1)
+    second = node("second")  # the SHA-256 that makes a peer trustworthy is computed meanwhile
+    assert second.wait("active", version=1)["value"] == 1.0
+    third = node("third")
+    assert third.wait("active", version=1)["value"] == 1.0
+    asked = [e for n in (first, second) for e in n.events if e["event"] == "serves"]
+    until(lambda: bool(asked) or _heard_serving(first, second))
+    assert len(sources(third)) == 1
+
+
+def _heard_serving(*nodes: NodeProcess) -> bool:
+    for node in nodes:
+        try:
+            node.wait("serves", timeout_s=0.2)
+        except AssertionError:
+            continue
+        return True
+    return False
+
+
+def test_a_fleet_without_collectives_is_served_by_relay_alone(plane: Plane) -> None:
+    publisher = plane.publisher(transport="relay")
+    address = publisher.start()
+    nodes = plane.following(address, "n0", "n1")
+    until(lambda: publisher.stats().nodes == 2)
+    for version in (1, 2, 3):
+        publisher.publish(version, weights(version), None)
+        for node in nodes:
+            assert node.wait("active", version=version)["value"] == float(version)
+    assert {way for node in nodes for way in ways(node)} == {"relay"}
+    until(lambda: publisher.stats().version_sent == 3)
+    assert publisher.stats().publish_s > 0
+
+
+def test_a_node_that_asks_for_the_relay_gets_it_beside_a_group_of_the_others(plane: Plane) -> None:
+    publisher = plane.publisher()
+    address = publisher.start()
+    (member,) = plane.following(address, "member")
+    (apart,) = plane.following(address, "apart", arguments=("--transport", "relay"))
+    until(lambda: publisher.stats().nodes == 2)
+    for version in (1, 2):
+        publisher.publish(version, weights(version), None)
+        for node in (member, apart):
+            assert node.wait("active", version=version)["value"] == float(version)
+    assert set(ways(apart)) == {"relay"} and ways(member) == ["gloo"]
+
+
+def test_a_node_that_no_collective_reaches_gets_the_relay_and_is_not_ejected(plane: Plane) -> None:
+    publisher = plane.publisher(timeout_s=8.0)
+    address = publisher.start()
+    (good,) = plane.following(address, "good")
+    (lonely,) = plane.following(address, "lonely", arguments=("--fault", "no collective"))
+    until(lambda: publisher.stats().nodes == 2)
+    for version in (1, 2):
+        publisher.publish(version, weights(version), None)
+        for node in (good, lonely):
+            assert node.wait("active", version=version, timeout_s=30)["value"] == float(version)
+    assert ways(lonely)[-1] == "relay" and publisher.stats().ejections == 0
+    publisher.publish(3, weights(3), None)
+    before = len(ways(good))
+    for node in (good, lonely):
+        node.wait("active", version=3, timeout_s=30)
+    assert len(ways(good)) - before <= 1, "the collective is not tried with it at every version"
+
+
+def test_without_overlap_a_publish_returns_when_every_node_runs_the_version(plane: Plane) -> None:
+    publisher = plane.publisher(overlap=False, timeout_s=8.0)
+    address = publisher.start()
+    assert publisher.publish(0, weights(0), None).snapshot_s < 4, "nobody is there to wait for"
+    nodes = plane.following(address, "n0", "n1")
+    for node in nodes:
+        node.wait("active", version=0)
+    for version in (1, 2):
+        publisher.publish(version, weights(version), None)
+        assert publisher.stats().version_active == version
+
+
+def test_without_overlap_a_publish_waits_for_a_node_that_stands_still_no_longer_than_the_timeout(plane: Plane) -> None:
+    timeout_s = 4.0
+    publisher = plane.publisher(overlap=False, timeout_s=timeout_s)
+    address = publisher.start()
+    (fine,) = plane.following(address, "fine")
+    (stuck,) = plane.following(address, "stuck", arguments=("--fault", "stop", "--at", "3"))
+    until(lambda: publisher.stats().nodes == 2)
+    began = time.monotonic()
+    publisher.publish(1, weights(1), None)
+    assert time.monotonic() - began < timeout_s + 1
+    assert fine.wait("active", version=1)["value"] == 1.0
+    assert stuck.process.is_alive()

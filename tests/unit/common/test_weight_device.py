@@ -1,0 +1,152 @@
+"""Device broadcasts up to the library's door, and NCCL where there is no device."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from common.errors import UsageError
+from common.weights.messages import Epoch
+from common.weights.transports import nccl, registry
+from common.weights.transports.device import DeviceGroup
+
+CPU = torch.device("cpu")
+EPOCH = Epoch(1, 1, 2, "127.0.0.1", 1, 0.3, "nccl")
+
+
+class Library:
+    """Blocks in a call until it is aborted, or for ever."""
+
+    def __init__(self, blocks: str, aborts: bool = True) -> None:
+        self.blocks, self.aborts = blocks, aborts
+        self.woken, self.calls, self.aborted = threading.Event(), 0, threading.Event()
+
+    def form(self, epoch: Epoch) -> "Library":
+        self._block("form")
+        return self
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        self.calls += 1
+        self._block("broadcast" if self.calls > 1 else "first")
+        buffer.fill_(7)
+
+    def abort(self) -> None:
+        self.aborted.set()
+        if not self.aborts:
+            threading.Event().wait(2)
+        self.woken.set()
+
+    def _block(self, where: str) -> None:
+        if where == self.blocks and not self.woken.wait(5):
+            raise OSError("the library gave up by itself")
+        if where == self.blocks:
+            raise ValueError("aborted")
+
+
+@pytest.mark.parametrize("blocks", ["form", "first"])
+def test_a_group_that_does_not_form_is_given_up_at_the_deadline(blocks: str) -> None:
+    library = Library(blocks)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"epoch 1 did not form within 0.3 s"):
+        DeviceGroup(EPOCH, library.form, CPU)
+    assert time.monotonic() - began < 2
+    if blocks == "first":
+        assert library.aborted.wait(5)
+    library.woken.set()
+
+
+@pytest.mark.parametrize("aborts", [True, False], ids=["aborts", "hangs in abort"])
+def test_a_broadcast_that_hangs_is_aborted_at_the_deadline_and_not_waited_for(aborts: bool) -> None:
+    library = Library("broadcast", aborts)
+    group = DeviceGroup(EPOCH, library.form, CPU)
+    bucket = torch.zeros(10, dtype=torch.uint8)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"a broadcast did not finish within 0.2 s; its communicator was aborted"):
+        group.broadcast(bucket, 0.2)
+    assert time.monotonic() - began < 1.5
+    assert library.aborted.wait(5)
+    assert not bucket.any(), "what comes after the deadline is not written into the buffer"
+    with pytest.raises(RuntimeError, match="closed"):
+        group.broadcast(bucket, 0.2)
+    library.woken.set()
+
+
+def test_closing_wakes_whoever_waits_in_a_broadcast() -> None:
+    library = Library("broadcast")
+    group = DeviceGroup(EPOCH, library.form, CPU)
+    closer = threading.Timer(0.2, group.close)
+    closer.start()
+    with pytest.raises(RuntimeError, match=r"closed|aborted"):
+        group.broadcast(torch.zeros(10, dtype=torch.uint8), 60.0)
+    closer.join()
+
+
+def test_errors_of_the_library_are_the_groups() -> None:
+    library = Library("broadcast")
+    group = DeviceGroup(EPOCH, library.form, CPU)
+    library.woken.set()
+    with pytest.raises(RuntimeError, match="aborted"):
+        group.broadcast(torch.zeros(10, dtype=torch.uint8), 10.0)
+    group.close()
+
+
+def test_buckets_cross_through_the_bounce_buffer_to_those_who_receive_only() -> None:
+    receiver, root = Library("never"), Library("never")
+    bucket = torch.zeros(10, dtype=torch.uint8)
+    group = DeviceGroup(EPOCH, receiver.form, CPU)
+    group.broadcast(bucket[:4], 5.0)
+    group.broadcast(bucket[4:], 5.0)
+    assert bucket.tolist() == 10 * [7]
+    sending = DeviceGroup(Epoch(1, 0, 2, "127.0.0.1", 1, 5.0, "nccl"), root.form, CPU)
+    mine = torch.ones(10, dtype=torch.uint8)
+    sending.broadcast(mine, 5.0)
+    assert mine.tolist() == 10 * [1]
+    group.close()
+    sending.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_nccl_without_a_device_is_a_usage_error_that_says_what_to_do() -> None:
+    says = "weights.transport: nccl needs a CUDA device on learner and nodes; found none; use gloo"
+    for ask in (lambda: registry.require("nccl"), lambda: registry.open_group(EPOCH)):
+        with pytest.raises(UsageError, match=says):
+            ask()
+    registry.require("gloo")
+    registry.require("relay")
+
+
+def test_names_of_transports_that_do_not_exist_are_refused_and_nodes_always_have_the_relay() -> None:
+    with pytest.raises(RuntimeError, match="over 'pigeon', this version knows gloo, nccl, relay"):
+        registry.open_group(Epoch(1, 1, 2, "", 0, 1.0, "pigeon"))
+    assert registry.receivable("gloo") == ("gloo", "relay")
+    assert registry.receivable("relay") == ("relay",)
+    assert registry.receivable("nccl")[0] == "nccl"
+
+
+def test_nccls_communicator_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    seen: list[str | None] = []
+
+    class ProcessGroup:
+        class Options:
+            _timeout = None
+
+        def __init__(self, *_: object) -> None:
+            seen.append(os.environ.get(nccl.HANDLING))
+
+        def abort(self) -> None:
+            seen.append("aborted")
+
+    monkeypatch.setattr(nccl, "meeting_place", lambda epoch: None)
+    monkeypatch.setattr(nccl._dist, "ProcessGroupNCCL", ProcessGroup, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for before in (None, "3"):
+        if before is None:
+            monkeypatch.delenv(nccl.HANDLING, raising=False)
+        else:
+            monkeypatch.setenv(nccl.HANDLING, before)
+        nccl.NcclCommunicator(EPOCH, CPU).abort()
+        assert os.environ.get(nccl.HANDLING) == before
+    assert seen == ["0", "aborted", "0", "aborted"]
