@@ -1,8 +1,11 @@
 """Tokens per second of a node's engine against bare LLM.generate: same prompts, same cores, in turns.
 
 bare: vllm.LLM in one process, none of our plugins, as a user would call it for RL (log-probability of every token,
-no text). node: rollout_fleet's Engine, one `generate` per sample, `--concurrency` of them at a time, as the node
-loop drives it. Each side runs in a process of its own, warms up, then serves rounds; sides alternate.
+no text). node: rollout_fleet's Engine, one `generate` per turn of a sample, as the episode driver calls it. Both hold
+at most `--concurrency` requests at a time: the batch decides what a token costs. With `--turns` above 1 a sample goes
+on after `OBSERVATION` further tokens; bare, which knows no episodes, then serves the turns one after another, the sum
+of the parts. Each side runs in a process of its own, warms up, then serves rounds; sides alternate.
+Short mode: `--rounds 2 --pairs 1`. Everything: `--all` (single-turn and four turns, one JSON).
 Wall-clock suffers from other work on the machine; tokens per CPU second, over all processes of a side, does not.
 """
 
@@ -20,6 +23,7 @@ from pathlib import Path
 import machine
 
 ROOT = Path(__file__).resolve().parents[1]
+OBSERVATION = [9, 8, 7, 6, 5, 4, 10, 11]  # what the environment says between two turns
 
 
 def prompts(arguments: argparse.Namespace) -> list[list[int]]:
@@ -72,28 +76,32 @@ def bare(arguments: argparse.Namespace) -> list[dict]:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        arguments.model, dtype=arguments.dtype, enforce_eager=True, max_model_len=1024, max_num_seqs=256,
+        arguments.model, dtype=arguments.dtype, enforce_eager=True, max_model_len=1024,
+        max_num_seqs=arguments.concurrency, enable_prefix_caching=True,
         kv_cache_memory_bytes=256 << 20, logprobs_mode="processed_logprobs", skip_tokenizer_init=True,
     )  # fmt: skip
     options = {"flat_logprobs": True} if arguments.bare_flat else {}
     params = SamplingParams(
         max_tokens=arguments.tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False, **options
     )
-    asked = [{"prompt_token_ids": p} for p in prompts(arguments)]
 
     def serve() -> None:
-        done = llm.generate(asked, params, use_tqdm=False)
-        assert sum(len(x.outputs[0].token_ids) for x in done) == len(asked) * arguments.tokens
+        contexts = prompts(arguments)
+        for _ in range(arguments.turns):
+            done = llm.generate([{"prompt_token_ids": p} for p in contexts], params, use_tqdm=False)
+            answers = [list(x.outputs[0].token_ids) for x in done]
+            assert all(len(answer) == arguments.tokens for answer in answers)
+            contexts = [p + answer + OBSERVATION for p, answer in zip(contexts, answers, strict=True)]
 
     serve()
-    return measure(arguments.rounds, len(asked) * arguments.tokens, serve)
+    return measure(arguments.rounds, arguments.requests * arguments.turns * arguments.tokens, serve)
 
 
 def node(arguments: argparse.Namespace) -> list[dict]:
     from common.config import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
     from rollout_fleet.engine import Engine
 
-    engine_config = EngineConfig(max_model_len=1024, max_num_seqs=256, kv_cache_mib=256, eager=True)
+    engine_config = EngineConfig(max_model_len=1024, max_num_seqs=arguments.concurrency, kv_cache_mib=256, eager=True)
     config = Config(
         run=RunConfig(name="bench", dir="unused", steps=1),
         model=ModelConfig(path=arguments.model, dtype=arguments.dtype),
@@ -109,8 +117,11 @@ def node(arguments: argparse.Namespace) -> list[dict]:
 
         async def one(prompt: list[int]) -> None:
             async with free:
-                done = await engine.generate(prompt, arguments.tokens)
-                assert len(done.tokens) == arguments.tokens
+                context = prompt
+                for _ in range(arguments.turns):
+                    done = await engine.generate(context, arguments.tokens)
+                    assert len(done.tokens) == arguments.tokens
+                    context = context + done.tokens + OBSERVATION
 
         await asyncio.gather(*(one(p) for p in prompts(arguments)))
 
@@ -125,14 +136,14 @@ def node(arguments: argparse.Namespace) -> list[dict]:
         profile = cProfile.Profile()
         profile.runcall(serve)
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
-    found = measure(arguments.rounds, arguments.requests * arguments.tokens, serve)
+    found = measure(arguments.rounds, arguments.requests * arguments.turns * arguments.tokens, serve)
     loop.run_until_complete(engine.shutdown())
     return found
 
 
 def run_side(side: str, arguments: argparse.Namespace) -> list[dict]:
     command = [sys.executable, __file__, "--side", side, "--out", arguments.out]
-    for name in ("model", "dtype", "requests", "group", "prompt", "tokens", "concurrency", "rounds"):
+    for name in ("model", "dtype", "requests", "group", "prompt", "tokens", "turns", "concurrency", "rounds"):
         command += [f"--{name}", str(getattr(arguments, name))]
     command += ["--bare-flat"] if arguments.bare_flat else []
     pinned = ["taskset", "-c", arguments.cores] if arguments.cores else []
@@ -153,6 +164,23 @@ def summary(rounds: list[dict]) -> dict:
     }
 
 
+def compared(arguments: argparse.Namespace) -> dict:
+    """Both sides in turns, and their ratios."""
+    sides: dict[str, list[dict]] = {"bare": [], "node": []}
+    for _ in range(arguments.pairs):
+        for side, found in sides.items():
+            found += run_side(side, arguments)
+    result: dict = {name: summary(found) for name, found in sides.items()}
+    for figure in ("tokens_per_s", "tokens_per_cpu_s"):
+        result[f"ratio_{figure}"] = round(result["node"][figure] / result["bare"][figure], 3)
+    left_out = ("side", "out", "model", "profile", "all")
+    result["arguments"] = {k: v for k, v in vars(arguments).items() if k not in left_out}
+    print(f"{arguments.turns} turns", json.dumps({k: v for k, v in result.items() if k.startswith("ratio")}))
+    for name in sides:
+        print(name, {k: v for k, v in result[name].items() if k != "rounds"}, flush=True)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="", help="Hugging Face folder; default: a new one")
@@ -162,8 +190,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--concurrency", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=128, help="of one turn")
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument(
+        "--all", action="store_true", help="1 and 4 turns, the latter with a quarter of the tokens each"
+    )
+    parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--cores", default="", help="as for taskset -c; default: all")
@@ -179,19 +211,11 @@ def main() -> None:
         if not arguments.model:
             arguments.model = folder
             make_model(Path(folder), arguments.hidden, arguments.layers)
-        sides: dict[str, list[dict]] = {"bare": [], "node": []}
-        for _ in range(arguments.pairs):
-            for side, found in sides.items():
-                found += run_side(side, arguments)
-    result = {name: summary(found) for name, found in sides.items()}
-    for figure in ("tokens_per_s", "tokens_per_cpu_s"):
-        result[f"ratio_{figure}"] = round(result["node"][figure] / result["bare"][figure], 3)
-    result["arguments"] = {k: v for k, v in vars(arguments).items() if k not in ("side", "out", "model", "profile")}
-    result["machine"] = machine.describe()
+        result = {"machine": machine.describe(), **compared(arguments)}
+        if arguments.all:
+            arguments.turns, arguments.tokens = 4, arguments.tokens // 4
+            result["multi_turn"] = compared(arguments)
     Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in result.items() if k.startswith("ratio")}))
-    for name in sides:
-        print(name, {k: v for k, v in result[name].items() if k != "rounds"})
 
 
 if __name__ == "__main__":

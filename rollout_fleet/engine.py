@@ -179,6 +179,7 @@ class Engine:
                 flat_logprobs=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                skip_clone=True,  # a shallow copy per request: nothing in it is changed afterwards
             )
         return params
 

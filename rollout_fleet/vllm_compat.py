@@ -35,17 +35,19 @@ def keep_cpu_linear_weights_live() -> None:
     """CPU linear layers compute with their parameters, not with a packed copy.
 
     vLLM 0.32-0.33 prepacks linear weights for oneDNN or AMX and empties `layer.weight`: a later load_weights
-    raises, and with tied embeddings lm_head silently keeps the old packed weights after a layerwise reload. Plain
-    F.linear costs 5-20 % in bf16 and makes in-place updates, checksums and the proof after a flip possible.
+    raises, and with tied embeddings lm_head silently keeps the old packed weights after a layerwise reload. Reading
+    the parameters costs little and makes in-place updates, checksums and the proof after a flip possible.
     """
     import torch
     from vllm.model_executor.layers import utils
+
+    from rollout_fleet.live_linear import linear
 
     if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
         raise RuntimeError("this vLLM has no dispatch_cpu_unquantized_gemm: live weights on CPU need a new look")
 
     def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
+        layer.cpu_linear = linear
 
     utils.dispatch_cpu_unquantized_gemm = plain
 
@@ -185,28 +187,24 @@ def send_only_finished_outputs() -> None:
 
 
 class _Held:
-    """The first unsent output of a request, grown by those that follow; numbers as lists, which are quick to join."""
+    """The first unsent output of a request and what followed; joined at the end, so that a token costs an append."""
 
-    __slots__ = ("client", "logprobs", "output", "ranks", "routed", "sample")
+    __slots__ = ("client", "logprobs", "output", "routed")
 
     def __init__(self, client: int, output: Any) -> None:
         self.client, self.output = client, output
-        self.sample = output.new_logprobs  # LogprobsLists: its types are those of the joined one
-        self.logprobs: list[float] = []
-        self.ranks: list[int] = []
+        self.logprobs: list[Any] = []  # LogprobsLists of one step each
         self.routed: list[Any] = []  # [tokens, layers, experts per token] each, where routing is recorded
         self._take(output)
 
     def _take(self, output: Any) -> None:
-        lists = output.new_logprobs
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs)
         if output.routed_experts is not None:
             self.routed.append(output.routed_experts)
-        if lists is not None:
-            self.logprobs += lists.logprobs.ravel().tolist()
-            self.ranks += lists.sampled_token_ranks.tolist()
 
     def add(self, output: Any) -> None:
-        self.output.new_token_ids.extend(output.new_token_ids)
+        self.output.new_token_ids += output.new_token_ids
         self._take(output)
 
     def finish_into(self, final: Any) -> None:
@@ -222,13 +220,13 @@ class _Held:
         """LogprobsLists of all tokens, [n, 1] each; the sampled token is the only candidate of each place."""
         import numpy as np
 
-        if self.sample is None:
+        if not self.logprobs:
             return None
-        ids, logprobs, ranks = self.sample.logprob_token_ids, self.sample.logprobs, self.sample.sampled_token_ranks
-        return self.sample._replace(
-            logprob_token_ids=np.array(self.output.new_token_ids, ids.dtype)[:, None],
-            logprobs=np.array(self.logprobs, logprobs.dtype)[:, None],
-            sampled_token_ranks=np.array(self.ranks, ranks.dtype),
+        sample = self.logprobs[0]
+        return sample._replace(
+            logprob_token_ids=np.array(self.output.new_token_ids, sample.logprob_token_ids.dtype)[:, None],
+            logprobs=np.concatenate([lists.logprobs[:, :1] for lists in self.logprobs]),
+            sampled_token_ranks=np.concatenate([lists.sampled_token_ranks for lists in self.logprobs]),
         )
 
     def joined_routing(self) -> Any:
