@@ -198,6 +198,8 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     timeout_s: Seconds = 20.0  # bound on one publish to one set of nodes
     overlap: bool = True  # false: the learner waits until every node runs the version, at most timeout_s
     bucket_mib: Positive = 16
+    encoding: Literal["full", "delta"] = "full"  # delta: only what changed, bit for bit; docs/weights.md
+    anchor_every: Natural = 64  # publishes, of which one travels whole to everyone; 0: only where a delta does not fit
     kv_cache: Literal["keep", "recompute"] = "keep"
     canary_every: Natural = 10  # publishes; 0: at start-up only
     canary_tokens: Positive = 32

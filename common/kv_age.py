@@ -5,6 +5,8 @@ checked again when the request enters the engine. With `weights.kv_cache: keep` 
 flip, so what is sampled afterwards rests on older ones; with `recompute` they are made anew and every age is 0.
 """
 
+from itertools import accumulate
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,10 +31,10 @@ def cache_ages(sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     starts, ends = np.flatnonzero(~sampled[:-1] & sampled[1:]), np.flatnonzero(sampled[:-1] & ~sampled[1:])
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         own = versions[start:end]
-        entries = np.arange(start, end)  # that each token of the call attended to
+        entries = np.arange(start, end, dtype=np.int64)  # that each token of the call attended to
         total = start * own[0] + np.cumsum(own) - own[0]
         mean[start:end] = np.maximum(own - total / np.maximum(entries, 1), 0)
-        largest[start:end] = np.maximum(own - np.minimum.accumulate(own), 0)
+        largest[start:end] = np.maximum(own - np.array(list(accumulate(own.tolist(), min))), 0)
     if len(mean) and sampled[1]:
         mean[0] = 0  # nothing came before it
     return mean, largest

@@ -190,7 +190,7 @@ class PublishControl:
         transfer.receiving.discard(member.identity)
         transfer.flipping.add(member.identity)
         transfer.last_staged = time.perf_counter()
-        transfer.snapshot.nodes_staged += 1
+        transfer.snapshot.bytes_staged += transfer.payload.flat.numel()
         self._endpoint.send(member.identity, messages.Activate(self._incarnation, message.version))
 
     def _active(self, member: Member, message: messages.Active) -> None:
@@ -211,7 +211,7 @@ class PublishControl:
             self._change_stats(
                 publish_s=transfer.last_staged - snapshot.started,
                 seconds_to_active=now - snapshot.started,
-                publish_bytes=snapshot.nodes_staged * snapshot.layout.total_bytes,
+                publish_bytes=snapshot.bytes_staged,
             )
 
     def _rejected(self, member: Member, message: messages.Rejected) -> None:

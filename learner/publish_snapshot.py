@@ -56,10 +56,12 @@ class Snapshot:
         self.canary = canary
         self.started = time.perf_counter()  # when `publish` was called, for the latency figures
         self.full = Payload(flat, [])
+        self.deltas: dict[int, Payload] = {}  # by base version
+        self.sent = False  # it began to travel
         self.checksum = ""
         self.sha256 = ""  # of the whole payload; computed when other nodes are to serve it, '' until then
         self._hashing = False
-        self.nodes_staged = 0
+        self.bytes_staged = 0  # that nodes received and verified, over all of them
         self._pool = pool
         self._users = 1
         self._lock = threading.Lock()
@@ -71,7 +73,9 @@ class Snapshot:
 
     def payload_for(self, versions: set[int], first_attempt: bool) -> Payload:
         """What to send to nodes that hold `versions` (-1: nothing); a later attempt gets the whole version."""
-        return self.full
+        if not first_attempt or len(versions) != 1:
+            return self.full
+        return self.deltas.get(next(iter(versions)), self.full)
 
     def hash_behind(self) -> None:
         """Compute `sha256` in a thread, once; it takes a second per GB or so."""

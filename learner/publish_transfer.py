@@ -143,6 +143,7 @@ def new_transfer(
 ) -> Transfer:
     """An attempt that starts now and must be staged everywhere within `timeout_s`."""
     now = time.perf_counter()
+    snapshot.sent = True
     return Transfer(
         snapshot=snapshot.retain(),
         payload=payload,

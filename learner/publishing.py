@@ -13,6 +13,7 @@ from common.weights.collectives import GroupFactory
 from common.weights.messages import Canary
 from common.weights.transports.registry import open_group, require
 from learner.publish_control import PublishControl
+from learner.publish_delta import Deltas
 from learner.publish_snapshot import Snapshot, SnapshotMaker
 from learner.publisher_protocol import Publisher, PublishReceipt, PublishStats
 
@@ -33,6 +34,8 @@ class WeightPublisher:
         credentials: str | None = None,
         transport: str = "gloo",
         overlap: bool = True,
+        encoding: str = "full",
+        anchor_every: int = 0,
     ) -> None:
         """`dtype` is the engines' dtype, `address` the interface to bind, `timeout_s` bounds one attempt.
 
@@ -41,6 +44,7 @@ class WeightPublisher:
         """
         self._transport, self._overlap = transport, overlap
         self._published = 0
+        self._deltas = Deltas(encoding, anchor_every)
         self._credentials = credentials
         self._incarnation, self._address = incarnation, address
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
@@ -79,7 +83,7 @@ class WeightPublisher:
         started = time.perf_counter()
         snapshot = self._maker.make(version, named, canary)
         if self._sealing is not None:
-            self._sealing.join()  # versions are offered in order; sealing is hashing, far shorter than a step
+            self._sealing.join()  # versions are offered in order; hashing and encoding are far shorter than a step
         self._sealing = threading.Thread(target=self._seal, args=(snapshot, self._control), name="seal-weights")
         self._sealing.start()
         self._published += 1
@@ -98,12 +102,14 @@ class WeightPublisher:
         if self._sealing is not None:
             self._sealing.join()
         self._control.stop()
+        self._deltas.close()
         self._thread.join(self._timeout_s + 5)
         if self._thread.is_alive():
             logger.warning("the weight plane did not stop in time")
 
     def _seal(self, snapshot: Snapshot, control: PublishControl) -> None:
         snapshot.seal(self._bucket_bytes)
+        self._deltas.encode(snapshot, self._bucket_bytes)
         control.offer(snapshot)
 
 
@@ -124,4 +130,6 @@ def create_publisher(config: Config, incarnation: int) -> Publisher:
         credentials=curve_credentials(config.broker.credentials),
         transport=weights.transport,
         overlap=weights.overlap,
+        encoding=weights.encoding,
+        anchor_every=weights.anchor_every,
     )

@@ -30,6 +30,7 @@ BITMAP = 1  # as "bits per gap"
 GAP_BITS, STEP_BITS = (4, 8, 16), (2, 4, 8)
 RAW = 16  # as "bits per step"
 WORD_BYTES = 2
+BUCKET_BYTES = 4 << 20  # of deltas between two processes
 _HEADER = struct.Struct("<BBBxIII")
 
 Words = NDArray[np.uint16]
@@ -81,6 +82,11 @@ def apply(stream: torch.Tensor, flat: torch.Tensor, bucket_bytes: int) -> None:
             raise WrongDelta(f"bucket {start // step}: {error}") from None
     if at != len(data):
         raise WrongDelta(f"{len(data) - at} bytes are left over behind the last bucket")
+
+
+def largest(total_bytes: int, bucket_bytes: int) -> int:
+    """Bytes that no stream for a buffer of `total_bytes` exceeds."""
+    return total_bytes + _HEADER.size * -(-total_bytes // bucket_bytes)
 
 
 def _encode_bucket(before: Words, after: Words) -> list[bytes]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import xxhash
 
-from common.weights.layout import Layout
+from common.weights.layout import Layout, ranges
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -51,4 +51,9 @@ def sha256(data: torch.Tensor) -> str:
 
 def bucket_checksums(flat: torch.Tensor, layout: Layout, bucket_bytes: int) -> list[str]:
     """Checksum of every bucket of `flat`."""
-    return [checksum(flat[a:b]) for a, b in layout.buckets(bucket_bytes)]
+    return part_checksums(flat[: layout.total_bytes], bucket_bytes)
+
+
+def part_checksums(payload: torch.Tensor, bucket_bytes: int) -> list[str]:
+    """Checksum of every bucket of a payload [n] uint8."""
+    return [checksum(payload[a:b]) for a, b in ranges(payload.numel(), bucket_bytes)]

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 import torch
 
-from common.weights import packing
+from common.weights import delta, packing
 from common.weights.collectives import Group, GroupFactory, bucket_timeout, reason_of
 from common.weights.layout import Layout, ranges
 from common.weights.messages import Epoch, Publish, Serve, Serving
@@ -97,13 +97,12 @@ class Receiver:
                 raise ValueError(
                     f"version {publish.version} is sent to epoch {publish.epoch}, which this node is not in"
                 )
-            if publish.encoding != "full":
-                raise ValueError(f"version {publish.version} comes as {publish.encoding!r}, which is not known here")
+            is_delta = self._check_encoding(publish, self._layout)
             self._turn += 1
             turn, layout, epoch = self._turn, self._layout, self._epoch
             group, self._group = self._group, None  # the thread owns it until it succeeds
             self._shelf.clear()
-            self._held = None
+            self._held = None  # whatever comes of it, this buffer is written
             buffer, self._buffer = self._buffer, None
             if buffer is None and self._staged is not None:
                 buffer = self._staged[1]  # a newer version supersedes one that was never applied
@@ -111,10 +110,25 @@ class Receiver:
             self._status = StagingStatus("receiving", publish.incarnation, publish.version)
         threading.Thread(
             target=self._receive,
-            args=(turn, publish, layout, epoch, group, buffer),
+            args=(turn, publish, layout, epoch, group, buffer, is_delta),
             daemon=True,
             name="receive-weights",
         ).start()
+
+    def _check_encoding(self, publish: Publish, layout: Layout) -> bool:
+        """Whether `publish` is a delta; raises ValueError when it is one to something else than the buffer holds."""
+        if publish.encoding == "full":
+            return False
+        if publish.encoding != "delta":
+            raise ValueError(f"version {publish.version} comes as {publish.encoding!r}, which is not known here")
+        base = (publish.incarnation, publish.base_version)
+        if self._buffer is None or self._held != base:
+            raise ValueError(
+                f"version {publish.version} comes as a delta to {base}, the staging buffer holds {self._held}"
+            )
+        if not 0 < publish.payload_bytes <= delta.largest(layout.total_bytes, delta.BUCKET_BYTES):
+            raise ValueError(f"a delta of {publish.payload_bytes} bytes to {layout.total_bytes}")
+        return True
 
     def take(self, incarnation: int, version: int) -> torch.Tensor:
         """The verified [total_bytes] uint8 buffer, yours until `give_back`; raises ValueError when it is not staged."""
@@ -157,16 +171,24 @@ class Receiver:
         epoch: Epoch,
         group: Group | None,
         buffer: torch.Tensor | None,
+        is_delta: bool,
     ) -> None:
         started = time.perf_counter()
+        base = buffer if is_delta else None  # as long as it is whole
         try:
             group = group if group is not None else self._group_factory(epoch)
             self._note_busy(turn, group)
             # Zeros, not empty: a bucket that never arrives must not be able to look like an older version.
             flat = buffer if buffer is not None else torch.zeros(layout.total_bytes, dtype=torch.uint8)
-            receive_buckets(group, flat, publish)
+            if is_delta:
+                stream = torch.zeros(publish.payload_bytes, dtype=torch.uint8)
+                receive_buckets(group, stream, publish)
+                base = None
+                apply_delta(stream, flat, publish)
+            else:
+                receive_buckets(group, flat, publish)
         except Exception as error:  # whatever went wrong, this publish did not arrive; the reason goes to the learner
-            self._fail(turn, publish, group, reason_of(error))
+            self._fail(turn, publish, group, reason_of(error), base)
             return
         with self._lock:
             current = turn == self._turn
@@ -184,15 +206,31 @@ class Receiver:
                 raise RuntimeError("given up for another transfer")
             self._busy = group
 
-    def _fail(self, turn: int, publish: Publish, group: Group | None, reason: str) -> None:
+    def _fail(self, turn: int, publish: Publish, group: Group | None, reason: str, base: torch.Tensor | None) -> None:
         with self._lock:
             if turn == self._turn:
+                if base is not None:
+                    self._buffer, self._held = base, (publish.incarnation, publish.base_version)
                 self._status = StagingStatus(
                     "failed", publish.incarnation, publish.version, error=reason.split("\n")[0]
                 )
         logger.warning("version %d did not arrive: %s", publish.version, reason)
         if group is not None:
             group.close()
+
+
+def apply_delta(stream: torch.Tensor, flat: torch.Tensor, publish: Publish) -> None:
+    """Turn `flat` [total_bytes] from the base of `publish` into its version, in place, and verify the result.
+
+    Raises:
+        ValueError: it gives other weights than the published ones; `flat` holds nothing of use any more.
+    """
+    delta.apply(stream, flat, delta.BUCKET_BYTES)
+    found = packing.checksum(flat)
+    if found != publish.checksum:
+        raise ValueError(
+            f"the delta from version {publish.base_version} gives {found}, published was {publish.checksum}"
+        )
 
 
 def receive_buckets(group: Group, flat: torch.Tensor, publish: Publish) -> None:

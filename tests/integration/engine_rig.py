@@ -92,7 +92,7 @@ class Rig:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.publisher = WeightPublisher(0, "float32", "127.0.0.1", 16 << 10, 10.0)
+        self.publisher = WeightPublisher(0, "float32", "127.0.0.1", 16 << 10, 10.0, encoding="delta")
         self.engine = RigEngine(self.config)
         self.make, self.models = make, {}
         started = time.perf_counter()
@@ -108,9 +108,9 @@ class Rig:
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 60) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
-    def publish(self, version: int, canary: Canary | None = None) -> None:
-        """Version v is the model of seed v."""
-        self.models[version] = self.make(version)
+    def publish(self, version: int, canary: Canary | None = None, model: Any = None) -> None:
+        """Version v is the model of seed v, or `model`."""
+        self.models[version] = self.make(version) if model is None else model
         self.publisher.publish(version, exported(self.models[version]), canary)
 
     async def active(self, version: int) -> None:

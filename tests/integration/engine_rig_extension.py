@@ -36,14 +36,13 @@ class DamagingExtension(WorkerExtension):
                     bucket[len(bucket) // 2] ^= 1
                 state["bucket"] += 1
 
-            def close(self) -> None:
-                self.group.close()
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.group, name)
 
         def once(epoch: Any) -> Damaging:
             receiver._group_factory = factory
             return Damaging(factory(epoch))
 
+        receiver._group_factory = once  # whether the next publish uses the group that there is or forms one
         if kept is not None:
             receiver._group = Damaging(kept)
-        else:
-            receiver._group_factory = once

@@ -83,9 +83,10 @@ class Plane:
         credentials: str | None = None,
         transport: str = "gloo",
         overlap: bool = True,
+        encoding: str = "full",
     ) -> WeightPublisher:
         publisher = WeightPublisher(
-            incarnation, "float32", "127.0.0.1", BUCKET, timeout_s, factory, credentials, transport, overlap
+            incarnation, "float32", "127.0.0.1", BUCKET, timeout_s, factory, credentials, transport, overlap, encoding
         )
         self.closing.append(publisher.close)
         return publisher

@@ -4,9 +4,10 @@ One engine serves the whole file; tests run in order and the last one breaks it.
 """
 
 import asyncio
+import copy
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from engine_rig import END, Rig, logprobs
+from engine_rig import END, Rig, exported, logprobs
 
 from common.errors import SlipstreamError
 from common.weights.messages import Canary
@@ -54,6 +55,13 @@ async def flip_in_flight(rig: Rig, version: int) -> list[Generation]:
     done = await asyncio.gather(*tasks)
     stop_at(rig, [END])
     return done
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition not reached in time"
+        time.sleep(0.01)
 
 
 def boundary(generation: Generation, old: int, new: int) -> int:
@@ -264,6 +272,33 @@ def test_one_element_damaged_on_its_way_is_rejected_sent_again_and_never_flipped
     assert rig.client.state.quarantined is None and rig.publisher.stats().fatal is None
 
 
+def nudged(model: Any) -> Any:
+    """The model after a small step: one element in fifty of every tensor moves."""
+    after = copy.deepcopy(model)
+    for parameter in after.parameters():
+        parameter.data.view(-1)[::50] *= 1.001
+    return after
+
+
+def test_a_small_step_arrives_as_a_delta_and_a_damaged_one_comes_again_whole(rig: Rig) -> None:
+    rig.publish(11, model=nudged(rig.models[10]))
+    rig.run(rig.active(11))
+    whole = sum(tensor.nbytes for _, tensor in exported(rig.models[11]))
+    until(lambda: rig.publisher.stats().version_active == 11)
+    assert rig.publisher.stats().publish_bytes < 0.15 * whole
+    got = rig.run(rig.engine.generate(prompt(6), 8))
+    assert worst(got.logprobs, logprobs(rig.models[11], prompt(6) + got.tokens)[11:]) < TOLERANCE
+
+    rig.run(rig.engine._llm.collective_rpc("damage_next_bucket", args=(0,)))
+    rig.publish(12, model=nudged(rig.models[11]))
+    rig.run(rig.active(12))
+    until(lambda: rig.publisher.stats().version_active == 12)
+    assert rig.publisher.stats().publish_bytes >= whole, "the second attempt is the whole version"
+    got = rig.run(rig.engine.generate(prompt(6), 8))
+    assert worst(got.logprobs, logprobs(rig.models[12], prompt(6) + got.tokens)[11:]) < TOLERANCE
+    assert rig.client.state.quarantined is None
+
+
 def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: Rig) -> None:
     async def damaged() -> list[object]:
         await rig.engine._llm.collective_rpc("damage_next_load", args=("down_proj",))
@@ -277,7 +312,7 @@ def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: Ri
     results = rig.run(damaged())
     state = rig.client.state
     assert state.quarantined is not None and "published" in state.quarantined
-    assert state.version == 10, "the node never says that it runs the damaged version"
+    assert state.version == 12, "the node never says that it runs the damaged version"
     assert all(isinstance(r, SlipstreamError) for r in results), "nothing that was sampled meanwhile gets out"
     with pytest.raises(SlipstreamError, match="quarantined"):
         rig.run(rig.engine.generate([5, 6], 4))

@@ -128,6 +128,42 @@ def test_a_corrupted_bucket_is_rejected_sent_again_and_never_activated(plane: Pl
     assert publisher.stats().ejections == 0
 
 
+def test_a_delta_reaches_those_who_hold_its_base_and_everyone_else_gets_the_whole_version(plane: Plane) -> None:
+    publisher = plane.publisher(encoding="delta")
+    address = publisher.start()
+    first, second, late = plane.nodes("n0", "n1", "late")
+
+    def step(version: int) -> int:
+        """Publish a version of which a tenth of the elements is new; returns the bytes of all of it."""
+        now = weights(1)
+        now[0][1].view(-1)[::10] = float(version)
+        return publisher.publish(version, now, None).payload_bytes
+
+    for node in (first, second):
+        node.wait("up")
+        node.follow(address)
+    until(lambda: publisher.stats().nodes == 2)
+    whole = step(1)
+    for node in (first, second):
+        node.wait("active", version=1)
+    until(lambda: publisher.stats().version_active == 1)
+    assert publisher.stats().publish_bytes == 2 * whole
+    step(2)
+    for node in (first, second):
+        assert node.wait("active", version=2)["value"] == 2.0
+    until(lambda: publisher.stats().version_active == 2)
+    assert publisher.stats().publish_bytes < 2 * whole / 4
+    late.wait("up")
+    late.follow(address)
+    assert late.wait("active", version=2)["value"] == 2.0, "a newcomer gets it whole"
+    step(3)
+    for node in (first, second, late):
+        assert node.wait("active", version=3)["value"] == 3.0
+    until(lambda: publisher.stats().version_active == 3)
+    assert publisher.stats().publish_bytes < 3 * whole / 4
+    assert publisher.stats().ejections == 0
+
+
 def test_a_node_whose_weights_do_not_prove_is_quarantined_and_said_to_be(plane: Plane) -> None:
     publisher = plane.publisher()
     (node,) = plane.nodes("n0", arguments=("--break-load",))
