@@ -57,9 +57,9 @@ def run_broker(config: Config, config_json: bytes) -> int:
                 keep_former_ledger(run_dir)
             here = BrokerFile(os.getpid(), server.address, time.time())
             write_atomic(run_dir / "broker.json", msgspec.json.encode(here))
-            logger.info("broker of run %s listens on %s", config.run.name, server.address)
             try:
                 with stopping_on_signals(server):
+                    logger.info("broker of run %s listens on %s", config.run.name, server.address)
                     server.run()
             finally:
                 (run_dir / "broker.json").unlink(missing_ok=True)
