@@ -19,6 +19,8 @@ from launch.quickstart_assets import main as build_assets
 COMMAND = [sys.executable, "-m", "launch.cli"]
 REPOSITORY = Path(__file__).resolve().parents[2]
 ANSWER_S = 60
+STALENESS = 1
+GROUPS = 4  # per step
 
 
 def make_assets(folder: Path) -> Path:
@@ -37,7 +39,7 @@ def write_config(path: Path, assets: Path, run_dir: Path, steps: int, **sections
             "dataset": str(assets / "addition" / "train.jsonl"),
         },
         "learner": {
-            "groups_per_step": 4,
+            "groups_per_step": GROUPS,
             "optimizer": {"lr": 3e-3},
             "checkpoint": {"every": 2, "keep": 2},
         },
@@ -48,7 +50,7 @@ def write_config(path: Path, assets: Path, run_dir: Path, steps: int, **sections
             "engine": {"max_model_len": 64, "max_num_seqs": 16, "kv_cache_mib": 16, "eager": True},
         },
         "broker": {"lease_s": 6.0, "heartbeat_s": 0.5},
-        "staleness": {"max": 1},
+        "staleness": {"max": STALENESS},
     }
     for name, section in sections.items():
         document.setdefault(name, {}).update(section)
@@ -149,3 +151,22 @@ def kill(pid: int) -> None:
 def survivors(processes: list[psutil.Process], wait_s: float = 10.0) -> list[psutil.Process]:
     """Which of these processes still run after a moment."""
     return psutil.wait_procs(processes, timeout=wait_s)[1]
+
+
+def assert_trained_exactly_once(run_dir: Path, steps: int) -> None:
+    """Every step is there once, within the staleness bound, and every group is in exactly one of them."""
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(steps))
+    assert all(line["staleness_max"] <= STALENESS for line in lines)
+    assert all(line["groups"] == GROUPS for line in lines)
+    committed = [entry for entry in ledger(run_dir) if entry["state"] == "committed"]
+    serials = [entry["serial"] for entry in committed]
+    assert len(serials) == len(set(serials)) == steps * GROUPS
+    per_step = {step: sum(entry["step"] == step for entry in committed) for step in range(steps)}
+    assert set(per_step.values()) == {GROUPS}
+    for entry in committed:
+        assert entry["version_min"] <= entry["version_max"] <= entry["step"]
+        if (
+            entry["step"] - entry["version_min"] > STALENESS
+        ):  # overtaken: its old tokens left the loss, and were counted
+            assert lines[entry["step"]]["tokens_expired"] > 0

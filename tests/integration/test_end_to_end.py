@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.integration.job_rig import (
+    GROUPS,
+    STALENESS,
     Command,
+    assert_trained_exactly_once,
     descendants,
     events,
     kill,
@@ -22,33 +25,12 @@ from tests.integration.job_rig import (
 
 START_S = 120.0  # an engine and a learner starting on two busy cores
 JOB_S = 240.0
-STALENESS = 1
-GROUPS = 4
 SLOW = {"options": {"pause_s": 0.25}}  # a step takes about this long at least, however fast the machine is
 
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory) -> Path:
     return make_assets(tmp_path_factory.mktemp("assets") / "assets")
-
-
-def assert_trained_exactly_once(run_dir: Path, steps: int) -> None:
-    """Every step is there once, within the staleness bound, and every group is in exactly one of them."""
-    lines = metrics(run_dir)
-    assert [line["step"] for line in lines] == list(range(steps))
-    assert all(line["staleness_max"] <= STALENESS for line in lines)
-    assert all(line["groups"] == GROUPS for line in lines)
-    committed = [entry for entry in ledger(run_dir) if entry["state"] == "committed"]
-    serials = [entry["serial"] for entry in committed]
-    assert len(serials) == len(set(serials)) == steps * GROUPS
-    per_step = {step: sum(entry["step"] == step for entry in committed) for step in range(steps)}
-    assert set(per_step.values()) == {GROUPS}
-    for entry in committed:
-        assert entry["version_min"] <= entry["version_max"] <= entry["step"]
-        if (
-            entry["step"] - entry["version_min"] > STALENESS
-        ):  # overtaken: its old tokens left the loss, and were counted
-            assert lines[entry["step"]]["tokens_expired"] > 0
 
 
 def test_job_survives_kills_of_node_broker_and_learner(assets, tmp_path):
