@@ -14,7 +14,7 @@ from broker import moves
 from broker.contract import BrokerStatus, HeartbeatReply, NodeReport, RunInfo
 from broker.event_log import EventLog
 from broker.fleet import same_process
-from broker.journaled import JournaledFleet, JournaledLearner, JournaledTable, Kept, Recorder
+from broker.journaled import JournaledFleet, JournaledLearner, JournaledOwners, JournaledTable, Kept, Recorder
 from broker.state import REMEMBERED_TOKENS, DeliveryState
 from broker.store.frames import Location
 from broker.store.payloads import StoredPayload
@@ -39,7 +39,7 @@ class DurableState(DeliveryState):
         self.nodes = JournaledFleet(run.lease_s, journal)
         self.reporter = JournaledLearner(journal)
         self.tasks, self.fleet, self.learner = self.table, self.nodes, self.reporter
-
+        self.owners = JournaledOwners(journal)
         self.recovery_s = 0.0
         self._unconfirmed: set[str] = set()  # recovered leases whose nodes have not been heard of yet
         self._journal = journal
@@ -111,6 +111,7 @@ class DurableState(DeliveryState):
         self.reporter.job_ended = snapshot.job_ended
         for node in snapshot.nodes:
             self.nodes.join(node.report, self.clock()).has_leased = node.has_leased
+        self.owners.keys.update(snapshot.owners)
         self.apply(snapshot.marks, None)
         self.apply(snapshot.statistics, None)
 
@@ -180,6 +181,8 @@ class DurableState(DeliveryState):
             self.nodes.join(move.report, self.clock()).tokens.clear()
         elif isinstance(move, moves.Left):
             self.nodes.leave(move.node_id)
+        elif isinstance(move, moves.Owned):
+            self.owners.keys[move.node_id] = move.public
         elif isinstance(move, moves.Statistics):
             self._apply_statistics(move)
         elif isinstance(move, moves.Closed):
@@ -223,6 +226,7 @@ class Captured:
             statistics=state.statistics(),
             accepted_groups=groups,
             accepted_bytes=size,
+            owners=dict(state.owners.keys),
         )
 
     def snapshot(self, history_bytes: int) -> moves.Snapshot:

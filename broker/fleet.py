@@ -21,6 +21,24 @@ class Node:
     has_leased: bool = False  # this process of the node
     handed_in: int = 0  # sampled tokens of the groups that this process handed in
     counted: dict[str, Waste] = field(default_factory=dict[str, Waste])  # by the broker, and of its earlier processes
+    in_doubt: bool = False  # its last heartbeat told of an older version than `version`
+
+    def asks_with(self, version: int) -> None:
+        """A request that names the version."""
+        self.version, self.in_doubt = version, False
+
+    def told(self, version: int) -> bool:
+        """A heartbeat with this version; returns whether the node's version changed.
+
+        A heartbeat has a connection of its own, so a request that was sent later may overtake it: an older version
+        than that of the request counts when the next heartbeat tells of it too, as after a learner's restart.
+        """
+        if version < self.version and not self.in_doubt:
+            self.in_doubt = True
+            return False
+        changed = version != self.version
+        self.asks_with(version)
+        return changed
 
     @property
     def tokens_generated(self) -> int:

@@ -41,7 +41,7 @@ class Gate:
     ) -> None:
         self.refusals = Refusals(state, quarantine)
         self.curve: CurveServer | None = None
-        self._roles = Roles(state.node_alive)
+        self._roles = Roles(state.node_alive, state.owners)
         self._state = state
         self._pace = Pace()
         self._floods: FloodGuard | None = None

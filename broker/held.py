@@ -10,6 +10,7 @@ from typing import NamedTuple
 import zmq
 
 from broker import wire
+from broker.contract import LEARNER_ENDED
 from broker.journal import Journal
 
 PROMISES = (
@@ -17,6 +18,13 @@ PROMISES = (
 )  # fmt: skip
 MOST_HELD = 1 << 16
 WORD_S = 1.0
+
+
+def promises(request: wire.AnyRequest) -> bool:
+    """Whether the answer waits for the disk. A learner's last word too: nodes leave because of it."""
+    if isinstance(request, wire.Report):
+        return request.report.state in LEARNER_ENDED
+    return isinstance(request, PROMISES)
 
 
 class Held(NamedTuple):

@@ -3,7 +3,7 @@
 Replay calls the same methods with recording off, so what is replayed is what was done.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from broker import moves
 from broker.contract import LEARNER_ENDED, LearnerReport, NodeReport, StoreStatus, Waste
 from broker.fleet import Fleet, Node
 from broker.learner_record import LearnerRecord
+from broker.owners import NodeOwners
 from broker.store.payloads import StoredPayload
 from broker.tasks import Entry, TaskTable
 from common.rollouts import GroupMeta, Task
@@ -204,6 +205,18 @@ class JournaledFleet(Fleet):
     @past.setter
     def past(self, totals: tuple[int, dict[str, Waste]]) -> None:
         self._past_generated, self._past_wasted = totals
+
+
+class JournaledOwners(NodeOwners):
+    """A node that lives keeps its name when the broker is started again."""
+
+    def __init__(self, journal: Recorder) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def bind(self, node_id: str, public: str, alive: Callable[[str], bool]) -> None:
+        super().bind(node_id, public, alive)
+        self._journal.record(moves.Owned(node_id, public))
 
 
 class JournaledLearner(LearnerRecord):

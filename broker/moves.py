@@ -96,6 +96,13 @@ class Left(Move, frozen=True, tag="left"):
     node_id: str
 
 
+class Owned(Move, frozen=True, tag="owned"):
+    """From now on this key speaks for the node id."""
+
+    node_id: str
+    public: str
+
+
 class Marks(Move, frozen=True, tag="marks"):
     """Single values that answers to the learner rest on, as they were at the end of a turn."""
 
@@ -166,6 +173,7 @@ class Snapshot(Move, frozen=True, tag="snapshot"):
         passed: serials that passed their place to a later one.
         accepted: (token, node) of accepted results, oldest first.
         kept: groups of committed steps within broker.retain_steps, in the order given out.
+        owners: public key of the credential that speaks for each node id.
     """
 
     schema: int
@@ -186,6 +194,7 @@ class Snapshot(Move, frozen=True, tag="snapshot"):
     history_bytes: int = 0
     accepted_groups: int = 0
     accepted_bytes: int = 0
+    owners: dict[str, str] = {}
 
 
 class FinishedTasks(msgspec.Struct, frozen=True):
@@ -207,6 +216,7 @@ AnyMove = (
     | Reported
     | Joined
     | Left
+    | Owned
     | Marks
     | Statistics
     | Closed

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from broker import wire
+from broker.owners import NodeOwners
 from common.credentials import Identity
 
 OBSERVING: frozenset[type[wire.Request]] = frozenset({wire.AskStatus, wire.AskLedger, wire.AskEvents})
@@ -30,12 +31,12 @@ class Roles:
     """Says no to requests that their sender may not make.
 
     The first credential that names a node id speaks for it as long as that node is alive, and others may only take
-    it by registering when it is not. So a node can neither learn of another's leases nor end them.
+    it by registering when it is not. So a node can neither learn of another's leases nor end them. Who speaks for which
+    id is part of the broker's state: it holds for the next broker of the run too.
     """
 
-    def __init__(self, node_alive: Callable[[str], bool]) -> None:
-        self._node_alive = node_alive
-        self._owners: dict[str, str] = {}  # node id -> public key
+    def __init__(self, node_alive: Callable[[str], bool], owners: NodeOwners) -> None:
+        self._node_alive, self._owners = node_alive, owners
 
     def refusal(self, sender: Identity | None, request: wire.Request) -> str:
         """Why `sender` may not make this request; '' when it may."""
@@ -52,14 +53,9 @@ class Roles:
             return ""
         joins = isinstance(request, wire.Register | wire.Heartbeat)
         if owner is None or (joins and not self._node_alive(node_id)):
-            self._bind(node_id, sender.public)
+            self._owners.bind(node_id, sender.public, self._node_alive)
             return ""
         return f"node id {node_id!r} belongs to another credential; every node needs an id of its own"
-
-    def _bind(self, node_id: str, public: str) -> None:
-        if len(self._owners) > 4096:  # forget those that are gone
-            self._owners = {known: key for known, key in self._owners.items() if self._node_alive(known)}
-        self._owners[node_id] = public
 
 
 def named_node(request: wire.Request) -> str | None:

@@ -18,7 +18,7 @@ from broker import wire
 from broker.addresses import reachable
 from broker.gate import Gate
 from broker.handlers import Handlers
-from broker.held import PROMISES, Held, HeldReplies
+from broker.held import Held, HeldReplies, promises
 from broker.journal import Journal
 from broker.outbox import Outbox
 from broker.parked import ParkedLease, ParkedTake
@@ -206,7 +206,7 @@ class BrokerServer:
             logger.exception("%s failed", type(request).__name__)
             reply = wire.Refused(id=request.id, reason="internal error of the broker; its log has the details")
         if reply is not None:
-            self._send(client, reply, promised=isinstance(request, PROMISES))
+            self._send(client, reply, promised=promises(request))
 
     def _answer(self, client: bytes, request: wire.AnyRequest, payloads: list[bytes | zmq.Frame]) -> wire.Reply | None:
         reply, displaced = self._handlers.handle(client, request, payloads[0] if payloads else None)

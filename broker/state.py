@@ -24,6 +24,7 @@ from broker.deadlines import Deadlines
 from broker.event_log import EventLog
 from broker.fleet import Fleet, Node, same_process
 from broker.learner_record import LearnerRecord
+from broker.owners import NodeOwners
 from broker.status import status_of
 from broker.tasks import LEASED, Entry, TaskTable
 from common.errors import BrokerError
@@ -59,6 +60,7 @@ class DeliveryState:
         self.store_id = store_id or new_token()
         self.tasks = TaskTable()
         self.fleet = Fleet(run.lease_s)
+        self.owners = NodeOwners()
         self.event_log = events
         self.lease_revision = 0  # grows whenever a lease that was refused before may now be given to any node
         self.changed_nodes: set[str] = set()  # of which alone that may be so, or whose requests have an end
@@ -200,7 +202,7 @@ class DeliveryState:
         """
         node = self._node(node_id)
         if version is not None:
-            node.version = version
+            node.asks_with(version)
             self.newest_version = max(self.newest_version, version)
             self._seen(node)
         leases: list[Lease] = []
@@ -239,8 +241,7 @@ class DeliveryState:
             holder = f"process {node.report.pid} on {node.report.host or 'this host'}"
             raise BrokerError(f"node id {report.node_id!r} belongs to {holder} now; every node needs an id of its own")
         self._seen(node)
-        if report.policy_version != node.version:
-            node.version = report.policy_version
+        if node.told(report.policy_version):
             self._note_version(report.node_id, report.policy_version)
         node.report = report
         lost: list[str] = []

@@ -347,13 +347,14 @@ if op == 'lease' then
     end
     if #found > 0 then return finish(0, st.lease_ms, unpack(found)) end
   end
-  local facts = call('HMGET', base .. 'node:' .. node, 'version', 'leased')
+  local facts = call('HMGET', base .. 'node:' .. node, 'version', 'leased', 'in_doubt')
   if ARGV[4] == '' then
     if not call('ZSCORE', base .. 'seen', node) then return finish(-1, st.lease_ms) end
   else
     if not facts[1] then return refuse('node ' .. node .. ' is not registered with this broker; register first') end
     seen(node)
     if facts[1] ~= ARGV[4] then call('HSET', base .. 'node:' .. node, 'version', ARGV[4]) end
+    if facts[3] then call('HDEL', base .. 'node:' .. node, 'in_doubt') end
     facts[1] = ARGV[4]
   end
   local version, chosen = tonumber(facts[1]), {}
@@ -666,6 +667,7 @@ local function register(report, node, pid, host, version)
     end_process(node)
   end
   call('HSET', key, 'report', report, 'pid', pid, 'host', host, 'version', version)
+  call('HDEL', key, 'in_doubt')
   call('ZREM', base .. 'gone', node)
   call('ZADD', base .. 'seen', text(now), node)
   due(now + st.lease_ms)
@@ -688,7 +690,7 @@ end
 -- heartbeat: as register, then tokens to renew. Replies the learner's report as JSON (or ''), then the lost tokens.
 if op == 'heartbeat' then
   local report, node, key = ARGV[3], ARGV[4], base .. 'node:' .. ARGV[4]
-  local old = call('HMGET', key, 'pid', 'host', 'version')
+  local old = call('HMGET', key, 'pid', 'host', 'version', 'in_doubt')
   if not old[1] then
     if too_many(node) then return refuse(too_many(node)) end
     register(report, node, ARGV[5], ARGV[6], ARGV[7])
@@ -697,8 +699,15 @@ if op == 'heartbeat' then
       old[1], old[2] ~= '' and old[2] or 'this host'))
   else
     seen(node)
-    call('HSET', key, 'report', report, 'version', ARGV[7])
-    stirred = old[3] ~= ARGV[7]
+    local version = ARGV[7]
+    if tonumber(version) < tonumber(old[3]) and not old[4] then -- see broker/fleet.py: overtaken by a request, or true
+      version = old[3]
+      call('HSET', key, 'in_doubt', 1)
+    elseif old[4] then
+      call('HDEL', key, 'in_doubt')
+    end
+    call('HSET', key, 'report', report, 'version', version)
+    stirred = old[3] ~= version
   end
   local lost = {}
   for i = 8, #ARGV do

@@ -16,7 +16,7 @@ Redis Cluster keeps them in one slot; those of one store begin with `slipstream:
     PREFIX recorded, recorded_steps  hash, zset  committed steps whose groups are kept (broker.retain_steps)
     PREFIX ledger                    string  finished tasks, appended: 4 bytes length, then a MessagePack array
     PREFIX events                    stream  the newest BrokerEvents; entry N-0 has index N - 1
-    PREFIX node:ID                   hash    report, pid, host, version, leased, handed (sampled tokens), wt:* and ws:*
+    PREFIX node:ID                   hash    report, pid, host, version, in_doubt, leased, handed (tokens), wt:*, ws:*
     PREFIX seen, gone                zset    living, silent nodes -> when they were last seen, in ms
     PREFIX waiting                   zset    NONCE:NODE of lease requests that wait -> until when, in ms
     PREFIX wake:NONCE                list    pushed to when the request that waits under NONCE may be served

@@ -256,6 +256,34 @@ def test_a_heartbeat_with_a_newer_version_serves_a_waiting_lease(backend: Backen
     assert [le.task.serial for le in backend.run(scenario())] == [4, 5]
 
 
+def test_a_heartbeat_that_a_newer_request_overtook_takes_nothing_back_until_the_next_one_agrees(
+    backend: Backend,
+) -> None:
+    backend.learner.offer(tasks(*range(6)))
+    backend.join()
+    assert len(backend.lease(10)) == 4
+    assert len(backend.lease(10, version=1)) == 2
+
+    async def scenario() -> tuple[list[Any], list[Any]]:
+        waiting = asyncio.create_task(backend.node.lease("n0", 2, 4, 10))
+        await asyncio.sleep(0.1)
+        await backend.node.heartbeat(node_report(version=1), [])  # from before the new weights
+        await asyncio.to_thread(backend.learner.offer, tasks(6, 7))
+        served = await asyncio.wait_for(waiting, 5)
+        waiting = asyncio.create_task(backend.node.lease("n0", 3, 4, 10))
+        await asyncio.sleep(0.1)
+        for _ in range(2):  # a learner that was started again from an older checkpoint
+            await backend.node.heartbeat(node_report(version=2), [])
+        await asyncio.to_thread(backend.learner.offer, tasks(8, 9))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await backend.node.heartbeat(node_report(version=3), [])
+        return served, await waiting
+
+    served, later = backend.run(scenario())
+    assert ([le.task.serial for le in served], [le.task.serial for le in later]) == ([6, 7], [8, 9])
+
+
 def test_take_gives_the_oldest_ready_groups_with_their_payloads(backend: Backend) -> None:
     backend.learner.offer(tasks(0, 1, 2))
     backend.join()

@@ -44,6 +44,7 @@ def everything(state: DurableState) -> dict[str, Any]:
         "accepted": state.accepted,
         "marks": state.marks(),
         "learner": state.learner.report and lasting(state.learner.report),
+        "owners": dict(state.owners.keys),
         "nodes": {n: (x.report.pid, x.has_leased, sorted(x.tokens)) for n, x in state.fleet.nodes.items()},
         "kept": {s: [(k.task, k.node_id, k.meta, k.filtered) for k in g] for s, g in state.table.kept.items()},
         "groups": {serial: stored_payload(state, serial) for serial in state.table.stored},

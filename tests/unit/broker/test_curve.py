@@ -21,6 +21,7 @@ from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, NodeReport, RunInfo
 from broker.curve import BROKEN_S, secure_client
 from broker.event_log import EventLog
+from broker.owners import NodeOwners
 from broker.roles import PERMITTED, Roles
 from broker.server import BrokerServer
 from broker.state import DeliveryState
@@ -250,7 +251,7 @@ def test_a_token_of_another_node_is_of_no_use_under_ones_own_id(keys: Path) -> N
 
 def test_the_id_of_a_node_that_is_gone_may_be_taken_over_by_another_credential() -> None:
     alive = {"n0"}
-    roles = Roles(lambda node_id: node_id in alive)
+    roles = Roles(lambda node_id: node_id in alive, NodeOwners())
     a, b = Identity("A" * 40, "node", "a"), Identity("B" * 40, "node", "b")
     register = wire.Register(id=0, report=report())
     lease = wire.AskLease(id=1, node_id="n0", version=0, max_groups=1, wait_s=0)

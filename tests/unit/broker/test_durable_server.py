@@ -16,13 +16,16 @@ import pytest
 from broker import main, memories
 from broker.async_client import AsyncBrokerClient
 from broker.client import BrokerClient
+from broker.connect import Access, connect_node
 from broker.contract import LearnerReport, NodeReport
 from broker.server import BrokerServer
 from broker.store.errors import StoreCorrupt, StoreFailed
 from broker.store.writer import Writer
 from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+from common.credentials import KeyFolder
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.rollouts import GroupMeta, Task
+from launch.keys import make
 
 META = GroupMeta(0, 0, 0.5, 10)
 REPORT = LearnerReport(5, 1, "training", 0)
@@ -165,6 +168,57 @@ def test_no_promise_is_answered_before_it_is_synced(
         gate.set()
         assert offer.result(20) == 1
         assert len(synced) > before
+
+
+def test_the_learners_last_word_is_acknowledged_when_it_is_synced_and_its_progress_at_once(
+    tmp_path: Path, servers: list[BrokerServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    gate.set()
+    sync = Writer._timed_sync  # pyright: ignore[reportPrivateUsage]
+
+    def slow(self: Writer, file: object) -> None:
+        assert gate.wait(20)
+        sync(self, file)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Writer, "_timed_sync", slow)
+    with (
+        running(job(tmp_path), servers) as address,
+        ThreadPoolExecutor(1) as pool,
+        BrokerClient(address, deadline_s=20) as learner,
+        BrokerClient(address, deadline_s=20) as observer,
+    ):
+        learner.attach(REPORT)
+        gate.clear()
+        learner.report(LearnerReport(5, 1, "training", 1, weights_address="tcp://127.0.0.1:1"))
+        done = pool.submit(learner.report, LearnerReport(5, 1, "done", 1))
+        end = time.monotonic() + 10
+        while (told := observer.status().learner) is None or told.state != "done":
+            assert time.monotonic() < end
+        time.sleep(0.1)
+        assert not done.done(), "nodes leave because of it: it must outlive this broker"
+        gate.set()
+        done.result(20)
+
+
+def test_a_living_node_keeps_its_name_from_other_credentials_across_restarts_of_the_broker(
+    tmp_path: Path, servers: list[BrokerServer]
+) -> None:
+    make(KeyFolder(tmp_path / "keys"), ["a", "b"])
+    config = job(tmp_path / "run", credentials=str(tmp_path / "keys"))
+
+    async def register(address: str, name: str) -> None:
+        access = Access(address=address, role="node", deadline_s=20, credentials=str(tmp_path / "keys"), name=name)
+        async with connect_node(access) as node:
+            await node.register(NODE)
+
+    with running(config, servers) as address:
+        asyncio.run(register(address, "a"))
+    for _ in range(2):  # from the moves, and from a snapshot
+        with running(config, servers) as address, pytest.raises(BrokerError, match="belongs to another credential"):
+            asyncio.run(register(address, "b"))
+    with running(config, servers) as address:
+        asyncio.run(register(address, "a"))
 
 
 def test_on_a_full_disk_everybody_waits_and_is_told_why(
