@@ -89,6 +89,14 @@ PLOTS = (
     ),
 )
 
+VERSIONS = Plot(
+    "versions",
+    "Samples that span several versions",
+    "share of samples",
+    (("mixed_version_fraction", "weights changed in flight"),),
+    smooth=True,
+)
+
 WARM_START_PLOTS = (
     Plot("loss", "Loss", "nat per trained token", (("loss", "cross-entropy"),), smooth=True),
     Plot("grad_norm", "Gradient norm", "before clipping", (("grad_norm", "norm"),), logarithmic=True),
@@ -109,7 +117,7 @@ def draw_all(tail: MetricsTail, config: Config | None, folder: Path) -> list[Pat
     """Write every plot that the metrics allow and the overview; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    overview, grid = plt.subplots(3, 3, figsize=(15, 11))
+    overview, grid = plt.subplots(4, 3, figsize=(15, 14.5))
     panels = list(grid.flat)
     for plot, panel in zip(PLOTS, panels, strict=False):
         _draw(plot, tail, config, panel)
@@ -118,7 +126,9 @@ def draw_all(tail: MetricsTail, config: Config | None, folder: Path) -> list[Pat
     written.append(_single("tokens_per_s", folder, lambda axes: _draw_rates(tail, axes)))
     _draw_reward_over_time(tail, panels[len(PLOTS) + 1])
     written.append(_single("reward_over_time", folder, lambda axes: _draw_reward_over_time(tail, axes)))
-    for panel in panels[len(PLOTS) + 2 :]:
+    _draw(VERSIONS, tail, config, panels[len(PLOTS) + 2])
+    written.append(_single(VERSIONS.name, folder, lambda axes: _draw(VERSIONS, tail, config, axes)))
+    for panel in panels[len(PLOTS) + 3 :]:
         panel.set_axis_off()
     if config is not None:
         overview.suptitle(f"{config.run.name}, seed {config.run.seed}, staleness at most {config.staleness.max}")
