@@ -8,8 +8,9 @@ from common.errors import ConfigError
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.host import EnvironmentHost
 from rollout_fleet.environments.limits import limits_of
-from rollout_fleet.environments.protocol import Budget
-from rollout_fleet.environments.stage import ThreadStage
+from rollout_fleet.environments.processes import ProcessHost, ProcessStage
+from rollout_fleet.environments.protocol import Budget, Environment, Limits
+from rollout_fleet.environments.stage import Stage, ThreadStage, takes_group_seed
 from rollout_fleet.episodes import Driver, EpisodeDriver, Sampling
 from rollout_fleet.rendering import Renderer, Tokenizer
 from rollout_fleet.sampler_protocol import Sampler
@@ -31,15 +32,28 @@ def build_driver(config: Config, sampler: Sampler, host: EnvironmentHost, sampli
     """
     rollout, tasks = config.rollout, config.tasks
     environment = registry.resolve(tasks.environment, tasks.options)
+    limits = limits_of(environment, tasks.limits)
     return EpisodeDriver(
         sampler=sampler,
         renderer=Renderer(load_tokenizer(config.model.path)),
-        stage=ThreadStage(environment, dict(tasks.options), host),
+        stage=_stage(config, environment, limits, host),
         budget=Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len),
         sampling=sampling or Sampling(rollout.temperature, rollout.top_p),
         timeout_s=rollout.sample_timeout_s,
-        limits=limits_of(environment, tasks.limits),
+        limits=limits,
     )
+
+
+def _stage(config: Config, environment: type[Environment], limits: Limits, host: EnvironmentHost) -> Stage:
+    """Where the episodes' environments live."""
+    options = dict(config.tasks.options)
+    if not limits.process:
+        return ThreadStage(environment, options, host)
+    path = registry.path_of(config.tasks.environment)
+    processes = ProcessHost((path.partition(":")[0],))
+    host.at_close(processes.close)
+    shares = takes_group_seed(environment)
+    return ProcessStage(path, options, limits, config.rollout.sample_timeout_s, processes, shares)
 
 
 def load_tokenizer(path: str) -> Tokenizer:

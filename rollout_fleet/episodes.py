@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from common.rollouts import Sample
 from rollout_fleet.environments.protocol import Action, Budget, Chat, Limits, Observation, StepResult, StopReason
-from rollout_fleet.environments.stage import EnvironmentDied, Flood, Seat, Stage
+from rollout_fleet.environments.stage import EnvironmentDied, EnvironmentRaised, Flood, Seat, Stage, StageFailed
 from rollout_fleet.rendering import Renderer
 from rollout_fleet.sampler_protocol import Generation, Sampler
 from rollout_fleet.trace import Trace
@@ -177,6 +177,8 @@ class EpisodeDriver:
         try:
             async with clock:
                 yield
+        except StageFailed:
+            raise
         except Exception as error:
             if isinstance(error, TimeoutError) and clock.expired():
                 late = f"{where} took longer than {limit_s:g} s"
@@ -241,6 +243,8 @@ def failure(error: Exception, where: str) -> EpisodeFailed:
         return EpisodeFailed(f"{where}: {error}", StopReason.ENVIRONMENT_KILLED)
     if isinstance(error, _Refused):
         return EpisodeFailed(f"{where}: {error}")
+    if isinstance(error, EnvironmentRaised):
+        return EpisodeFailed(f"{where} {error}")
     return EpisodeFailed(f"{where} raised {type(error).__name__}: {error}")
 
 

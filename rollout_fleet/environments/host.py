@@ -83,7 +83,12 @@ class EnvironmentHost:
 
     def __init__(self) -> None:
         self._probing = False
+        self._at_close: list[Callable[[], None]] = []
         self._renew()
+
+    def at_close(self, callback: Callable[[], None]) -> None:
+        """Call it when this host is closed."""
+        self._at_close.append(callback)
 
     def _renew(self) -> None:
         """Start a thread; it gets crossings of its own, each used by one thread on either side."""
@@ -135,6 +140,8 @@ class EnvironmentHost:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
+        while self._at_close:
+            self._at_close.pop()()
 
 
 def _begin(calls: list[_Call]) -> None:

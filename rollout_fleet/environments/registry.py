@@ -51,6 +51,11 @@ def resolve(name: str, options: Mapping[str, Any] | None = None, file: str = "co
     return found
 
 
+def path_of(name: str) -> str:
+    """'module:Class' of a value of tasks.environment."""
+    return BUILT_IN.get(name, name)
+
+
 def _module(module_name: str, name: str, file: str) -> object:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from common.errors import SlipstreamError
 from rollout_fleet.environments.host import EnvironmentHost
 from rollout_fleet.environments.protocol import Action, Environment, Observation, StepResult
 
@@ -17,6 +18,14 @@ CLOSE_S = 10.0
 
 class EnvironmentDied(Exception):
     """An environment's process ended without an answer; the message says how."""
+
+
+class StageFailed(SlipstreamError):
+    """Environments cannot be started at all on this node, which is no sample's fault."""
+
+
+class EnvironmentRaised(Exception):
+    """An environment's own exception, from its process; the message has its type."""
 
 
 class Flood(Exception):

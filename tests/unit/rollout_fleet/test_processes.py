@@ -1,0 +1,143 @@
+"""Environments in processes of their own: what goes wrong there stays there and is counted by its reason."""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fleet_fakes import CharacterTokenizer, ScriptedSampler, say
+
+from common.rollouts import Sample
+from rollout_fleet.environments.processes import ProcessHost, ProcessStage
+from rollout_fleet.environments.protocol import Budget, Limits
+from rollout_fleet.episodes import EpisodeDriver, Sampling
+from rollout_fleet.rendering import Renderer
+
+LIMITS = Limits(process=True, reset_s=60.0, step_s=30.0, cpu_s=1, memory_mib=512, observation_chars=10_000)
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[ProcessHost]:
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), before)))
+    os.environ["BROKER_SECRET"] = "hunter2"
+    found = ProcessHost(("wild_environments",))
+    yield found
+    found.close()
+    del os.environ["BROKER_SECRET"]
+    os.environ.pop("PYTHONPATH")
+    if before is not None:
+        os.environ["PYTHONPATH"] = before
+
+
+def play(host: ProcessHost, how: str, limits: Limits = LIMITS, count: int = 1) -> list[Sample]:
+    stage = ProcessStage("wild_environments:Wild", {}, limits, 60.0, host, shares_seed=True)
+
+    async def once() -> list[Sample]:
+        driver = EpisodeDriver(
+            ScriptedSampler(lambda _: say("x")),
+            Renderer(CharacterTokenizer()),
+            stage,
+            Budget(4, 100, 20_000),
+            Sampling(),
+            60.0,
+            limits,
+        )
+        return await asyncio.gather(*(driver.run({"how": how}, 3 + i, group_seed=3) for i in range(count)))
+
+    return asyncio.run(once())
+
+
+def left_over() -> list[psutil.Process]:
+    """Processes that run this test's environments."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if "wild_environments" in (process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+def test_an_episode_runs_in_its_own_process_as_it_would_in_the_node(host: ProcessHost) -> None:
+    samples = play(host, "plain", count=3)
+    assert [(s.stop_reason, s.reward, s.metrics) for s in samples] == [
+        ("stop", float((3 + i) * 100 + 3), {"turns": 1.0}) for i in range(3)
+    ]
+
+
+def test_it_has_no_secrets_and_no_descriptors_of_the_node(host: ProcessHost, tmp_path: Path) -> None:
+    with (tmp_path / "open in the node").open("w"):
+        (sample,) = play(host, "tell")
+    assert (sample.stop_reason, sample.turn_rewards) == ("environment_done", [0.25, 303.0])
+    told = [chr(t) for t, m in zip(sample.tokens.numpy(), sample.loss_mask.numpy(), strict=True) if not m]
+    lines = "".join(told).splitlines()
+    assert "BROKER_SECRET" not in lines and "HOME" in lines
+    kinds = {line.split(" ", 2)[2].split(":")[0] for line in lines if line.startswith("fd ")}
+    assert {kind for kind in kinds if not kind.startswith("/proc/")} <= {"/dev/null", "socket", "anon_inode"}
+    assert "socket" in kinds
+    assert not [line for line in lines if line.endswith("open in the node")]
+
+
+def test_a_chat_crosses_whole(host: ProcessHost) -> None:
+    class Template(CharacterTokenizer):
+        chat_template = "some"
+
+        def apply_chat_template(self, messages: Any, **options: Any) -> str:
+            return f"{messages[0]['content']} {options['enable_thinking']} {options['tools']}"
+
+    stage = ProcessStage("wild_environments:Wild", {}, LIMITS, 60.0, host, shares_seed=True)
+    sampler = ScriptedSampler(lambda _: say("x"))
+    driver = EpisodeDriver(sampler, Renderer(Template()), stage, Budget(4, 100, 20_000), Sampling(), 60.0, LIMITS)
+    assert asyncio.run(driver.run({"how": "talk"}, 0)).error is None
+    assert "".join(map(chr, sampler.calls[0].prompt)) == "hi False []"
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "why"),
+    [
+        ("raise", "environment_error", "step raised RuntimeError: not today"),
+        ("exit", "environment_error", "step raised SystemExit"),
+        ("eat", "environment_error", "MemoryError"),
+        ("fill_disk", "environment_error", "OSError"),
+        ("flood", "environment_flood", "the limit is"),
+        ("spin", "environment_killed", "CPU time"),
+        ("flood_stdout", "environment_killed", "CPU time"),
+        ("crash", "environment_killed", "SIGSEGV"),
+        ("fork_bomb", "environment_killed", "more than 64 processes"),
+        ("fork_and_leave", "environment_killed", "exit code 0"),
+        ("sleep", "environment_timeout", "longer than 1.5 s"),
+    ],
+)
+def test_what_goes_wrong_there_fails_the_sample_with_its_reason_and_leaves_no_process(
+    host: ProcessHost, how: str, reason: str, why: str
+) -> None:
+    limits = LIMITS if how != "sleep" else Limits(**{**vars(LIMITS), "step_s": 1.5})
+    (sample,) = play(host, how, limits)
+    assert (sample.stop_reason, why in str(sample.error)) == (reason, True), sample.error
+    deadline = time.monotonic() + 10
+    while len(left_over()) > 1 and time.monotonic() < deadline:  # the zygote stays
+        time.sleep(0.05)
+    assert len(left_over()) == 1
+    assert play(host, "plain")[0].error is None
+
+
+def test_a_zygote_that_was_killed_is_replaced(host: ProcessHost) -> None:
+    assert play(host, "plain")[0].error is None
+    for process in left_over():
+        process.kill()
+        process.wait(5)
+    assert play(host, "plain")[0].error is None
+
+
+def test_a_module_that_does_not_import_is_named() -> None:
+    from common.errors import SlipstreamError
+
+    host = ProcessHost(("no_such_environment",))
+    try:
+        with pytest.raises(SlipstreamError, match="No module named 'no_such_environment'"):
+            play(host, "plain")
+    finally:
+        host.close()
