@@ -1,5 +1,6 @@
 """What a run looks like now: the broker's answer, or what it left behind when it is gone."""
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +27,14 @@ class Observation:
         live: whether the broker answered just now.
         note: why the status is not live, '' when it is.
         unreachable: its process is there and did not answer, so nobody knows whether the status still holds.
+        age_s: of the status; 0 of a live one.
     """
 
     status: BrokerStatus
     live: bool
     note: str = ""
     unreachable: bool = False
+    age_s: float = 0.0
 
 
 def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
@@ -49,9 +52,10 @@ def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
                 reason, unreachable = f"broker not reachable: {error}", True
     try:
         last = msgspec.json.decode(run.status_json.read_bytes(), type=BrokerStatus)
+        age_s = max(0.0, time.time() - run.status_json.stat().st_mtime)
     except (OSError, msgspec.DecodeError):
         raise SlipstreamError(f"{run.path}: {reason}, and it left no status.json") from None
-    return Observation(last, live=False, note=f"{reason}; last known status", unreachable=unreachable)
+    return Observation(last, live=False, note=f"{reason}; last known status", unreachable=unreachable, age_s=age_s)
 
 
 def observe_ledger(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> list[LedgerEntry]:
@@ -113,6 +117,8 @@ def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:
             "groups_dead": status.groups_dead,
             "groups_filtered": status.groups_filtered,
             "bytes_held": status.bytes_held,
+            "max_bytes": status.run.max_bytes,
+            "full": status.full,
             "lease_expiries": status.lease_expiries,
             "oldest_lease_s": status.oldest_lease_s,
             "stale_results": status.stale_results,
@@ -140,6 +146,9 @@ def _learner(report: LearnerReport | None, last_seen_s: float, live: bool) -> di
         "since_s": report.since_s + (last_seen_s if live else 0.0),
         "incarnation": report.incarnation,
         "last_seen_s": last_seen_s,
+        "groups_missing": report.groups_missing,
+        "deliveries": msgspec.to_builtins(report.deliveries),
+        "deliveries_waiting": report.deliveries_waiting,
     }
 
 
@@ -158,4 +167,10 @@ def _node(node: NodeStatus) -> dict[str, Any]:
         "tokens_generated": report.tokens_generated,
         "waste": waste_view.as_json(node.waste),
         "last_seen_s": node.last_seen_s,
+        "episodes_running": report.episodes_running,
+        "concurrency": report.concurrency,
+        "kv_cache_usage": report.kv_cache_usage,
+        "preemptions": report.preemptions,
+        "prefix_hit_rate": report.prefix_hit_rate,
+        "groups": msgspec.to_builtins(report.groups),
     }

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from launch import warm_start
+from launch import stalls, warm_start
 from launch.observe import as_json, observe
 from launch.targets import find_run
 from launch.warm_start import warm_start_of
@@ -18,7 +18,7 @@ def command(args: argparse.Namespace) -> int:
         return 0
     seen = observe(run)
     if args.json:
-        print(json.dumps(as_json(run, seen)))
+        print(json.dumps({**as_json(run, seen), "stalls": stalls.as_json(stalls.stalls_of(seen))}))
         return 0
     from rich.console import Console
 

@@ -1,7 +1,6 @@
 """What a person sees of a run: the live view of `up` and `top`, the table of `status`, and the plain line."""
 
 import itertools
-import time
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -11,9 +10,10 @@ from rich.text import Text
 from broker.contract import NodeStatus
 from common.config import Config
 from common.run_dir import RunDir
-from launch import waste_view
+from launch import stalls, waste_view
 from launch.metrics_tail import MetricsTail, mean
 from launch.observe import Observation, learner_state
+from launch.words import duration
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 48
@@ -29,6 +29,7 @@ def render_live(config: Config, seen: Observation | None, tail: MetricsTail, not
     """The whole live view: progress, who waits on what, and the newest events."""
     parts: list[RenderableType] = [progress(config, seen, tail)]
     parts.append(processes(seen) if seen else Text("waiting for the broker to answer", "yellow"))
+    parts.extend(stalls.lines(seen) if seen else [])
     parts.extend(Text(note, "dim") for note in notes[-4:])
     return Group(*parts)
 
@@ -39,8 +40,8 @@ def render_status(run: RunDir, seen: Observation) -> RenderableType:
     if not seen.live:
         parts.append(Text(seen.note, "yellow"))
     parts.append(processes(seen))
+    parts.append(stalls.page(seen))
     parts.append(waste_view.table(seen.status))
-    parts.append(Text(explain(seen)))
     return Group(*parts)
 
 
@@ -100,33 +101,6 @@ def processes(seen: Observation) -> RenderableType:
     return table
 
 
-def explain(seen: Observation) -> str:
-    """One sentence: why the job moves or does not."""
-    status = seen.status
-    learner = status.learner
-    if not seen.live:
-        return ""
-    if status.store is not None and status.store.stuck:
-        return f"The broker acknowledges nothing until it can write: {status.store.stuck}."
-    if learner is None:
-        return "No learner has attached: nodes wait for weights."
-    state = learner_state(learner, status.learner_last_seen_s, True)
-    alive = [node for node in status.nodes if node.alive]
-    if state == "silent":
-        return f"The learner (pid {learner.pid}) has said nothing for {duration(status.learner_last_seen_s)}."
-    if state == "drained":
-        at = learner.policy_version
-        return f"The learner was told to stop and left at version {at}; started again, it goes on from there."
-    if state == "waiting" and not alive:
-        return "The learner waits for groups and no node is alive: start one with `slipstream rollout`."
-    if state == "waiting":
-        return f"The learner waits for {learner.waiting_on or 'groups'}, since {duration(learner.since_s)}."
-    idle = [node.report.node_id for node in alive if node.report.state == "waiting"]
-    if idle:
-        return f"{', '.join(idle)} wait{'s' if len(idle) == 1 else ''} on the learner, which is {state}."
-    return f"The learner is {state}; {len(alive)} node{'' if len(alive) == 1 else 's'} alive."
-
-
 def plain_line(config: Config, seen: Observation | None, tail: MetricsTail) -> str:
     """The same in one line, for logs."""
     last = tail.lines[-1] if tail.lines else {}
@@ -173,22 +147,6 @@ def step_times(tail: MetricsTail) -> str:
     publish_s = mean(tail.series("publish_s")[-10:]) or 0.0
     stall_s = mean(tail.series("generation_stall_s")[-10:]) or 0.0
     return f"{step_s:.2f} s, {share:.0%} waiting for groups  publish {publish_s:.2f} s  flip stall {stall_s:.3f} s"
-
-
-def duration(seconds: float) -> str:
-    """'0.4 s', '12 s', '3 min', '2.1 h'."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
-
-
-def clock(time_s: float) -> str:
-    """Local time of day of a Unix time."""
-    return time.strftime("%H:%M:%S", time.localtime(time_s))
 
 
 def _node_row(node: NodeStatus) -> list[str | Text]:

@@ -1,0 +1,271 @@
+"""Who waits for whom, since when, and what would release it: read off a status, by nothing but that status.
+
+A job that runs well has few, and short ones. What is ordinary for a moment (a learner that waits for the groups that
+are being generated) is one here as well, because whoever asks wants to know; `since_s` tells how bad it is.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, Delivery, GroupWork, LearnerReport, NodeStatus
+
+NAMED = 4  # nodes or groups that a sentence names before it counts the rest
+PROMPT_S = 2.0  # what is over sooner is not worth a line: a flip, a broadcast, the copy of the weights
+SLOW_ENVIRONMENT_S = 20.0
+MIB = 1 << 20
+
+
+class Stall(msgspec.Struct, frozen=True):
+    """One wait.
+
+    Attributes:
+        kind: for programs; see docs/stalls.md.
+        who: waits.
+        waits_for: whom or what, and how far that is.
+        since_s: how long already; None where nobody knows.
+        release: what would end it.
+    """
+
+    kind: str
+    who: str
+    waits_for: str
+    since_s: float | None
+    release: str
+
+
+def explain(status: BrokerStatus) -> list[Stall]:
+    """Every wait in a job whose broker says `status` now, what stops the most first."""
+    found = [*_store(status), *_learner(status), *_broadcast(status), *_full(status)]
+    found += [*_nodes(status), *_gone(status), *_groups(status)]
+    return found
+
+
+def learner_silent(status: BrokerStatus) -> bool:
+    """Whether the learner should have reported and did not."""
+    learner = status.learner
+    return learner is not None and learner.state not in LEARNER_ENDED and status.learner_last_seen_s > LOST_AFTER_S
+
+
+def named(names: Iterable[str]) -> str:
+    """'a', 'a and b', 'a, b, c, d and 12 more'."""
+    every = list(names)
+    if len(every) > NAMED + 1:
+        return f"{', '.join(every[:NAMED])} and {len(every) - NAMED} more"
+    return " and ".join([", ".join(every[:-1]), every[-1]] if len(every) > 1 else every)
+
+
+# ---------------------------------------------------------------- the broker
+
+
+def _store(status: BrokerStatus) -> Iterator[Stall]:
+    if status.store is not None and status.store.stuck:
+        waits = f"the broker, which acknowledges nothing until it can write: {status.store.stuck}"
+        yield Stall("store", "everyone", waits, None, "the disk takes writes again; nothing is lost meanwhile")
+
+
+def _full(status: BrokerStatus) -> Iterator[Stall]:
+    if not status.full:
+        return
+    held = f"{status.bytes_held / MIB:,.1f} of {status.run.max_bytes / MIB:,.1f} MiB"
+    release = "the learner takes a step's groups or commits a checkpoint; or a larger broker.max_bytes"
+    who = named(n.report.node_id for n in _alive(status)) or "nodes"
+    yield Stall("full", who, f"room in the broker: {held} held, and more on its way", None, release)
+
+
+# ---------------------------------------------------------------- the learner
+
+
+def _learner(status: BrokerStatus) -> Iterator[Stall]:
+    learner = status.learner
+    if learner is None:
+        release = "start one with `slipstream learner CONFIG`"
+        yield Stall("no_learner", "everyone", "a learner: none has attached so far", None, release)
+        return
+    since_s = learner.since_s + status.learner_last_seen_s
+    if learner_silent(status):
+        waits = f"the learner (pid {learner.pid}), which has said nothing since it was {learner.state}"
+        release = "it goes on (is it stopped, swapping or cut off?), or is started again"
+        yield Stall("learner_silent", "everyone", waits, status.learner_last_seen_s, release)
+    elif learner.state in LEARNER_ENDED:
+        yield from _ended(learner, status.learner_last_seen_s)
+    elif learner.state in ("waiting", "replaying"):
+        yield from _waiting(status, learner, since_s)
+    elif learner.state in ("starting", "checkpointing", "publishing") and since_s > PROMPT_S:
+        on = learner.waiting_on or "itself"
+        release = {
+            "starting": "it has loaded and checked the model, and publishes its first version",
+            "checkpointing": "the checkpoint is copied, or on the disk when it is the last one",
+            "publishing": "the weights are copied for the weight plane",
+        }[learner.state]
+        yield Stall(f"learner_{learner.state}", "the learner", f"{on} ({learner.state})", since_s, release)
+
+
+def _ended(learner: LearnerReport, since_s: float) -> Iterator[Stall]:
+    at = learner.policy_version
+    if learner.state == "drained":
+        waits = f"the learner, which was told to stop and left at version {at}"
+        yield Stall("learner_drained", "nodes", waits, since_s, "started again, it goes on from there")
+    elif learner.state == "failed":
+        waits = f"the learner, which failed at version {at}: {learner.waiting_on or 'see its log'}"
+        yield Stall("learner_failed", "everyone", waits, since_s, "started again, it goes on from its checkpoint")
+
+
+def _waiting(status: BrokerStatus, learner: LearnerReport, since_s: float) -> Iterator[Stall]:
+    """The learner has not got the groups of its step."""
+    missing = learner.groups_missing or status.run.groups_per_step
+    ready = min(status.groups_ready, missing)
+    waits = f"groups for step {learner.step}: {ready} of {missing} ready"
+    alive = _alive(status)
+    if not alive:
+        release = "a node joins: `slipstream rollout CONFIG`, or `--join ADDRESS` elsewhere"
+        yield Stall("no_node", "the learner", f"{waits}, and no node is alive", since_s, release)
+        return
+    at_work = [(node.report.node_id, group) for node in alive for group in node.report.groups]
+    if at_work:
+        nearest = sorted(at_work, key=lambda pair: (pair[1].samples - pair[1].finished, pair[1].serial))
+        shown = "; ".join(f"{node} {_progress(group)}" for node, group in nearest[:NAMED])
+        waits += f", {status.groups_leased} being generated ({shown}{'; ...' if len(nearest) > NAMED else ''})"
+        release = f"{missing - ready} more of them are finished" if missing > ready else "the broker hands them out"
+    elif status.groups_leased:
+        waits += f", {status.groups_leased} leased by {named(n.report.node_id for n in alive)}"
+        release = "they are finished"
+    elif status.groups_pending:
+        waits += f", none being generated by {named(n.report.node_id for n in alive)}"
+        release = "a node leases a task; the lines below say what each of them waits for"
+    else:
+        release = "the learner offers tasks"
+        waits += ", and no task is offered"
+    yield Stall("groups", "the learner", waits, since_s, release)
+
+
+def _progress(group: GroupWork) -> str:
+    return f"task {group.serial}: {group.finished} of {group.samples} samples, {group.tokens:,} tokens"
+
+
+def _broadcast(status: BrokerStatus) -> Iterator[Stall]:
+    """A version that has not reached everybody."""
+    learner = status.learner
+    if learner is None or learner.state in LEARNER_ENDED:
+        return
+    late: dict[tuple[int, str], list[Delivery]] = {}
+    for delivery in learner.deliveries:
+        if delivery.since_s > PROMPT_S:
+            late.setdefault((delivery.version, delivery.stage), []).append(delivery)
+    does = {"receiving": "has not staged it", "flipping": "staged it and is not active"}
+    more = learner.deliveries_waiting - len(learner.deliveries)
+    for (version, stage), deliveries in late.items():
+        names = named(d.node_id for d in deliveries)
+        waits = f"{names}, which {does.get(stage, f'is {stage}')}" + (f" (and {more} nodes more)" if more > 0 else "")
+        release = "it answers, or is ejected at the end of weights.timeout_s and the others go on without it"
+        if stage == "queued":
+            waits, release = f"the broadcast before it, to reach {names}", "that one is through, or cut off"
+        since_s = max(d.since_s for d in deliveries) + status.learner_last_seen_s
+        yield Stall("broadcast", f"version {version}", waits, since_s, release)
+
+
+# ---------------------------------------------------------------- nodes
+
+
+def _alive(status: BrokerStatus) -> list[NodeStatus]:
+    return [node for node in status.nodes if node.alive]
+
+
+def _nodes(status: BrokerStatus) -> list[Stall]:
+    """Nodes that do not generate; those with one reason make one stall, since its longest wait."""
+    merged: dict[tuple[str, str, str], list[tuple[str, float]]] = {}
+    for node in _alive(status):
+        report, since_s = node.report, node.report.since_s + node.last_seen_s
+        reason = _reason(status, node)
+        if reason is not None:
+            merged.setdefault(reason, []).append((report.node_id, since_s))
+    return [
+        Stall(kind, named(name for name, _ in nodes), waits, max(since for _, since in nodes), release)
+        for (kind, waits, release), nodes in merged.items()
+    ]
+
+
+def _reason(status: BrokerStatus, node: NodeStatus) -> tuple[str, str, str] | None:
+    """(kind, waits for, release) of a living node; None while it generates, or is about to."""
+    report, learner = node.report, status.learner
+    on = report.waiting_on
+    if report.state == "quarantined":
+        return "quarantined", f"nobody: it may not generate ({on})", "it is started again and proves its weights"
+    if report.state in ("starting", "draining"):
+        release = {"starting": "the engine is up", "draining": "its groups are finished or given back"}[report.state]
+        return report.state, on or report.state, release
+    if report.state == "flipping":
+        slow = report.since_s + node.last_seen_s > PROMPT_S
+        return ("flipping", "its engine, which changes weights", "the flip is proven") if slow else None
+    if report.state not in ("joining", "waiting") or (report.state == "waiting" and report.groups):
+        return None
+    if learner is None or learner.state in LEARNER_ENDED or learner_silent(status):
+        return "node_waits", on or "the learner", "see the learner"
+    if report.state == "joining" or on.startswith("weights"):
+        return "weights", on or "weights", f"version {learner.policy_version} reaches it"
+    return _window(status, learner, report.policy_version, on)
+
+
+def _window(status: BrokerStatus, learner: LearnerReport, held: int, on: str) -> tuple[str, str, str]:
+    """Why a node with weights gets no task: the window is used up, the broker is full, or nothing was offered."""
+    if status.full:
+        return "full", "room in the broker", "see the broker"
+    if learner.policy_version > held:
+        new = learner.policy_version
+        return "weights", f"version {new}, with which it may lease on; it holds {held}", f"version {new} reaches it"
+    ends = status.run.groups_per_step * (held + status.run.max_staleness + 1)
+    if (
+        status.groups_pending == 0
+        and learner.state not in ("waiting", "replaying")
+        and not on.startswith("task window")
+    ):
+        return "tasks", "tasks: none is pending", f"the learner, which is {learner.state}, offers more"
+    waits = f"the window: with version {held} tasks below {ends} may be leased, and they are"
+    release = f"step {learner.step} is trained and version {learner.policy_version + 1} published"
+    return "window", waits, f"{release} (the learner is {learner.state})"
+
+
+def _gone(status: BrokerStatus) -> Iterator[Stall]:
+    """Dead nodes; their tasks have gone back."""
+    gone = [node for node in status.nodes if not node.alive]
+    if gone:
+        since_s = min(node.last_seen_s for node in gone)
+        names = named(node.report.node_id for node in gone)
+        release = "it comes back, or is forgotten; other nodes have its tasks"
+        yield Stall("node_gone", names, "nobody: nothing has been heard of it", since_s, release)
+
+
+# ---------------------------------------------------------------- groups
+
+
+def _groups(status: BrokerStatus) -> Iterator[Stall]:
+    """Groups that the order has overtaken, and environments that do not answer."""
+    step = status.learner.step if status.learner is not None else 0
+    for node in _alive(status):
+        for group in node.report.groups:
+            late = group.serial // status.run.groups_per_step < step
+            stuck = group.place == "environment" and group.place_s + node.last_seen_s > SLOW_ENVIRONMENT_S
+            if late or stuck:
+                yield straggler(node.report.node_id, group, node.last_seen_s, late)
+
+
+def straggler(node_id: str, group: GroupWork, last_seen_s: float, late: bool) -> Stall:
+    """A group that is late, or whose environment is."""
+    missing = group.samples - group.finished
+    at = f"{missing} of {group.samples} samples on {node_id}"
+    episode = f"turn {group.turns}, {group.episode_tokens:,} tokens, {group.place_s + last_seen_s:.0f} s there"
+    if group.place == "environment":
+        waits, release = (
+            f"its environment ({at}; {episode})",
+            "it answers, or rollout.sample_timeout_s ends the episode",
+        )
+        kind, since_s = "environment", group.place_s + last_seen_s
+    elif group.place == "room":
+        waits, release = f"a free place in the engine ({at})", "an episode before it ends"
+        kind, since_s = "straggler", group.age_s + last_seen_s
+    else:
+        waits = f"the engine ({at}; {episode})"
+        release = "they end, or reach rollout.max_tokens or rollout.sample_timeout_s"
+        kind, since_s = "straggler", group.age_s + last_seen_s
+    overtaken = ", which later ones have overtaken" if late else ""
+    return Stall(kind, f"task {group.serial}{overtaken}", waits, since_s, release)
