@@ -17,6 +17,7 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Text = Annotated[str, Meta(min_length=1)]
 Scalar = str | int | float | bool
+AUTO_FACTOR = 2  # rollout.concurrency: auto goes up to this many times rollout.engine.max_num_seqs
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -172,10 +173,20 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
     max_turns: Positive = 1
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    concurrency: Positive = 128  # episodes in flight per node
+    concurrency: Positive | Literal["auto"] = 128  # episodes in flight per node; auto: as the KV cache allows
     sample_timeout_s: Seconds = 600.0
     threads: Positive = 1  # CPU threads of the engine
     engine: EngineConfig = EngineConfig()
+
+    @property
+    def concurrency_bounds(self) -> tuple[int, int]:
+        """Fewest and most episodes in flight; equal unless `concurrency` is auto.
+
+        Episodes that wait for their environment are in flight and not in the engine, hence more than max_num_seqs.
+        """
+        if self.concurrency == "auto":
+            return self.group_size, max(self.group_size, AUTO_FACTOR * self.engine.max_num_seqs)
+        return self.concurrency, self.concurrency
 
 
 class BrokerConfig(Strict, frozen=True, kw_only=True):

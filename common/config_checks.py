@@ -259,7 +259,7 @@ def _rollout(config: Config, shape: dict[str, object] | None) -> Iterator[Proble
     if config.weights.canary_tokens > longest:
         expected = f"at most rollout.engine.max_model_len - 1 ({longest})"
         yield "weights.canary_tokens", expected, str(config.weights.canary_tokens), None
-    if rollout.concurrency < rollout.group_size:
+    if rollout.concurrency_bounds[1] < rollout.group_size:
         expected = f"at least rollout.group_size ({rollout.group_size}), or no group could finish"
         yield "rollout.concurrency", expected, str(rollout.concurrency), None
     if rollout.temperature < LOWEST_TEMPERATURE:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from broker.contract import NodeReport, RunInfo, Waste
+from broker.contract import GroupWork, NodeReport, RunInfo, Waste
 from common.staleness import window_end
 from rollout_fleet.sampler_protocol import EngineCounters, WeightsState
 
@@ -24,7 +24,8 @@ class Board:
         self._weights = WeightsState()
         self._counters = EngineCounters()
         self._leases: tuple[str, ...] = ()
-        self._episodes = 0
+        self._episodes, self._limit = 0, 0
+        self._groups: list[GroupWork] = []
         self._cancelled_tokens, self._cancelled_s = 0, 0.0
         self._waited_s = 0.0  # in states of IDLE that are over
         self._rate_at, self._rate_tokens, self._rate = clock(), 0, 0.0
@@ -43,6 +44,11 @@ class Board:
         with self._lock:
             self._weights, self._counters = weights, counters
             self._leases, self._episodes = tuple(leases), episodes
+
+    def work(self, groups: list[GroupWork], limit: int) -> None:
+        """The oldest groups that the node works on, and how many episodes it runs at once at most."""
+        with self._lock:
+            self._groups, self._limit = groups, limit
 
     def cancelled(self, tokens: int, seconds: float) -> None:
         """Count what was sampled for a group that ended half-way, and the seconds that nobody else counts."""
@@ -79,6 +85,11 @@ class Board:
                 generation_stall_s=self._weights.stall_s,
                 flips=self._weights.flips,
                 canary_max_difference=self._weights.canary_max_difference,
+                groups=self._groups,
+                concurrency=self._limit,
+                kv_cache_usage=self._counters.kv_cache_usage,
+                preemptions=self._counters.preemptions,
+                prefix_hit_rate=self._counters.cached_tokens / max(1, self._counters.prompt_tokens),
                 waste={
                     "cancelled": Waste(tokens_cancelled, self._cancelled_s),
                     "stalled": Waste(seconds=self._weights.stall_s),

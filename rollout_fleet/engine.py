@@ -17,7 +17,7 @@ import numpy as np
 from common.config import Config
 from common.errors import SlipstreamError, UsageError
 from common.rollouts import VersionRun
-from rollout_fleet import engine_environment
+from rollout_fleet import engine_environment, engine_stats
 from rollout_fleet.engine_weights import UNLABELLED, EngineWeights
 from rollout_fleet.sampler_protocol import EngineCounters, FinishReason, Generation
 from rollout_fleet.vllm_plugin import BACKEND
@@ -194,7 +194,9 @@ class Engine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments(on_cpu)))
+        watched = self._config.rollout.concurrency == "auto"  # costs some time at every engine step
+        loggers = [engine_stats.stat_logger(self._counters)] if watched else None
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments(on_cpu)), stat_loggers=loggers)
 
     def _arguments(self, on_cpu: bool) -> dict[str, Any]:
         from vllm.config.weight_transfer import WeightTransferConfig

@@ -78,7 +78,7 @@ async def evaluate(
     """One episode per problem, `rollout.concurrency` at a time, in the order of `problems`."""
     sampling = Sampling(temperature=0.0) if greedy else None
     driver = build_driver(config, sampler, host, sampling)
-    slots = asyncio.Semaphore(config.rollout.concurrency)
+    slots = asyncio.Semaphore(config.rollout.concurrency_bounds[1])
 
     async def one(index: int, problem: dict[str, Any]) -> Sample:
         async with slots:

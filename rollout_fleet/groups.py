@@ -9,6 +9,7 @@ import msgspec
 
 from common.rollouts import Group, GroupMeta, Sample, Task
 from rollout_fleet.episodes import Driver, Progress
+from rollout_fleet.places import Places
 
 NOTHING = GroupMeta(version_min=-1, version_max=-1, reward_mean=0.0, sampled_tokens=0)
 
@@ -65,7 +66,8 @@ class GroupRunner:
     ) -> None:
         """`on_failure` hears the stop reason of every sample that failed."""
         self._driver, self._on_failure = driver, on_failure
-        self._slots = asyncio.Semaphore(concurrency)
+        self.places = Places(concurrency)
+        self.on_episode_end: Callable[[], None] = lambda: None
         self.episodes_running = 0
 
     async def run(self, task: Task, progress: GroupProgress) -> RolledOut:
@@ -82,7 +84,7 @@ class GroupRunner:
         progress.episodes = [Progress() for _ in range(task.group_size)]
 
         async def episode(index: int) -> Sample:
-            async with self._slots:
+            async with self.places:
                 started[index] = time.monotonic()
                 if progress.started_at is None:
                     progress.started_at = started[index]
@@ -91,6 +93,7 @@ class GroupRunner:
                     return await self._driver.run(problem, task.seed + index, progress.episodes[index], task.seed)
                 finally:
                     progress.episodes[index].at("done")
+                    self.on_episode_end()
                     self.episodes_running -= 1
 
         tasks: list[asyncio.Task[Sample]] = []

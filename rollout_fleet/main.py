@@ -24,6 +24,7 @@ from rollout_fleet.groups import GroupRunner
 from rollout_fleet.heartbeat import Heartbeat
 from rollout_fleet.node import Node, NodeParts
 from rollout_fleet.patience import Patience
+from rollout_fleet.places import AdaptiveLimit
 
 if TYPE_CHECKING:
     from rollout_fleet.engine import Engine
@@ -93,9 +94,11 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         credential = load_credential(keys, "node", node_id) if keys else None
         feed = WeightClient(node_id, engine.weights, credential, receivable(config.weights.transport))
         stack.push_async_callback(feed.close)
-        runner = GroupRunner(driver, config.rollout.concurrency)
-        parts = NodeParts(broker, feed, runner, board, heart.patience, lambda: engine.counters, heart.beat.beat_now)
-        node = Node(parts, run, config.rollout.concurrency)
+        low, high = config.rollout.concurrency_bounds
+        adapt = AdaptiveLimit(low, high, config.rollout.group_size) if low < high else None
+        runner = GroupRunner(driver, adapt.limit if adapt else high)
+        counters, beat_now = (lambda: engine.counters), heart.beat.beat_now
+        node = Node(NodeParts(broker, feed, runner, board, heart.patience, counters, beat_now, adapt), run)
         heart.attach(node)
         drain.attach(node)
         code = await node.run()

@@ -4,14 +4,18 @@
        ^                  |                    ^                    |
        +---- complete ----+                    +-- weight feed <----+ learner's address
 
-The loop waits for one of: free room in the engine (a group ends), a task (the broker answers), a new policy version
-(the feed says so), a reason to stop (signal, finished learner, failed proof, dead engine, lost broker). Tasks are
-leased a little ahead of need, so that the engine stays full while groups end at different times.
+The loop waits for one of: free room in the engine (an episode ends), a task (the broker answers), a new policy version
+(the feed says so), a reason to stop (signal, finished learner, failed proof, dead engine, lost broker).
+
+The engine stays full: what counts are episodes that run or wait for a place, not groups, so a group of which one long
+episode is left holds one place and no more. Tasks are leased a little ahead of need, and the samples of a group start
+one after another, so that all but the first find the prompt in the engine's prefix cache.
 """
 
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -20,8 +24,10 @@ from broker.contract import HeartbeatReply, Lease, NodeBroker, RunInfo
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from common.rollouts import encode_group
 from rollout_fleet.board import Board, explain
+from rollout_fleet.group_work import oldest_work
 from rollout_fleet.groups import GroupProgress, GroupRunner, RolledOut
 from rollout_fleet.patience import Patience
+from rollout_fleet.places import AdaptiveLimit, Pressure
 from rollout_fleet.sampler_protocol import EngineCounters, WeightFeed
 
 logger = logging.getLogger(__name__)
@@ -32,6 +38,7 @@ LEASE_AT_ONCE = 4  # groups per request, so that nodes which ask at the same tim
 LEASE_WAIT_S = 1.0
 MEASURE_S = 0.2
 RETRY_S = 0.5
+ADAPT_S = 1.0  # between looks at the pressure on the KV cache
 
 
 @dataclass(eq=False)
@@ -42,6 +49,11 @@ class Running:
     progress: GroupProgress = field(default_factory=GroupProgress)
     task: "asyncio.Task[None] | None" = None
     handing_in: bool = False
+
+    @property
+    def unfinished(self) -> int:
+        """Episodes that run or wait for a place."""
+        return 0 if self.handing_in else self.lease.task.group_size - self.progress.finished
 
 
 @dataclass(frozen=True)
@@ -55,17 +67,20 @@ class NodeParts:
     patience: Patience
     counters: Callable[[], EngineCounters]
     beat_now: Callable[[], None]
+    adapt: AdaptiveLimit | None = None  # None: the runner's limit stays
 
 
 class Node:
     """One node between registering and leaving; belongs to one event loop."""
 
-    def __init__(self, parts: NodeParts, run: RunInfo, concurrency: int, drain_s: float = 10.0) -> None:
+    def __init__(self, parts: NodeParts, run: RunInfo, drain_s: float = 10.0) -> None:
         """`drain_s` bounds how long a signalled drain waits for groups that run."""
         self._parts, self._run_info = parts, run
-        self._capacity, self._drain_s = concurrency, drain_s
+        self._drain_s = drain_s
+        self._adapt_at = 0.0
         self._running: dict[str, Running] = {}
-        self._room = asyncio.Event()  # a group ended, or the loop has to look
+        self._room = asyncio.Event()  # an episode ended, or the loop has to look
+        parts.runner.on_episode_end = self._room.set
         self._interrupt = asyncio.Event()  # a waiting lease request is out of date
         self._learner: int | None = None  # incarnation of the attached learner
         self._leased_before = False
@@ -141,8 +156,8 @@ class Node:
 
     def _groups_wanted(self) -> int:
         size = max((r.lease.task.group_size for r in self._running.values()), default=1)
-        held = sum(r.lease.task.group_size for r in self._running.values())
-        return (self._capacity + LOOKAHEAD_GROUPS * size - held) // size
+        held = sum(r.unfinished for r in self._running.values())
+        return (self._parts.runner.places.limit + LOOKAHEAD_GROUPS * size - held) // size
 
     async def _lease(self, count: int) -> list[Lease]:
         """Ask the broker; a new policy version or a drain withdraws the question."""
@@ -305,10 +320,25 @@ class Node:
 
     def _measure(self) -> None:
         parts = self._parts
+        self._adjust()
+        running = list(self._running.values())
         parts.board.measure(parts.feed.state, parts.counters(), list(self._running), parts.runner.episodes_running)
+        parts.board.work(oldest_work(running), parts.runner.places.limit)
         if self._drain_reason is None:
             episodes = parts.runner.episodes_running
             parts.board.show(*explain(parts.feed.state, self._learner, episodes, self._leased_before, self._run_info))
+
+    def _adjust(self) -> None:
+        """Follow the pressure on the KV cache, now and then."""
+        adapt, places, now = self._parts.adapt, self._parts.runner.places, time.monotonic()
+        if adapt is None or now < self._adapt_at:
+            return
+        self._adapt_at = now + ADAPT_S
+        seen = self._parts.counters()
+        limit = adapt.look(Pressure(seen.kv_cache_usage, seen.waiting, seen.preemptions), places.taken)
+        if limit != places.limit:
+            places.resize(limit)
+            self._room.set()
 
     async def _raise_fatal(self) -> None:
         if self._fatal is not None:

@@ -103,4 +103,7 @@ class EngineCounters:
     tokens_aborted: int = 0  # sampled for requests that were cancelled before their end
     prompt_tokens: int = 0  # of finished requests, all turns of an episode as often as they were asked with
     cached_tokens: int = 0  # of them, those whose keys and values the prefix cache had
+    kv_cache_usage: float = 0.0  # share in use at the last engine step; this and what follows only where it is measured
+    waiting: int = 0  # requests that the engine had not let in then
+    preemptions: int = 0
     extra: dict[str, float] = field(default_factory=dict)

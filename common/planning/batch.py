@@ -97,5 +97,5 @@ def window_of(config: Config, model: Architecture, lookahead_groups: int) -> Win
         tokens=groups * size * longest,
         bytes=groups * group_bytes,
         group_bytes=group_bytes,
-        node_groups=min(groups, config.rollout.concurrency // size + lookahead_groups),
+        node_groups=min(groups, config.rollout.concurrency_bounds[1] // size + lookahead_groups),
     )

@@ -3,7 +3,7 @@
 import pytest
 from fleet_fakes import run_info
 
-from broker.contract import Waste
+from broker.contract import GroupWork, Waste
 from rollout_fleet.board import Board, explain
 from rollout_fleet.patience import BrokerLost, Patience
 from rollout_fleet.sampler_protocol import EngineCounters, WeightsState
@@ -64,6 +64,16 @@ def test_a_report_carries_engine_weights_and_waste() -> None:
     assert (report.tokens_generated, report.tokens_wasted, report.tokens_per_s) == (100, 12, 50.0)
     assert report.waste == {"cancelled": Waste(12, 1.5), "stalled": Waste(0, 0.5), "waiting": Waste(0, 0.0)}
     assert (report.episodes_running, report.canary_max_difference, board.leases) == (9, 0.01, ["a", "b"])
+
+
+def test_a_report_carries_the_oldest_groups_and_the_pressure_on_the_kv_cache() -> None:
+    board = Board("n", Clock())
+    counters = EngineCounters(kv_cache_usage=0.75, preemptions=3, prompt_tokens=200, cached_tokens=150)
+    board.measure(HELD, counters, ["a"], 2)
+    board.work([GroupWork(4, 8, finished=2)], 24)
+    report = board.report()
+    assert (report.kv_cache_usage, report.preemptions, report.prefix_hit_rate) == (0.75, 3, 0.75)
+    assert (report.groups, report.concurrency) == ([GroupWork(4, 8, finished=2)], 24)
 
 
 def test_waiting_counts_the_time_without_work_also_while_it_lasts() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from rollout_fleet.groups import GroupRunner
 from rollout_fleet.heartbeat import Heartbeat
 from rollout_fleet.node import Node, NodeParts
 from rollout_fleet.patience import BrokerLost, Patience
+from rollout_fleet.places import AdaptiveLimit
 
 
 class Site:
@@ -66,7 +68,7 @@ class Site:
         self.parts = NodeParts(
             client, self.feed, runner, self.board, patience, lambda: self.sampler.counters, self.beat.beat_now
         )
-        self.node = Node(self.parts, self.info, concurrency, drain_s)
+        self.node = Node(self.parts, self.info, drain_s)
 
     async def __aenter__(self) -> "Site":
         await self.broker.node().register(self.board.report())
@@ -160,6 +162,51 @@ def test_it_leases_ahead_but_no_further_than_two_groups() -> None:
             site.sampler.gate.set()
             await until(lambda: site.states() == ["ready"] * 8)
             assert site.sampler.most_at_once == 4
+
+    run(once())
+
+
+def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engine_from_being_full() -> None:
+    async def once() -> None:
+        async with Site(concurrency=4) as site:
+            first = asyncio.Event()
+            run_one, started = site.parts.runner._driver.run, 0
+
+            async def one_long(problem: dict[str, Any], seed: int, progress: Any) -> Any:
+                nonlocal started
+                started += 1
+                if seed % 100 == 0:  # the first sample of every group goes on and on
+                    progress.at("engine")
+                    await first.wait()
+                return await run_one(problem, seed, progress)
+
+            site.parts.runner._driver.run = one_long  # type: ignore[method-assign]
+            site.attach(tasks=8)
+            await until(lambda: site.parts.runner.episodes_running == 4 and len(site.node._running) >= 4)
+            # four groups with one long episode each hold the four places; counted by groups, two would have filled it
+            await until(lambda: [g.finished for g in site.board.report().groups][:4] == [1, 1, 1, 0])
+            work = site.board.report().groups[0]
+            assert (work.serial, work.samples, work.place) == (0, 2, "engine")
+            first.set()
+            await until(lambda: site.states() == ["ready"] * 8)
+
+    run(once())
+
+
+def test_the_limit_follows_the_pressure_on_the_kv_cache() -> None:
+    async def once() -> None:
+        site = Site(concurrency=4)
+        site.node._parts = replace(site.parts, adapt=AdaptiveLimit(2, 8, 2))
+        async with site:
+            site.sampler.gate.clear()
+            site.attach(tasks=8)
+            await until(lambda: site.board.report().concurrency == 8)
+            await until(lambda: site.sampler.now == 8)
+            site.sampler.counters.preemptions += 1
+            await until(lambda: site.board.report().concurrency == 6)
+            assert site.sampler.now == 8  # nobody is stopped
+            site.sampler.gate.set()
+            await until(lambda: site.states() == ["ready"] * 8)
 
     run(once())
 

@@ -1,0 +1,11 @@
+"""What follows from a config without looking at anything else."""
+
+from common.config import EngineConfig, RolloutConfig
+
+
+def test_concurrency_is_a_number_or_follows_the_engine() -> None:
+    engine = EngineConfig(max_num_seqs=32)
+    assert RolloutConfig(concurrency=64, engine=engine).concurrency_bounds == (64, 64)
+    assert RolloutConfig(concurrency="auto", group_size=4, engine=engine).concurrency_bounds == (4, 64)
+    small = RolloutConfig(concurrency="auto", group_size=4, engine=EngineConfig(max_num_seqs=1))
+    assert small.concurrency_bounds == (4, 4)
