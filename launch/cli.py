@@ -27,6 +27,7 @@ HANDLERS = {
     "sft": "launch.roles:sft",
     "plan": "launch.plan:command",
     "eval": "launch.roles:evaluate",
+    "doctor": "launch.doctor:command",
     "status": "launch.status:command",
     "top": "launch.top:command",
     "report": "launch.report:command",
@@ -126,6 +127,14 @@ def _add_job_commands(commands: Commands) -> None:
     plan = _with_config(commands, "plan", "layout, memory per GPU, batches, window and all checks; needs no GPU")
     plan.add_argument("--json", action="store_true", help="machine-readable")
     plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="ranks of one machine (8)")
+    text = "what this machine can run, what is missing for a config, and why a job stands still"
+    doctor = commands.add_parser("doctor", help=text, description=text)
+    doctor.add_argument("target", metavar="CONFIG|RUN", nargs="?", help="a config file, or the folder of a run")
+    doctor.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override one key")
+    doctor.add_argument(
+        "--role", choices=("cpu", "learner", "rollout", "base"), help="whose packages (default: by what is here)"
+    )
+    doctor.add_argument("--json", action="store_true", help="machine-readable")
     evaluate = commands.add_parser("eval", help="accuracy of a model on tasks.eval_dataset, greedy and sampled")
     evaluate.add_argument("config", metavar="RUN|CONFIG", help="a run's folder or a config file")
     evaluate.add_argument("overrides", metavar="key=value", nargs="*", default=[])

