@@ -10,6 +10,7 @@ import msgspec
 from common.errors import SlipstreamError, UsageError
 from common.run_dir import RunDir, write_json
 from launch import warm_start, waste_view
+from launch.advisor import advice_for
 from launch.metrics_tail import MetricsTail, mean
 from launch.targets import config_of, find_run
 from launch.warm_start import warm_start_of
@@ -75,6 +76,7 @@ def summarise(run: RunDir, tail: MetricsTail) -> dict[str, Any]:
             "wasted": last.get("tokens_wasted_total"),
             "trained_per_s": sum(tail.series("tokens_trained")) / seconds if seconds else None,
         },
+        "advice": advice_section(tail, config.staleness.max if config else 0),
         "wasted": waste_view.of_report(last),
         "off_policy": {
             "ratio_max": max(tail.series("ratio_max"), default=None),
@@ -97,6 +99,19 @@ def summarise(run: RunDir, tail: MetricsTail) -> dict[str, Any]:
     if evaluation:
         out["held_out"] = evaluation
     return out
+
+
+def advice_section(tail: MetricsTail, staleness: int) -> dict[str, Any]:
+    """The advisor's line on the newest steps, and its figures; {} when there are too few."""
+    found = advice_for(tail.lines, staleness)
+    if found is None:
+        return {}
+    return {
+        "text": found.text,
+        "nodes": found.nodes or None,
+        "learner_idle_share": found.idle,
+        "speedup": found.speedup,
+    }
 
 
 def mismatch_by_age(tail: MetricsTail) -> dict[str, float]:

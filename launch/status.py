@@ -2,8 +2,11 @@
 
 import argparse
 import json
+from dataclasses import asdict
 
 from launch import stalls, warm_start
+from launch.advisor import advice_for
+from launch.metrics_tail import MetricsTail
 from launch.observe import as_json, observe
 from launch.targets import find_run
 from launch.warm_start import warm_start_of
@@ -17,12 +20,16 @@ def command(args: argparse.Namespace) -> int:
         print(json.dumps(status) if args.json else warm_start.line(status))
         return 0
     seen = observe(run)
+    tail = MetricsTail(run.metrics)
+    tail.update()
+    advice = advice_for(tail.lines, seen.status.run.max_staleness)
     if args.json:
-        print(json.dumps({**as_json(run, seen), "stalls": stalls.as_json(stalls.stalls_of(seen))}))
+        found = {**as_json(run, seen), "stalls": stalls.as_json(stalls.stalls_of(seen))}
+        print(json.dumps({**found, "advice": asdict(advice) if advice else None}))
         return 0
     from rich.console import Console
 
     from launch.view import render_status
 
-    Console().print(render_status(run, seen))
+    Console().print(render_status(run, seen, advice))
     return 0

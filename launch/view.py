@@ -11,6 +11,7 @@ from broker.contract import NodeStatus
 from common.config import Config
 from common.run_dir import RunDir
 from launch import stalls, waste_view
+from launch.advisor import Advice, advice_for
 from launch.metrics_tail import MetricsTail, mean
 from launch.observe import Observation, learner_state
 from launch.words import duration
@@ -34,7 +35,7 @@ def render_live(config: Config, seen: Observation | None, tail: MetricsTail, not
     return Group(*parts)
 
 
-def render_status(run: RunDir, seen: Observation) -> RenderableType:
+def render_status(run: RunDir, seen: Observation, advice: Advice | None = None) -> RenderableType:
     """The answer to `slipstream status`."""
     parts: list[RenderableType] = [Text(f"{seen.status.run.name}  {run.path}", "bold")]
     if not seen.live:
@@ -42,6 +43,8 @@ def render_status(run: RunDir, seen: Observation) -> RenderableType:
     parts.append(processes(seen))
     parts.append(stalls.page(seen))
     parts.append(waste_view.table(seen.status))
+    if advice is not None:
+        parts.append(Text(f"advice: {advice.text}"))
     return Group(*parts)
 
 
@@ -72,6 +75,8 @@ def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> Ren
         grid.add_row("generation", f"{rate:,.0f} tokens/s  {seen.status.tokens_generated_total:,} in all")
         if lost := waste_view.sentence(seen.status):
             grid.add_row("wasted", lost)
+    if advice := advice_for(tail.lines, config.staleness.max):
+        grid.add_row("advice", advice.text)
     return grid
 
 

@@ -109,3 +109,16 @@ def test_of_many_stalls_the_first_are_shown_and_the_rest_counted(monkeypatch: py
     many = [Stall("k", f"w{i}", "x", None, "y") for i in range(stalls.SHOWN + 3)]
     monkeypatch.setattr(sys.modules["launch.stalls"], "stalls_of", lambda seen: many)
     assert "and 3 more" in text_of(stalls.page(Observation(status_of(), live=True)))
+
+
+def test_status_ends_with_the_advisors_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    line = {"step_s": 10.0, "learner_idle_s": 4.1, "nodes_live": 2, "incarnation": 0, "seconds_wasted_waiting": 0.0}
+    run.metrics.write_text("".join(json.dumps({"step": i, **line}) + "\n" for i in range(8)))
+    write_json(run.status_json, status_of())
+    assert main(["status", str(run.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["advice"]["change"] == "more_nodes"
+    assert main(["status", str(run.path)]) == 0
+    assert "advice: 2 more nodes: learner idle 41% -> about 0%" in capsys.readouterr().out
+    tail = MetricsTail(run.metrics)
+    tail.update()
+    assert "2 more nodes" in text_of(render_live(config_of(run), Observation(status_of(), live=True), tail, []))

@@ -1,0 +1,158 @@
+"""Would more nodes, fewer nodes or a larger window help? From the rates of the newest steps, with what it would gain.
+
+A step costs the learner `busy_s` and the fleet `work_s` node-seconds of generation. With n nodes that never wait, steps
+follow one another every max(busy_s, work_s / n) seconds; what is measured beyond that is lost to both waiting for each
+other, which a larger window (staleness.max) makes good. A node counts as waiting only when nothing at all
+runs on it, so `work_s` is an upper bound, and what more nodes are predicted to gain is one too.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+STEPS = 20  # the newest ones, of one fleet
+FEWEST = 5
+IDLE = 0.15  # share of the step that the learner may wait without a word
+WAITING = 0.20  # share of the fleet's time without work
+LOST = 0.15  # share of the step in which both waited, before the window is blamed
+SPARE = 0.9  # of the learner's time: a smaller fleet may use as much
+MOST_FACTOR = 4  # never advise more than this many times the nodes that were measured
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Means over the newest steps.
+
+    Attributes:
+        nodes: that were alive.
+        step_s, idle_s: of the learner: from step to step, and of that waiting for groups.
+        waiting: share of the nodes' time in which nothing ran on them.
+    """
+
+    nodes: int
+    step_s: float
+    idle_s: float
+    waiting: float
+
+    @property
+    def idle(self) -> float:
+        """Share of the step."""
+        return self.idle_s / self.step_s
+
+    @property
+    def busy_s(self) -> float:
+        return self.step_s - self.idle_s
+
+    @property
+    def work_s(self) -> float:
+        """Node-seconds of generation for one step."""
+        return self.nodes * self.step_s * (1 - self.waiting)
+
+    def predicted(self, nodes: int) -> tuple[float, float]:
+        """(seconds from step to step, learner's idle share) with that many nodes that never wait for it in vain."""
+        step_s = max(self.busy_s, self.work_s / nodes)
+        return step_s, 1 - self.busy_s / step_s
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One line.
+
+    Attributes:
+        change: more_nodes, fewer_nodes, larger_window or none.
+        text: what to change and what that gains.
+        nodes: that would be right; 0 where it is not about them.
+        idle, idle_then: the learner's idle share, now and predicted.
+        speedup: of the steps, predicted.
+    """
+
+    change: str
+    text: str
+    nodes: int = 0
+    idle: float = 0.0
+    idle_then: float = 0.0
+    speedup: float = 1.0
+
+
+def rates_of(lines: Sequence[Mapping[str, Any]]) -> Rates | None:
+    """From metrics lines; None when there are too few of one learner and one size of the fleet."""
+    newest: list[Mapping[str, Any]] = []
+    for line in reversed(lines[-STEPS - 1 :]):
+        same = not newest or all(line.get(k) == newest[0].get(k) for k in ("nodes_live", "incarnation"))
+        if not same:
+            break
+        newest.append(line)
+    newest.reverse()
+    if len(newest) <= FEWEST or not newest[0].get("nodes_live"):
+        return None
+    steps, nodes = newest[1:], int(newest[0]["nodes_live"])  # the first line is where the running totals start
+    total_s = sum(float(line["step_s"]) for line in steps)
+    if total_s <= 0:
+        return None
+    waited_s = float(newest[-1].get("seconds_wasted_waiting", 0.0)) - float(
+        newest[0].get("seconds_wasted_waiting", 0.0)
+    )
+    idle_s = sum(float(line["learner_idle_s"]) for line in steps) / len(steps)
+    waiting = min(0.99, max(0.0, waited_s / (nodes * total_s)))
+    return Rates(nodes, total_s / len(steps), idle_s, waiting)
+
+
+def advise(rates: Rates, staleness: int) -> Advice:
+    """What would help most; `staleness` is staleness.max of the run."""
+    step_s, idle_then = rates.predicted(rates.nodes)
+    lost = 1 - step_s / rates.step_s
+    if rates.idle > IDLE and lost > LOST:
+        return _window(rates, staleness, idle_then, rates.step_s / step_s)
+    if rates.idle > IDLE:
+        return _more(rates)
+    if rates.waiting > WAITING:
+        return _fewer(rates)
+    text = f"learner and fleet keep pace: the learner is idle {rates.idle:.0%}, nodes {rates.waiting:.0%} of the time"
+    return Advice("none", text, rates.nodes, rates.idle, rates.idle)
+
+
+def _window(rates: Rates, staleness: int, idle_then: float, speedup: float) -> Advice:
+    gains = f"learner idle {rates.idle:.0%} -> about {idle_then:.0%}, steps up to {speedup:.1f} times as fast"
+    wider = f"staleness.max {staleness + 1} instead of {staleness}"
+    why = f"learner and nodes wait for each other ({rates.idle:.0%} and {rates.waiting:.0%} of the time)"
+    if staleness == 0:
+        why = "the run is synchronous: generation and training take turns"
+    return Advice("larger_window", f"{wider}: {gains}; {why}", 0, rates.idle, idle_then, speedup)
+
+
+def _more(rates: Rates) -> Advice:
+    enough = math.ceil(rates.work_s / rates.busy_s) if rates.busy_s > 0 else MOST_FACTOR * rates.nodes
+    nodes = max(rates.nodes + 1, min(enough, MOST_FACTOR * rates.nodes))
+    step_s, idle_then = rates.predicted(nodes)
+    speedup = rates.step_s / step_s
+    more = nodes - rates.nodes
+    text = (
+        f"{more} more node{'s' * (more > 1)}: learner idle {rates.idle:.0%} -> about {idle_then:.0%}, "
+        f"steps up to {speedup:.1f} times as fast"
+    )
+    return Advice("more_nodes", text, nodes, rates.idle, idle_then, speedup)
+
+
+def _fewer(rates: Rates) -> Advice:
+    """The learner is what is slow; how many nodes would do."""
+    enough = max(1, math.ceil(rates.work_s / (SPARE * rates.busy_s)))
+    less = rates.nodes - enough
+    if less < 1:
+        text = (
+            f"nodes wait {rates.waiting:.0%} of the time, and one fewer would be too few: the learner is what is slow "
+            f"({rates.busy_s:.1f} s a step)"
+        )
+        return Advice("none", text, rates.nodes, rates.idle, rates.idle)
+    then = max(0.0, 1 - rates.work_s / (enough * rates.step_s))
+    text = (
+        f"{less} node{'s' * (less > 1)} fewer would do: nodes wait {rates.waiting:.0%} of the time for a learner that "
+        f"takes {rates.busy_s:.1f} s a step, with {enough} about {then:.0%}"
+    )
+    return Advice("fewer_nodes", text, enough, rates.idle, rates.idle)
+
+
+def advice_for(lines: Sequence[Mapping[str, Any]], staleness: int) -> Advice | None:
+    """The advisor's line on a run's metrics; None while there are too few steps."""
+    rates = rates_of(lines)
+    return advise(rates, staleness) if rates is not None else None
