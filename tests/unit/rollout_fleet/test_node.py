@@ -172,13 +172,13 @@ def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engine_from
             first = asyncio.Event()
             run_one, started = site.parts.runner._driver.run, 0
 
-            async def one_long(problem: dict[str, Any], seed: int, progress: Any) -> Any:
+            async def one_long(problem: dict[str, Any], seed: int, progress: Any, *more: Any) -> Any:
                 nonlocal started
                 started += 1
                 if seed % 100 == 0:  # the first sample of every group goes on and on
                     progress.at("engine")
                     await first.wait()
-                return await run_one(problem, seed, progress)
+                return await run_one(problem, seed, progress, *more)
 
             site.parts.runner._driver.run = one_long  # type: ignore[method-assign]
             site.attach(tasks=8)
