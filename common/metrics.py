@@ -150,6 +150,14 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         metric("versions", "mean", "version of a trained token - mean of those of the KV cache it was sampled over"),
     ] = 0.0
     kv_cache_age_max: Annotated[int, metric("versions", "max", "the same of the oldest entry of any trained token")] = 0
+    concurrency: Annotated[int, metric("episodes", "last", "that the living nodes run at once at most")] = 0
+    episodes_running: Annotated[int, metric("episodes", "last", "that they ran")] = 0
+    kv_cache_usage: Annotated[
+        float, metric("", "max", "of the fullest engine; 0 where rollout.concurrency is not auto")
+    ] = 0.0
+    preemptions_total: Annotated[
+        int, metric("requests", "last", "put back by living engines for want of KV cache; 0 likewise")
+    ] = 0
 
 
 class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -121,6 +121,17 @@ def waste_metrics(wasted: Mapping[str, Waste]) -> dict[str, Any]:
     return {name: found[name] for name in StepMetrics.__struct_fields__ if name in found}
 
 
+def engine_metrics(broker: BrokerStatus) -> dict[str, Any]:
+    """How full the engines of the living nodes are."""
+    reports = [node.report for node in broker.nodes if node.alive]
+    return {
+        "concurrency": sum(report.concurrency for report in reports),
+        "episodes_running": sum(report.episodes_running for report in reports),
+        "kv_cache_usage": max((report.kv_cache_usage for report in reports), default=0.0),
+        "preemptions_total": sum(report.preemptions for report in reports),
+    }
+
+
 def step_metrics(
     *,
     step: int,
@@ -194,4 +205,5 @@ def step_metrics(
         samples_failed_by_reason=statistics.failed_by_reason,
         kv_cache_age_mean=statistics.kv_cache_age_mean,
         kv_cache_age_max=statistics.kv_cache_age_max,
+        **engine_metrics(broker),
     )

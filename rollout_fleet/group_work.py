@@ -19,11 +19,12 @@ class Working(Protocol):
 def work_of(working: Working, now: float) -> GroupWork:
     """Of one group; `now` in monotonic seconds.
 
-    The episode that is told about is the unfinished one that began first: episodes begin in order.
+    The episode that is told about is the one that has been where it is for longest: in the engine when it is long, in
+    its environment when that does not answer; in no place yet only when none has begun.
     """
     task, progress = working.lease.task, working.progress
     left = [e for e in progress.episodes if e.place != "done"]
-    oldest = next((e for e in left if e.place != "room"), left[0] if left else None)
+    oldest = min([e for e in left if e.place != "room"] or left, key=lambda e: e.since, default=None)
     return GroupWork(
         serial=task.serial,
         samples=task.group_size,

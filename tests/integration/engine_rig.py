@@ -66,7 +66,10 @@ def job(folder: Path) -> Config:
         run=RunConfig(name="test", dir=str(folder / "run"), steps=1),
         model=ModelConfig(path=str(folder / "model"), dtype="float32"),
         tasks=TasksConfig(environment="none", dataset="none"),
-        rollout=RolloutConfig(engine=EngineConfig(max_model_len=512, max_num_seqs=64, kv_cache_mib=64, eager=True)),
+        rollout=RolloutConfig(
+            concurrency="auto",  # so that the engine says how full its cache is
+            engine=EngineConfig(max_model_len=512, max_num_seqs=64, kv_cache_mib=64, eager=True),
+        ),
         weights=WeightsConfig(bucket_mib=1),
     )
 

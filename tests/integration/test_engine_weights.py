@@ -167,6 +167,34 @@ def test_a_prefix_is_shared_within_a_version_and_never_across_a_flip(rig: Rig) -
     assert hits(rig)[0] >= 256
 
 
+def test_samples_of_a_group_that_start_together_compute_their_prompt_once(rig: Rig) -> None:
+    task = [(i * 17) % 90 + 4 for i in range(300)]
+    before = rig.engine.counters.cached_tokens
+
+    async def group() -> list[Generation]:
+        return await asyncio.gather(*(rig.engine.generate(task, 8) for _ in range(8)))
+
+    rig.run(group())
+    assert rig.engine.counters.cached_tokens - before >= 7 * 256
+
+
+def test_the_engine_says_how_full_its_cache_is_where_concurrency_follows_it(rig: Rig) -> None:
+    stop_at(rig, [])
+
+    async def fullest() -> float:
+        tasks = [asyncio.create_task(rig.engine.generate(prompt(i), 200)) for i in range(32)]
+        most = 0.0
+        while not all(task.done() for task in tasks):
+            most = max(most, rig.engine.counters.kv_cache_usage)
+            await asyncio.sleep(0.01)
+        return most
+
+    most = rig.run(fullest())
+    stop_at(rig, [END])
+    assert 0.0 < most <= 1.0
+    assert rig.engine.counters.preemptions == 0
+
+
 def test_a_request_that_was_sent_before_the_flip_and_arrives_after_it_reads_no_old_block(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

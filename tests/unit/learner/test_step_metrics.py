@@ -1,12 +1,14 @@
 """A step's figures from its sums, and the stop at numbers that are none."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
+from broker.contract import NodeReport
 from common.errors import SlipstreamError
 from learner.backend import StepResult
-from learner.step_metrics import LossFigures, check_finite
+from learner.step_metrics import LossFigures, check_finite, engine_metrics
 
 
 def result(tokens: int = 4, by_age: tuple[list[float], list[float]] | None = None, **sums: float) -> StepResult:
@@ -66,3 +68,15 @@ def test_a_loss_that_is_no_number_stops_the_run(bad: float) -> None:
 def test_the_routing_mismatch_is_over_what_was_replayed() -> None:
     assert LossFigures.of(result(routing_changed=3.0, routing_replayed=12.0)).routing_mismatch_fraction == 0.25
     assert LossFigures.of(result()).routing_mismatch_fraction == 0.0
+
+
+def test_engines_of_living_nodes_are_summed_up() -> None:
+    def node(alive: bool, usage: float) -> SimpleNamespace:
+        report = NodeReport(
+            "n", 1, "h", "generating", 0, episodes_running=5, concurrency=8, kv_cache_usage=usage, preemptions=2
+        )
+        return SimpleNamespace(alive=alive, report=report)
+
+    found = engine_metrics(SimpleNamespace(nodes=[node(True, 0.5), node(True, 0.75), node(False, 0.9)]))
+    assert found == {"concurrency": 16, "episodes_running": 10, "kv_cache_usage": 0.75, "preemptions_total": 4}
+    assert engine_metrics(SimpleNamespace(nodes=[]))["kv_cache_usage"] == 0.0

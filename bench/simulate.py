@@ -1,0 +1,365 @@
+"""Discrete-event simulation of a job: how fast could these lengths be generated and trained on, synchronously or not?
+
+    python bench/simulate.py            writes bench/results/simulate.json: 1 to 1,000 nodes, sync and async
+
+Nothing sleeps and nothing is random but the lengths. The rules are the product's: the window of common/staleness.py,
+oldest task first, a step takes the oldest B ready groups, a node leases two groups ahead of `concurrency` episodes.
+An engine decodes one token for each running request in `step_s + request_s * requests` seconds; a call costs it
+`call_s` on top (prefill, request handling). A step of the learner takes `train_s + train_token_s * tokens`;
+`deliver_s` later every node has the new version, for which generation stood still `flip_s`.
+bench/async_tail.py calibrates these on real processes and compares.
+"""
+
+import argparse
+import heapq
+import itertools
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+Episode = tuple[int, ...]  # sampled tokens of each turn
+Lengths = Callable[[int], list[Episode]]  # of the samples of a task, by serial
+LOOKAHEAD_GROUPS = 2
+LEASE_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Seconds; see the module's docstring."""
+
+    step_s: float
+    request_s: float
+    call_s: float
+    train_s: float
+    train_token_s: float
+    deliver_s: float
+    flip_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A job's shape."""
+
+    nodes: int
+    concurrency: int
+    groups_per_step: int
+    group_size: int
+    staleness: int
+    steps: int
+
+
+@dataclass
+class Outcome:
+    """What the simulation says.
+
+    Attributes:
+        wall_s: from the end of the first step to the end of the last one.
+        step_ends: time of each.
+        learner_idle: share of the wall-clock.
+        nodes_empty: share of the nodes' time with nothing running.
+        staleness_max: of any group: step that trains on it minus the version at its lease.
+    """
+
+    wall_s: float = 0.0
+    learner_idle: float = 0.0
+    nodes_empty: float = 0.0
+    staleness_max: int = 0
+    tokens: int = 0
+    step_ends: list[float] = field(default_factory=list)
+
+
+class Node:
+    """An engine that shares its time evenly: all running requests advance one token an engine step."""
+
+    def __init__(self, speeds: Speeds) -> None:
+        self._speeds = speeds
+        self._calls: list[tuple[float, int, list[int]]] = []  # end on the token clock, tie, [serial, turn, sample]
+        self._ties = itertools.count()
+        self._tokens = 0.0  # the clock: tokens that a request running since time 0 would have
+        self._debt_s = 0.0  # work that comes before the next token: calls and flips
+        self._at = 0.0
+        self.empty_s = 0.0
+        self.unfinished = 0  # episodes that run or wait for a place
+        self.taken = 0  # places
+        self.queue: deque[tuple[int, int]] = deque()  # (serial, sample) that wait for a place
+        self.due = 0  # number of the newest scheduled end; earlier ones are out of date
+        self.version = 0
+
+    @property
+    def _pace(self) -> float:
+        return self._speeds.step_s + self._speeds.request_s * len(self._calls)
+
+    def advance(self, now: float) -> None:
+        """Let time pass."""
+        passed, self._at = now - self._at, now
+        paid = min(passed, self._debt_s)
+        self._debt_s -= paid
+        if self._calls:
+            self._tokens += (passed - paid) / self._pace
+        else:
+            self.empty_s += passed - paid
+
+    def start(self, tokens: int, call: list[int]) -> None:
+        """A call of the model; `advance` first."""
+        self._debt_s += self._speeds.call_s
+        heapq.heappush(self._calls, (self._tokens + tokens, next(self._ties), call))
+
+    def stand_still(self, seconds: float) -> None:
+        """Nothing is generated for a while."""
+        self._debt_s += seconds
+
+    def next_end(self) -> float | None:
+        """When the next call ends if nothing changes."""
+        if not self._calls:
+            return None
+        return self._at + self._debt_s + max(0.0, self._calls[0][0] - self._tokens) * self._pace
+
+    def ended(self) -> list[list[int]]:
+        """Calls that are through by now."""
+        out: list[list[int]] = []
+        while self._calls and self._calls[0][0] <= self._tokens + 1e-9:
+            out.append(heapq.heappop(self._calls)[2])
+        return out
+
+
+class Simulation:
+    """One run; `run` may be called once."""
+
+    def __init__(self, setup: Setup, speeds: Speeds, lengths: Lengths) -> None:
+        self._setup, self._speeds, self._lengths = setup, speeds, lengths
+        self._nodes = [Node(speeds) for _ in range(setup.nodes)]
+        self._events: list[tuple[float, int, str, int, int]] = []
+        self._ties = itertools.count()
+        self._now = 0.0
+        self._next_serial = 0
+        self._hungry: deque[int] = deque(range(setup.nodes))  # nodes that ask for tasks
+        self._asks = [True] * setup.nodes
+        self._groups: dict[int, list[Episode]] = {}
+        self._left: dict[int, int] = {}
+        self._leased_at: dict[int, int] = {}  # version
+        self._ready: list[int] = []
+        self._training: list[int] = []
+        self._version = 0
+        self._idle_since: float | None = 0.0
+        self._idle_s = 0.0
+        self.outcome = Outcome()
+
+    def run(self) -> Outcome:
+        """Until the last step is trained."""
+        self._lease()
+        while len(self.outcome.step_ends) < self._setup.steps:
+            self._now, _, kind, who, number = heapq.heappop(self._events)
+            if kind == "calls":
+                if number == self._nodes[who].due:
+                    self._calls_end(who)
+            elif kind == "trained":
+                self._trained()
+            else:
+                self._delivered(number)
+        ends = self.outcome.step_ends
+        self.outcome.wall_s = ends[-1] - ends[0]
+        self.outcome.learner_idle = self._idle_s / max(self.outcome.wall_s, 1e-9)
+        for node in self._nodes:
+            node.advance(self._now)
+        self.outcome.nodes_empty = sum(n.empty_s for n in self._nodes) / (self._now * len(self._nodes))
+        return self.outcome
+
+    def _at(self, time_s: float, kind: str, who: int = 0, number: int = 0) -> None:
+        heapq.heappush(self._events, (time_s, next(self._ties), kind, who, number))
+
+    # ------------------------------------------------------------ nodes
+
+    def _wanted(self, node: Node) -> int:
+        size = self._setup.group_size
+        return (self._setup.concurrency + LOOKAHEAD_GROUPS * size - node.unfinished) // size
+
+    def _lease(self) -> None:
+        """Give what the window admits to nodes that ask, a few tasks at a time, in turn."""
+        setup, touched = self._setup, set[int]()
+        last = setup.groups_per_step * setup.steps
+        while self._hungry and self._next_serial < last:
+            who = self._hungry[0]
+            node = self._nodes[who]
+            room = setup.groups_per_step * (node.version + setup.staleness + 1) - self._next_serial
+            if room <= 0:
+                break
+            self._hungry.popleft()
+            for _ in range(min(LEASE_AT_ONCE, self._wanted(node), room, last - self._next_serial)):
+                self._begin_group(node)
+                touched.add(who)
+            if self._wanted(node) > 0:
+                self._hungry.append(who)
+            else:
+                self._asks[who] = False
+        for who in touched:
+            self._fill(who)
+
+    def _begin_group(self, node: Node) -> None:
+        serial, self._next_serial = self._next_serial, self._next_serial + 1
+        episodes = self._lengths(serial)
+        self._groups[serial], self._left[serial] = episodes, len(episodes)
+        self._leased_at[serial] = node.version
+        node.unfinished += len(episodes)
+        node.queue.extend((serial, sample) for sample in range(len(episodes)))
+
+    def _fill(self, who: int) -> None:
+        """Start what has a place, and say when the next call ends."""
+        node = self._nodes[who]
+        node.advance(self._now)
+        while node.queue and node.taken < self._setup.concurrency:
+            serial, sample = node.queue.popleft()
+            node.taken += 1
+            node.start(self._groups[serial][sample][0], [serial, 0, sample])
+        self._schedule(who)
+
+    def _schedule(self, who: int) -> None:
+        node = self._nodes[who]
+        node.due += 1
+        end = node.next_end()
+        if end is not None:
+            self._at(end, "calls", who, node.due)
+
+    def _calls_end(self, who: int) -> None:
+        node = self._nodes[who]
+        node.advance(self._now)
+        for serial, turn, sample in node.ended():
+            turns = self._groups[serial][sample]
+            if turn + 1 < len(turns):
+                node.start(turns[turn + 1], [serial, turn + 1, sample])
+                continue
+            node.taken -= 1
+            node.unfinished -= 1
+            self._left[serial] -= 1
+            if not self._left[serial]:
+                heapq.heappush(self._ready, serial)
+        if not self._asks[who] and self._wanted(node) > 0:
+            self._asks[who] = True
+            self._hungry.append(who)
+        self._fill(who)
+        self._lease()
+        self._take()
+
+    def _delivered(self, version: int) -> None:
+        for who, node in enumerate(self._nodes):
+            node.advance(self._now)
+            node.version = version
+            node.stand_still(self._speeds.flip_s)
+            self._schedule(who)
+        self._lease()
+
+    # ------------------------------------------------------------ learner
+
+    def _take(self) -> None:
+        size = self._setup.groups_per_step
+        if self._idle_since is None or len(self._ready) < size:
+            return
+        if self.outcome.step_ends:
+            self._idle_s += self._now - self._idle_since
+        self._idle_since = None
+        self._training = [heapq.heappop(self._ready) for _ in range(size)]
+        tokens = sum(sum(map(sum, self._groups[serial])) for serial in self._training)
+        self.outcome.tokens += tokens
+        self._at(self._now + self._speeds.train_s + self._speeds.train_token_s * tokens, "trained")
+
+    def _trained(self) -> None:
+        for serial in self._training:
+            age = self._version - self._leased_at.pop(serial)
+            self.outcome.staleness_max = max(self.outcome.staleness_max, age)
+            del self._groups[serial], self._left[serial]
+        self._version += 1
+        self.outcome.step_ends.append(self._now)
+        self._at(self._now + self._speeds.deliver_s, "delivered", 0, self._version)
+        self._idle_since = self._now
+        self._take()
+
+
+def simulate(setup: Setup, speeds: Speeds, lengths: Lengths) -> Outcome:
+    """Run it."""
+    return Simulation(setup, speeds, lengths).run()
+
+
+def gain(setup: Setup, speeds: Speeds, lengths: Lengths) -> tuple[float, Outcome, Outcome]:
+    """(how many times faster than with staleness 0, synchronous, asynchronous)."""
+    synchronous = simulate(replace(setup, staleness=0), speeds, lengths)
+    asynchronous = simulate(setup, speeds, lengths)
+    return synchronous.wall_s / asynchronous.wall_s, synchronous, asynchronous
+
+
+def pareto(group_size: int, shape: float, scale: float, longest: int, seed: int = 0) -> Lengths:
+    """Single-turn lengths scale * u^(-1/shape), at most `longest`: the smaller `shape`, the heavier the tail."""
+
+    def of(serial: int) -> list[Episode]:
+        draw = random.Random(f"{seed} {serial}")
+        return [(max(1, min(longest, int(scale * (1 - draw.random()) ** (-1 / shape)))),) for _ in range(group_size)]
+
+    return of
+
+
+# Of the order of one large GPU's engine with a mid-sized model: assumptions, not measured.
+FLEET = Speeds(step_s=0.020, request_s=8e-5, call_s=0.002, train_s=2.0, train_token_s=0.0, deliver_s=3.0, flip_s=0.3)
+LEARNER_SHARE = 0.9  # its step, of the time that full engines take for as many tokens: just ahead of the fleet
+SCALE = (1, 8, 64, 1000)
+LARGE = 500
+
+
+def steady_s(outcome: Outcome) -> float:
+    """Seconds from step to step in the middle third: neither the start nor the wait for the last stragglers."""
+    ends = outcome.step_ends
+    first, last = len(ends) // 3, 2 * len(ends) // 3
+    return (ends[last] - ends[first]) / (last - first)
+
+
+def predict(nodes: int, staleness: Sequence[int], steps: int, heavy: float = 1.2) -> list[dict[str, object]]:
+    """A fleet of `nodes` whose step takes as many groups as it holds at once; the learner grows with the fleet."""
+    concurrency, size = 64, 8
+    setup = Setup(nodes, concurrency, max(1, nodes * concurrency // size), size, 0, steps)
+    lengths = pareto(size, heavy, 300.0, 16384)
+    mean = sum(sum(map(sum, lengths(s))) for s in range(2000)) / (2000 * size)
+    tokens_per_s = concurrency / (FLEET.step_s + FLEET.request_s * concurrency)
+    full_s = concurrency * mean / tokens_per_s  # generation of one step on engines that are always full
+    speeds = replace(FLEET, train_s=LEARNER_SHARE * full_s)
+    synchronous = steady_s(simulate(setup, speeds, lengths))
+    found: list[dict[str, object]] = []
+    for bound in staleness:
+        asynchronous = simulate(replace(setup, staleness=bound), speeds, lengths)
+        step_s = steady_s(asynchronous)
+        found.append(
+            {
+                "setup": asdict(replace(setup, staleness=bound)),
+                "speeds": asdict(speeds),
+                "mean_tokens": round(mean, 1),
+                "gain": round(synchronous / step_s, 3),
+                "synchronous_step_s": round(synchronous, 2),
+                "asynchronous_step_s": round(step_s, 2),
+                "full_engines_s": round(full_s, 2),
+                "asynchronous_learner_idle": round(1 - speeds.train_s / step_s, 4),
+                "staleness_max": asynchronous.staleness_max,
+            }
+        )
+    return found
+
+
+def main() -> None:
+    import jobs
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nodes", type=int, nargs="+", default=list(SCALE))
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--large-staleness", type=int, default=8, help=f"the only bound from {LARGE} nodes on (8)")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--name", default="simulate")
+    args = parser.parse_args()
+    found: list[dict[str, object]] = []
+    for nodes in args.nodes:
+        bounds = args.staleness if nodes < LARGE else [args.large_staleness]
+        found += predict(nodes, bounds, args.steps)
+        print(
+            json.dumps([{k: v for k, v in one.items() if k != "speeds"} for one in found[-len(bounds) :]]), flush=True
+        )
+    print(jobs.write(args.name, {"steps": args.steps, "predictions": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The simulator: cases that a person can compute, rules that must hold, and the page that shows its predictions."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from bench.async_page import PAGE, RESULTS, render
+from bench.simulate import (
+    Episode,
+    Lengths,
+    Outcome,
+    Setup,
+    Simulation,
+    Speeds,
+    gain,
+    pareto,
+    predict,
+    simulate,
+    steady_s,
+)
+
+EVEN = Speeds(step_s=0.01, request_s=0.0, call_s=0.0, train_s=1.0, train_token_s=0.0, deliver_s=0.0)
+SETUP = Setup(nodes=1, concurrency=64, groups_per_step=4, group_size=2, staleness=0, steps=5)
+
+
+def equal(tokens: int, size: int = 2) -> Lengths:
+    return lambda serial: [(tokens,)] * size
+
+
+def test_a_synchronous_step_is_generation_training_and_delivery() -> None:
+    found = simulate(SETUP, replace(EVEN, deliver_s=0.25), equal(100))
+    assert found.wall_s == pytest.approx(4 * (100 * 0.01 + 1.0 + 0.25))
+    assert found.learner_idle == pytest.approx(1.25 / 2.25)
+    assert found.staleness_max == 0
+
+
+def test_an_asynchronous_step_takes_as_long_as_its_slower_side() -> None:
+    found = simulate(replace(SETUP, staleness=2, steps=20), replace(EVEN, train_s=3.0), equal(100))
+    assert found.wall_s == pytest.approx(19 * 3.0)
+    assert found.learner_idle == pytest.approx(0.0)
+
+
+def test_requests_share_an_engine_evenly_and_calls_cost_time() -> None:
+    speeds = replace(EVEN, request_s=0.001, call_s=0.1, train_s=0.0)
+    # 8 requests: 0.8 s for the calls, then 100 engine steps of 0.01 + 8 * 0.001
+    found = simulate(replace(SETUP, steps=2), speeds, equal(100))
+    assert found.wall_s == pytest.approx(0.8 + 100 * 0.018)
+
+
+def test_turns_of_an_episode_follow_one_another() -> None:
+    turns: list[Episode] = [(30, 20), (40,)]
+    found = simulate(replace(SETUP, steps=2), replace(EVEN, train_s=0.0), lambda serial: turns)
+    assert found.wall_s == pytest.approx(50 * 0.01)
+
+
+def test_training_by_tokens_is_counted() -> None:
+    speeds = replace(EVEN, train_s=0.5, train_token_s=0.001)
+    found = simulate(replace(SETUP, steps=3), speeds, equal(100))
+    assert found.wall_s == pytest.approx(2 * (1.0 + 0.5 + 0.001 * 800))
+    assert found.tokens == 3 * 800
+
+
+def test_a_long_episode_holds_up_a_synchronous_step_and_no_asynchronous_one() -> None:
+    def one_long(serial: int) -> list[Episode]:
+        return [(1000,), (10,)] if serial % 8 == 0 else [(10,), (10,)]
+
+    setup = replace(SETUP, staleness=4, steps=40)
+    times, synchronous, asynchronous = gain(setup, replace(EVEN, train_s=0.1), one_long)
+    # every other step has one: 10 s of generation, the others 0.1 s; training adds 0.1 s to each
+    assert synchronous.wall_s == pytest.approx(19 * 10.0 + 20 * 0.1 + 39 * 0.1, rel=0.06)
+    assert times > 3
+    assert asynchronous.staleness_max > 4  # the long ones were overtaken
+
+
+def test_concurrency_bounds_what_runs_at_once() -> None:
+    setup = replace(SETUP, concurrency=2, steps=2)
+    found = simulate(setup, replace(EVEN, train_s=0.0), equal(100))
+    assert found.wall_s == pytest.approx(4 * 100 * 0.01)  # four groups of two, one after another
+
+
+def test_nodes_share_the_window() -> None:
+    speeds = replace(EVEN, request_s=0.01, step_s=0.0, train_s=0.0)
+    alone = simulate(replace(SETUP, steps=6, groups_per_step=16), speeds, equal(50)).wall_s
+    four = simulate(replace(SETUP, steps=6, groups_per_step=16, nodes=4), speeds, equal(50)).wall_s
+    assert alone / four == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_every_task_is_trained_on_once_and_the_window_holds(staleness: int) -> None:
+    class Watching(Simulation):
+        trained: list[int] = []
+        most = 0
+
+        def _trained(self) -> None:
+            self.trained.extend(self._training)
+            super()._trained()
+
+        def _begin_group(self, node: object) -> None:
+            super()._begin_group(node)  # type: ignore[arg-type]
+            size = self._setup.groups_per_step
+            assert self._next_serial <= size * (self._version + staleness + 1)
+
+    setup = replace(SETUP, nodes=3, staleness=staleness, steps=30, concurrency=8)
+    watching = Watching(setup, replace(EVEN, request_s=0.002), pareto(2, 1.2, 20, 2000))
+    watching.trained = []
+    watching.run()
+    assert len(watching.trained) == len(set(watching.trained)) == 4 * 30
+
+
+def test_lengths_are_heavy_tailed_bounded_and_the_same_each_time() -> None:
+    lengths = pareto(8, 1.2, 100.0, 5000)
+    drawn = [episode[0] for serial in range(300) for episode in lengths(serial)]
+    assert drawn == [episode[0] for serial in range(300) for episode in lengths(serial)]
+    assert min(drawn) >= 100 and max(drawn) == 5000
+    assert sum(drawn) / len(drawn) > 2 * sorted(drawn)[len(drawn) // 2]
+
+
+def test_a_prediction_names_its_assumptions() -> None:
+    narrow, wide = predict(2, [1, 4], 9)
+    assert narrow["setup"]["nodes"] == 2 and narrow["speeds"]["step_s"] > 0  # type: ignore[index]
+    assert 1 < narrow["gain"] < wide["gain"]  # type: ignore[operator]
+
+
+def test_the_steady_pace_leaves_out_start_and_end() -> None:
+    assert steady_s(Outcome(step_ends=[100.0, 101, 102, 104, 106, 108, 110, 150, 190])) == pytest.approx(2.0)
+
+
+def test_the_page_is_what_the_committed_results_say() -> None:
+    assert PAGE.read_text() == render()
+    assert json.loads((RESULTS / "simulate.json").read_text())["predictions"]
