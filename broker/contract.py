@@ -1,7 +1,7 @@
 """The delivery contract: what a broker promises, and the messages that carry it.
 
 States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> committed, or dead after
-`max_attempts` failures or lost leases. Every backend passes tests/contract/.
+`max_attempts` failures or lost leases, of two nodes where two work. Every backend passes tests/contract/.
 
 - A lease has a token and a deadline that heartbeats renew, up to `max_lease_s` after it was given: a node that lives
   and never finishes loses it too. A lost lease puts the task back, oldest first.

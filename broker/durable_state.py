@@ -127,7 +127,7 @@ class DurableState(DeliveryState):
         elif isinstance(move, moves.HandedBack):
             table.hand_back(table.leased[move.token])
         elif isinstance(move, moves.Lost):
-            table.lose(table.leased[move.token], move.reason, move.max_attempts)
+            table.lose(table.leased[move.token], move.reason, move.max_attempts, move.spared)
         elif isinstance(move, moves.Taken):
             if table.ready[: len(move.serials)] != move.serials:
                 raise ValueError(f"step {move.step} took {move.serials}, ready are {table.ready[: len(move.serials)]}")

@@ -8,6 +8,7 @@ from broker.deadlines import Deadlines
 from common.errors import BrokerError
 
 MOST_NODES = 1 << 14  # dead ones that are not forgotten yet included
+NOT_WORKING = ("quarantined", "draining")  # states in which a node takes no tasks
 FORGET_AFTER_S = 600.0  # a dead node stays in the status for at least this long
 
 
@@ -122,6 +123,14 @@ class Fleet:
             else:
                 self.leave(node_id)
         return dead
+
+    def others_may_succeed(self, node_id: str) -> bool:
+        """Whether a node besides this one lives and may be given tasks."""
+        return any(
+            n.alive and n.version >= 0 and n.report.state not in NOT_WORKING
+            for other, n in self.nodes.items()
+            if other != node_id
+        )
 
     def tokens_generated(self) -> int:
         """Sampled tokens over all nodes that ever joined."""

@@ -64,9 +64,9 @@ class JournaledTable(TaskTable):
         super().hand_back(entry)
         self._journal.record(move)
 
-    def lose(self, entry: Entry, reason: str, max_attempts: int) -> bool:
-        move = moves.Lost(entry.token, reason, max_attempts)
-        dead = super().lose(entry, reason, max_attempts)
+    def lose(self, entry: Entry, reason: str, max_attempts: int, spared: bool = False) -> bool:
+        move = moves.Lost(entry.token, reason, max_attempts, spared)
+        dead = super().lose(entry, reason, max_attempts, spared)
         if dead:
             self.finished.append(entry.serial)
         self._journal.record(move)
@@ -160,6 +160,7 @@ def _saved(entry: Entry) -> moves.SavedTask:
         reason=entry.reason,
         filtered=entry.filtered,
         location=None,
+        failed_by=list(entry.failed_by),
     )
 
 
@@ -176,6 +177,7 @@ def _restored(saved: moves.SavedTask) -> Entry:
         step=saved.step,
         reason=saved.reason,
         filtered=saved.filtered,
+        failed_by=list(saved.failed_by),
     )
 
 

@@ -38,11 +38,12 @@ class HandedBack(Move, frozen=True, tag="handed_back"):
 
 
 class Lost(Move, frozen=True, tag="lost"):
-    """leased -> pending or dead."""
+    """leased -> pending or dead; `spared`: another node may still succeed."""
 
     token: str
     reason: str
     max_attempts: int
+    spared: bool = False
 
 
 class Accepted(Move, frozen=True, tag="accepted"):
@@ -147,6 +148,7 @@ class SavedTask(msgspec.Struct, frozen=True):
     reason: str
     filtered: bool
     location: Location | None
+    failed_by: list[str] = []
 
 
 class KeptGroup(msgspec.Struct, frozen=True):

@@ -383,7 +383,9 @@ class DeliveryState:
     def _lose(self, entry: Entry, reason: str) -> None:
         assert entry.state == LEASED
         self._drop_token(entry)
-        if self.tasks.lose(entry, reason, self.run.max_attempts):
+        others_failed = set(entry.failed_by) - {entry.node}
+        spared = not others_failed and self.fleet.others_may_succeed(entry.node)
+        if self.tasks.lose(entry, reason, self.run.max_attempts, spared):
             self.event_log.add("task_dead", serial=entry.serial, attempts=entry.attempts, reason=reason)
         self.lease_revision += 1
 

@@ -20,7 +20,13 @@ MOST_NODES_NAMED = 64  # the newest of those that leased a task
 
 @dataclass(slots=True)
 class Entry:
-    """A living task. `attempts` counts leases that were not handed back; `failures` what counts towards death."""
+    """A living task.
+
+    Attributes:
+        attempts: leases that were not handed back.
+        failures: what counts towards death.
+        failed_by: the first two nodes that failed it.
+    """
 
     task: Task
     state: str = PENDING
@@ -37,6 +43,7 @@ class Entry:
     step: int | None = None
     reason: str = ""
     filtered: bool = False
+    failed_by: list[str] = field(default_factory=list[str])
 
     @property
     def serial(self) -> int:
@@ -129,12 +136,14 @@ class TaskTable:
         entry.attempts -= 1
         self._requeue(entry)
 
-    def lose(self, entry: Entry, reason: str, max_attempts: int) -> bool:
-        """leased -> pending, or -> dead at the `max_attempts`-th failure. Returns whether it died."""
+    def lose(self, entry: Entry, reason: str, max_attempts: int, spared: bool = False) -> bool:
+        """leased -> pending, or -> dead at the `max_attempts`-th failure unless `spared`. Returns whether it died."""
+        if entry.node not in entry.failed_by and len(entry.failed_by) < 2:
+            entry.failed_by.append(entry.node)
         self._end_lease(entry)
         entry.failures += 1
         entry.reason = reason
-        if entry.failures < max_attempts:
+        if entry.failures < max_attempts or spared:
             self._requeue(entry)
             return False
         del self.living[entry.serial]

@@ -21,6 +21,7 @@ local now = clock[1] * 1000 + floor(clock[2] / 1000)
 -- Fields of a record in `tasks`, a MessagePack array.
 local ATTEMPTS, FAILURES, NODES, REASON, STATE, TOKEN = 1, 2, 3, 4, 5, 6
 local META, PAYLOAD, BYTES, STEP, FILTERED, LEASED_AT = 7, 8, 9, 10, 11, 12
+local FAILED_BY, OTHERS_FAILED = 13, 14 -- the first node that failed it; 1 when another one did too
 local REMEMBERED_TOKENS, EVENTS_KEPT, WAKE_MS, FORGET_MS, MOST = 8192, 4096, 60000, 600000, 500
 local MOST_NODES, MOST_NODES_NAMED = 16384, 64
 
@@ -108,10 +109,22 @@ local function ledger_line(serial, r, finished)
     meta.version_max or '', type(meta.reward_mean) == 'number' and meta.reward_mean or '', r[REASON], r[FILTERED]})
   return struct.pack('>I4', #line) .. line
 end
+local NOT_WORKING = {quarantined = true, draining = true}
+local function others_may_succeed(node) -- whether a node besides this one lives and may be given tasks
+  for _, other in ipairs(call('ZRANGE', base .. 'seen', 0, -1)) do
+    local f = other ~= node and call('HMGET', base .. 'node:' .. other, 'version', 'report')
+    if f and f[1] and f[2] and tonumber(f[1]) >= 0 and not NOT_WORKING[cjson.decode(f[2]).state] then return true end
+  end
+  return false
+end
 local function lose(serial, r, why)
+  local node = r[NODES][#r[NODES]]
   call('ZREM', leases_key, r[TOKEN])
   r[FAILURES], r[REASON] = r[FAILURES] + 1, why
+  if (r[FAILED_BY] or '') == '' then r[FAILED_BY], r[OTHERS_FAILED] = node, 0 end
+  if r[FAILED_BY] ~= node then r[OTHERS_FAILED] = 1 end
   if r[FAILURES] < st.max_attempts then return requeue(serial, r) end
+  if r[OTHERS_FAILED] == 0 and others_may_succeed(node) then return requeue(serial, r) end
   call('HDEL', tasks_key, serial)
   call('HDEL', base .. 'bodies', serial)
   call('ZADD', base .. 'passed', serial, serial)
@@ -531,7 +544,7 @@ if op == 'offer' then
     expected = math.max(expected, serial + 1)
   end
   local records, bodies, scores = {}, {}, {}
-  local fresh = cmsgpack.pack({0, 0, {}, '', 'pending', '', '', '', 0, -1, 0, 0})
+  local fresh = cmsgpack.pack({0, 0, {}, '', 'pending', '', '', '', 0, -1, 0, 0, '', 0})
   for i = 7, #ARGV, 2 do
     if tonumber(ARGV[i]) >= st.next + new then
       records[2 * new + 1], records[2 * new + 2] = ARGV[i], fresh

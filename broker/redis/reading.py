@@ -39,6 +39,8 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     step: int
     filtered: int
     leased_at: float
+    failed_by: str = ""  # the first node that did
+    others_failed: int = 0  # 1 when another one did too
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True):

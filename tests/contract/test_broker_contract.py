@@ -448,6 +448,53 @@ def test_a_failed_group_is_tried_again_and_dead_after_max_attempts(backend: Back
     assert backend.lease(1)[0].task.serial == 1
 
 
+def fail_oldest(backend: Backend, node_id: str) -> int:
+    lease = backend.lease(1, node_id)[0]
+    backend.run(backend.node.fail(node_id, lease.token, "bad machine"))
+    return lease.task.serial
+
+
+def test_one_bad_node_kills_no_task_while_another_one_works(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join("bad")
+    backend.join("good")
+    for _ in range(5):
+        assert fail_oldest(backend, "bad") == 0
+    assert backend.states() == {0: "pending"}
+    assert backend.complete(backend.lease(1, "good")[0], "good")
+    assert backend.states() == {0: "ready"}
+
+
+def test_a_node_that_is_restarted_again_and_again_kills_no_task_while_another_one_works(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join("good")
+    for pid in range(1, 6):
+        backend.join("bad", pid=pid)
+        assert [le.task.serial for le in backend.lease(1, "bad")] == [0]
+    backend.join("bad", pid=6)
+    assert backend.states() == {0: "pending"}
+    assert backend.complete(backend.lease(1, "good")[0], "good")
+
+
+@pytest.mark.parametrize("second", ["fails it too", "leaves", "has no weights", "is quarantined"])
+def test_a_task_that_one_node_failed_often_dies_when_no_other_may_succeed(backend: Backend, second: str) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join("n0")
+    backend.join("n1", version=-1 if second == "has no weights" else 0)
+    fail_oldest(backend, "n0")
+    if second == "fails it too":
+        fail_oldest(backend, "n1")
+    else:
+        if second == "leaves":
+            backend.run(backend.node.leave("n1"))
+        if second == "is quarantined":
+            told = msgspec.structs.replace(node_report("n1"), state="quarantined")
+            backend.run(backend.node.heartbeat(told, []))
+        fail_oldest(backend, "n0")
+    entry = backend.learner.ledger()[0]
+    assert (entry.state, entry.attempts, entry.reason) == ("dead", 2, "bad machine")
+
+
 def test_a_dead_task_gives_its_place_in_the_window_to_the_next(backend: Backend) -> None:
     backend.learner.offer(tasks(*range(6)))
     backend.join()

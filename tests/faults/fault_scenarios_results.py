@@ -75,12 +75,13 @@ def node_hangs(rig: Rig) -> float:
     recovered="longest pause between two steps",
     bound="`tasks.max_attempts` rollouts + 1 s",
     bound_s=1.5,
-    promise="dead with its reason after `tasks.max_attempts` (3) attempts; " + PROMISE,
+    promise="dead with its reason after `tasks.max_attempts` (3) attempts, more where one node alone had them; "
+    + PROMISE,
     poisoned=7,
 )
 def poison_task(rig: Rig) -> float:
-    """It is tried again, by whoever leases it, then given up. It passes its place to the next task, so
-    steps stay full."""
+    """It is tried again, by two nodes at least where there are two, then given up. It passes its place to the next
+    task, so steps stay full."""
     rig.start_broker(max_attempts=3)
     rig.start_learner()
     for name in ("n0", "n1"):
@@ -89,7 +90,7 @@ def poison_task(rig: Rig) -> float:
     dead = [e for e in rig.ledger() if e.state == "dead"]
     assert len(dead) >= 10
     for entry in dead:
-        assert entry.attempts == 3
+        assert entry.attempts == 3 or (entry.attempts > 3 and {"n0", "n1"} == set(entry.nodes))
         assert "this prompt always fails" in entry.reason
     times = [line.at_s for line in trained_lines(rig.run_dir)]
     return max(b - a for a, b in itertools.pairwise(times))

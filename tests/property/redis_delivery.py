@@ -54,6 +54,7 @@ class Entry:
     node: str
     leased_at: float
     deadline: float
+    failed_by: list[str]
 
 
 @dataclass
@@ -174,7 +175,16 @@ class RedisDelivery:
             token = r.token if holder else ""
             deadline = deadlines.pop(token) if holder else 0.0
             living[int(serial)] = Entry(
-                int(serial), r.state, r.attempts, r.failures, r.nodes, token, holder, r.leased_at / 1000, deadline
+                int(serial),
+                r.state,
+                r.attempts,
+                r.failures,
+                r.nodes,
+                token,
+                holder,
+                r.leased_at / 1000,
+                deadline,
+                [n for n in (r.failed_by, "another" * r.others_failed) if n],
             )
         assert not deadlines, "leases of tasks that are not leased"
         return Tasks(living, [int(s) for s in ready], [int(s) for s in passed], int(reading.pairs(state)[b"next"]))

@@ -269,7 +269,7 @@ class Delivery(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         for entry in self.state.tasks.living.values():
-            assert entry.failures < MAX_ATTEMPTS
+            assert entry.failures < MAX_ATTEMPTS or len(entry.failed_by) == 1, "one node alone does not kill a task"
             assert len(entry.nodes) >= entry.attempts >= entry.failures
 
 
