@@ -205,7 +205,7 @@ class Captured:
         table = state.table
         self._tasks = table.saved()
         self._kept = {step: list(groups) for step, groups in table.kept.items()}
-        passed, groups, size = table.describe()
+        passed, passed_gone, groups, size = table.describe()
         self.finished = [table.history.get(serial) for serial in table.finished]
         table.finished = []
         self._base = moves.Snapshot(
@@ -227,6 +227,7 @@ class Captured:
             accepted_groups=groups,
             accepted_bytes=size,
             owners=dict(state.owners.keys),
+            passed_gone=passed_gone,
         )
 
     def snapshot(self, history_bytes: int) -> moves.Snapshot:

@@ -121,9 +121,9 @@ class JournaledTable(TaskTable):
         """Living tasks, and where their groups are or will be."""
         return [(_saved(entry), self.stored.get(serial)) for serial, entry in self.living.items()]
 
-    def describe(self) -> tuple[list[int], int, int]:
-        """Serials that passed their place, groups accepted, their bytes."""
-        return list(self._passed), self._accepted_groups, self._accepted_bytes
+    def describe(self) -> tuple[list[int], int, int, int]:
+        """Serials that passed their place, how many older ones did, groups accepted, their bytes."""
+        return list(self._passed), self._passed_gone, self._accepted_groups, self._accepted_bytes
 
     def restore(self, snapshot: moves.Snapshot, stored: Sequence[StoredPayload | None]) -> None:
         """Fill an empty table; `stored` goes with `snapshot.tasks`."""
@@ -131,7 +131,7 @@ class JournaledTable(TaskTable):
         self.steps = {step: list(serials) for step, serials in snapshot.steps.items()}
         self.replaced = dict(snapshot.replaced)
         self.filtered = snapshot.filtered
-        self._passed = list(snapshot.passed)
+        self._passed, self._passed_gone = list(snapshot.passed), snapshot.passed_gone
         self._accepted_groups, self._accepted_bytes = snapshot.accepted_groups, snapshot.accepted_bytes
         for task, payload in zip(snapshot.tasks, stored, strict=True):
             entry = _restored(task)

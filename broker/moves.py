@@ -172,7 +172,8 @@ class Snapshot(Move, frozen=True, tag="snapshot"):
     Attributes:
         steps: serials that each uncommitted step took, in the order given out.
         replaced: filtered groups of each uncommitted step that passed their place on.
-        passed: serials that passed their place to a later one.
+        passed: serials that passed their place to a later one, from the oldest living task on.
+        passed_gone: how many older ones there were.
         accepted: (token, node) of accepted results, oldest first.
         kept: groups of committed steps within broker.retain_steps, in the order given out.
         owners: public key of the credential that speaks for each node id.
@@ -197,6 +198,7 @@ class Snapshot(Move, frozen=True, tag="snapshot"):
     accepted_groups: int = 0
     accepted_bytes: int = 0
     owners: dict[str, str] = {}
+    passed_gone: int = 0
 
 
 class FinishedTasks(msgspec.Struct, frozen=True):

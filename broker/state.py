@@ -30,6 +30,7 @@ from broker.tasks import LEASED, Entry, TaskTable
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
 
+ALONE = 4  # times tasks.max_attempts: so often one node must fail a task to kill it while others work
 REMEMBERED_TOKENS = 8192  # accepted results whose repetition is still answered with True
 
 
@@ -383,8 +384,8 @@ class DeliveryState:
     def _lose(self, entry: Entry, reason: str) -> None:
         assert entry.state == LEASED
         self._drop_token(entry)
-        others_failed = set(entry.failed_by) - {entry.node}
-        spared = not others_failed and self.fleet.others_may_succeed(entry.node)
+        alone = not set(entry.failed_by) - {entry.node} and entry.failures + 1 < ALONE * self.run.max_attempts
+        spared = alone and self.fleet.others_may_succeed(entry.node)
         if self.tasks.lose(entry, reason, self.run.max_attempts, spared):
             self.event_log.add("task_dead", serial=entry.serial, attempts=entry.attempts, reason=reason)
         self.lease_revision += 1

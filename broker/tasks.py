@@ -102,11 +102,12 @@ class TaskTable:
         self._accepted_groups = self._accepted_bytes = 0
         self.replaced: dict[int, int] = {}  # filtered groups of each uncommitted step that passed their place on
         self.filtered = 0
-        self._passed: list[int] = []  # sorted serials of dead tasks and of replaced groups
+        self._passed: list[int] = []  # sorted serials of dead tasks and of replaced groups, from the oldest living on
+        self._passed_gone = 0  # how many older ones there were
 
     def passed_before(self, serial: int) -> int:
-        """Number of tasks with a lower serial that passed their place to a later one."""
-        return bisect_left(self._passed, serial)
+        """Number of tasks with a lower serial that passed their place on; `serial` of a living task, or the next."""
+        return self._passed_gone + bisect_left(self._passed, serial)
 
     def add(self, task: Task) -> None:
         """A new pending task."""
@@ -226,7 +227,14 @@ class TaskTable:
                 self._drop_group(entry)
                 self.history.add(entry.ledger(COMMITTED))
                 count += 1
+        self._forget_passed()
         return count
+
+    def _forget_passed(self) -> None:
+        """Nobody asks about serials below the oldest living one again; so this does not grow with the run."""
+        gone = bisect_left(self._passed, min(self.living, default=self.next_serial))
+        del self._passed[:gone]
+        self._passed_gone += gone
 
     def bytes_expected(self) -> float:
         """Bytes held once every leased group has arrived, at the mean size so far."""

@@ -24,6 +24,7 @@ local META, PAYLOAD, BYTES, STEP, FILTERED, LEASED_AT = 7, 8, 9, 10, 11, 12
 local FAILED_BY, OTHERS_FAILED = 13, 14 -- the first node that failed it; 1 when another one did too
 local REMEMBERED_TOKENS, EVENTS_KEPT, WAKE_MS, FORGET_MS, MOST = 8192, 4096, 60000, 600000, 500
 local MOST_NODES, MOST_NODES_NAMED = 16384, 64
+local ALONE = 4 -- times max_attempts: so often one node must fail a task to kill it while others work
 
 local function text(number) return string.format('%.0f', number) end
 
@@ -43,7 +44,7 @@ if op == 'create' then
 end
 
 local names = {'epoch', 'b', 'k', 'max_attempts', 'lease_ms', 'max_lease_ms', 'max_bytes', 'first_step', 'wanted', 'bytes',
-  'acc_groups', 'acc_bytes', 'tick', 'taker_needs', 'committed', 'next', 'retain', 'due'}
+  'acc_groups', 'acc_bytes', 'tick', 'taker_needs', 'committed', 'next', 'retain', 'due', 'passed_gone'}
 local values = call('HMGET', state_key, 'store', 'lost', 'taker', unpack(names))
 if not values[1] then return {0, 'absent'} end
 local st = {taker = values[3]}
@@ -54,6 +55,7 @@ if tonumber(ARGV[2]) > st.epoch then
   call('HSET', state_key, 'lost', why)
   return {st.epoch, 'lost', why}
 end
+st.passed_gone = st.passed_gone or 0
 if st.wanted < st.b then st.wanted = st.b end
 
 local dirty, stirred, ripened = {}, false, false -- fields to write; a task may now be leased; a take may now succeed
@@ -124,7 +126,8 @@ local function lose(serial, r, why)
   if (r[FAILED_BY] or '') == '' then r[FAILED_BY], r[OTHERS_FAILED] = node, 0 end
   if r[FAILED_BY] ~= node then r[OTHERS_FAILED] = 1 end
   if r[FAILURES] < st.max_attempts then return requeue(serial, r) end
-  if r[OTHERS_FAILED] == 0 and others_may_succeed(node) then return requeue(serial, r) end
+  local alone = r[OTHERS_FAILED] == 0 and r[FAILURES] < ALONE * st.max_attempts
+  if alone and others_may_succeed(node) then return requeue(serial, r) end
   call('HDEL', tasks_key, serial)
   call('HDEL', base .. 'bodies', serial)
   call('ZADD', base .. 'passed', serial, serial)
@@ -222,7 +225,7 @@ local leased_now
 local function admits(serial, version, more)
   if version < 0 then return false end
   serial = tonumber(serial)
-  local passed = call('ZCOUNT', base .. 'passed', '-inf', '(' .. text(serial))
+  local passed = st.passed_gone + call('ZCOUNT', base .. 'passed', '-inf', '(' .. text(serial))
   if floor((serial - passed) / st.b) - (version - st.first_step) > st.k then return false end
   leased_now = leased_now or call('ZCARD', leases_key)
   if st.bytes + (leased_now + more) * st.acc_bytes / math.max(1, st.acc_groups) <= st.max_bytes then return true end
@@ -612,6 +615,19 @@ if op == 'filter' then
   return finish()
 end
 
+local function forget_passed() -- nobody asks about serials below the oldest living task again
+  local oldest = st.next
+  local function living(serial) oldest = math.min(oldest, tonumber(serial) or oldest) end
+  living(call('ZRANGE', pending_key, 0, 0)[1])
+  living(call('ZRANGE', ready_key, 0, 0)[1])
+  for _, token in ipairs(call('ZRANGE', leases_key, 0, -1)) do living(serial_of(token)) end
+  for _, packed in ipairs(call('HVALS', base .. 'steps')) do
+    for _, serial in ipairs(cmsgpack.unpack(packed)[2]) do living(serial) end
+  end
+  local gone = call('ZREMRANGEBYSCORE', base .. 'passed', '-inf', '(' .. text(oldest))
+  if gone > 0 then set('passed_gone', st.passed_gone + gone) end
+end
+
 -- commit: 5 step. The groups of the newest `retain` committed steps are kept.
 if op == 'commit' then
   local steps, highest, groups, lines = call('HKEYS', base .. 'steps'), st.committed, 0, {}
@@ -639,6 +655,7 @@ if op == 'commit' then
     end
   end
   set('committed', math.max(st.committed, math.min(step, highest)))
+  forget_passed()
   moved()
   for _, of in ipairs(call('ZRANGE', base .. 'recorded_steps', 0, -1 - st.retain)) do
     local payloads = {}

@@ -10,7 +10,7 @@ Redis Cluster keeps them in one slot; those of one store begin with `slipstream:
     PREFIX pending, ready            zset    serials of that state, scored by themselves
     PREFIX leases                    zset    token -> deadline in ms; a token is SERIAL.NONCE
     PREFIX steps                     hash    uncommitted step -> [groups that passed their place on, [serials in order]]
-    PREFIX passed                    zset    serials of tasks that passed their place in the order on
+    PREFIX passed                    zset    serials that passed their place on, from the oldest living task on
     PREFIX remembered                zset    TOKEN|NODE of the newest accepted results whose record is gone
     PREFIX p:TOKEN:NONCE             string  payload of a group, set just before its `complete`
     PREFIX recorded, recorded_steps  hash, zset  committed steps whose groups are kept (broker.retain_steps)
@@ -24,7 +24,8 @@ Redis Cluster keeps them in one slot; those of one store begin with `slipstream:
 
 STATE: store, lost (why the store may not be used any more), run (RunInfo as JSON), pid (of the keeper), the run's
 numbers (b, k, max_attempts, lease_ms, max_lease_ms, max_bytes, retain), epoch, next, committed, first_step, wanted,
-bytes, acc_groups, acc_bytes, tick, due, taker, taker_needs, offer_nonce, offer_new, learner (report as JSON) and l_*,
+passed_gone (how many of `passed` were forgotten), bytes, acc_groups, acc_bytes, tick, due, taker, taker_needs,
+offer_nonce, offer_new, learner (report as JSON) and l_*,
 and counters: events, dead, committed_groups, filtered, expiries, stale, past_generated. Fields wt:REASON and ws:REASON
 are tokens and seconds of waste: under a node what the broker counted, in `state` those of nodes that are gone.
 """

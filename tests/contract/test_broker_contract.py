@@ -27,7 +27,7 @@ from broker.recovery import recover
 from broker.redis.async_client import AsyncRedisClient
 from broker.redis.client import RedisClient
 from broker.server import BrokerServer
-from broker.state import DeliveryState
+from broker.state import ALONE, DeliveryState
 from broker.store.folder import StoreFolder, new_info
 from common.errors import BrokerError
 from common.redis_address import with_run
@@ -448,6 +448,20 @@ def test_a_failed_group_is_tried_again_and_dead_after_max_attempts(backend: Back
     assert backend.lease(1)[0].task.serial == 1
 
 
+def test_places_that_were_passed_on_by_what_is_committed_count_for_ever(backend: Backend) -> None:
+    backend.learner.offer(tasks(*range(30)))
+    backend.join()
+    for step in range(5):
+        for lease in backend.lease(10, version=step):
+            assert backend.complete(lease)
+        [first, _] = backend.learner.take(step, 2, 1.0)
+        backend.learner.filter(step, [first.serial], 1)
+        assert len(backend.learner.take(step, 2, 1.0)) == 3
+        backend.learner.commit(step)
+    handed_out = sum(state != "pending" for state in backend.states().values())
+    assert handed_out + len(backend.lease(30, version=5)) == 2 * (5 + 1 + 1) + 5, "five places were passed on"
+
+
 def fail_oldest(backend: Backend, node_id: str) -> int:
     lease = backend.lease(1, node_id)[0]
     backend.run(backend.node.fail(node_id, lease.token, "bad machine"))
@@ -463,6 +477,16 @@ def test_one_bad_node_kills_no_task_while_another_one_works(backend: Backend) ->
     assert backend.states() == {0: "pending"}
     assert backend.complete(backend.lease(1, "good")[0], "good")
     assert backend.states() == {0: "ready"}
+
+
+def test_a_task_that_no_other_node_takes_up_dies_of_one_in_the_end(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join("bad")
+    backend.join("hangs")
+    for _ in range(2 * ALONE):
+        assert backend.states() == {0: "pending"}
+        fail_oldest(backend, "bad")
+    assert backend.states() == {0: "dead"}
 
 
 def test_a_node_that_is_restarted_again_and_again_kills_no_task_while_another_one_works(backend: Backend) -> None:

@@ -64,6 +64,7 @@ class Tasks:
     living: dict[int, Entry] = field(default_factory=dict)
     ready: list[int] = field(default_factory=list)
     passed: list[int] = field(default_factory=list)
+    passed_gone: int = 0
     next_serial: int = 0
 
     @property
@@ -71,7 +72,7 @@ class Tasks:
         return {e.token: e for e in self.living.values() if e.state == "leased"}
 
     def passed_before(self, serial: int) -> int:
-        return sum(s < serial for s in self.passed)
+        return self.passed_gone + sum(s < serial for s in self.passed)
 
 
 class RedisDelivery:
@@ -187,7 +188,14 @@ class RedisDelivery:
                 [n for n in (r.failed_by, "another" * r.others_failed) if n],
             )
         assert not deadlines, "leases of tasks that are not leased"
-        return Tasks(living, [int(s) for s in ready], [int(s) for s in passed], int(reading.pairs(state)[b"next"]))
+        scalars = reading.pairs(state)
+        return Tasks(
+            living,
+            [int(s) for s in ready],
+            [int(s) for s in passed],
+            int(scalars.get(b"passed_gone", 0)),
+            int(scalars[b"next"]),
+        )
 
     @property
     def fleet(self) -> Any:

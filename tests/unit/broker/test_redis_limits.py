@@ -12,6 +12,7 @@ from broker.redis.async_client import AsyncRedisClient
 from broker.redis.client import RedisClient
 from broker.redis.endpoint import endpoint
 from broker.redis.hand_ins import HandIn
+from broker.redis.keys import Keys
 from broker.redis.recording import recorded_steps
 from broker.redis.store_link import StoreLink
 from common.errors import BrokerUnreachable
@@ -176,3 +177,19 @@ def test_a_clock_that_jumps_far_ahead_takes_no_lease_from_a_node_that_is_alive(s
         link.read(lambda moves: [("PING",)])
         asyncio.run(jump(client, link))
         link.close()
+
+
+def test_serials_that_passed_their_place_on_do_not_pile_up_in_redis(server: RedisServer) -> None:
+    keys = Keys(RUN.name, make_run(server, RUN))
+    with RedisClient(with_run(server.address, RUN.name), deadline_s=10) as client:
+        client.attach(report())
+        client.offer(tasks(*range(36)))
+        for step in range(12):
+            generate(client, 3)
+            taken = client.take(step, 2, 5)
+            assert taken is not None
+            client.filter(step, [taken[0].serial], 1)
+            assert client.take(step, 2, 5)
+            client.commit(step)
+    assert server.ask("ZCARD", keys.of("passed")) == 0
+    assert server.ask("HGET", keys.state, "passed_gone") == b"12"

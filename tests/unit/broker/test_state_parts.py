@@ -199,3 +199,17 @@ def test_bytes_on_the_way_are_foreseen_at_the_mean_size() -> None:
     table.accept(first, GroupMeta(0, 0, 0.0, 1), b"", 100)
     table.lease_oldest("n", "b", 0.0, 1.0)
     assert (table.bytes_held, table.bytes_expected()) == (100, 200)
+
+
+def test_places_that_were_passed_on_are_counted_and_not_kept_once_no_older_task_lives() -> None:
+    table = TaskTable()
+    for serial in range(2000):
+        table.add(Task(serial, b"", serial, 2))
+    for step in range(400):
+        for n in range(3):
+            table.accept(table.lease_oldest("n", f"{step}-{n}", 0.0, 1.0), GroupMeta(0, 0, 0.5, 1), b"", 0)
+        table.take_oldest(step, 3)
+        assert table.filter(table.living[table.steps[step][0]], 2)
+        assert table.passed_before(table.next_serial) == step + 1
+        table.commit(step - 1)
+        assert len(table._passed) <= 2  # pyright: ignore[reportPrivateUsage]
