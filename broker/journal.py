@@ -174,7 +174,7 @@ class Journal:
             nonlocal grown
             grown = self._history_bytes
             if captured.finished:
-                body = moves.encode(moves.FinishedTasks(captured.finished))
+                body = moves.encode_finished(captured.finished)
                 grown = self._folder.append_history(grown, body, self._seed)
             return moves.encode(captured.snapshot(grown))
 

@@ -4,6 +4,9 @@ The same rules as on the wire: structs are keyed and tagged, fields are only app
 when an older reader would go wrong. Replaying a snapshot and the moves after it gives the state back.
 """
 
+import zlib
+from collections.abc import Sequence
+
 import msgspec
 
 from broker.contract import LearnerReport, LedgerEntry, NodeReport, Waste
@@ -201,10 +204,11 @@ class Snapshot(Move, frozen=True, tag="snapshot"):
     passed_gone: int = 0
 
 
-class FinishedTasks(msgspec.Struct, frozen=True):
-    """One record of the history file."""
+class FinishedTasks(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One record of the history file: `packed` is a zlib stream of the entries in MessagePack."""
 
-    entries: list[LedgerEntry]
+    entries: list[LedgerEntry] = []  # of stores from before they were packed
+    packed: bytes = b""
 
 
 AnyMove = (
@@ -230,9 +234,10 @@ AnyMove = (
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMove)
 _finished = msgspec.msgpack.Decoder(FinishedTasks)
+_entries = msgspec.msgpack.Decoder(list[LedgerEntry])
 
 
-def encode(move: Move | FinishedTasks) -> bytes:
+def encode(move: Move) -> bytes:
     """The body of a record."""
     return _encoder.encode(move)
 
@@ -242,6 +247,17 @@ def decode(body: bytes) -> AnyMove:
     return _decoder.decode(body)
 
 
+def encode_finished(entries: Sequence[LedgerEntry]) -> bytes:
+    """The body of a record of the history file; keys and names repeat, so it takes a tenth of what it holds."""
+    return _encoder.encode(FinishedTasks(packed=zlib.compress(_encoder.encode(entries), 1)))
+
+
 def decode_finished(body: bytes) -> list[LedgerEntry]:
     """Ledger entries of one record of the history file; raises msgspec.DecodeError."""
-    return _finished.decode(body).entries
+    record = _finished.decode(body)
+    if not record.packed:
+        return record.entries
+    try:
+        return _entries.decode(zlib.decompress(record.packed))
+    except zlib.error as error:
+        raise msgspec.DecodeError(str(error)) from error

@@ -1,7 +1,11 @@
 """The parts of the delivery state: history, deadlines, events, fleet, learner record."""
 
+import random
+
+import msgspec
 import pytest
 
+from broker import moves
 from broker.contract import LOST_AFTER_S, BrokerEvent, LearnerReport, LedgerEntry, NodeReport
 from broker.deadlines import Deadlines
 from broker.event_log import RING_EVENTS, EventLog
@@ -213,3 +217,19 @@ def test_places_that_were_passed_on_are_counted_and_not_kept_once_no_older_task_
         assert table.passed_before(table.next_serial) == step + 1
         table.commit(step - 1)
         assert len(table._passed) <= 2  # pyright: ignore[reportPrivateUsage]
+
+
+def test_the_history_file_takes_a_few_bytes_a_task_and_gives_back_every_entry() -> None:
+    numbers = random.Random(0)
+    entries = [
+        LedgerEntry(
+            n, "committed", 1, [f"node-{numbers.randrange(8)}"], n // 64, n // 64 - 1, n // 64, numbers.random()
+        )
+        for n in range(4096)
+    ]
+    body = moves.encode_finished(entries)
+    assert moves.decode_finished(body) == entries
+    assert len(body) < 30 * len(entries)
+    assert moves.decode_finished(msgspec.msgpack.encode({"entries": entries})) == entries, "as earlier stores have it"
+    with pytest.raises(msgspec.DecodeError):
+        moves.decode_finished(msgspec.msgpack.encode(moves.FinishedTasks(packed=b"not zlib")))
