@@ -621,8 +621,8 @@ local function forget_passed() -- nobody asks about serials below the oldest liv
   living(call('ZRANGE', pending_key, 0, 0)[1])
   living(call('ZRANGE', ready_key, 0, 0)[1])
   for _, token in ipairs(call('ZRANGE', leases_key, 0, -1)) do living(serial_of(token)) end
-  for _, packed in ipairs(call('HVALS', base .. 'steps')) do
-    for _, serial in ipairs(cmsgpack.unpack(packed)[2]) do living(serial) end
+  for _, of in ipairs(call('HKEYS', base .. 'steps')) do
+    for _, serial in ipairs(taken(of)[2]) do living(serial) end
   end
   local gone = call('ZREMRANGEBYSCORE', base .. 'passed', '-inf', '(' .. text(oldest))
   if gone > 0 then set('passed_gone', st.passed_gone + gone) end
