@@ -1,0 +1,135 @@
+"""What exact deltas save and cost, on versions of a real GRPO run: python bench/delta.py.
+
+A transformer of 26 million parameters is trained in float32 with AdamW, as the learner does, on completions that it
+samples itself; each step's weights are exported to bfloat16 (and float32) into the flat buffer of the weight plane, and
+the buffer of one version is encoded against that of the one before. Per learning rate: changed elements, bytes, and
+seconds to encode and to apply, each the median over steps; other encodings of the same pairs for comparison. Every
+delta is applied and compared bit for bit. `--steps 1` is the short mode. Writes bench/results/delta.json.
+"""
+
+import argparse
+import json
+import statistics
+import time
+import zlib
+from pathlib import Path
+
+import machine
+import torch
+
+from common.weights import delta, packing
+from common.weights.layout import Layout
+
+ROOT = Path(__file__).resolve().parents[1]
+RATES = (1e-6, 3e-6, 1e-5)
+SETTLE = 3  # steps before the first that is measured: Adam's first ones are larger
+PROMPTS, GROUP, PROMPT, TOKENS, VOCABULARY = 4, 4, 12, 24, 4096
+
+
+def make_model():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=None,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def grpo_step(model, optimizer) -> None:
+    """Sample groups, reward even tokens, one policy-gradient step with the group's mean as baseline."""
+    prompts = torch.randint(0, VOCABULARY, (PROMPTS, PROMPT)).repeat_interleave(GROUP, 0)
+    with torch.no_grad():
+        tokens = model.generate(prompts, max_new_tokens=TOKENS, do_sample=True, top_k=0, pad_token_id=0)
+    rewards = (tokens[:, PROMPT:] % 2 == 0).float().mean(1).view(PROMPTS, GROUP)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
+    logits = model(tokens).logits[:, PROMPT - 1 : -1].float()
+    logprobs = logits.log_softmax(-1).gather(-1, tokens[:, PROMPT:, None])[..., 0]
+    loss = -(advantages * logprobs).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def export(model, dtype: str) -> torch.Tensor:
+    named = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
+    return packing.pack(named, Layout.of([(name, dtype, tuple(tensor.shape)) for name, tensor in named]))
+
+
+def timed(work) -> tuple:
+    started = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - started
+
+
+def compared(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> dict:
+    """One pair of versions."""
+    stream, encode_s = timed(lambda: delta.encode(old, new, delta.BUCKET_BYTES))
+    result = old.clone()
+    _, apply_s = timed(lambda: delta.apply(stream, result, delta.BUCKET_BYTES))
+    assert torch.equal(result, new)
+    a, b = (x.view(torch.int16 if item_bytes == 2 else torch.int32) for x in (old, new))
+    steps = (b.int() - a.int())[a != b].abs() if item_bytes == 2 else None
+    xor = (a ^ b).numpy().tobytes()
+    packed_xor, xor_s = timed(lambda: zlib.compress(xor, 1))
+    packed_delta, further_s = timed(lambda: zlib.compress(stream.numpy().tobytes(), 1))
+    full = new.numel()
+    return {
+        "changed": float((a != b).float().mean()),
+        "steps_of_one": float((steps == 1).float().mean()) if steps is not None else 0.0,
+        "share": stream.numel() / full,
+        "encode_s": encode_s,
+        "apply_s": apply_s,
+        "verify_s": timed(lambda: packing.checksum(new))[1],
+        "share_xor_zlib": len(packed_xor) / full,
+        "encode_xor_zlib_s": xor_s,
+        "share_further_zlib": len(packed_delta) / full,
+        "further_zlib_s": further_s,
+    }
+
+
+def measured(rate: float, steps: int, dtypes: list[str]) -> list[dict]:
+    """Medians over `steps` pairs of neighbouring versions, per dtype."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(SETTLE):
+        grpo_step(model, optimizer)
+    held = {dtype: export(model, dtype) for dtype in dtypes}
+    found: dict[str, list[dict]] = {dtype: [] for dtype in dtypes}
+    for _ in range(steps):
+        grpo_step(model, optimizer)
+        for dtype in dtypes:
+            now = export(model, dtype)
+            found[dtype].append(compared(held[dtype], now, 2 if dtype == "bfloat16" else 4))
+            held[dtype] = now
+    rows = []
+    for dtype, pairs in found.items():
+        row = {name: statistics.median(pair[name] for pair in pairs) for name in pairs[0]}
+        full = held[dtype].numel()
+        # Sending `share` of the bytes pays where a link carries fewer bytes per second than this.
+        worth = full * (1 - row["share"]) / (row["encode_s"] + row["apply_s"] + row["verify_s"])
+        rounded = {name: float(f"{value:.3g}") for name, value in row.items()}
+        rows.append(
+            {"lr": rate, "dtype": dtype, "full_bytes": full, **rounded, "pays_below_mb_per_s": round(worth / 1e6)}
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--out", default=str(ROOT / "bench/results/delta.json"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for rate in RATES:
+        rows += measured(rate, arguments.steps, ["bfloat16", "float32"] if rate == RATES[0] else ["bfloat16"])
+    result = {"machine": machine.describe(), "bucket_bytes": delta.BUCKET_BYTES, "steps": arguments.steps, "rows": rows}
+    Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
