@@ -1,19 +1,31 @@
-"""What a weight flip costs, from finished runs: python bench/flip_cost.py RUN [RUN ...].
+"""What a weight flip costs: python bench/flip_cost.py [RUN ...].
 
-Per run: generation stalled per flip, seconds from the optimizer step to the version being generated with, and the
-shares of the step that these and the learner's copy of the weights take. Writes bench/results/flip_cost.json.
+A real engine under a constant load is fed by a real publisher, one small step (a fiftieth of the elements) after the
+other, for `weights.kv_cache` keep and recompute and `weights.encoding` full and delta. Per flip: generation stalled,
+seconds from the call of `publish`, which follows the optimizer step, to the version being sampled from, and seconds
+that the whole load took longer than without flips, which has the prefills of `recompute` in it. With finished RUNs
+their figures, too; without, those of the last time are kept. Short mode: `--flips 2 --rounds 1`. Writes
+bench/results/flip_cost.json.
 """
 
 import argparse
+import asyncio
 import json
+import os
 import statistics
+import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import jobs
 import machine
+from node_throughput import make_model, prompts
+
+VARIANTS = [("keep", "full"), ("keep", "delta"), ("recompute", "full"), ("recompute", "delta")]
 
 
-def figures(job: jobs.Job) -> dict:
+def run_figures(job: jobs.Job) -> dict:
     """Figures of one run; the first step is left out, it holds the start of the engine."""
     lines = job.lines[1:]
     steps = sum(x["step_s"] for x in lines)
@@ -34,16 +46,132 @@ def figures(job: jobs.Job) -> dict:
     }
 
 
+class Bench:
+    """One engine, fed by one publisher after another."""
+
+    def __init__(self, arguments: argparse.Namespace, model: str) -> None:
+        from transformers import Qwen3ForCausalLM
+
+        from common.config import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+        from rollout_fleet.engine import Engine
+
+        engine = EngineConfig(max_model_len=1024, max_num_seqs=arguments.requests, kv_cache_mib=256, eager=True)
+        config = Config(
+            run=RunConfig(name="bench", dir="unused", steps=1),
+            model=ModelConfig(path=model, dtype=arguments.dtype),
+            tasks=TasksConfig(environment="none", dataset="none"),
+            rollout=RolloutConfig(concurrency=arguments.requests, engine=engine),
+        )
+        self.arguments = arguments
+        self.engine = Engine(config, stop_token_ids=[])
+        state = Qwen3ForCausalLM.from_pretrained(model, dtype=arguments.dtype).state_dict()
+        self.weights = {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
+        self.version = 0
+
+    def step(self) -> None:
+        """The next version: a fiftieth of the elements moves by a unit or so in the last place of bfloat16."""
+        self.version += 1
+        for tensor in self.weights.values():
+            tensor.view(-1)[self.version % 50 :: 50] *= 1.005
+
+    async def publish(self, publisher: Any, client: Any) -> dict:
+        """Bring the next version to the engine; the figures of its flip."""
+        self.step()
+        stalled, started = client.state.stall_s, time.perf_counter()
+        receipt = await asyncio.to_thread(publisher.publish, self.version, list(self.weights.items()), None)
+        while client.state.version != self.version:
+            await client.wait_change(5)
+            if client.state.quarantined:
+                raise SystemExit(client.state.quarantined)
+        seconds = time.perf_counter() - started
+        return {
+            "stall_ms": 1000 * (client.state.stall_s - stalled),
+            "seconds_to_active": seconds,
+            "learner_ms": 1000 * receipt.snapshot_s,
+        }
+
+    async def load(self) -> float:
+        """Seconds that all requests take."""
+        started = time.perf_counter()
+        await asyncio.gather(*(self.engine.generate(p, self.arguments.tokens) for p in prompts(self.arguments)))
+        return time.perf_counter() - started
+
+    async def variant(self, incarnation: int, kv_cache: str, encoding: str) -> dict:
+        from learner.publishing import WeightPublisher
+        from rollout_fleet.weight_client import WeightClient
+
+        self.engine.weights.recompute = kv_cache == "recompute"
+        publisher = WeightPublisher(
+            incarnation, self.arguments.dtype, "127.0.0.1", 16 << 20, 30.0, encoding=encoding, anchor_every=0
+        )
+        client = WeightClient("bench", self.engine.weights)
+        client.follow(publisher.start(), incarnation)
+        await self.publish(publisher, client)
+        undisturbed, longer, flips = [await self.load()][1:], [], []  # the first load warms up
+        for _ in range(self.arguments.rounds):
+            undisturbed.append(await self.load())
+            task = asyncio.create_task(self.load())
+            for _ in range(self.arguments.flips):
+                await asyncio.sleep(undisturbed[-1] / (self.arguments.flips + 1) / 2)
+                flips.append(await self.publish(publisher, client))
+            in_time = not task.done()
+            longer += [await task] if in_time else []
+        payload = publisher.stats().publish_bytes
+        await client.close()
+        await asyncio.to_thread(publisher.close)
+        row = {name: round(statistics.median(flip[name] for flip in flips), 4) for name in flips[0]}
+        lost = (statistics.median(longer) - statistics.median(undisturbed)) / self.arguments.flips if longer else None
+        return {
+            "kv_cache": kv_cache,
+            "encoding": encoding,
+            **row,
+            "payload_bytes": payload,
+            "lost_per_flip_ms": None if lost is None else round(1000 * lost, 1),
+            "load_s": round(statistics.median(undisturbed), 3),
+            "flips": len(flips),
+        }
+
+
+async def engine_figures(arguments: argparse.Namespace, model: str) -> list[dict]:
+    bench = Bench(arguments, model)
+    await bench.engine.start()
+    rows = []
+    for incarnation, (kv_cache, encoding) in enumerate(VARIANTS):
+        rows.append(await bench.variant(incarnation, kv_cache, encoding))
+        print(rows[-1], flush=True)
+    await bench.engine.shutdown()
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path)
-    args = parser.parse_args()
+    parser.add_argument("runs", nargs="*", type=Path)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--flips", type=int, default=4, help="of one round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", default=str(jobs.ROOT / "bench/results/flip_cost.json"))
+    arguments = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), arguments.hidden, arguments.layers)
+        rows = asyncio.run(engine_figures(arguments, folder))
     runs = []
-    for path in args.runs:
+    for path in arguments.runs:
         bound = next(x for x in (path / "config.yaml").read_text().splitlines() if x.strip().startswith("max:"))
-        runs.append({"staleness_max": int(bound.split(":")[1]), **figures(jobs.read(path))})
+        runs.append({"staleness_max": int(bound.split(":")[1]), **run_figures(jobs.read(path))})
         print(json.dumps(runs[-1]))
-    print(jobs.write("flip_cost", {"machine": machine.describe(), "runs": runs}))
+    before = jobs.ROOT / "bench/results/flip_cost.json"
+    if not runs and before.exists():
+        runs = json.loads(before.read_text()).get("runs", [])
+    settings = {k: v for k, v in vars(arguments).items() if k not in ("runs", "out")}
+    result = {"machine": machine.describe(), "arguments": settings, "engine": rows, "runs": runs}
+    Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
