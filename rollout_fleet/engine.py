@@ -144,9 +144,11 @@ class Engine:
         if self._llm is None:
             raise SlipstreamError("the engine is not running")
         try:
-            async for output in self._llm.generate(prompt, params, request_id):
-                if output.finished:
-                    return output
+            last = None
+            async for last in self._llm.generate(prompt, params, request_id):
+                pass  # to its end: a generator that is left half-way aborts its request, also one that is through
+            if last is not None and last.finished:
+                return last
         except asyncio.CancelledError:
             self._counters.aborted += 1
             raise
