@@ -4,7 +4,8 @@ A transformer of 26 million parameters is trained in float32 with AdamW, as the 
 samples itself; each step's weights are exported to bfloat16 (and float32) into the flat buffer of the weight plane, and
 the buffer of one version is encoded against that of the one before. Per learning rate: changed elements, bytes, and
 seconds to encode and to apply, each the median over steps; other encodings of the same pairs for comparison. Every
-delta is applied and compared bit for bit. `--steps 1` is the short mode. Writes bench/results/delta.json.
+delta is applied and compared bit for bit. `--steps 1` is the short mode. Writes bench/results/delta.json and the
+figures of docs/delta.md.
 """
 
 import argparse
@@ -14,16 +15,39 @@ import time
 import zlib
 from pathlib import Path
 
-import machine
 import torch
 
 from common.weights import delta, packing
 from common.weights.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE, RESULTS = ROOT / "docs" / "delta.md", ROOT / "bench" / "results" / "delta.json"
+BEGIN, END = "<!-- figures: python bench/delta.py -->", "<!-- end of figures -->"
 RATES = (1e-6, 3e-6, 1e-5)
 SETTLE = 3  # steps before the first that is measured: Adam's first ones are larger
 PROMPTS, GROUP, PROMPT, TOKENS, VOCABULARY = 4, 4, 12, 24, 4096
+
+
+def table(result: dict) -> str:
+    """The rows as Markdown."""
+    head = ["learning rate", "dtype", "elements changed", "of these by one unit", "bytes of full", "times smaller"]
+    head += ["encode ms", "apply ms", "verify ms", "XOR + zlib", "pays below MB/s"]
+    rows = [
+        [
+            f"{row['lr']:g}", row["dtype"], f"{100 * row['changed']:.1f} %",
+            f"{100 * row['steps_of_one']:.0f} %" if row["steps_of_one"] else "-", f"{100 * row['share']:.1f} %",
+            f"{1 / row['share']:.1f}", f"{1000 * row['encode_s']:.0f}", f"{1000 * row['apply_s']:.0f}",
+            f"{1000 * row['verify_s']:.0f}", f"{100 * row['share_xor_zlib']:.1f} %", f"{row['pays_below_mb_per_s']:,}",
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def write_page(result: dict) -> None:
+    """The figures of docs/delta.md."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(result)}\n{END}{rest.partition(END)[2]}")
 
 
 def make_model():
@@ -121,14 +145,18 @@ def measured(rate: float, steps: int, dtypes: list[str]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--out", default=str(ROOT / "bench/results/delta.json"))
+    parser.add_argument("--out", default=str(RESULTS))
     arguments = parser.parse_args()
+    import machine
+
     torch.set_num_threads(1)
     rows = []
     for rate in RATES:
         rows += measured(rate, arguments.steps, ["bfloat16", "float32"] if rate == RATES[0] else ["bfloat16"])
     result = {"machine": machine.describe(), "bucket_bytes": delta.BUCKET_BYTES, "steps": arguments.steps, "rows": rows}
     Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.out == str(RESULTS):
+        write_page(result)
 
 
 if __name__ == "__main__":

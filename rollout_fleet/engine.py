@@ -144,11 +144,10 @@ class Engine:
         if self._llm is None:
             raise SlipstreamError("the engine is not running")
         try:
-            last = None
-            async for last in self._llm.generate(prompt, params, request_id):
-                pass  # to its end: a generator that is left half-way aborts its request, also one that is through
-            if last is not None and last.finished:
-                return last
+            # To its end: a generator that is left half-way aborts its request, also one that is through.
+            outputs = [output async for output in self._llm.generate(prompt, params, request_id)]
+            if outputs and outputs[-1].finished:
+                return outputs[-1]
         except asyncio.CancelledError:
             self._counters.aborted += 1
             raise

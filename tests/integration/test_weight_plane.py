@@ -128,8 +128,11 @@ def test_a_corrupted_bucket_is_rejected_sent_again_and_never_activated(plane: Pl
     assert publisher.stats().ejections == 0
 
 
-def test_a_delta_reaches_those_who_hold_its_base_and_everyone_else_gets_the_whole_version(plane: Plane) -> None:
-    publisher = plane.publisher(encoding="delta")
+@pytest.mark.parametrize("transport", ["gloo", "relay"])
+def test_a_delta_reaches_those_who_hold_its_base_and_everyone_else_gets_the_whole_version(
+    plane: Plane, transport: str
+) -> None:
+    publisher = plane.publisher(encoding="delta", transport=transport)
     address = publisher.start()
     first, second, late = plane.nodes("n0", "n1", "late")
 
@@ -147,7 +150,8 @@ def test_a_delta_reaches_those_who_hold_its_base_and_everyone_else_gets_the_whol
     for node in (first, second):
         node.wait("active", version=1)
     until(lambda: publisher.stats().version_active == 1)
-    assert publisher.stats().publish_bytes == 2 * whole
+    if transport == "gloo":  # what goes to newcomers only is not in the figures of a publish
+        assert publisher.stats().publish_bytes == 2 * whole
     step(2)
     for node in (first, second):
         assert node.wait("active", version=2)["value"] == 2.0
