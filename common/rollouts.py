@@ -47,7 +47,8 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
             (temperature and top-p included); 0 where loss_mask is 0.
         version_runs: runs over token indices; meaningful where loss_mask is 1.
         reward: sum of the turn rewards.
-        stop_reason: stop | length | turn_limit | environment_done | environment_error | timeout | cancelled.
+        stop_reason: stop | length | turn_limit | environment_done, or of a failed sample environment_error |
+            environment_timeout | environment_flood | environment_killed | timeout | cancelled.
         turns: generate calls made.
         turn_rewards: one reward per turn.
         error: why the sample failed; a failed sample trains nothing and enters no baseline.

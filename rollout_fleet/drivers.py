@@ -50,7 +50,7 @@ def _stage(config: Config, environment: type[Environment], limits: Limits, host:
     if not limits.process:
         return ThreadStage(environment, options, host)
     path = registry.path_of(config.tasks.environment)
-    processes = ProcessHost((path.partition(":")[0],))
+    processes = ProcessHost((path.partition(":")[0], *getattr(environment, "PRELOAD", ())))
     host.at_close(processes.close)
     shares = takes_group_seed(environment)
     return ProcessStage(path, options, limits, config.rollout.sample_timeout_s, processes, shares)

@@ -22,6 +22,7 @@ from rollout_fleet.environments.protocol import Action, Budget, Chat, Limits, Ob
 from rollout_fleet.environments.stage import EnvironmentDied, EnvironmentRaised, Flood, Seat, Stage, StageFailed
 from rollout_fleet.rendering import Renderer
 from rollout_fleet.sampler_protocol import Generation, Sampler
+from rollout_fleet.tool_calls import format_of, parse
 from rollout_fleet.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class EpisodeDriver:
         self._sampler, self._renderer, self._stage = sampler, renderer, stage
         self._budget, self._sampling, self._timeout_s = budget, sampling, timeout_s
         self._limits = limits or Limits()
+        self._tool_format = format_of(renderer.template)
         most = self._limits.max_concurrent
         self._slots = asyncio.Semaphore(most) if most is not None else None
 
@@ -137,7 +139,9 @@ class EpisodeDriver:
 
     async def _play(self, trace: Trace, seat: Seat, progress: Progress) -> StopReason:
         progress.at("environment")
-        ids = self._first(await self._reset(seat))
+        observation = await self._reset(seat)
+        ids = self._first(observation)
+        tools = isinstance(observation, Chat) and bool(observation.tools)
         budget = self._budget
         while True:
             trace.observe(ids)
@@ -146,7 +150,7 @@ class EpisodeDriver:
                 return self._no_room(trace, len(ids))
             generation = await generate(self._sampler, trace, room, self._sampling, progress)
             ended = generation.finish_reason == "stop"
-            result = await self._step(seat, self._action(generation, ended), trace)
+            result = await self._step(seat, self._action(generation, ended, tools), trace)
             if not result.trained:
                 trace.untrain(len(generation.tokens))
             if not ended:
@@ -209,9 +213,12 @@ class EpisodeDriver:
             return StopReason.LENGTH
         raise EpisodeFailed(f"the prompt has {len(trace.tokens)} tokens, the context holds {self._budget.max_context}")
 
-    def _action(self, generation: Generation, ended: bool) -> Action:
-        said = generation.tokens[:-1] if ended else generation.tokens
-        return Action(self._renderer.text(said), tuple(generation.tokens), ended)
+    def _action(self, generation: Generation, ended: bool, tools: bool) -> Action:
+        text = self._renderer.text(generation.tokens[:-1] if ended else generation.tokens)
+        if not tools or not ended:
+            return Action(text, tuple(generation.tokens), ended)
+        said = parse(text, self._tool_format)
+        return Action(text, tuple(generation.tokens), ended, said.calls, said.malformed)
 
 
 async def generate(sampler: Sampler, trace: Trace, room: int, sampling: Sampling, progress: Progress) -> Generation:

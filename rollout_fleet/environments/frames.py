@@ -7,7 +7,7 @@ import json
 from asyncio import IncompleteReadError, StreamReader
 from typing import Any
 
-from rollout_fleet.environments.protocol import Action, Chat, Observation, StepResult
+from rollout_fleet.environments.protocol import Action, Chat, Observation, StepResult, ToolCall
 from rollout_fleet.environments.stage import EnvironmentDied, Flood
 
 HEAD_BYTES = 4
@@ -84,8 +84,12 @@ def result_of(found: dict[str, Any]) -> StepResult:
 
 
 def action_json(action: Action) -> dict[str, Any]:
-    return {"text": action.text, "tokens": action.tokens, "ended": action.ended}
+    """An Action as an object."""
+    calls = [(call.name, call.arguments) for call in action.calls]
+    return {**vars(action), "calls": calls}
 
 
 def action_of(found: dict[str, Any]) -> Action:
-    return Action(found["text"], tuple(found["tokens"]), found["ended"])
+    """The inverse."""
+    calls = tuple(ToolCall(name, arguments) for name, arguments in found["calls"])
+    return Action(found["text"], tuple(found["tokens"]), found["ended"], calls, found["malformed"])

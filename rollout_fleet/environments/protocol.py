@@ -59,6 +59,14 @@ class StopReason(StrEnum):
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy wrote; `arguments` is a JSON object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Action:
     """One turn of the policy.
 
@@ -66,11 +74,15 @@ class Action:
         text: the sampled tokens as text, without the end token.
         tokens: [N] sampled token ids, the end token included.
         ended: whether the policy ended its turn itself; False when a budget cut it off.
+        calls: tool calls, in the format of the tokenizer's template; only after a Chat with tools.
+        malformed: why something that looks like a tool call is none; '' when all is well.
     """
 
     text: str
     tokens: tuple[int, ...]
     ended: bool
+    calls: tuple[ToolCall, ...] = ()
+    malformed: str = ""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,12 @@ from rollout_fleet.environments.protocol import Environment
 
 BUILT_IN = {
     "addition": "rollout_fleet.environments.addition:Addition",
+    "frozen_lake": "rollout_fleet.environments.gymnasium_text:FrozenLake",
     "gsm8k": "rollout_fleet.environments.gsm8k:Gsm8k",
+    "gymnasium": "rollout_fleet.environments.gymnasium_text:GymnasiumText",
+    "math": "rollout_fleet.environments.math_problem:MathProblem",
     "number_guessing": "rollout_fleet.environments.number_guessing:NumberGuessing",
+    "python_tool": "rollout_fleet.environments.python_tool:PythonTool",
 }
 KEY = "tasks.environment"
 EXPECTED = "a built-in environment or 'module:Class'"

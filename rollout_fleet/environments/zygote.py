@@ -26,7 +26,8 @@ from typing import Any
 from rollout_fleet.environments import namespaces
 from rollout_fleet.environments.frames import pack
 
-MOST_PROCESSES = 64  # of one episode
+MOST_PROCESSES = 64  # of one episode: more, and it is ended; the kernel refuses twice as many
+FIRST_UID = 1_000_000_000  # real users of episodes, where the node runs as root
 LOOK_S = 0.05
 FILE_BYTES = 64 << 20
 OPEN_FILES = 256
@@ -70,13 +71,14 @@ def _become_guard(request: dict[str, Any], fd: int) -> None:
         _close_all_but(fd)
         kinds = namespaces.NEW_PID | (0 if request["network"] else namespaces.NEW_NET)
         alone = namespaces.unshare(kinds)
+        uid = FIRST_UID + os.getpid()
         if os.fork() == 0:
-            _guard(request, fd, alone)
+            _guard(request, fd, alone, uid)
     finally:
         os._exit(0)
 
 
-def _guard(request: dict[str, Any], fd: int, alone: bool) -> None:
+def _guard(request: dict[str, Any], fd: int, alone: bool, uid: int) -> None:
     """Watch one worker; when this process ends, so does everything that it started."""
     folder = tempfile.mkdtemp(prefix="episode-")
     died = ""
@@ -84,7 +86,7 @@ def _guard(request: dict[str, Any], fd: int, alone: bool) -> None:
         namespaces.adopt_orphans()
         worker = os.fork()
         if worker == 0:
-            _become_worker(request, fd, folder)
+            _become_worker(request, fd, folder, uid, alone)
         died = _watch(worker, fd, time.monotonic() + request["wall_s"])
     finally:
         if died:
@@ -138,7 +140,7 @@ def _kill_descendants() -> None:
                 pass
 
 
-def _become_worker(request: dict[str, Any], fd: int, folder: str) -> None:
+def _become_worker(request: dict[str, Any], fd: int, folder: str, uid: int, alone: bool) -> None:
     code = 1
     try:
         os.setpgid(0, 0)
@@ -156,6 +158,8 @@ def _become_worker(request: dict[str, Any], fd: int, folder: str) -> None:
             (resource.RLIMIT_CORE, 0, 0),
         ):
             resource.setrlimit(what, (soft, hard))
+        if namespaces.drop_root(uid) or alone:  # without either, the limit would count every process of the user
+            resource.setrlimit(resource.RLIMIT_NPROC, (2 * MOST_PROCESSES, 2 * MOST_PROCESSES))
         from rollout_fleet.environments import worker
 
         worker.serve(socket.socket(fileno=fd))

@@ -32,10 +32,15 @@ def flood_stdout() -> None:
 
 
 def fork_bomb() -> None:
-    while True:
-        if os.fork() == 0:
-            os.setsid()
-            time.sleep(3600)
+    """Harmless where the limits do not hold: it stops by itself at 500."""
+    for _ in range(500):
+        try:
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(3600)
+        except BlockingIOError:  # the kernel refuses more
+            time.sleep(0.01)
+    time.sleep(3600)
 
 
 def fork_and_leave() -> None:

@@ -1,0 +1,91 @@
+"""Environments whose policy may call tools: declare them, and each call is run and answered with a tool message."""
+
+import inspect
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_fleet.environments.protocol import Action, Chat, StepResult, ToolCall
+
+OUTPUT_CHARS = 8000  # of one call's answer; the rest is cut
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Something that the policy can call.
+
+    Attributes:
+        name, description: as the policy reads them.
+        parameters: JSON schema of the arguments' object.
+        run: called with the arguments as keywords; what it returns is shown as text, what it raises as an error.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    run: Callable[..., Awaitable[Any]]
+
+    def schema(self) -> dict[str, Any]:
+        """As chat templates want it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+class ToolEnvironment:
+    """Base class: say `messages`, `tools` and `judge`; a turn without calls is the answer and ends the episode.
+
+    Metrics: tool_calls, tool_errors (calls that raised, named no tool or were malformed).
+    """
+
+    messages: tuple[tuple[str, str], ...] = ()
+    tools: tuple[Tool, ...] = ()
+
+    def __init__(self) -> None:
+        self._calls = self._errors = 0
+
+    async def judge(self, answer: str) -> float:
+        """The reward of the final answer."""
+        raise NotImplementedError
+
+    async def reset(self) -> Chat:
+        """The messages, with the tools."""
+        return self._chat(self.messages)
+
+    async def step(self, action: Action) -> StepResult:
+        """Run the calls of a turn, or judge it."""
+        if not action.ended:
+            return self._end(0.0)
+        if action.malformed:
+            self._errors += 1
+            return StepResult(self._chat((("tool", f"error: {action.malformed}"),)), done=False)
+        if not action.calls:
+            return self._end(await self.judge(action.text))
+        answers = [("tool", await self._run(call)) for call in action.calls]
+        return StepResult(self._chat(tuple(answers)), done=False)
+
+    async def _run(self, call: ToolCall) -> str:
+        self._calls += 1
+        tool = next((tool for tool in self.tools if tool.name == call.name), None)
+        try:
+            if tool is None:
+                raise LookupError(f"there is no tool {call.name!r}; there are {', '.join(t.name for t in self.tools)}")
+            arguments = json.loads(call.arguments)
+            inspect.signature(tool.run).bind(**arguments)
+            return cut(str(await tool.run(**arguments)))
+        except Exception as error:
+            self._errors += 1
+            return cut(f"error: {type(error).__name__}: {error}")
+
+    def _chat(self, messages: tuple[tuple[str, str], ...]) -> Chat:
+        return Chat(messages, tools=json.dumps([tool.schema() for tool in self.tools]))
+
+    def _end(self, reward: float) -> StepResult:
+        return StepResult(
+            reward=reward, done=True, metrics={"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
+        )
+
+
+def cut(text: str, chars: int = OUTPUT_CHARS) -> str:
+    """`text`, its end replaced by how much is missing."""
+    return text if len(text) <= chars else f"{text[:chars]}\n... ({len(text) - chars} more characters)"
