@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from common.config import Config
 from common.errors import ConfigError
@@ -9,11 +10,14 @@ from rollout_fleet.environments import registry
 from rollout_fleet.environments.host import EnvironmentHost
 from rollout_fleet.environments.limits import limits_of
 from rollout_fleet.environments.processes import ProcessHost, ProcessStage
-from rollout_fleet.environments.protocol import Budget, Environment, Limits
+from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.environments.stage import Stage, ThreadStage, takes_group_seed
 from rollout_fleet.episodes import Driver, EpisodeDriver, Sampling
 from rollout_fleet.rendering import Renderer, Tokenizer
 from rollout_fleet.sampler_protocol import Sampler
+
+if TYPE_CHECKING:
+    from rollout_fleet.agents.driver import AgentStage
 
 logger = logging.getLogger(__name__)
 
@@ -33,27 +37,43 @@ def build_driver(config: Config, sampler: Sampler, host: EnvironmentHost, sampli
     rollout, tasks = config.rollout, config.tasks
     environment = registry.resolve(tasks.environment, tasks.options)
     limits = limits_of(environment, tasks.limits)
-    return EpisodeDriver(
-        sampler=sampler,
-        renderer=Renderer(load_tokenizer(config.model.path)),
-        stage=_stage(config, environment, limits, host),
-        budget=Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len),
-        sampling=sampling or Sampling(rollout.temperature, rollout.top_p),
-        timeout_s=rollout.sample_timeout_s,
-        limits=limits,
-    )
+    renderer = Renderer(load_tokenizer(config.model.path))
+    budget = Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len)
+    sampling = sampling or Sampling(rollout.temperature, rollout.top_p)
+    timeout_s, shares = rollout.sample_timeout_s, takes_group_seed(environment)
+    if registry.is_agent(environment):
+        from rollout_fleet.agents.driver import AgentDriver
+
+        agents = _agent_stage(config, environment, limits, host)
+        return AgentDriver(sampler, renderer, agents, budget, sampling, timeout_s, limits, shares)
+    stage = _stage(config, environment, limits, host)
+    return EpisodeDriver(sampler, renderer, stage, budget, sampling, timeout_s, limits)
 
 
-def _stage(config: Config, environment: type[Environment], limits: Limits, host: EnvironmentHost) -> Stage:
+def _stage(config: Config, environment: Any, limits: Limits, host: EnvironmentHost) -> Stage:
     """Where the episodes' environments live."""
-    options = dict(config.tasks.options)
+    options, path = dict(config.tasks.options), registry.path_of(config.tasks.environment)
     if not limits.process:
         return ThreadStage(environment, options, host)
-    path = registry.path_of(config.tasks.environment)
-    processes = ProcessHost((path.partition(":")[0], *getattr(environment, "PRELOAD", ())))
-    host.at_close(processes.close)
+    processes = _processes(path, environment, host)
     shares = takes_group_seed(environment)
     return ProcessStage(path, options, limits, config.rollout.sample_timeout_s, processes, shares)
+
+
+def _agent_stage(config: Config, agent: Any, limits: Limits, host: EnvironmentHost) -> "AgentStage":
+    """Where the episodes' agents run."""
+    from rollout_fleet.agents.driver import AgentProcess, AgentThread
+
+    options, path = dict(config.tasks.options), registry.path_of(config.tasks.environment)
+    if not limits.process:
+        return AgentThread(agent, options, host)
+    return AgentProcess(path, options, limits, config.rollout.sample_timeout_s, _processes(path, agent, host))
+
+
+def _processes(path: str, environment: Any, host: EnvironmentHost) -> ProcessHost:
+    found = ProcessHost((path.partition(":")[0], *getattr(environment, "PRELOAD", ())))
+    host.at_close(found.close)
+    return found
 
 
 def load_tokenizer(path: str) -> Tokenizer:

@@ -68,6 +68,10 @@ class Driver(Protocol):
         self, problem: dict[str, Any], seed: int, progress: Progress | None = None, group_seed: int | None = None
     ) -> Sample: ...
 
+    async def close(self) -> None:
+        """Release what the episodes shared."""
+        ...
+
 
 class EpisodeFailed(Exception):
     """The sample fails with `reason`; the message says why."""
@@ -137,6 +141,9 @@ class EpisodeDriver:
                 return trace.sample(failure.reason, str(failure))
             return trace.sample(reason)
 
+    async def close(self) -> None:
+        """Nothing is shared."""
+
     async def _play(self, trace: Trace, seat: Seat, progress: Progress) -> StopReason:
         progress.at("environment")
         observation = await self._reset(seat)
@@ -168,8 +175,8 @@ class EpisodeDriver:
     async def _step(self, seat: Seat, action: Action, trace: Trace) -> StepResult:
         async with self._bounded("step", self._limits.step_s):
             result = await seat.step(action)
-            reward = _finite(result.reward)
-            metrics = _checked(result.metrics)
+            reward = finite(result.reward)
+            metrics = checked_metrics(result.metrics)
         trace.turn_rewards.append(reward)
         trace.metrics = {**trace.metrics, **metrics}
         return result
@@ -255,14 +262,15 @@ def failure(error: Exception, where: str) -> EpisodeFailed:
     return EpisodeFailed(f"{where} raised {type(error).__name__}: {error}")
 
 
-def _finite(reward: Any) -> float:
+def finite(reward: Any) -> float:
+    """A reward as a finite float; raises for anything else."""
     reward = float(reward)
     if not math.isfinite(reward):
         raise _Refused(f"reward {reward} is not finite")
     return reward
 
 
-def _checked(metrics: dict[str, float]) -> dict[str, float]:
+def checked_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """The environment's numbers, as numbers: they travel with the sample."""
     if len(metrics) > METRICS_MAX:
         raise _Refused(f"{len(metrics)} metrics, at most {METRICS_MAX} are kept")

@@ -84,7 +84,10 @@ async def evaluate(
         async with slots:
             return await driver.run(problem, config.run.seed + index)
 
-    return await asyncio.gather(*(one(i, p) for i, p in enumerate(problems)))
+    try:
+        return await asyncio.gather(*(one(i, p) for i, p in enumerate(problems)))
+    finally:
+        await driver.close()
 
 
 def accuracy(samples: list[Sample]) -> float:

@@ -77,6 +77,7 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
     board = Board(node_id)
     async with AsyncExitStack() as stack:
         stack.callback(host.close)
+        stack.push_async_callback(driver.close)
         broker = await stack.enter_async_context(connect())
         run = await _register(broker, board, address)
         logger.info("node %s joined job %r at %s", node_id, run.name, address)

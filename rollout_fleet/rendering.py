@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from rollout_fleet.environments.protocol import Chat, Observation
 
 MARK = "SLIPSTREAM-ASSISTANT-SAID-THIS"
+Message = dict[str, Any]
 CACHED_CHARS = 4096  # longer texts are tokenised each time, so that the cache stays small
 
 
@@ -54,26 +55,30 @@ class Renderer:
 
     def prompt(self, chat: Chat) -> str:
         """The conversation so far, up to where the assistant begins."""
-        if not self.template:
-            return "\n\n".join(content for _, content in chat.messages)
-        return self._render([{"role": role, "content": content} for role, content in chat.messages], chat)
+        return self.conversation(_messages(chat), chat.tools, dict(chat.options))
 
     def reply(self, chat: Chat, end_token: int) -> str:
         """What the template puts between the assistant's end token and the beginning of its next turn."""
+        return self.continuation(_messages(chat), end_token, chat.tools, dict(chat.options))
+
+    def conversation(self, messages: list[Message], tools: str = "", options: Message | None = None) -> str:
+        """A whole conversation, up to where the assistant begins; messages as chat templates want them."""
         if not self.template:
-            return "".join(f"\n\n{content}" for _, content in chat.messages) + "\n\n"
-        said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
-        whole = self._render([*said, *({"role": r, "content": c} for r, c in chat.messages)], chat)
+            return "\n\n".join(str(message.get("content") or "") for message in messages)
+        return self._render(messages, tools, options or {})
+
+    def continuation(
+        self, messages: list[Message], end_token: int | None, tools: str = "", options: Message | None = None
+    ) -> str:
+        """What comes between a turn of the assistant and its next one; `end_token` None: that turn was cut off."""
+        if not self.template:
+            return "".join(f"\n\n{message.get('content') or ''}" for message in messages) + "\n\n"
+        said: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
+        whole = self._render([*said, *messages], tools, options or {})
         before, mark, after = whole.rpartition(MARK)
         if not mark or MARK in before:
             raise ValueError("the chat template does not show what the assistant said exactly once")
-        return after.removeprefix(self.text([end_token]))
-
-    def render_messages(self, messages: list[dict[str, Any]], tools: str = "") -> str:
-        """A whole conversation of messages in the API's form, up to where the assistant begins."""
-        if not self.template:
-            return "\n\n".join(str(message.get("content") or "") for message in messages)
-        return self._render(messages, Chat((), tools=tools))
+        return after if end_token is None else after.removeprefix(self.text([end_token]))
 
     def text(self, tokens: Sequence[int]) -> str:
         """Tokens as text, special ones included."""
@@ -89,9 +94,12 @@ class Renderer:
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _render(self, messages: list[dict[str, Any]], chat: Chat) -> str:
+    def _render(self, messages: list[Message], tools: str, options: Message) -> str:
         template: Any = self._tokenizer
-        options: dict[str, Any] = dict(chat.options)
-        if chat.tools:
-            options["tools"] = json.loads(chat.tools)
+        if tools:
+            options = {**options, "tools": json.loads(tools)}
         return template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+
+
+def _messages(chat: Chat) -> list[Message]:
+    return [{"role": role, "content": content} for role, content in chat.messages]

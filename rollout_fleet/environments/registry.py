@@ -70,7 +70,14 @@ def _module(module_name: str, name: str, file: str) -> object:
         raise ConfigError(file, KEY, EXPECTED, reason, _nearest(name)) from error
 
 
+def is_agent(environment: object) -> bool:
+    """Whether it is an agent's coroutine function and no environment class; see rollout_fleet/agents/driver.py."""
+    return inspect.iscoroutinefunction(environment)
+
+
 def _check_shape(found: object, name: str, file: str) -> None:
+    if is_agent(found):
+        return
     if not inspect.isclass(found):
         raise ConfigError(file, KEY, "an environment class", f"{name!r}, which is a {type(found).__name__}")
     for method in ("reset", "step"):
@@ -78,13 +85,14 @@ def _check_shape(found: object, name: str, file: str) -> None:
             raise ConfigError(file, KEY, f"a class with 'async def {method}'", f"{name!r} without it")
 
 
-def _check_options(found: type, options: Mapping[str, Any], file: str) -> None:
+def _check_options(found: Any, options: Mapping[str, Any], file: str) -> None:
     """Bind the options to the constructor without calling it."""
     signature = inspect.signature(found)
-    known = [p for p in signature.parameters if p not in ("problem", "seed", "group_seed")]
+    given = ["seed", *(("base_url", "api_key", "model") if is_agent(found) else ())]
+    given += ["group_seed"] if "group_seed" in signature.parameters else []
+    known = [p for p in signature.parameters if p not in ("problem", *given)]
     try:
-        shared = {"group_seed": 0} if "group_seed" in signature.parameters else {}
-        signature.bind({}, seed=0, **shared, **options)
+        signature.bind({}, **dict.fromkeys(given), **options)
     except TypeError as error:
         unknown = next((o for o in options if o not in known), "")
         near = difflib.get_close_matches(unknown, known, 1, 0.0)

@@ -1,0 +1,233 @@
+"""The part of OpenAI's API that agents use: requests checked, answers built. Plain JSON, no client library."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_fleet.environments.protocol import ToolCall
+from rollout_fleet.rendering import Message
+
+
+class BadRequest(Exception):
+    """The request cannot be served; `code` as OpenAI's errors have it."""
+
+    def __init__(self, message: str, code: str = "invalid_request_error", status: int = 400) -> None:
+        self.code, self.status = code, status
+        super().__init__(message)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked.
+
+    Attributes:
+        messages: of a chat, as sent, contents as text; empty for a completion.
+        prompt: of a completion: text or token ids.
+        tools: JSON list of function schemas; '' for none.
+        max_tokens: None: whatever the budget leaves.
+        logprobs, stream, token_ids: what the answer is to have.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    prompt: str | list[int] = ""
+    tools: str = ""
+    max_tokens: int | None = None
+    logprobs: bool = False
+    stream: bool = False
+    token_ids: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the policy said.
+
+    Attributes:
+        text: without tool calls and end token.
+        calls: with their ids.
+        finish_reason: stop, length or tool_calls.
+        prompt_tokens, tokens: ids.
+        pieces, logprobs: of every sampled token: its text, its log-probability.
+    """
+
+    text: str
+    calls: tuple[tuple[str, ToolCall], ...]
+    finish_reason: str
+    prompt_tokens: list[int]
+    tokens: list[int]
+    pieces: list[str]
+    logprobs: list[float]
+
+
+def read_chat(body: Any) -> Request:
+    """The body of a chat completion.
+
+    Raises:
+        BadRequest: it asks for something that cannot be recorded exactly, or is none.
+    """
+    messages = body.get("messages") if isinstance(body, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("'messages' must be a list with at least one message")
+    _check(body)
+    tools = body.get("tools") if body.get("tool_choice") != "none" else None
+    return Request(
+        messages=[_message(message) for message in messages],
+        tools=json.dumps(tools) if tools else "",
+        max_tokens=_max_tokens(body),
+        logprobs=bool(body.get("logprobs")),
+        stream=bool(body.get("stream")),
+        token_ids=bool(body.get("return_token_ids")),
+    )
+
+
+def read_completion(body: Any) -> Request:
+    """The body of a completion; raises BadRequest."""
+    prompt = body.get("prompt") if isinstance(body, dict) else None
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(isinstance(t, int) for t in prompt)):
+        raise BadRequest("'prompt' must be one text or one list of token ids")
+    _check(body)
+    if body.get("echo") or body.get("suffix"):
+        raise BadRequest("'echo' and 'suffix' are not served")
+    return Request(
+        prompt=prompt,
+        max_tokens=_max_tokens(body),
+        logprobs=body.get("logprobs") is not None,
+        stream=bool(body.get("stream")),
+        token_ids=bool(body.get("return_token_ids")),
+    )
+
+
+def _check(body: dict[str, Any]) -> None:
+    if body.get("n") not in (None, 1):
+        raise BadRequest(f"n must be 1, found {body['n']}: one conversation is one sample")
+    if body.get("stop"):
+        raise BadRequest("'stop' is not served: what the policy sampled is trained on as it is; end at its end token")
+    if body.get("response_format") not in (None, {"type": "text"}):
+        raise BadRequest("'response_format' is not served: it would change the distribution that is sampled from")
+
+
+def _max_tokens(body: dict[str, Any]) -> int | None:
+    found = body.get("max_completion_tokens") or body.get("max_tokens")
+    if found is not None and (not isinstance(found, int) or found < 1):
+        raise BadRequest(f"max_tokens must be a positive integer, found {found!r}")
+    return found
+
+
+def _message(message: Any) -> Message:
+    """A message as chat templates want it: contents as text, arguments of calls as objects."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadRequest("every message needs a 'role'")
+    found: Message = {"role": message["role"], "content": _content(message.get("content"))}
+    for key in ("tool_call_id", "name"):
+        if message.get(key):
+            found[key] = message[key]
+    if message.get("tool_calls"):
+        found["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    return found
+
+
+def _content(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    raise BadRequest("contents are text here; images, audio and files are not served")
+
+
+def _call(call: Any) -> dict[str, Any]:
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {"id": call.get("id", ""), "type": "function", "function": {**function, "arguments": arguments}}
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadRequest(f"a tool call that cannot be read: {error}") from error
+
+
+def identity(message: Message) -> tuple[str, str, str]:
+    """What makes two messages the same: role, text without surrounding space, and calls without their ids."""
+    calls = [
+        (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
+        for call in message.get("tool_calls", ())
+    ]
+    return message["role"], str(message["content"]).strip(), json.dumps(calls)
+
+
+def said(answer: Answer) -> Message:
+    """The answer as the message that an agent sends back with its next request."""
+    calls = [
+        {"id": name, "type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+        for name, call in answer.calls
+    ]
+    message: Message = {"role": "assistant", "content": answer.text}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def chat_body(answer: Answer, request: Request, name: str, model: str) -> dict[str, Any]:
+    """The body that answers a chat completion."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
+    if answer.calls:
+        message["tool_calls"] = _wire_calls(answer.calls)
+    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
+    if request.logprobs:
+        choice["logprobs"] = {"content": _logprobs(answer), "refusal": None}
+    if request.token_ids:
+        choice["token_ids"] = answer.tokens
+    return _body("chat.completion", choice, answer, request, name, model)
+
+
+def completion_body(answer: Answer, request: Request, name: str, model: str) -> dict[str, Any]:
+    """The body that answers a completion."""
+    choice: dict[str, Any] = {"index": 0, "text": answer.text, "finish_reason": answer.finish_reason, "logprobs": None}
+    if request.logprobs:
+        choice["logprobs"] = {"tokens": answer.pieces, "token_logprobs": answer.logprobs, "top_logprobs": None}
+    if request.token_ids:
+        choice["token_ids"] = answer.tokens
+    return _body("text_completion", choice, answer, request, name, model)
+
+
+def chat_chunks(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """A chat answer as the chunks of a stream: role, what was said, why it ended."""
+    (choice,) = body["choices"]
+    message = choice["message"]
+    calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
+    deltas: list[tuple[dict[str, Any], str | None]] = [({"role": "assistant", "content": ""}, None)]
+    deltas.append(({"content": message["content"] or "", **({"tool_calls": calls} if calls else {})}, None))
+    deltas.append(({}, choice["finish_reason"]))
+    common = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    return [
+        {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
+        for delta, reason in deltas
+    ]
+
+
+def _body(kind: str, choice: dict[str, Any], answer: Answer, request: Request, name: str, model: str) -> dict[str, Any]:
+    prompt, sampled = len(answer.prompt_tokens), len(answer.tokens)
+    body: dict[str, Any] = {
+        "id": name,
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+    }
+    if request.token_ids:
+        body["prompt_token_ids"] = answer.prompt_tokens
+    return body
+
+
+def _wire_calls(calls: Sequence[tuple[str, ToolCall]]) -> list[dict[str, Any]]:
+    return [
+        {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for name, call in calls
+    ]
+
+
+def _logprobs(answer: Answer) -> list[dict[str, Any]]:
+    return [
+        {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+        for piece, logprob in zip(answer.pieces, answer.logprobs, strict=True)
+    ]

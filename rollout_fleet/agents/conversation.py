@@ -1,0 +1,162 @@
+"""The conversations of one episode, token by token: a tree of turns in which every path is exact.
+
+A request repeats the whole conversation in words. Here it is found again by its words among the turns so far; the
+tokens of that turn, as they were sampled, are continued by what is new. So the tokens of a turn are always an exact
+prefix of the next prompt, whatever an agent does to spaces, and nothing sampled is ever tokenised. A request that
+continues no turn begins a tree of its own.
+"""
+
+import asyncio
+import copy
+from dataclasses import dataclass
+
+from rollout_fleet.agents import api
+from rollout_fleet.environments.protocol import Budget, StopReason
+from rollout_fleet.episodes import Progress, Sampling, generate
+from rollout_fleet.rendering import Renderer
+from rollout_fleet.sampler_protocol import Generation, Sampler
+from rollout_fleet.tool_calls import Said, format_of, parse
+from rollout_fleet.trace import Trace
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A call of the model, with everything before it.
+
+    Attributes:
+        words: identities of the messages, the policy's answer included; () for completions.
+        text: of a completion: prompt and what followed; None for chats.
+        tools: that the request had.
+        trace: tokens of the whole path.
+        ended: whether the policy ended the turn itself.
+    """
+
+    words: tuple[tuple[str, str, str], ...]
+    text: str | None
+    tools: str
+    trace: Trace
+    ended: bool
+
+
+class Conversation:
+    """What the endpoint knows of one episode. One call of the model at a time, in the order in which they came."""
+
+    def __init__(
+        self, sampler: Sampler, renderer: Renderer, budget: Budget, sampling: Sampling, progress: Progress
+    ) -> None:
+        self._sampler, self._renderer, self._budget = sampler, renderer, budget
+        self._sampling, self._progress = sampling, progress
+        self._format = format_of(renderer.template)
+        self._lock = asyncio.Lock()
+        self.turns: list[Turn] = []
+        self.sampled = 0
+        self.exhausted: StopReason | None = None  # a request was refused because the budget is used up
+
+    async def answer(self, request: api.Request) -> api.Answer:
+        """Sample one turn.
+
+        Raises:
+            api.BadRequest: the request cannot be served, or the budget is used up.
+            EpisodeFailed, SlipstreamError: of the engine.
+        """
+        async with self._lock:
+            if len(self.turns) >= self._budget.max_turns:
+                raise self._refused(StopReason.TURN_LIMIT, f"all {self._budget.max_turns} turns are used up")
+            trace, words = self._prepared(request)
+            room = min(self._budget.max_tokens - self.sampled, self._budget.max_context - len(trace.tokens))
+            if room <= 0:
+                raise self._refused(StopReason.LENGTH, f"no tokens are left behind a prompt of {len(trace.tokens)}")
+            prompt = list(trace.tokens)
+            room = min(room, request.max_tokens or room)
+            generation = await generate(self._sampler, trace, room, self._sampling, self._progress)
+            self.sampled += len(generation.tokens)
+            return self._kept(request, trace, words, prompt, generation)
+
+    def longest(self) -> Turn | None:
+        """The path with the most sampled tokens, of several the one that came last; None before the first turn."""
+        return max(reversed(self.turns), key=lambda turn: turn.trace.sampled, default=None)
+
+    def _refused(self, reason: StopReason, message: str) -> api.BadRequest:
+        self.exhausted = reason
+        return api.BadRequest(f"the episode is over: {message}", code="context_length_exceeded")
+
+    def _prepared(self, request: api.Request) -> tuple[Trace, tuple[tuple[str, str, str], ...]]:
+        """The trace with the prompt in it, and the identities of the request's messages."""
+        try:
+            if request.messages:
+                return self._chat(request)
+            return self._completion(request.prompt), ()
+        except (ValueError, TypeError, LookupError) as error:
+            raise api.BadRequest(f"the chat template refuses the messages: {error}") from error
+        except Exception as error:  # jinja's own errors, without importing jinja
+            raise api.BadRequest(f"the chat template fails: {type(error).__name__}: {error}") from error
+
+    def _chat(self, request: api.Request) -> tuple[Trace, tuple[tuple[str, str, str], ...]]:
+        words = tuple(map(api.identity, request.messages))
+        before = self._continued(words, request.tools)
+        if before is None:
+            trace = Trace()
+            trace.observe(self._renderer.encode(self._renderer.conversation(request.messages, request.tools)))
+            return trace, words
+        new = request.messages[len(before.words) :]
+        end = before.trace.tokens[-1] if before.ended else None
+        trace = copy.deepcopy(before.trace)
+        trace.observe(self._renderer.encode(self._renderer.continuation(new, end, request.tools)))
+        return trace, words
+
+    def _continued(self, words: tuple[tuple[str, str, str], ...], tools: str) -> Turn | None:
+        """The longest turn whose messages the request repeats and which only others have answered since."""
+        fits = [
+            turn
+            for turn in self.turns
+            if turn.words
+            and turn.tools == tools
+            and len(words) > len(turn.words)
+            and words[: len(turn.words)] == turn.words
+            and all(role != "assistant" for role, _, _ in words[len(turn.words) :])
+        ]
+        return max(fits, key=lambda turn: len(turn.words), default=None)
+
+    def _completion(self, prompt: str | list[int]) -> Trace:
+        found: Turn | None = None
+        for turn in self.turns:
+            if turn.text is None or (found is not None and turn.trace.sampled <= found.trace.sampled):
+                continue
+            known = turn.text if isinstance(prompt, str) else turn.trace.tokens
+            if prompt[: len(known)] == known:
+                found = turn
+        trace = copy.deepcopy(found.trace) if found is not None else Trace()
+        if isinstance(prompt, str):
+            trace.observe(self._renderer.encode(prompt[len(found.text or "") if found is not None else 0 :]))
+        else:
+            trace.observe(list(prompt[len(trace.tokens) :]))
+        return trace
+
+    def _kept(
+        self,
+        request: api.Request,
+        trace: Trace,
+        words: tuple[tuple[str, str, str], ...],
+        prompt: list[int],
+        generation: Generation,
+    ) -> api.Answer:
+        ended = generation.finish_reason == "stop"
+        text = self._renderer.text(generation.tokens[:-1] if ended else generation.tokens)
+        found = parse(text, self._format) if request.tools and ended else Said(text)
+        number = len(self.turns)
+        answer = api.Answer(
+            text=found.text,
+            calls=tuple((f"call_{number}_{i}", call) for i, call in enumerate(found.calls)),
+            finish_reason="length" if not ended else "tool_calls" if found.calls else "stop",
+            prompt_tokens=prompt,
+            tokens=generation.tokens,
+            pieces=[self._renderer.text([token]) for token in generation.tokens] if request.logprobs else [],
+            logprobs=generation.logprobs if request.logprobs else [],
+        )
+        whole: str | None = None
+        if request.messages:
+            words = (*words, api.identity(api.said(answer)))
+        else:
+            whole = (request.prompt if isinstance(request.prompt, str) else self._renderer.text(prompt)) + text
+        self.turns.append(Turn(words, whole, request.tools, trace, ended))
+        return answer

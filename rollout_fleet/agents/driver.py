@@ -1,0 +1,161 @@
+"""Episodes of agents: programs that talk to the policy through an OpenAI-compatible endpoint and say what it was worth.
+
+    async def agent(problem, *, base_url, api_key, model, seed, **options) -> float
+
+It may return a number, or {"reward": number, "metrics": {...}}. It runs where environments run: on their thread, or
+with `tasks.limits.process` in a process of its own.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+from common.rollouts import Sample
+from rollout_fleet.agents.conversation import Conversation
+from rollout_fleet.agents.endpoint import MODEL, Endpoint, Session
+from rollout_fleet.environments import frames
+from rollout_fleet.environments.host import EnvironmentHost
+from rollout_fleet.environments.processes import SPARE_S, ProcessHost
+from rollout_fleet.environments.protocol import Budget, Limits, StopReason
+from rollout_fleet.episodes import EpisodeFailed, Progress, Sampling, checked_metrics, failure, finite
+from rollout_fleet.rendering import Renderer
+from rollout_fleet.sampler_protocol import Sampler
+from rollout_fleet.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+
+class AgentStage(Protocol):
+    """Where agents run."""
+
+    async def call(self, problem: dict[str, Any], keywords: dict[str, Any]) -> Any:
+        """Run one to its end; cancelling it ends the agent. Raises what the agent raises."""
+        ...
+
+
+class AgentThread:
+    """On the environments' thread."""
+
+    def __init__(self, agent: Callable[..., Awaitable[Any]], options: dict[str, Any], host: EnvironmentHost) -> None:
+        self._agent, self._options, self._host = agent, options, host
+
+    async def call(self, problem: dict[str, Any], keywords: dict[str, Any]) -> Any:
+        return await self._host.call(lambda: self._agent(problem, **keywords, **self._options))
+
+
+class AgentProcess:
+    """Each agent in a process of its own."""
+
+    def __init__(self, path: str, options: dict[str, Any], limits: Limits, timeout_s: float, host: ProcessHost) -> None:
+        self._path, self._options, self._limits = path, options, limits
+        self._wall_s, self._host = timeout_s + SPARE_S, host
+
+    async def call(self, problem: dict[str, Any], keywords: dict[str, Any]) -> Any:
+        channel = await self._host.open(self._limits, self._wall_s)
+        try:
+            request = {"problem": problem, **keywords, **self._options}
+            return await channel.ask(frames.SMALL_BYTES, do="call", path=self._path, keywords=request)
+        finally:
+            channel.close()
+
+
+class AgentDriver:
+    """Runs episodes of one agent against a sampler; safe to call concurrently."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        renderer: Renderer,
+        stage: AgentStage,
+        budget: Budget,
+        sampling: Sampling,
+        timeout_s: float,
+        limits: Limits,
+        shares_seed: bool = False,
+    ) -> None:
+        self._sampler, self._renderer, self._stage = sampler, renderer, stage
+        self._budget, self._sampling, self._timeout_s = budget, sampling, timeout_s
+        self._endpoint, self._shares_seed = Endpoint(), shares_seed
+        self._slots = asyncio.Semaphore(limits.max_concurrent) if limits.max_concurrent is not None else None
+
+    async def run(
+        self, problem: dict[str, Any], seed: int, progress: Progress | None = None, group_seed: int | None = None
+    ) -> Sample:
+        """One episode; as EpisodeDriver.run. Of several conversations, the one with most sampled tokens is kept."""
+        async with AsyncExitStack() as stack:
+            if self._slots is not None:
+                await stack.enter_async_context(self._slots)
+            progress = progress or Progress()
+            progress.at("environment")
+            talk = Conversation(self._sampler, self._renderer, self._budget, self._sampling, progress)
+            session = await self._endpoint.open(talk)
+            stack.callback(session.close)
+            keywords = {"base_url": session.base_url, "api_key": session.api_key, "model": MODEL, "seed": seed}
+            if self._shares_seed:
+                keywords["group_seed"] = seed if group_seed is None else group_seed
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    said = await self._play(session, problem, keywords)
+                return _sample(talk, *_judged(said))
+            except TimeoutError:
+                return _failed(talk, StopReason.TIMEOUT, f"the agent was not done within {self._timeout_s:g} s")
+            except EpisodeFailed as error:
+                logger.warning("%s of seed %d: %s", error.reason.value, seed, error)
+                return _failed(talk, error.reason, str(error))
+
+    async def close(self) -> None:
+        """Stop the endpoint."""
+        await self._endpoint.close()
+
+    async def _play(self, session: Session, problem: dict[str, Any], keywords: dict[str, Any]) -> Any:
+        """What the agent returns; None when it gave up because its budget was used up.
+
+        Raises:
+            EpisodeFailed: the agent raised, or its request failed in the engine.
+            SlipstreamError: the engine failed.
+        """
+        agent = asyncio.ensure_future(self._stage.call(problem, keywords))
+        try:
+            await asyncio.wait({agent, session.broken}, return_when=asyncio.FIRST_COMPLETED)
+            if session.broken.done():
+                raise session.broken.result()
+            return agent.result()
+        except (EpisodeFailed, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if session.broken.done():
+                raise
+            if session.conversation.exhausted is not None:
+                return None
+            raise failure(error, "the agent") from error
+        finally:
+            agent.cancel()
+            await asyncio.gather(agent, return_exceptions=True)
+
+
+def _judged(said: Any) -> tuple[float, dict[str, float]]:
+    """Reward and metrics of what an agent returned."""
+    try:
+        if isinstance(said, dict):
+            return finite(said["reward"]), checked_metrics(said.get("metrics", {}))
+        return (0.0 if said is None else finite(said)), {}
+    except Exception as error:
+        raise EpisodeFailed(f"the agent returned {str(said)[:100]!r}, expected a number: {error}") from error
+
+
+def _sample(talk: Conversation, reward: float, metrics: dict[str, float]) -> Sample:
+    turn = talk.longest()
+    if turn is None:
+        raise EpisodeFailed("the agent ended without a call of the model")
+    trace = turn.trace
+    trace.turn_rewards = [0.0] * (trace.turns - 1) + [reward]
+    trace.metrics = {**metrics, "tokens_left_out": float(talk.sampled - trace.sampled)}
+    done = StopReason.LENGTH if not turn.ended else StopReason.STOP if trace.turns == 1 else StopReason.ENVIRONMENT_DONE
+    return trace.sample(talk.exhausted or done)
+
+
+def _failed(talk: Conversation, reason: StopReason, message: str) -> Sample:
+    turn = talk.longest()
+    return (turn.trace if turn is not None else Trace()).sample(reason, message)

@@ -1,0 +1,141 @@
+"""An OpenAI-compatible endpoint on the node, for agents: loopback only, a key per episode.
+
+    agent --HTTP, messages--> endpoint --tokens--> engine        Conversation keeps what was sampled, exactly
+
+Served: POST /v1/chat/completions (tools, streams), POST /v1/completions, GET /v1/models. The sampling distribution is
+the job's, whatever a request says: temperature and top_p are ignored, and what would bend it otherwise is refused.
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+from typing import Any
+
+from aiohttp import web
+
+from common.errors import SlipstreamError
+from rollout_fleet.agents import api
+from rollout_fleet.agents.conversation import Conversation
+from rollout_fleet.episodes import EpisodeFailed
+
+logger = logging.getLogger(__name__)
+
+MODEL = "policy"
+BODY_BYTES = 32 << 20
+
+
+class Session:
+    """One episode's access: `api_key` is valid until it is closed."""
+
+    def __init__(self, endpoint: "Endpoint", conversation: Conversation) -> None:
+        self._endpoint = endpoint
+        self.conversation = conversation
+        self.api_key = secrets.token_urlsafe(32)
+        self.base_url = endpoint.base_url
+        self.broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()  # the engine's failure
+
+    def fail(self, error: Exception) -> None:
+        """The episode cannot go on, whatever the agent does."""
+        if not self.broken.done():
+            self.broken.set_result(error)
+
+    def close(self) -> None:
+        """The key is void from now on."""
+        self._endpoint.forget(self.api_key)
+
+
+class Endpoint:
+    """The server; it starts with the first session. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+        self.base_url = ""
+
+    async def open(self, conversation: Conversation) -> Session:
+        """Access for one episode."""
+        async with self._starting:
+            if self._runner is None:
+                await self._start()
+        session = Session(self, conversation)
+        self._sessions[session.api_key] = session
+        return session
+
+    def forget(self, key: str) -> None:
+        """Void a key."""
+        self._sessions.pop(key, None)
+
+    async def close(self) -> None:
+        """Stop serving."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=BODY_BYTES)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completion)
+        app.router.add_get("/v1/models", self._models)
+        # an agent that goes away takes its request along; an episode that ended is not waited for
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        port = self._runner.addresses[0][1]
+        self.base_url = f"http://127.0.0.1:{port}/v1"
+        logger.info("agents find the policy at %s", self.base_url)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self._session(request) is None:
+            return _denied()
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "job"}]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, chat=True)
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, chat=False)
+
+    async def _serve(self, request: web.Request, chat: bool) -> web.StreamResponse:
+        session = self._session(request)
+        if session is None:
+            return _denied()
+        try:
+            asked = (api.read_chat if chat else api.read_completion)(json.loads(await request.read()))
+            answer = await session.conversation.answer(asked)
+        except api.BadRequest as error:
+            return _error(str(error), error.code, error.status)
+        except ValueError as error:
+            return _error(f"the body is not JSON: {error}", "invalid_request_error", 400)
+        except (EpisodeFailed, SlipstreamError) as error:
+            session.fail(error)
+            return _error(str(error), "server_error", 500)
+        name = f"turn-{len(session.conversation.turns)}"
+        body = (api.chat_body if chat else api.completion_body)(answer, asked, name, MODEL)
+        return await _streamed(request, api.chat_chunks(body) if chat else [body]) if asked.stream else _json(body)
+
+    def _session(self, request: web.Request) -> Session | None:
+        return self._sessions.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+
+
+async def _streamed(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for chunk in chunks:
+        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def _json(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.json_response(body, status=status)
+
+
+def _error(message: str, code: str, status: int) -> web.Response:
+    return _json({"error": {"message": message, "type": code, "param": None, "code": code}}, status)
+
+
+def _denied() -> web.Response:
+    return _error("no episode has this key; it is void when the episode ends", "invalid_api_key", 401)
