@@ -1,0 +1,244 @@
+"""Agents over HTTP, with the real openai client: what they return is the reward, what they do wrong is contained."""
+
+import asyncio
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from chat_tokenizers import QWEN, with_template
+from fleet_fakes import ScriptedSampler, new_host
+from openai import AsyncOpenAI, BadRequestError
+
+from common.errors import SlipstreamError
+from common.rollouts import Group, Sample, VersionRun, decode_group, encode_group
+from rollout_fleet.agents.driver import AgentDriver, AgentProcess, AgentThread
+from rollout_fleet.environments import registry
+from rollout_fleet.environments.processes import ProcessHost
+from rollout_fleet.environments.protocol import Budget, Limits
+from rollout_fleet.episodes import Sampling
+from rollout_fleet.rendering import Renderer
+from rollout_fleet.sampler_protocol import Generation
+
+Agent = Callable[..., Awaitable[Any]]
+LIMITS = Limits(cpu_s=20, memory_mib=2048)
+
+
+def policy(*said: str | Exception) -> ScriptedSampler:
+    tokenizer = with_template(QWEN, "<eos>")
+    left = iter(said)
+
+    def answer(_: str) -> Generation | Exception:
+        text = next(left)
+        if isinstance(text, Exception):
+            return text
+        ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        return Generation(ids, [-0.5] * len(ids), [VersionRun(0, 3)], "stop")
+
+    return ScriptedSampler(answer)
+
+
+def play(agent: Agent | AgentProcess, sampler: ScriptedSampler, budget: Budget | None = None, **more: Any) -> Sample:
+    async def once() -> Sample:
+        stage = agent if isinstance(agent, AgentProcess) else AgentThread(agent, {}, new_host())
+        driver = AgentDriver(
+            sampler,
+            Renderer(with_template(QWEN, "<eos>")),
+            stage,
+            budget or Budget(4, 200, 2000),
+            Sampling(),
+            more.get("timeout_s", 30.0),
+            LIMITS,
+        )
+        try:
+            return await driver.run({"question": "1+2?"}, 7)
+        finally:
+            await driver.close()
+
+    return asyncio.run(once())
+
+
+async def two_turns(problem: dict[str, Any], *, base_url: str, api_key: str, model: str, seed: int) -> Any:
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": problem["question"]}]
+        for _ in range(2):
+            said = await client.chat.completions.create(model=model, messages=messages, logprobs=True)
+            messages += [said.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "sure?"}]
+        assert said.choices[0].logprobs is not None and said.choices[0].logprobs.content is not None
+        logprobs = [entry.logprob for entry in said.choices[0].logprobs.content]
+        return {"reward": float(messages[3]["content"] == "3"), "metrics": {"tokens": len(logprobs), "seed": seed}}
+
+
+def test_an_agent_s_conversation_becomes_the_sample_with_its_tokens_and_its_reward() -> None:
+    sampler = policy("I think 3", "3")
+    sample = play(two_turns, sampler)
+    assert (sample.error, sample.reward, sample.turn_rewards) == (None, 1.0, [0.0, 1.0])
+    assert (sample.stop_reason, sample.turns, sample.metrics["tokens"], sample.metrics["seed"]) == (
+        "environment_done", 2, 2.0, 7.0
+    )  # fmt: skip
+    tokenizer = with_template(QWEN, "<eos>")
+    tokens, mask = sample.tokens.numpy().tolist(), sample.loss_mask.numpy().tolist()
+    assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "I think 3<eos>3<eos>"
+    assert tokens == sampler.calls[1].prompt + tokenizer.encode("3") + [tokenizer.eos_token_id]
+    assert tokens[: len(sampler.calls[0].prompt)] == sampler.calls[0].prompt
+    assert sum(sample.behavior_logprobs.numpy().tolist()) == -0.5 * 12
+    assert decode_group(encode_group(Group(0, [sample]))).samples[0] == sample
+
+
+def test_a_stream_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    async def streams(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            stream = await client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": "hi"}], stream=True
+            )
+            chunks = [chunk async for chunk in stream]
+            said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            return float(said == "three" and chunks[-1].choices[0].finish_reason == "stop")
+
+    assert play(streams, policy("three")).reward == 1.0
+
+
+def test_completions_models_and_tools_are_served_to_the_real_client() -> None:
+    async def uses_all(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            assert [found.id async for found in client.models.list()] == [model]
+            done = await client.completions.create(model=model, prompt="1+2=", max_tokens=9, logprobs=0)
+            assert done.choices[0].text == "3" and done.usage is not None and done.usage.completion_tokens == 2
+            tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+            messages: Any = [{"role": "user", "content": "hi"}]
+            called = await client.chat.completions.create(model=model, messages=messages, tools=tools)
+            (call,) = called.choices[0].message.tool_calls or []
+            return float(called.choices[0].finish_reason == "tool_calls" and call.function.arguments == '{"a": 1}')  # type: ignore[union-attr]
+
+    said = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    sample = play(uses_all, policy("3", said))
+    assert (sample.error, sample.reward) == (None, 1.0)
+    assert sample.metrics["tokens_left_out"] == 2.0  # the completion is a conversation of its own
+
+
+def test_a_key_is_needed_and_void_when_the_episode_is_over() -> None:
+    kept: list[str] = []
+
+    def status(base_url: str, key: str) -> int:
+        request = urllib.request.Request(f"{base_url}/models", headers={"Authorization": f"Bearer {key}"})
+        try:
+            with urllib.request.urlopen(request, timeout=5) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+
+    async def looks(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
+        found = [await asyncio.to_thread(status, base_url, key) for key in (api_key, "guessed", "", *kept)]
+        assert found[:3] == [200, 401, 401] and found[3:] == [401] * len(kept)
+        assert base_url.startswith("http://127.0.0.1:")
+        kept.append(api_key)
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            await client.completions.create(model=model, prompt="x")
+        return 1.0
+
+    async def once() -> None:
+        driver = AgentDriver(
+            policy("a", "b"), Renderer(with_template(QWEN, "<eos>")), AgentThread(looks, {}, new_host()),
+            Budget(4, 200, 2000), Sampling(), 30.0, LIMITS,
+        )  # fmt: skip
+        assert [(await driver.run({}, n)).error for n in range(2)] == [None, None]
+        await driver.close()
+
+    asyncio.run(once())
+    assert len(set(kept)) == 2
+
+
+def test_an_agent_that_runs_into_its_budget_keeps_its_sample_with_the_reason() -> None:
+    async def endless(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
+        messages: Any = [{"role": "user", "content": "hi"}]
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            while True:
+                said = await client.chat.completions.create(model=model, messages=messages)
+                messages += [said.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
+
+    sample = play(endless, policy("a", "b", "c"), Budget(2, 200, 2000))
+    assert (sample.error, sample.stop_reason, sample.reward, sample.turns) == (None, "turn_limit", 0.0, 2)
+
+
+async def raises(problem: Any, **_: Any) -> float:
+    raise RuntimeError("no idea")
+
+
+async def returns_text(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> Any:
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        await client.completions.create(model=model, prompt="x")
+    return "good"
+
+
+async def says_nothing(problem: Any, **_: Any) -> float:
+    return 1.0
+
+
+async def hangs(problem: Any, **_: Any) -> float:
+    await asyncio.sleep(3600)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason", "why"),
+    [
+        (raises, "environment_error", "the agent raised RuntimeError: no idea"),
+        (returns_text, "environment_error", "expected a number"),
+        (says_nothing, "environment_error", "without a call of the model"),
+        (hangs, "timeout", "not done within 1 s"),
+    ],
+)
+def test_what_an_agent_does_wrong_fails_its_sample_with_the_reason(agent: Agent, reason: str, why: str) -> None:
+    sample = play(agent, policy("a"), timeout_s=1.0 if agent is hangs else 30.0)
+    assert sample.stop_reason == reason and why in str(sample.error)
+
+
+def test_a_dead_engine_is_not_the_agent_s_fault() -> None:
+    with pytest.raises(SlipstreamError, match="engine died"):
+        play(returns_text, policy(SlipstreamError("engine died")))
+
+
+def test_requests_that_cannot_be_served_reach_the_agent_as_errors_of_its_library() -> None:
+    async def asks_for_two(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            with pytest.raises(BadRequestError, match="n must be 1"):
+                await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "x"}], n=2)
+            await client.completions.create(model=model, prompt="x")
+        return 1.0
+
+    assert play(asks_for_two, policy("a")).error is None
+
+
+def test_an_agent_runs_in_a_process_of_its_own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+import json, os, urllib.request
+
+async def agent(problem, *, base_url, api_key, model, seed, bonus=0.0):
+    body = json.dumps({"messages": [{"role": "user", "content": problem["question"]}]}).encode()
+    request = urllib.request.Request(f"{base_url}/chat/completions", body, {"Authorization": f"Bearer {api_key}"})
+    answer = json.loads(urllib.request.urlopen(request, timeout=20).read())
+    return {"reward": float(answer["choices"][0]["message"]["content"] == "3") + bonus, "metrics": {"pid": os.getpid()}}
+"""
+    (tmp_path / "outside_agent.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    host = ProcessHost(("outside_agent",))
+    try:
+        sample = play(AgentProcess("outside_agent:agent", {"bonus": 0.5}, LIMITS, 30.0, host), policy("3"))
+    finally:
+        host.close()
+    assert (sample.error, sample.reward, sample.stop_reason) == (None, 1.5, "stop")
+
+
+def test_an_agent_is_named_in_the_config_like_an_environment_and_its_options_are_checked(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from common.errors import ConfigError
+
+    source = "async def agent(problem, *, base_url, api_key, model, seed, depth=1):\n    return 1.0\n"
+    (tmp_path / "named_agent.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert registry.is_agent(registry.resolve("named_agent:agent", {"depth": 2}))
+    with pytest.raises(ConfigError, match=r"tasks\.options"):
+        registry.resolve("named_agent:agent", {"width": 2})

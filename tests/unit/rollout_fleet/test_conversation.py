@@ -1,0 +1,187 @@
+"""The conversations of an agent: found again by their words, continued by their tokens."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from chat_tokenizers import QWEN, with_template
+from fleet_fakes import ScriptedSampler
+
+from common.rollouts import VersionRun
+from rollout_fleet.agents import api
+from rollout_fleet.agents.conversation import Conversation
+from rollout_fleet.environments.protocol import Budget, StopReason
+from rollout_fleet.episodes import Progress, Sampling
+from rollout_fleet.rendering import Renderer
+from rollout_fleet.sampler_protocol import Generation
+
+ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+class Talk:
+    """A conversation over a scripted policy; `say` is one request of an agent."""
+
+    def __init__(
+        self, *said: str, template: str | None = QWEN, budget: Budget | None = None, ended: bool = True
+    ) -> None:
+        self.tokenizer = with_template(template or "", "<eos>")
+        if template is None:
+            self.tokenizer.chat_template = None
+        left = iter(said)
+        self.versions = iter(range(100))
+
+        def answer(_: str) -> Generation:
+            ids = self.tokenizer.encode(next(left)) + ([self.tokenizer.eos_token_id] if ended else [])
+            runs = [VersionRun(0, next(self.versions))]
+            return Generation(ids, [-0.5 - i for i in range(len(ids))], runs, "stop" if ended else "length")
+
+        self.sampler = ScriptedSampler(answer)
+        budget = budget or Budget(8, 1000, 5000)
+        self.talk = Conversation(self.sampler, Renderer(self.tokenizer), budget, Sampling(), Progress())
+
+    def say(self, messages: list[dict[str, Any]], **more: Any) -> api.Answer:
+        return asyncio.run(self.talk.answer(api.read_chat({"messages": messages, **more})))
+
+    def complete(self, prompt: Any, **more: Any) -> api.Answer:
+        return asyncio.run(self.talk.answer(api.read_completion({"prompt": prompt, **more})))
+
+    def prompts(self) -> list[list[int]]:
+        return [call.prompt for call in self.sampler.calls]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def test_each_prompt_continues_the_exact_tokens_of_the_turn_before() -> None:
+    talk = Talk(" <think>a</think> one ", "two", "three")
+    first = talk.say([user("hi")])
+    second = talk.say([user("hi"), assistant(first.text.strip()), user("more")])  # agents strip what they keep
+    third = talk.say([user("hi"), assistant(first.text), user("more"), assistant(second.text), user("end")])
+    prompts = talk.prompts()
+    assert prompts[1][: len(prompts[0]) + len(first.tokens)] == prompts[0] + first.tokens
+    assert prompts[2][: len(prompts[1]) + len(second.tokens)] == prompts[1] + second.tokens
+    assert third.prompt_tokens == prompts[2]
+    kept = talk.talk.longest()
+    assert kept is not None and kept.trace.tokens == prompts[2] + third.tokens
+    assert kept.trace.sampled == sum(len(a.tokens) for a in (first, second, third))
+    assert [run.version for run in kept.trace.runs] == [0, 1, 2]
+    trained = [t for t, m in zip(kept.trace.tokens, kept.trace.mask, strict=True) if m]
+    assert trained == first.tokens + second.tokens + third.tokens
+
+
+def test_a_request_that_continues_nothing_begins_a_conversation_of_its_own() -> None:
+    talk = Talk("one", "a much longer answer", "x")
+    first = talk.say([user("hi")])
+    talk.say([user("something else")])
+    talk.say([user("hi"), assistant("what was never said"), user("more")])
+    assert [turn.trace.turns for turn in talk.talk.turns] == [1, 1, 1]
+    kept = talk.talk.longest()
+    assert kept is not None and kept.trace.tokens[-21:-1] == talk.tokenizer.encode("a much longer answer")
+    assert first.tokens not in (kept.trace.tokens,)
+
+
+def test_two_answers_to_one_conversation_are_two_branches_with_one_root() -> None:
+    talk = Talk("one", "two", "three")
+    first = talk.say([user("hi")])
+    history = [user("hi"), assistant(first.text)]
+    talk.say([*history, user("left")])
+    talk.say([*history, user("right")])
+    prompts = talk.prompts()
+    root = prompts[0] + first.tokens
+    assert prompts[1][: len(root)] == prompts[2][: len(root)] == root
+    assert [turn.trace.turns for turn in talk.talk.turns] == [1, 2, 2]
+    assert talk.talk.sampled == 4 + 4 + 6
+
+
+def test_tool_calls_come_out_as_calls_and_their_answers_go_back_in() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    talk = Talk(f"Let me see.{call}", "3")
+    first = talk.say([user("1+2?")], tools=ADD)
+    assert (first.text, first.finish_reason) == ("Let me see.", "tool_calls")
+    ((name, made),) = first.calls
+    assert (made.name, made.arguments) == ("add", '{"a": 1}')
+    wire = {"id": name, "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 1}, indent=1)}}
+    back = [user("1+2?"), assistant(first.text, tool_calls=[wire])]
+    second = talk.say([*back, {"role": "tool", "tool_call_id": name, "content": "3"}], tools=ADD)
+    prompts = talk.prompts()
+    assert prompts[1][: len(prompts[0]) + len(first.tokens)] == prompts[0] + first.tokens
+    assert talk.tokenizer.decode(prompts[1]).endswith(
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><eos>\n<|im_start|>assistant\n"
+    )
+    assert second.finish_reason == "stop"
+
+
+def test_what_looks_like_a_call_is_text_where_there_are_no_tools() -> None:
+    said = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    answer = Talk(said).say([user("hi")])
+    assert (answer.text, answer.calls) == (said, ())
+
+
+def test_a_turn_that_was_cut_off_is_continued_behind_the_template_s_own_end() -> None:
+    talk = Talk("one", "two", ended=False)
+    first = talk.say([user("hi")], max_tokens=3)
+    assert first.finish_reason == "length" and talk.sampler.calls[0].max_tokens == 3
+    talk.say([user("hi"), assistant("one"), user("more")])
+    prompts = talk.prompts()
+    assert prompts[1][: len(prompts[0]) + 3] == prompts[0] + first.tokens
+    assert talk.tokenizer.decode(prompts[1][len(prompts[0]) + 3 :]).startswith("<eos>\n<|im_start|>user")
+
+
+def test_completions_continue_texts_and_token_ids_exactly() -> None:
+    talk = Talk(" one", " two", " three")
+    first = talk.complete("Count:")
+    second = talk.complete("Count: one and")
+    third = talk.complete(second.prompt_tokens + second.tokens + [40, 41])
+    encode = talk.tokenizer.encode
+    assert second.prompt_tokens == encode("Count:") + first.tokens + encode(" and")
+    assert third.prompt_tokens == second.prompt_tokens + second.tokens + [40, 41]
+    kept = talk.talk.longest()
+    assert kept is not None and kept.trace.turns == 3
+
+
+def test_log_probabilities_are_those_that_were_sampled() -> None:
+    answer = Talk("ab").say([user("hi")], logprobs=True)
+    assert (answer.pieces, answer.logprobs) == (["a", "b", "<eos>"], [-0.5, -1.5, -2.5])
+
+
+@pytest.mark.parametrize(
+    ("budget", "reason"),
+    [(Budget(1, 100, 5000), StopReason.TURN_LIMIT), (Budget(9, 4, 5000), StopReason.LENGTH)],
+    ids=["turns", "tokens"],
+)
+def test_a_request_beyond_the_budget_is_refused_and_remembered(budget: Budget, reason: StopReason) -> None:
+    talk = Talk("one", "two", budget=budget)
+    first = talk.say([user("hi")])
+    with pytest.raises(api.BadRequest, match="the episode is over") as refused:
+        talk.say([user("hi"), assistant(first.text), user("more")])
+    assert (talk.talk.exhausted, refused.value.code) == (reason, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({}, "'messages'"),
+        ({"messages": []}, "'messages'"),
+        ({"messages": [{"content": "x"}]}, "'role'"),
+        ({"messages": [user("x")], "n": 2}, "n must be 1"),
+        ({"messages": [user("x")], "stop": ["\n"]}, "'stop' is not served"),
+        ({"messages": [user("x")], "response_format": {"type": "json_object"}}, "'response_format'"),
+        ({"messages": [user("x")], "max_tokens": -1}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "contents are text"),
+        ({"messages": [assistant("", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])]}, "tool call"),
+    ],
+)
+def test_what_could_not_be_recorded_exactly_is_refused_with_the_reason(body: Any, why: str) -> None:
+    with pytest.raises(api.BadRequest, match=why):
+        api.read_chat(body)
+
+
+def test_a_template_that_refuses_is_a_bad_request() -> None:
+    with pytest.raises(api.BadRequest, match="roles must alternate"):
+        Talk("x", template="{{ raise_exception('roles must alternate') }}").say([user("hi")])
