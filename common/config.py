@@ -49,6 +49,7 @@ class LimitsConfig(Strict, frozen=True, kw_only=True):
     process: bool | None = None  # every episode in a process of its own
     cpu_s: Positive | None = None  # of that process
     memory_mib: Positive | None = None
+    python: Text | None = None  # its interpreter, for libraries that do not fit the node's
 
 
 class TasksConfig(Strict, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """From a config to an episode driver."""
 
 import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ def _stage(config: Config, environment: Any, limits: Limits, host: EnvironmentHo
     options, path = dict(config.tasks.options), registry.path_of(config.tasks.environment)
     if not limits.process:
         return ThreadStage(environment, options, host)
-    processes = _processes(path, environment, host)
+    processes = _processes(path, environment, limits, host)
     shares = takes_group_seed(environment)
     return ProcessStage(path, options, limits, config.rollout.sample_timeout_s, processes, shares)
 
@@ -67,11 +68,11 @@ def _agent_stage(config: Config, agent: Any, limits: Limits, host: EnvironmentHo
     options, path = dict(config.tasks.options), registry.path_of(config.tasks.environment)
     if not limits.process:
         return AgentThread(agent, options, host)
-    return AgentProcess(path, options, limits, config.rollout.sample_timeout_s, _processes(path, agent, host))
+    return AgentProcess(path, options, limits, config.rollout.sample_timeout_s, _processes(path, agent, limits, host))
 
 
-def _processes(path: str, environment: Any, host: EnvironmentHost) -> ProcessHost:
-    found = ProcessHost((path.partition(":")[0], *getattr(environment, "PRELOAD", ())))
+def _processes(path: str, environment: Any, limits: Limits, host: EnvironmentHost) -> ProcessHost:
+    found = ProcessHost((path.partition(":")[0], *getattr(environment, "PRELOAD", ())), limits.python or sys.executable)
     host.at_close(found.close)
     return found
 

@@ -115,6 +115,7 @@ class Limits:
         max_concurrent: episodes at once on a node, besides rollout.concurrency; None: no bound of its own.
         process: run every episode in a process of its own, for code that blocks or that nobody trusts.
         cpu_s, memory_mib: of that process, over the whole episode; memory is address space.
+        python: interpreter of that process, for libraries that do not fit the node's; '' for the node's own.
     """
 
     reset_s: float = 120.0
@@ -124,6 +125,7 @@ class Limits:
     process: bool = False
     cpu_s: int = 60
     memory_mib: int = 1024
+    python: str = ""
 
 
 @dataclass(frozen=True)

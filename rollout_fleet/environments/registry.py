@@ -21,7 +21,9 @@ BUILT_IN = {
     "gymnasium": "rollout_fleet.environments.gymnasium_text:GymnasiumText",
     "math": "rollout_fleet.environments.math_problem:MathProblem",
     "number_guessing": "rollout_fleet.environments.number_guessing:NumberGuessing",
+    "openenv": "rollout_fleet.environments.openenv:OpenEnv",
     "python_tool": "rollout_fleet.environments.python_tool:PythonTool",
+    "verifiers": "rollout_fleet.agents.verifiers_agent:agent",
 }
 KEY = "tasks.environment"
 EXPECTED = "a built-in environment or 'module:Class'"
