@@ -75,6 +75,7 @@ class Waste(msgspec.Struct, frozen=True):
 
 WASTE_REASONS = ("lost", "failed", "filtered", "regenerated", "masked", "cancelled", "stalled", "waiting")
 WasteByReason = Annotated[dict[Name, Waste], Meta(max_length=64)]
+CountByReason = Annotated[dict[Name, Tally], Meta(max_length=64)]
 
 
 class Delivery(msgspec.Struct, frozen=True):
@@ -169,6 +170,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     kv_cache_usage: Finite = 0.0  # share of the engine's KV cache in use; 0 where it is not measured
     preemptions: Tally = 0  # requests that the engine has put back for want of KV cache, so far
     prefix_hit_rate: Finite = 0.0  # share of prompt tokens found in the prefix cache, so far; 0 where not measured
+    samples_failed: CountByReason = {}  # by this process, by stop reason
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):

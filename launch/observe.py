@@ -11,7 +11,7 @@ from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, LearnerRe
 from common.errors import SlipstreamError
 from common.lifecycle import alive
 from common.run_dir import BrokerFile, RunDir
-from launch import waste_view
+from launch import failures_view, waste_view
 from launch.ledger_history import former_ledgers, whole_ledger
 from launch.targets import config_of
 
@@ -124,6 +124,7 @@ def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:
             "stale_results": status.stale_results,
         },
         "waste": waste_view.as_json(waste_view.whole(status)),
+        "samples_failed": failures_view.whole(status),
         "nodes": [_node(node) for node in status.nodes],
     }
 
@@ -166,6 +167,7 @@ def _node(node: NodeStatus) -> dict[str, Any]:
         "tokens_per_s": report.tokens_per_s,
         "tokens_generated": report.tokens_generated,
         "waste": waste_view.as_json(node.waste),
+        "samples_failed": node.report.samples_failed,
         "last_seen_s": node.last_seen_s,
         "episodes_running": report.episodes_running,
         "concurrency": report.concurrency,

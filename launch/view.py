@@ -10,7 +10,7 @@ from rich.text import Text
 from broker.contract import NodeStatus
 from common.config import Config
 from common.run_dir import RunDir
-from launch import stalls, waste_view
+from launch import failures_view, stalls, waste_view
 from launch.advisor import Advice, advice_for
 from launch.metrics_tail import MetricsTail, mean
 from launch.observe import Observation, learner_state
@@ -43,6 +43,8 @@ def render_status(run: RunDir, seen: Observation, advice: Advice | None = None) 
     parts.append(processes(seen))
     parts.append(stalls.page(seen))
     parts.append(waste_view.table(seen.status))
+    if failed := failures_view.sentence(failures_view.whole(seen.status)):
+        parts.append(Text(failed, "yellow"))
     if advice is not None:
         parts.append(Text(f"advice: {advice.text}"))
     return Group(*parts)

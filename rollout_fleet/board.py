@@ -27,6 +27,7 @@ class Board:
         self._episodes, self._limit = 0, 0
         self._groups: list[GroupWork] = []
         self._cancelled_tokens, self._cancelled_s = 0, 0.0
+        self._failed: dict[str, int] = {}
         self._waited_s = 0.0  # in states of IDLE that are over
         self._rate_at, self._rate_tokens, self._rate = clock(), 0, 0.0
 
@@ -55,6 +56,11 @@ class Board:
         with self._lock:
             self._cancelled_tokens += tokens
             self._cancelled_s += seconds
+
+    def sample_failed(self, reason: str) -> None:
+        """Count a sample that failed, by its stop reason."""
+        with self._lock:
+            self._failed[reason] = self._failed.get(reason, 0) + 1
 
     @property
     def leases(self) -> list[str]:
@@ -90,6 +96,7 @@ class Board:
                 kv_cache_usage=self._counters.kv_cache_usage,
                 preemptions=self._counters.preemptions,
                 prefix_hit_rate=self._counters.cached_tokens / max(1, self._counters.prompt_tokens),
+                samples_failed=dict(self._failed),
                 waste={
                     "cancelled": Waste(tokens_cancelled, self._cancelled_s),
                     "stalled": Waste(seconds=self._weights.stall_s),

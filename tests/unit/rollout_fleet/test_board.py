@@ -111,3 +111,10 @@ def test_patience_ends_after_the_limit_and_any_answer_renews_it() -> None:
     clock.now = 160.0
     with pytest.raises(BrokerLost, match=r"tcp://x has not answered for 60 s: silent"):
         patience.failed(RuntimeError("silent"))
+
+
+def test_failed_samples_are_reported_by_reason() -> None:
+    board = Board("n0")
+    for reason in ("timeout", "environment_flood", "timeout"):
+        board.sample_failed(reason)
+    assert board.report().samples_failed == {"timeout": 2, "environment_flood": 1}

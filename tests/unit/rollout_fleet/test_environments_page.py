@@ -1,0 +1,68 @@
+"""docs/environments.md: its environment runs as it stands there, its tables and figures are those of the code."""
+
+import asyncio
+import importlib.util
+import json
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from fleet_fakes import ScriptedSampler, in_turn, make_driver, say
+
+from common.config import LimitsConfig
+from rollout_fleet.environments import registry
+from rollout_fleet.environments.protocol import Limits, StopReason
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+
+
+def load(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def first_example() -> str:
+    found = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_environment_of_the_page_has_at_most_30_lines_and_plays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = first_example()
+    assert len(code.splitlines()) <= 30
+    (tmp_path / "hangman.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    environment = registry.resolve("hangman:Hangman", {"lives": 3})
+    sampler = ScriptedSampler(in_turn(say("e"), say("x"), say("t"), say("R")))
+    driver = make_driver(sampler, environment, {"lives": 3}, limits=environment.LIMITS)  # type: ignore[attr-defined]
+    sample = asyncio.run(driver.run({"word": "tree"}, 0))
+    assert (sample.error, sample.stop_reason) == (None, "environment_done")
+    assert sample.turn_rewards == [0.5, -0.1, 0.25, 0.25] and sample.metrics == {"lives": 2.0}
+    said = "".join(map(chr, sampler.calls[3].prompt))
+    assert said.startswith("Guess letters of: ____\n") and said.endswith("\nt_ee, 2 lives\n")
+
+
+def test_every_stop_reason_every_limit_and_every_built_in_name_is_on_the_page() -> None:
+    rows = "\n".join(line for line in PAGE.splitlines() if line.startswith("| `"))
+    for name in (*StopReason, *(f.name for f in fields(Limits)), *registry.BUILT_IN):
+        assert f"`{name}`" in rows, name
+    assert {f.name for f in fields(Limits)} == set(LimitsConfig.__struct_fields__)
+
+
+def test_the_figures_are_those_of_the_result() -> None:
+    page = load(ROOT / "bench" / "guessing_page.py", "guessing_page")
+    result = json.loads((ROOT / "bench" / "results" / "guessing.json").read_text())
+    assert page.written(PAGE, result) == PAGE
+    for run in result["runs"]:
+        assert run["success_first_5"] < 0.4 and run["success_last_10"] >= 0.85
+        assert run["episodes_of_several_versions"] > 0
