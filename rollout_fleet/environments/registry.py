@@ -96,11 +96,19 @@ def _check_options(found: Any, options: Mapping[str, Any], file: str) -> None:
     try:
         signature.bind({}, **dict.fromkeys(given), **options)
     except TypeError as error:
-        unknown = next((o for o in options if o not in known), "")
-        near = difflib.get_close_matches(unknown, known, 1, 0.0)
-        hint = f"did you mean {near[0]!r}?" if near else f"{found.__name__} takes no options"
+        hint = _hint(found.__name__, signature, options, known)
         expected = f"options of {found.__name__} ({', '.join(known) or 'none'})"
         raise ConfigError(file, "tasks.options", expected, f"{dict(options)}: {error}", hint) from error
+
+
+def _hint(name: str, signature: inspect.Signature, options: Mapping[str, Any], known: list[str]) -> str:
+    """What to do about options that do not fit."""
+    unknown = next((o for o in options if o not in known), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, known, 1, 0.0)
+        return f"did you mean {near[0]!r}?" if near else f"{name} takes no options"
+    lacks = [p for p in known if p not in options and signature.parameters[p].default is inspect.Parameter.empty]
+    return f"give the option {lacks[0]!r}" if lacks else "see its constructor"
 
 
 def _nearest(name: str) -> str:

@@ -44,7 +44,13 @@ def refusal(name: str, options: dict[str, object] | None = None) -> ConfigError:
 
 def test_built_in_names_resolve() -> None:
     assert resolve("addition") is Addition
-    assert all(resolve(name, {}) for name in BUILT_IN)
+    needed = {"openenv": {"url": "http://127.0.0.1:1"}, "verifiers": {"env_id": "some"}}
+    assert all(resolve(name, needed.get(name, {})) for name in BUILT_IN)
+
+
+def test_an_option_that_is_needed_and_missing_is_named() -> None:
+    with pytest.raises(ConfigError, match="give the option 'url'"):
+        resolve("openenv", {})
 
 
 def test_a_class_beside_the_job_is_found_by_import_path(user_folder: Path) -> None:
