@@ -124,7 +124,7 @@ def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:
             "stale_results": status.stale_results,
         },
         "waste": waste_view.as_json(waste_view.whole(status)),
-        "samples_failed": failures_view.whole(status),
+        "samples_failed": failures_view.whole(status, run),
         "nodes": [_node(node) for node in status.nodes],
     }
 

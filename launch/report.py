@@ -9,7 +9,7 @@ import msgspec
 
 from common.errors import SlipstreamError, UsageError
 from common.run_dir import RunDir, write_json
-from launch import warm_start, waste_view
+from launch import failures_view, warm_start, waste_view
 from launch.advisor import advice_for
 from launch.metrics_tail import MetricsTail, mean
 from launch.targets import config_of, find_run
@@ -78,6 +78,7 @@ def summarise(run: RunDir, tail: MetricsTail) -> dict[str, Any]:
         },
         "advice": advice_section(tail, config.staleness.max if config else 0),
         "wasted": waste_view.of_report(last),
+        "failed_samples": failures_view.summed(line.get("samples_failed_by_reason", {}) for line in tail.lines),
         "off_policy": {
             "ratio_max": max(tail.series("ratio_max"), default=None),
             "ratio_p1": mean(tail.series("ratio_p1")),

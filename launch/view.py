@@ -43,7 +43,7 @@ def render_status(run: RunDir, seen: Observation, advice: Advice | None = None) 
     parts.append(processes(seen))
     parts.append(stalls.page(seen))
     parts.append(waste_view.table(seen.status))
-    if failed := failures_view.sentence(failures_view.whole(seen.status)):
+    if failed := failures_view.sentence(failures_view.whole(seen.status, run)):
         parts.append(Text(failed, "yellow"))
     if advice is not None:
         parts.append(Text(f"advice: {advice.text}"))

@@ -1,6 +1,7 @@
 """Failed samples by reason, from the nodes' reports to `status`."""
 
 import io
+import json
 from typing import Any
 
 import msgspec
@@ -35,8 +36,8 @@ def text_of(run: RunDir, found: BrokerStatus) -> str:
 
 def test_failed_samples_are_summed_by_reason_and_shown(tmp_path) -> None:
     found = status({"timeout": 3, "environment_flood": 1}, {"timeout": 9}, {})
-    assert failures_view.whole(found) == {"environment_flood": 1, "timeout": 12}
     run = RunDir(tmp_path)
+    assert failures_view.whole(found, run) == {"environment_flood": 1, "timeout": 12}
     assert "13 samples failed: 12 timeout, 1 environment_flood" in text_of(run, found)
     told = as_json(run, Observation(found, live=True))
     assert told["samples_failed"] == {"environment_flood": 1, "timeout": 12}
@@ -45,6 +46,15 @@ def test_failed_samples_are_summed_by_reason_and_shown(tmp_path) -> None:
 
 def test_nothing_is_said_where_nothing_failed(tmp_path) -> None:
     assert "failed" not in text_of(RunDir(tmp_path), status({}, {}))
+
+
+def test_of_a_run_whose_nodes_are_gone_the_trained_groups_tell(tmp_path) -> None:
+    run = RunDir(tmp_path)
+    for step, failed in enumerate(({"timeout": 3}, {"environment_error": 2, "timeout": 1})):
+        line = {"step": step, "policy_version": step + 1, "samples_failed_by_reason": failed}
+        with run.metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    assert failures_view.whole(status(), run) == {"environment_error": 2, "timeout": 4}
 
 
 def test_a_report_of_a_node_that_does_not_count_failures_yet_still_decodes() -> None:
