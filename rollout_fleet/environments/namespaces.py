@@ -23,8 +23,8 @@ def unshare(flags: int) -> bool:
         return False
     with contextlib.suppress(OSError):  # files get an owner that exists outside
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-                file.write(text)
+            with open(f"/proc/self/{name}", "wb") as file:
+                file.write(text.encode())
     return True
 
 
@@ -77,6 +77,6 @@ def _children(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
                 found += [int(word) for word in file.read().split()]
     return found

@@ -33,14 +33,15 @@ SPARE_S = 60.0  # of wall time beyond the episode's own: the node is to notice f
 class ProcessHost:
     """One zygote and the channels to what it forks. Thread-safe; channels belong to the loop that opens them."""
 
-    def __init__(self, modules: tuple[str, ...] = (), python: str = sys.executable) -> None:
+    def __init__(self, modules: tuple[str, ...] = (), python: str = sys.executable, isolate: bool = True) -> None:
         """Nothing is started yet.
 
         Args:
             modules: imported once, before anything is forked.
             python: the interpreter, for environments whose libraries do not fit the node's.
+            isolate: in namespaces, where the kernel allows them.
         """
-        self._modules, self._python = modules, python
+        self._modules, self._python, self._isolate = modules, python, isolate
         self._lock = threading.Lock()
         self._zygote: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -57,6 +58,7 @@ class ProcessHost:
             "memory_mib": limits.memory_mib,
             "wall_s": wall_s,
             "network": network,
+            "isolate": self._isolate,
             "file_bytes": file_bytes,
         }
         here, there = socket.socketpair()

@@ -70,7 +70,7 @@ def _become_guard(request: dict[str, Any], fd: int) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _close_all_but(fd)
         kinds = namespaces.NEW_PID | (0 if request["network"] else namespaces.NEW_NET)
-        alone = namespaces.unshare(kinds)
+        alone = request["isolate"] and namespaces.unshare(kinds)
         uid = FIRST_UID + os.getpid()
         if os.fork() == 0:
             _guard(request, fd, alone, uid)

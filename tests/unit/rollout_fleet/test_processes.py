@@ -20,18 +20,26 @@ from rollout_fleet.rendering import Renderer
 LIMITS = Limits(process=True, reset_s=60.0, step_s=30.0, cpu_s=1, memory_mib=512, observation_chars=10_000)
 
 
+MARK = f"zygote_of_{os.getpid()}"  # a module's name: it stands in the command line of what this test starts
+
+
 @pytest.fixture(scope="module")
-def host() -> Iterator[ProcessHost]:
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), before)))
-    os.environ["BROKER_SECRET"] = "hunter2"
-    found = ProcessHost(("wild_environments",))
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """What a zygote of this test imports; a secret is in the environment meanwhile."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / f"{MARK}.py").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        paths = filter(None, (str(Path(__file__).parent), str(folder), os.environ.get("PYTHONPATH")))
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        patch.setenv("BROKER_SECRET", "hunter2")
+        yield ("wild_environments", MARK)
+
+
+@pytest.fixture(scope="module")
+def host(modules: tuple[str, str]) -> Iterator[ProcessHost]:
+    found = ProcessHost(modules)
     yield found
     found.close()
-    del os.environ["BROKER_SECRET"]
-    os.environ.pop("PYTHONPATH")
-    if before is not None:
-        os.environ["PYTHONPATH"] = before
 
 
 def play(host: ProcessHost, how: str, limits: Limits = LIMITS, count: int = 1) -> list[Sample]:
@@ -54,11 +62,7 @@ def play(host: ProcessHost, how: str, limits: Limits = LIMITS, count: int = 1) -
 
 def left_over() -> list[psutil.Process]:
     """Processes that run this test's environments."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if "wild_environments" in (process.info["cmdline"] or []):
-            found.append(process)
-    return found
+    return [process for process in psutil.process_iter(["cmdline"]) if MARK in (process.info["cmdline"] or [])]
 
 
 def test_an_episode_runs_in_its_own_process_as_it_would_in_the_node(host: ProcessHost) -> None:
@@ -122,6 +126,22 @@ def test_what_goes_wrong_there_fails_the_sample_with_its_reason_and_leaves_no_pr
         time.sleep(0.05)
     assert len(left_over()) == 1
     assert play(host, "plain")[0].error is None
+
+
+@pytest.mark.parametrize("how", ["fork_bomb", "fork_and_leave", "spin"])
+def test_where_the_kernel_allows_no_namespaces_everything_ends_too(
+    host: ProcessHost, modules: tuple[str, str], how: str
+) -> None:
+    plain = ProcessHost(modules, isolate=False)
+    try:
+        (sample,) = play(plain, how)
+        assert sample.stop_reason == "environment_killed", sample.error
+    finally:
+        plain.close()
+    deadline = time.monotonic() + 10
+    while len(left_over()) > 1 and time.monotonic() < deadline:  # the other test's zygote
+        time.sleep(0.05)
+    assert len(left_over()) <= 1
 
 
 def test_a_zygote_that_was_killed_is_replaced(host: ProcessHost) -> None:
