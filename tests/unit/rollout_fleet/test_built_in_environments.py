@@ -4,14 +4,17 @@ import asyncio
 from typing import Any
 
 import pytest
-from fleet_fakes import ScriptedSampler, in_turn, make_driver, say
+from fleet_fakes import CharacterTokenizer, ScriptedSampler, in_turn, make_driver, say
 
 from common.rollouts import Sample
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.gymnasium_text import FrozenLake, GymnasiumText
 from rollout_fleet.environments.math_problem import MathProblem, judge
-from rollout_fleet.environments.protocol import Chat
+from rollout_fleet.environments.processes import ProcessHost, ProcessStage
+from rollout_fleet.environments.protocol import Budget, Chat
 from rollout_fleet.environments.stage import takes_group_seed
+from rollout_fleet.episodes import EpisodeDriver, Sampling
+from rollout_fleet.rendering import Renderer
 
 
 def play(environment: type, said: list[str], problem: dict[str, Any], **options: Any) -> tuple[Sample, list[str]]:
@@ -50,8 +53,24 @@ def test_a_row_without_an_answer_names_what_is_expected() -> None:
         MathProblem({"question": "?"}, seed=0)
 
 
-def test_math_is_judged_in_a_process_of_its_own() -> None:
+def test_math_is_judged_in_a_process_of_its_own_where_an_endless_answer_ends() -> None:
     assert MathProblem.LIMITS.process and MathProblem.PRELOAD == ("math_verify",)
+    host = ProcessHost(("rollout_fleet.environments.math_problem", *MathProblem.PRELOAD))
+    path = "rollout_fleet.environments.math_problem:MathProblem"
+    stage = ProcessStage(path, {}, MathProblem.LIMITS, 60.0, host, shares_seed=False)
+    sampler = ScriptedSampler(in_turn(say("\\boxed{9^{9^{9^{9}}}}"), say("\\boxed{\\frac{3}{6}}")))
+    driver = EpisodeDriver(
+        sampler, Renderer(CharacterTokenizer()), stage, Budget(1, 100, 1000), Sampling(), 60.0, MathProblem.LIMITS
+    )
+
+    async def both() -> list[Sample]:
+        return [await driver.run({"question": "?", "answer": "1/2"}, seed) for seed in range(2)]
+
+    try:
+        endless, right = asyncio.run(both())
+    finally:
+        host.close()
+    assert (endless.error, endless.reward, right.reward) == (None, 0.0, 1.0)
 
 
 def test_the_lake_is_walked_in_words_and_pays_at_the_goal() -> None:
