@@ -52,6 +52,20 @@ class Trace:
             self.routed.append(generation.routed_experts[self.routed_tokens :])
             self.routed_tokens = max(self.routed_tokens, len(generation.routed_experts))
 
+    def prefix(self, length: int, turns: int, sampled: int) -> "Trace":
+        """A copy of the first `length` tokens, which end with turn `turns`, `sampled` tokens sampled so far."""
+        routed = [np.concatenate(self.routed)[: length - 1]] if self.routed else []
+        return Trace(
+            tokens=self.tokens[:length],
+            mask=self.mask[:length],
+            logprobs=self.logprobs[:length],
+            runs=[run for run in self.runs if run.start < length],
+            turns=turns,
+            sampled=sampled,
+            routed=routed,
+            routed_tokens=len(routed[0]) if routed else 0,
+        )
+
     def untrain(self, count: int) -> None:
         """Take the last `count` sampled tokens out of the loss."""
         start = len(self.tokens) - count

@@ -7,7 +7,6 @@ continues no turn begins a tree of its own.
 """
 
 import asyncio
-import copy
 from dataclasses import dataclass
 
 from rollout_fleet.agents import api
@@ -18,8 +17,10 @@ from rollout_fleet.sampler_protocol import Generation, Sampler
 from rollout_fleet.tool_calls import Said, format_of, parse
 from rollout_fleet.trace import Trace
 
+Words = tuple[tuple[str, str, str], ...]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Turn:
     """A call of the model, with everything before it.
 
@@ -27,15 +28,25 @@ class Turn:
         words: identities of the messages, the policy's answer included; () for completions.
         text: of a completion: prompt and what followed; None for chats.
         tools: that the request had.
-        trace: tokens of the whole path.
         ended: whether the policy ended the turn itself.
+        trace: tokens of the whole path; turns that continue this one grow the same trace.
+        length, turns, sampled: of the trace when this turn was its last.
     """
 
-    words: tuple[tuple[str, str, str], ...]
+    words: Words
     text: str | None
     tools: str
-    trace: Trace
     ended: bool
+    trace: Trace
+    length: int
+    turns: int
+    sampled: int
+
+    def path(self) -> Trace:
+        """The trace up to and with this turn; a copy only when another turn has continued it."""
+        if len(self.trace.tokens) == self.length:
+            return self.trace
+        return self.trace.prefix(self.length, self.turns, self.sampled)
 
 
 class Conversation:
@@ -62,49 +73,56 @@ class Conversation:
         async with self._lock:
             if len(self.turns) >= self._budget.max_turns:
                 raise self._refused(StopReason.TURN_LIMIT, f"all {self._budget.max_turns} turns are used up")
-            trace, words = self._prepared(request)
-            room = min(self._budget.max_tokens - self.sampled, self._budget.max_context - len(trace.tokens))
+            trace, new, words = self._prepared(request)
+            prompt = trace.tokens + new
+            room = min(self._budget.max_tokens - self.sampled, self._budget.max_context - len(prompt))
             if room <= 0:
-                raise self._refused(StopReason.LENGTH, f"no tokens are left behind a prompt of {len(trace.tokens)}")
-            prompt = list(trace.tokens)
+                raise self._refused(StopReason.LENGTH, f"no tokens are left behind a prompt of {len(prompt)}")
             room = min(room, request.max_tokens or room)
-            generation = await generate(self._sampler, trace, room, self._sampling, self._progress)
-            self.sampled += len(generation.tokens)
+            generation = await self._sample(trace, new, room)
             return self._kept(request, trace, words, prompt, generation)
+
+    async def _sample(self, trace: Trace, new: list[int], room: int) -> Generation:
+        """Continue `trace` by `new` and what the policy says to it; as it was when that fails."""
+        trace.observe(new)
+        before = len(trace.tokens)
+        try:
+            generation = await generate(self._sampler, trace, room, self._sampling, self._progress)
+        except BaseException:
+            if len(trace.tokens) == before:
+                trace.retract(len(new))
+            raise
+        self.sampled += len(generation.tokens)
+        return generation
 
     def longest(self) -> Turn | None:
         """The path with the most sampled tokens, of several the one that came last; None before the first turn."""
-        return max(reversed(self.turns), key=lambda turn: turn.trace.sampled, default=None)
+        return max(reversed(self.turns), key=lambda turn: turn.sampled, default=None)
 
     def _refused(self, reason: StopReason, message: str) -> api.BadRequest:
         self.exhausted = reason
         return api.BadRequest(f"the episode is over: {message}", code="context_length_exceeded")
 
-    def _prepared(self, request: api.Request) -> tuple[Trace, tuple[tuple[str, str, str], ...]]:
-        """The trace with the prompt in it, and the identities of the request's messages."""
+    def _prepared(self, request: api.Request) -> tuple[Trace, list[int], Words]:
+        """The trace to be continued, the tokens of what is new, and the identities of the request's messages."""
         try:
-            if request.messages:
-                return self._chat(request)
-            return self._completion(request.prompt), ()
+            return self._chat(request) if request.messages else (*self._completion(request.prompt), ())
         except (ValueError, TypeError, LookupError) as error:
             raise api.BadRequest(f"the chat template refuses the messages: {error}") from error
         except Exception as error:  # jinja's own errors, without importing jinja
             raise api.BadRequest(f"the chat template fails: {type(error).__name__}: {error}") from error
 
-    def _chat(self, request: api.Request) -> tuple[Trace, tuple[tuple[str, str, str], ...]]:
+    def _chat(self, request: api.Request) -> tuple[Trace, list[int], Words]:
         words = tuple(map(api.identity, request.messages))
         before = self._continued(words, request.tools)
         if before is None:
-            trace = Trace()
-            trace.observe(self._renderer.encode(self._renderer.conversation(request.messages, request.tools)))
-            return trace, words
+            return Trace(), self._renderer.encode(self._renderer.conversation(request.messages, request.tools)), words
         new = request.messages[len(before.words) :]
-        end = before.trace.tokens[-1] if before.ended else None
-        trace = copy.deepcopy(before.trace)
-        trace.observe(self._renderer.encode(self._renderer.continuation(new, end, request.tools)))
-        return trace, words
+        end = before.trace.tokens[before.length - 1] if before.ended else None
+        text = self._renderer.continuation(new, end, request.tools)
+        return before.path(), self._renderer.encode(text), words
 
-    def _continued(self, words: tuple[tuple[str, str, str], ...], tools: str) -> Turn | None:
+    def _continued(self, words: Words, tools: str) -> Turn | None:
         """The longest turn whose messages the request repeats and which only others have answered since."""
         fits = [
             turn
@@ -117,26 +135,24 @@ class Conversation:
         ]
         return max(fits, key=lambda turn: len(turn.words), default=None)
 
-    def _completion(self, prompt: str | list[int]) -> Trace:
+    def _completion(self, prompt: str | list[int]) -> tuple[Trace, list[int]]:
         found: Turn | None = None
         for turn in self.turns:
-            if turn.text is None or (found is not None and turn.trace.sampled <= found.trace.sampled):
+            if turn.text is None or (found is not None and turn.sampled <= found.sampled):
                 continue
-            known = turn.text if isinstance(prompt, str) else turn.trace.tokens
+            known = turn.text if isinstance(prompt, str) else turn.trace.tokens[: turn.length]
             if prompt[: len(known)] == known:
                 found = turn
-        trace = copy.deepcopy(found.trace) if found is not None else Trace()
+        trace = found.path() if found is not None else Trace()
         if isinstance(prompt, str):
-            trace.observe(self._renderer.encode(prompt[len(found.text or "") if found is not None else 0 :]))
-        else:
-            trace.observe(list(prompt[len(trace.tokens) :]))
-        return trace
+            return trace, self._renderer.encode(prompt[len(found.text or "") if found is not None else 0 :])
+        return trace, list(prompt[len(trace.tokens) :])
 
     def _kept(
         self,
         request: api.Request,
         trace: Trace,
-        words: tuple[tuple[str, str, str], ...],
+        words: Words,
         prompt: list[int],
         generation: Generation,
     ) -> api.Answer:
@@ -158,5 +174,6 @@ class Conversation:
             words = (*words, api.identity(api.said(answer)))
         else:
             whole = (request.prompt if isinstance(request.prompt, str) else self._renderer.text(prompt)) + text
-        self.turns.append(Turn(words, whole, request.tools, trace, ended))
+        lengths = len(trace.tokens), trace.turns, trace.sampled
+        self.turns.append(Turn(words, whole, request.tools, ended, trace, *lengths))
         return answer

@@ -149,7 +149,7 @@ def _sample(talk: Conversation, reward: float, metrics: dict[str, float]) -> Sam
     turn = talk.longest()
     if turn is None:
         raise EpisodeFailed("the agent ended without a call of the model")
-    trace = turn.trace
+    trace = turn.path()
     trace.turn_rewards = [0.0] * (trace.turns - 1) + [reward]
     trace.metrics = {**metrics, "tokens_left_out": float(talk.sampled - trace.sampled)}
     done = StopReason.LENGTH if not turn.ended else StopReason.STOP if trace.turns == 1 else StopReason.ENVIRONMENT_DONE
@@ -158,4 +158,4 @@ def _sample(talk: Conversation, reward: float, metrics: dict[str, float]) -> Sam
 
 def _failed(talk: Conversation, reason: StopReason, message: str) -> Sample:
     turn = talk.longest()
-    return (turn.trace if turn is not None else Trace()).sample(reason, message)
+    return (turn.path() if turn is not None else Trace()).sample(reason, message)

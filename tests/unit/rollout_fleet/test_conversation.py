@@ -12,7 +12,7 @@ from common.rollouts import VersionRun
 from rollout_fleet.agents import api
 from rollout_fleet.agents.conversation import Conversation
 from rollout_fleet.environments.protocol import Budget, StopReason
-from rollout_fleet.episodes import Progress, Sampling
+from rollout_fleet.episodes import EpisodeFailed, Progress, Sampling
 from rollout_fleet.rendering import Renderer
 from rollout_fleet.sampler_protocol import Generation
 
@@ -68,10 +68,10 @@ def test_each_prompt_continues_the_exact_tokens_of_the_turn_before() -> None:
     assert prompts[2][: len(prompts[1]) + len(second.tokens)] == prompts[1] + second.tokens
     assert third.prompt_tokens == prompts[2]
     kept = talk.talk.longest()
-    assert kept is not None and kept.trace.tokens == prompts[2] + third.tokens
-    assert kept.trace.sampled == sum(len(a.tokens) for a in (first, second, third))
-    assert [run.version for run in kept.trace.runs] == [0, 1, 2]
-    trained = [t for t, m in zip(kept.trace.tokens, kept.trace.mask, strict=True) if m]
+    assert kept is not None and kept.path().tokens == prompts[2] + third.tokens
+    assert kept.path().sampled == sum(len(a.tokens) for a in (first, second, third))
+    assert [run.version for run in kept.path().runs] == [0, 1, 2]
+    trained = [t for t, m in zip(kept.path().tokens, kept.path().mask, strict=True) if m]
     assert trained == first.tokens + second.tokens + third.tokens
 
 
@@ -80,10 +80,10 @@ def test_a_request_that_continues_nothing_begins_a_conversation_of_its_own() -> 
     first = talk.say([user("hi")])
     talk.say([user("something else")])
     talk.say([user("hi"), assistant("what was never said"), user("more")])
-    assert [turn.trace.turns for turn in talk.talk.turns] == [1, 1, 1]
+    assert [turn.turns for turn in talk.talk.turns] == [1, 1, 1]
     kept = talk.talk.longest()
-    assert kept is not None and kept.trace.tokens[-21:-1] == talk.tokenizer.encode("a much longer answer")
-    assert first.tokens not in (kept.trace.tokens,)
+    assert kept is not None and kept.path().tokens[-21:-1] == talk.tokenizer.encode("a much longer answer")
+    assert first.tokens not in (kept.path().tokens,)
 
 
 def test_two_answers_to_one_conversation_are_two_branches_with_one_root() -> None:
@@ -95,8 +95,33 @@ def test_two_answers_to_one_conversation_are_two_branches_with_one_root() -> Non
     prompts = talk.prompts()
     root = prompts[0] + first.tokens
     assert prompts[1][: len(root)] == prompts[2][: len(root)] == root
-    assert [turn.trace.turns for turn in talk.talk.turns] == [1, 2, 2]
+    assert [turn.turns for turn in talk.talk.turns] == [1, 2, 2]
     assert talk.talk.sampled == 4 + 4 + 6
+
+
+def test_a_conversation_that_only_goes_on_is_held_once_and_a_branch_leaves_it_as_it_is() -> None:
+    talk = Talk("one", "two", "three")
+    history: list[dict[str, Any]] = [user("hi")]
+    for _ in range(2):
+        history += [assistant(talk.say(history).text), user("more")]
+    first, second = talk.talk.turns
+    assert first.trace is second.trace and first.path() is not second.path()
+    long = list(second.path().tokens)
+    talk.say([*history[:2], user("another way")])
+    assert second.path().tokens == long and talk.talk.turns[2].path().tokens[: first.length] == long[: first.length]
+    assert [run.version for run in talk.talk.turns[2].path().runs] == [0, 2]
+
+
+def test_a_request_that_the_engine_refuses_leaves_the_conversation_as_it_was() -> None:
+    talk = Talk("one", "two")
+    first = talk.say([user("hi")])
+    history = [user("hi"), assistant(first.text), user("more")]
+    respond, talk.sampler._respond = talk.sampler._respond, lambda _: ValueError("too long")
+    with pytest.raises(EpisodeFailed, match="too long"):
+        talk.say(history)
+    talk.sampler._respond = respond
+    prompts = talk.prompts()
+    assert talk.say(history).prompt_tokens == prompts[1]
 
 
 def test_tool_calls_come_out_as_calls_and_their_answers_go_back_in() -> None:
@@ -142,7 +167,7 @@ def test_completions_continue_texts_and_token_ids_exactly() -> None:
     assert second.prompt_tokens == encode("Count:") + first.tokens + encode(" and")
     assert third.prompt_tokens == second.prompt_tokens + second.tokens + [40, 41]
     kept = talk.talk.longest()
-    assert kept is not None and kept.trace.turns == 3
+    assert kept is not None and kept.path().turns == 3
 
 
 def test_log_probabilities_are_those_that_were_sampled() -> None:
