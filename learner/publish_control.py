@@ -210,6 +210,7 @@ class PublishControl:
             snapshot = transfer.snapshot
             self._change_stats(
                 publish_s=transfer.last_staged - snapshot.started,
+                broadcast_s=transfer.last_staged - transfer.started,
                 seconds_to_active=now - snapshot.started,
                 publish_bytes=snapshot.bytes_staged,
             )
@@ -274,10 +275,10 @@ class PublishControl:
                 self._end(transfer)
 
     def _give_up_attempt(self, transfer: Transfer, now: float) -> None:
-        """Release the members that answered for another attempt; eject the silent ones after a moment."""
-        assert transfer.failed_at is not None
-        silent = transfer.receiving - transfer.answered
-        if silent and now - transfer.failed_at < self._silence_s:
+        """Release the members that answered for another attempt, and eject the silent ones, once all are told apart."""
+        unheard = transfer.receiving - transfer.answered
+        silent = {i for i in unheard if now - self._members[i].last_heard > self._silence_s}
+        if unheard - silent:
             return  # the pings of this moment are still to be answered
         for identity in list(transfer.receiving):
             member = self._members[identity]

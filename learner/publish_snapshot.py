@@ -68,8 +68,8 @@ class Snapshot:
 
     def seal(self, bucket_bytes: int) -> None:
         """Compute the checksums that every node verifies."""
-        self.full = Payload(self.flat, packing.bucket_checksums(self.flat, self.layout, bucket_bytes))
-        self.checksum = packing.checksum(self.flat)
+        buckets, self.checksum = packing.all_checksums(self.flat, bucket_bytes)
+        self.full = Payload(self.flat, buckets)
 
     def payload_for(self, versions: set[int], first_attempt: bool) -> Payload:
         """What to send to nodes that hold `versions` (-1: nothing); a later attempt gets the whole version."""
@@ -113,6 +113,7 @@ class SnapshotMaker:
         """`dtype`: what the engines hold, whatever the learner exports."""
         self._dtype = dtype
         self._pool = BufferPool()
+        self._views: dict[int, list[tuple[str, torch.Tensor]]] = {}
         self.layout: Layout | None = None
 
     def make(self, version: int, named: Iterable[tuple[str, torch.Tensor]], canary: Canary | None) -> Snapshot:
@@ -129,10 +130,18 @@ class SnapshotMaker:
                 for name, tensor in named
             ]
             self.layout = Layout.of([(name, self._dtype_of(name), tuple(tensor.shape)) for name, tensor in named])
-        flat = packing.pack(named, self.layout, self._pool.acquire(self.layout.total_bytes))
+        flat = self._pool.acquire(self.layout.total_bytes)
+        packing.fill(self._views_of(flat, self.layout), named)
         snapshot = Snapshot(version, self.layout, flat, canary, self._pool)
         snapshot.started = started
         return snapshot
+
+    def _views_of(self, flat: torch.Tensor, layout: Layout) -> list[tuple[str, torch.Tensor]]:
+        """The buffer's views, made once: the pool has few buffers and gives none of them up."""
+        key = flat.data_ptr()
+        if key not in self._views:
+            self._views[key] = list(packing.view(flat, layout))
+        return self._views[key]
 
     def _dtype_of(self, name: str) -> str:
         return "float32" if name.endswith(KEPT_FLOAT32) else self._dtype

@@ -37,6 +37,7 @@ class PublishStats:
         version_sent: newest version that every live node staged; -1 before the first.
         publish_s: seconds from `publish` to the last Staged of the newest finished publish.
         publish_bytes: bytes sent for it, over all nodes.
+        broadcast_s: seconds of `publish_s` from the announcement to the nodes on; the rest is the copy and its hash.
         seconds_to_active: from `publish` to the last Active of it.
         nodes: live members of the receiving group.
         ejections: nodes dropped so far because they died, stalled or failed.
@@ -52,6 +53,7 @@ class PublishStats:
     version_sent: int = -1
     publish_s: float = 0.0
     publish_bytes: int = 0
+    broadcast_s: float = 0.0
     seconds_to_active: float = 0.0
     nodes: int = 0
     ejections: int = 0

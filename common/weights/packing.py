@@ -9,6 +9,7 @@ import xxhash
 
 from common.weights.layout import Layout, ranges
 
+BLOCK_BYTES = 256 << 10  # within a core's cache
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -18,23 +19,32 @@ def view(flat: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor
         yield e.name, flat[e.offset : e.offset + e.size_bytes].view(DTYPES[e.dtype]).view(e.shape)
 
 
-def pack(named: Iterable[tuple[str, torch.Tensor]], layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy tensors, in layout order, into a flat [total_bytes] uint8 CPU buffer (gaps zero), cast to its dtype.
+def pack(named: Iterable[tuple[str, torch.Tensor]], layout: Layout) -> torch.Tensor:
+    """Tensors, in layout order, in a new flat [total_bytes] uint8 CPU buffer (gaps zero), cast to its dtype.
 
     Raises:
         ValueError: when names or shapes do not follow the layout.
     """
-    flat = out if out is not None else torch.zeros(layout.total_bytes, dtype=torch.uint8)
-    targets = view(flat, layout)
+    flat = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    fill(view(flat, layout), named)
+    return flat
+
+
+def fill(targets: Iterable[tuple[str, torch.Tensor]], named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy `named` into the views of a buffer, one by one and in their order.
+
+    Raises:
+        ValueError: when names or shapes do not follow the layout.
+    """
+    views = iter(targets)
     for name, tensor in named:
-        want, target = next(targets, (None, None))
+        want, target = next(views, (None, None))
         if want != name or target is None or target.shape != tensor.shape:
             raise ValueError(f"tensor {name} {tuple(tensor.shape)} does not follow the layout, which has {want}")
         target.copy_(tensor)
-    missing = next(targets, None)
+    missing = next(views, None)
     if missing is not None:
         raise ValueError(f"tensor {missing[0]} of the layout was not given")
-    return flat
 
 
 def checksum(data: torch.Tensor) -> str:
@@ -57,3 +67,18 @@ def bucket_checksums(flat: torch.Tensor, layout: Layout, bucket_bytes: int) -> l
 def part_checksums(payload: torch.Tensor, bucket_bytes: int) -> list[str]:
     """Checksum of every bucket of a payload [n] uint8."""
     return [checksum(payload[a:b]) for a, b in ranges(payload.numel(), bucket_bytes)]
+
+
+def all_checksums(flat: torch.Tensor, bucket_bytes: int) -> tuple[list[str], str]:
+    """(checksum of every bucket, checksum of `flat` [n] uint8); both while a block is in the cache."""
+    data_bytes: Any = flat.numpy()
+    data = memoryview(data_bytes)
+    whole, buckets = xxhash.xxh3_128(), list[str]()
+    for start, end in ranges(len(data), bucket_bytes):
+        bucket = xxhash.xxh3_128()
+        for at in range(start, end, BLOCK_BYTES):
+            block = data[at : min(at + BLOCK_BYTES, end)]
+            bucket.update(block)
+            whole.update(block)
+        buckets.append(bucket.hexdigest())
+    return buckets, whole.hexdigest()

@@ -45,6 +45,14 @@ def test_any_changed_bit_changes_the_checksum_of_its_bucket_only() -> None:
     assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, True]
 
 
+def test_checksums_of_buckets_and_of_the_whole_are_those_of_one_by_one() -> None:
+    flat = torch.arange(3 * packing.BLOCK_BYTES + 77).to(torch.uint8)
+    for bucket in (1000, packing.BLOCK_BYTES, packing.BLOCK_BYTES + 1, len(flat) + 1):
+        buckets, whole = packing.all_checksums(flat, bucket)
+        assert buckets == [packing.checksum(part) for part in flat.split(bucket)]
+        assert whole == packing.checksum(flat)
+
+
 def test_the_layouts_digest_sees_names_shapes_and_types() -> None:
     base = [("a", "float32", (2, 3))]
     others = [[("b", "float32", (2, 3))], [("a", "bfloat16", (2, 3))], [("a", "float32", (3, 2))]]

@@ -1,0 +1,342 @@
+"""What the weight plane costs: python bench/weight_broadcast.py [--mib 256] [--rounds 7] [--nodes 2].
+
+Real publisher, control sockets, transports and node processes; only the engine is a buffer. In one run and the same
+processes, in turns, so that a busy machine slows all of them alike:
+
+- broadcast: from the announcement to the last node's Staged, every bucket verified, against one flat gloo broadcast
+  of the same bytes (the floor) and a gloo broadcast per parameter; for large tensors and for many small ones;
+- join: from a node whose engine is ready to its weights being in use, while others hold the version;
+- death: a node is killed or stopped in the middle of a broadcast; until every other node has the version;
+- learner: what `publish` holds the training thread, against a plain copy of the same bytes.
+
+Writes bench/results/weight_broadcast.json. Short mode: --mib 32 --rounds 2.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jobs
+import machine
+import msgspec
+import torch
+
+from common.weights import messages, packing
+from common.weights.collectives import Group, Store
+from common.weights.layout import Layout
+from common.weights.messages import Epoch
+from common.weights.receiving import Receiver
+from common.weights.transports.gloo import GlooGroup
+from common.weights.transports.registry import open_group, receivable
+from learner.publishing import WeightPublisher
+from rollout_fleet.weight_client import Flip, StagingFailed, WeightClient
+
+TIMEOUT_S = 20.0  # the default of weights.timeout_s
+BUCKET = 16 << 20  # and of weights.bucket_mib
+SMALL_TENSORS, SMALL_BYTES = 4096, 4096
+CONTEXT = get_context("forkserver")
+
+
+class Harmed:
+    """A group whose process comes to harm after so many buckets of its second publish."""
+
+    def __init__(self, epoch: Epoch, harm: int, pipe: Connection) -> None:
+        self.group: Group = open_group(epoch)
+        self.close, self.harm, self.pipe = self.group.close, harm, pipe
+        self.payloads = 0
+
+    def begin(self, payload_bytes: int) -> None:
+        self.payloads += 1
+        self.left = 2
+        self.group.begin(payload_bytes)
+
+    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
+        self.group.broadcast(bucket, timeout_s)
+        self.left -= 1
+        if self.harm and self.payloads == 2 and self.left == 0:
+            self.pipe.send_bytes(msgspec.json.encode(["harmed", time.time()]))
+            os.kill(os.getpid(), self.harm)
+
+
+class Target:
+    """WeightTarget whose engine is the staging buffer itself."""
+
+    def __init__(self, harm: int, pipe: Connection) -> None:
+        self.receiver = Receiver(lambda epoch: Harmed(epoch, harm, pipe))
+
+    async def set_layout(self, incarnation: int, welcome: bytes) -> None:
+        message = messages.decode_from_learner(welcome)
+        assert isinstance(message, messages.Welcome)
+        self.receiver.set_layout(message.layout)
+
+    async def set_epoch(self, epoch: bytes) -> None:
+        message = messages.decode_from_learner(epoch)
+        assert isinstance(message, Epoch)
+        self.receiver.set_epoch(message)
+
+    async def serve(self, serve: bytes, node_id: str) -> bytes:
+        message = messages.decode_from_learner(serve)
+        assert isinstance(message, messages.Serve)
+        return messages.encode(self.receiver.serve(message, node_id))
+
+    async def stage(self, publish: bytes) -> float:
+        message = messages.decode_from_learner(publish)
+        assert isinstance(message, messages.Publish)
+        self.receiver.start(message)
+        while (status := self.receiver.status).state == "receiving":
+            await asyncio.sleep(0.002)
+        if status.state != "staged":
+            raise StagingFailed(status.error)
+        return status.receive_s
+
+    async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
+        self.receiver.give_back(self.receiver.take(incarnation, version))
+        return Flip(0.0, expected_checksum)  # every bucket of this very buffer has just been verified
+
+    async def canary(self, tokens: list[int]) -> list[float]:
+        return []
+
+    async def quarantine(self, reason: str) -> None:
+        raise RuntimeError(reason)
+
+
+def node(name: str, pipe: Connection, harm: int, transport: str) -> None:
+    """A node process: follows addresses, takes part in plain broadcasts, says when a version is in use."""
+    torch.set_num_threads(1)
+    plain: list[Group] = []
+    memory: list[torch.Tensor] = []  # used again, as the weight plane does: fresh pages cost more than a broadcast
+
+    def broadcasts(epoch: Epoch, sizes: list[int]) -> None:
+        if not plain:
+            plain.append(GlooGroup(epoch))
+            memory.append(torch.zeros(sum(sizes), dtype=torch.uint8))
+        buffers = memory[0].split(sizes)
+        plain[0].broadcast(torch.zeros(1, dtype=torch.uint8), 60.0)  # all are ready
+        for buffer in buffers:
+            plain[0].broadcast(buffer, 60.0)
+        pipe.send_bytes(msgspec.json.encode(["through", time.time()]))
+
+    async def main() -> None:
+        client = WeightClient(name, Target(harm, pipe), None, receivable(transport))
+        pipe.send_bytes(msgspec.json.encode(["up", time.time()]))
+        version = -1
+        while True:
+            while pipe.poll():
+                order = msgspec.json.decode(pipe.recv_bytes())
+                if order[0] == "follow":
+                    client.follow(order[1], 0)
+                elif order[0] == "broadcast":
+                    epoch = msgspec.convert(order[1], Epoch)
+                    await asyncio.to_thread(broadcasts, epoch, order[2])
+            state = await client.wait_change(0.01)
+            if state.version != version:
+                version = state.version
+                pipe.send_bytes(msgspec.json.encode(["active", time.time(), version]))
+
+    asyncio.run(main())
+
+
+class Node:
+    """The bench's end of a node process."""
+
+    def __init__(self, name: str, harm: int = 0, transport: str = "gloo") -> None:
+        self.pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=node, args=(name, theirs, harm, transport), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.hear("up")
+
+    def order(self, *words: Any) -> None:
+        self.pipe.send_bytes(msgspec.json.encode(words))
+
+    def hear(self, kind: str, version: int | None = None) -> float:
+        """When it said that; unix seconds."""
+        while True:
+            if not self.pipe.poll(120):
+                raise SystemExit(f"a node did not say {kind} within 120 s")
+            said = msgspec.json.decode(self.pipe.recv_bytes())
+            if said[0] == kind and (version is None or said[2] == version):
+                return said[1]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def model(tensors: int, total_bytes: int) -> list[tuple[str, torch.Tensor]]:
+    """Named bfloat16 tensors of equal size."""
+    size = total_bytes // tensors // 2
+    return [(f"layers.{i}.weight", torch.randn(size).bfloat16()) for i in range(tensors)]
+
+
+def publisher(transport: str = "gloo") -> WeightPublisher:
+    return WeightPublisher(0, "bfloat16", "127.0.0.1", BUCKET, TIMEOUT_S, transport=transport)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        if time.monotonic() > end:
+            raise SystemExit("the weight plane did not get there within 120 s")
+        time.sleep(0.002)
+
+
+class Plain:
+    """Gloo broadcasts without anything of ours, among the learner and the same nodes."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes = nodes
+        store = Store("127.0.0.1")
+        self.store, self.group = store, None
+        self.epoch = Epoch(1, 0, len(nodes) + 1, store.host, store.port, 60.0)
+
+    def seconds(self, parts: list[torch.Tensor]) -> float:
+        """From the moment when all are ready until the last node has the last of `parts`."""
+        for rank, one in enumerate(self.nodes, start=1):
+            epoch = msgspec.structs.replace(self.epoch, rank=rank)
+            one.order("broadcast", msgspec.to_builtins(epoch), [len(p) for p in parts])
+        if self.group is None:
+            self.group = GlooGroup(self.epoch)
+        self.group.broadcast(torch.zeros(1, dtype=torch.uint8), 60.0)
+        began = time.time()
+        for part in parts:
+            self.group.broadcast(part, 60.0)
+        return max(one.hear("through") for one in self.nodes) - began
+
+
+def broadcast(name: str, named: list[tuple[str, torch.Tensor]], nodes: int, rounds: int) -> dict[str, Any]:
+    """Our broadcast, the floor and one per parameter, in turns; medians in seconds."""
+    fleet = [Node(f"n{i}") for i in range(nodes)]
+    ours = publisher()
+    address = ours.start()
+    for one in fleet:
+        one.order("follow", address)
+    until(lambda: ours.stats().nodes == nodes)
+    layout = Layout.of([(n, "bfloat16", tuple(t.shape)) for n, t in named])
+    flat = packing.pack(named, layout)
+    each = [flat[e.offset : e.offset + e.size_bytes] for e in layout.entries]
+    plain = Plain(fleet)
+    seconds: dict[str, list[float]] = {"ours": [], "flat": [], "per_parameter": [], "publish": [], "snapshot": []}
+    copies: list[float] = []
+    copied = torch.zeros_like(flat)
+    for version in range(rounds + 1):
+        receipt = ours.publish(version, named, None)
+        for one in fleet:
+            one.hear("active", version)
+        until(lambda: ours.stats().version_sent == version)  # noqa: B023
+        stats = ours.stats()
+        took = [stats.broadcast_s, plain.seconds([flat]), plain.seconds(each), stats.publish_s, receipt.snapshot_s]
+        began = time.perf_counter()
+        copied.copy_(flat)
+        if version > 0:  # the first forms groups and allocates
+            copies.append(time.perf_counter() - began)
+            for key, value in zip(seconds, took, strict=True):
+                seconds[key].append(value)
+    ours.close()
+    for one in fleet:
+        one.end()
+    median = {key: statistics.median(values) for key, values in seconds.items()}
+    ratios = [a / b for a, b in zip(seconds["ours"], seconds["flat"], strict=True)]
+    return {
+        "model": name,
+        "tensors": len(named),
+        "bytes": layout.total_bytes,
+        "nodes": nodes,
+        "rounds": rounds,
+        "broadcast_s": round(median["ours"], 5),
+        "flat_s": round(median["flat"], 5),
+        "per_parameter_s": round(median["per_parameter"], 5),
+        "publish_s": round(median["publish"], 5),
+        "over_flat": round(statistics.median(ratios), 3),
+        "times_faster_than_per_parameter": round(median["per_parameter"] / median["ours"], 2),
+        "learner_held_s": round(median["snapshot"], 5),
+        "plain_copy_s": round(statistics.median(copies), 5),
+    }
+
+
+def join(named: list[tuple[str, torch.Tensor]], rounds: int) -> dict[str, Any]:
+    """Seconds from an engine that is ready to weights in use, served by the learner and by a peer."""
+    found: dict[str, list[float]] = {"learner": [], "peer": []}
+    for _ in range(rounds):
+        ours = publisher()
+        address = ours.start()
+        first = Node("first", transport="relay")  # served by the learner's relay, as a newcomer is
+        ours.publish(1, named, None)
+        until(lambda: ours.stats().published == 1)  # noqa: B023
+        for kind, one in (("learner", first), ("peer", Node("late"))):
+            began = time.time()
+            one.order("follow", address)
+            found[kind].append(one.hear("active", 1) - began)
+            until(lambda: ours.stats().version_active == 1)  # noqa: B023
+            if kind == "peer":
+                one.end()
+        ours.close()
+        first.end()
+    return {f"from_{kind}_s": round(statistics.median(values), 4) for kind, values in found.items()}
+
+
+def death(named: list[tuple[str, torch.Tensor]], harm: signal.Signals, rounds: int) -> dict[str, Any]:
+    """Seconds from a node's death in the middle of a broadcast until the others run the version."""
+    found: list[float] = []
+    for _ in range(rounds):
+        ours = publisher()
+        address = ours.start()
+        fine, victim = [Node("a"), Node("b")], Node("victim", int(harm))
+        for one in (*fine, victim):
+            one.order("follow", address)
+        until(lambda: ours.stats().nodes == 3)  # noqa: B023
+        for version in (1, 2):
+            ours.publish(version, named, None)
+            if version == 2:
+                harmed = victim.hear("harmed")
+                found.append(max(one.hear("active", version) for one in fine) - harmed)
+            else:
+                for one in (*fine, victim):
+                    one.hear("active", version)
+        until(lambda: ours.stats().ejections == 1)  # noqa: B023
+        ours.close()
+        for one in (*fine, victim):
+            one.end()
+    return {
+        "signal": harm.name,
+        "others_have_it_s": round(statistics.median(found), 3),
+        "worst_s": round(max(found), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, default=256, help="size of the model of large tensors")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--nodes", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    CONTEXT.set_forkserver_preload(["common.weights.receiving", "common.weights.transports.gloo", "__main__"])
+    large = model(64, args.mib << 20)
+    small = model(SMALL_TENSORS, SMALL_TENSORS * SMALL_BYTES)
+    few = max(1, args.rounds // 2)
+    result = {
+        "machine": machine.describe(("torch", "pyzmq")),
+        "timeout_s": TIMEOUT_S,
+        "broadcast": [broadcast("large tensors", large, args.nodes, args.rounds)],
+    }
+    result["broadcast"].append(broadcast("many small tensors", small, args.nodes, args.rounds))
+    result["join"] = {"bytes": args.mib << 20, **join(large, few)}
+    result["death"] = [death(large, harm, few) for harm in (signal.SIGKILL, signal.SIGSTOP)]
+    print(jobs.write("weight_broadcast", result))
+    for thread in threading.enumerate():
+        if thread.name.startswith("send-weights"):
+            thread.join(TIMEOUT_S)
+
+
+if __name__ == "__main__":
+    main()
