@@ -15,7 +15,7 @@ import msgspec
 
 from common.architectures import architecture_problems
 from common.config import Config, LearnerConfig, MoeConfig, SftConfig
-from common.credentials import check_credentials
+from common.credentials import check_credentials, curve_credentials
 from common.errors import ConfigError
 from common.layouts import ModelShape, Problem, document_multiple, model_problems, world_problems
 from common.loss_checks import loss_problems
@@ -307,9 +307,7 @@ def _network(config: Config) -> Iterator[Problem]:
     if broker.backend == "redis" and host and not is_loopback(host) and not encrypted:
         hint = "passwords and rollouts would cross the network in plain text"
         yield "broker.address", "rediss://HOST:PORT/DB (TLS) beyond this machine", repr(broker.address), hint
-    if not is_loopback(config.weights.address):
-        hint = "the collectives that carry weights have no authentication"
-        yield "weights.address", "a loopback address such as 127.0.0.1", repr(config.weights.address), hint
+    yield from _weights_address(config)
     if broker.lease_s < LEASE_HEARTBEATS * broker.heartbeat_s:
         expected = f"at least {LEASE_HEARTBEATS} x broker.heartbeat_s ({broker.heartbeat_s})"
         yield "broker.lease_s", expected, str(broker.lease_s), "a node that breathes must not lose its leases"
@@ -320,6 +318,22 @@ def _network(config: Config) -> Iterator[Problem]:
     if broker.max_message_bytes > broker.max_bytes:
         expected = f"at most broker.max_bytes ({broker.max_bytes})"
         yield "broker.max_message_bytes", expected, str(broker.max_message_bytes), None
+
+
+def _weights_address(config: Config) -> Iterator[Problem]:
+    weights, address = config.weights, config.weights.address
+    if is_loopback(address):
+        return
+    if weights.transport == "relay" and curve_credentials(config.broker.credentials) is not None:
+        if is_wildcard(address):
+            hint = "nodes are told this address"
+            yield "weights.address", "an address of this machine that the nodes reach", repr(address), hint
+        return
+    hint = (
+        "the collectives that carry weights have no authentication; weights.transport: relay has, "
+        "with the keys of `slipstream keys DIR` as broker.credentials"
+    )
+    yield "weights.address", "a loopback address such as 127.0.0.1", repr(address), hint
 
 
 def _number(shape: dict[str, object], name: str) -> int | None:

@@ -25,7 +25,8 @@ from common.files import pretty_json
 CHANGEABLE = (
     "run.dir", "run.steps", "run.max_restarts", "tasks.eval_dataset", "learner.threads", "learner.checkpoint",
     "rollout.nodes", "rollout.concurrency", "rollout.sample_timeout_s", "rollout.threads", "rollout.engine",
-    "broker", "weights.address", "weights.timeout_s", "weights.bucket_mib", "telemetry",
+    "broker", "weights.transport", "weights.overlap", "weights.address", "weights.timeout_s", "weights.bucket_mib",
+    "telemetry",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 
 from common.config import Config, SftConfig
-from common.config_checks import problems, resolve_paths
+from common.config_checks import is_loopback, problems, resolve_paths
 from common.config_loading import load_either
 from common.errors import EXIT_DONE, EXIT_USAGE, ConfigError, UsageError
 from common.layouts import ModelShape, Problem, model_problems, world_problems
@@ -138,10 +138,11 @@ def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> list[str]:
         )
     if isinstance(config, Config):
         devices = config.learner.world_size + config.rollout.nodes * config.rollout.engine.tensor_parallel
-        if devices > gpus_per_node:
+        if devices > gpus_per_node and is_loopback(config.weights.address):
             out.append(
                 f"weights.address: {devices} devices of learner and rollout nodes are more than one "
-                f"machine of {gpus_per_node} has, and weights.address is a loopback address in this version"
+                f"machine of {gpus_per_node} has, and weights.address is a loopback address; weights.transport: relay "
+                "with broker.credentials may use another"
             )
     return out
 

@@ -297,6 +297,19 @@ def test_network_settings_are_safe(folder, section, value, key, word):
     refused(job(folder, **{section: value}), key, word)
 
 
+def test_weights_leave_the_machine_by_relay_with_keys_alone(folder, tmp_path):
+    make(KeyFolder(tmp_path / "keys"), ["n0"])
+    keys = {"credentials": str(tmp_path / "keys")}
+    for weights, broker in (
+        ({"address": "10.0.0.4", "transport": "relay"}, {}),
+        ({"address": "10.0.0.4", "transport": "gloo"}, keys),
+        ({"address": "10.0.0.4", "transport": "nccl"}, keys),
+    ):
+        refused(job(folder, weights=weights, broker=broker), "weights.address", "relay")
+    refused(job(folder, weights={"address": "0.0.0.0", "transport": "relay"}, broker=keys), "weights.address", "reach")
+    check_config(job(folder, weights={"address": "10.0.0.4", "transport": "relay"}, broker=keys), "a.yaml")
+
+
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://localhost:5555", "tcp://[::1]:5555", "ipc:///tmp/b"])
 def test_local_addresses_pass(folder, address):
     check_config(job(folder, broker={"address": address}), "job.yaml")

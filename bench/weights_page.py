@@ -1,0 +1,51 @@
+"""The figures of docs/weights.md, from weight_broadcast.json and flip_cost.json: python bench/weights_page.py."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, RESULTS = ROOT / "docs" / "weights.md", ROOT / "bench" / "results"
+BEGIN, END = "<!-- figures: bench/weights_page.py writes them -->", "<!-- end of the figures -->"
+
+
+def render() -> str:
+    """The text between the marks."""
+    measured: dict[str, Any] = json.loads((RESULTS / "weight_broadcast.json").read_text())
+    flips: list[dict[str, Any]] = json.loads((RESULTS / "flip_cost.json").read_text())["runs"]
+    rows = [
+        "| model | bytes | nodes | ours | one flat broadcast | ours / flat | one per parameter | ours is faster by |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    rows += [
+        f"| {r['tensors']:,} {r['model'].removeprefix('many ')} | {r['bytes'] / 1e6:.0f} MB | {r['nodes']} | "
+        f"{1e3 * r['broadcast_s']:.0f} ms | {1e3 * r['flat_s']:.0f} ms | {r['over_flat']:.2f} | "
+        f"{1e3 * r['per_parameter_s']:.0f} ms | {r['times_faster_than_per_parameter']:.1f} times |"
+        for r in measured["broadcast"]
+    ]
+    join, large = measured["join"], measured["broadcast"][0]
+    deaths = {r["signal"]: r for r in measured["death"]}
+    shares = [r["learner_copy_share_of_step"] for r in flips]
+    kill, stop = deaths["SIGKILL"], deaths["SIGSTOP"]
+    points = [
+        f"- **Join**, {join['bytes'] / 1e6:.0f} MB: from an engine that is ready to weights in use "
+        f"{join['from_learner_s']:.2f} s when the learner serves them, {join['from_peer_s']:.2f} s when a peer does.",
+        f"- **Death in the middle of a broadcast** ({large['bytes'] / 1e6:.0f} MB, `weights.timeout_s: "
+        f"{measured['timeout_s']:g}`): every other node runs the version {kill['others_have_it_s']:.1f} s after a "
+        f"`kill -9` (at worst {kill['worst_s']:.1f}), and {stop['others_have_it_s']:.1f} s after a `SIGSTOP` (at worst "
+        f"{stop['worst_s']:.1f}): a closed connection tells at once, silence only after 3 s.",
+        f"- **Learner time lost to publishing**: {1e3 * large['learner_held_s']:.1f} ms for "
+        f"{large['bytes'] / 1e6:.0f} MB, where a plain copy takes {1e3 * large['plain_copy_s']:.1f} ms; in whole runs, "
+        f"the export of the weights included, {100 * min(shares):.1f} to {100 * max(shares):.1f} % of the step "
+        "(`bench/results/flip_cost.json`).",
+    ]
+    return "\n".join([*rows, "", *points])
+
+
+def main() -> None:
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{render()}\n\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()
