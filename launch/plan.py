@@ -131,11 +131,6 @@ def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> list[str]:
             f"version starts those of one machine; on each node run torchrun --nnodes {nodes} "
             f"--nproc-per-node {gpus_per_node} with its rendezvous options and -m {module} --config RUN/config.yaml"
         )
-    if isinstance(config, Config) and config.rollout.engine.tensor_parallel > 1:
-        out.append(
-            f"rollout.engine.tensor_parallel: this version's weight plane ({config.weights.transport}) serves engines "
-            f"of 1 device, not {config.rollout.engine.tensor_parallel}"
-        )
     if isinstance(config, Config):
         devices = config.learner.world_size + config.rollout.nodes * config.rollout.engine.tensor_parallel
         if devices > gpus_per_node and is_loopback(config.weights.address):

@@ -74,10 +74,6 @@ class Engine:
             UsageError: a config that this engine cannot serve.
             SlipstreamError: the engine did not come up; the message says why.
         """
-        if self._config.rollout.engine.tensor_parallel != 1:
-            raise UsageError(
-                "rollout.engine.tensor_parallel: the gloo weight plane serves engines of 1 device, not more"
-            )
         # The engine process dies with the *thread* that made it, so this one must live as long as the engine.
         self._creator = ThreadPoolExecutor(1, "vllm-parent")
         try:
@@ -212,6 +208,7 @@ class Engine:
             "seed": self._seed,
             "max_model_len": engine.max_model_len,
             "max_num_seqs": engine.max_num_seqs,
+            "tensor_parallel_size": engine.tensor_parallel,
             "enforce_eager": engine.eager,
             "gpu_memory_utilization": engine.gpu_memory_utilization,
             "enable_prefix_caching": True,
@@ -230,7 +227,7 @@ class Engine:
         if not on_cpu:
             arguments["moe_backend"] = "triton"  # others reorder the experts when loaded: no updates in place, no proof
         if on_cpu:
-            arguments["distributed_executor_backend"] = "uni"
+            arguments["distributed_executor_backend"] = "uni" if engine.tensor_parallel == 1 else "mp"
         return arguments
 
 

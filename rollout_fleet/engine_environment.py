@@ -19,7 +19,8 @@ def prepare(config: Config) -> None:
 
 def prepare_cpu(config: Config) -> None:
     """Set what the CPU build needs: one engine process instead of two, and no compiler where nothing is compiled."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else executor 'uni' becomes 'mp', a third process
+    if config.rollout.engine.tensor_parallel == 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else executor 'uni' becomes 'mp', a third process
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # nodes and a learner share the cores
     if config.rollout.engine.kv_cache_mib is not None:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_memory_bytes

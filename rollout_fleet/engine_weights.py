@@ -173,19 +173,26 @@ class EngineWeights:
 
         deadline = time.monotonic() + PROOF_TIMEOUT_S
         while time.monotonic() < deadline:
-            proof = msgspec.msgpack.decode(await self._rpc("slipstream_proof"), type=Proof | None)
-            if proof is not None:
+            found = await self._rpc_all("slipstream_proof")
+            proofs = [msgspec.msgpack.decode(one, type=Proof | None) for one in found]
+            proven = [proof for proof in proofs if proof is not None]
+            for proof in proven:
                 if proof.error or (proof.incarnation, proof.version) != (incarnation, version):
                     raise ProofFailed(proof.error or f"the engine proved version {proof.version}, not {version}")
-                return proof.checksum
+            if len(proven) == len(proofs):
+                return proven[0].checksum
             await asyncio.sleep(FIRST_POLL_S)
         raise ProofFailed(f"no proof of version {version} within {PROOF_TIMEOUT_S:g} s")
 
     async def _rpc(self, method: str, **arguments: Any) -> Any:
-        """The single worker's answer; raises SlipstreamError with the worker's reason."""
+        """The first worker's answer; raises SlipstreamError with the reason of whichever failed."""
+        return (await self._rpc_all(method, **arguments))[0]
+
+    async def _rpc_all(self, method: str, **arguments: Any) -> list[Any]:
+        """Every worker's answer, by rank; raises SlipstreamError with the worker's reason."""
         if self._llm is None:
             raise SlipstreamError("the engine is not running")
         try:
-            return (await self._llm.collective_rpc(method, kwargs=arguments))[0]
+            return await self._llm.collective_rpc(method, kwargs=arguments)
         except Exception as error:  # vLLM hands worker errors on as bare Exception
             raise SlipstreamError(f"{method}: {error}") from error

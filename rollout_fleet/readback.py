@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import xxhash
 
+from common.weights import packing
 from common.weights.layout import Entry, Layout
 
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<projection>\w+)\.(?P<kind>\w+)")
@@ -29,14 +30,7 @@ def tensors(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
     Raises:
         Unreadable: naming the tensor, when it cannot be found or has another shape or dtype.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    packed = getattr(model, "packed_modules_mapping", {})
-    for entry in layout.entries:
-        found = parameters.get(entry.name)
-        if found is None:
-            found = _expert(model, parameters, entry)
-        if found is None:
-            found = _part_of_fused(model, parameters, packed, entry.name)
+    for entry, found in _live(model, layout):
         if found.dim() == len(entry.shape) and found.shape[1:] == entry.shape[1:] and len(found) > entry.shape[0]:
             found = found[: entry.shape[0]]  # padded vocabulary rows
         dtype = str(found.dtype).removeprefix("torch.")
@@ -61,6 +55,55 @@ def checksum(model: Any, layout: Layout) -> str:
         at = entry.offset + entry.size_bytes
     digest.update(bytes(layout.total_bytes - at))
     return digest.hexdigest()
+
+
+def check_shard(model: Any, layout: Layout, flat: torch.Tensor, rank: int, size: int) -> None:
+    """Compare the live parameters of worker `rank` of `size` with their shards of `flat` [total_bytes] uint8, all bits.
+
+    Raises:
+        Unreadable: naming the tensor whose shard is another one, or cannot be told.
+    """
+    for (entry, live), (_, whole) in zip(_live(model, layout), packing.view(flat, layout), strict=True):
+        live, expected = _shard(model, entry, live, whole, rank, size)
+        held = live.contiguous().cpu()
+        if held.dtype != expected.dtype or held.shape != expected.shape:
+            has = f"{held.dtype} {tuple(held.shape)}"
+            raise Unreadable(f"{entry.name} of {entry.shape} on worker {rank} of {size}: the engine has {has}")
+        if not torch.equal(held.view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8)):
+            raise Unreadable(f"worker {rank} of {size} holds another shard of {entry.name} than was published")
+
+
+def _shard(
+    model: Any, entry: Entry, live: torch.Tensor, whole: torch.Tensor, rank: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(live, expected) of one worker: what is cut is told from the shapes, rows of vocabularies by their module."""
+    try:
+        module = model.get_submodule(entry.name.rpartition(".")[0])
+    except AttributeError:  # a part of a fused one
+        module = None
+    indices = getattr(module, "shard_indices", None)
+    if indices is not None:
+        start, end = indices.org_vocab_start_index, indices.org_vocab_end_index
+        return live[: end - start], whole[start:end]
+    for dim in range(min(live.dim(), whole.dim())):
+        have, all_of_it = live.shape[dim], whole.shape[dim]
+        if have != all_of_it and all_of_it % have == 0 and size % (all_of_it // have) == 0:
+            place = rank * (all_of_it // have) // size  # key-value heads may be fewer than workers: then some share one
+            return live, whole.narrow(dim, place * have, have)
+    return live, whole
+
+
+def _live(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
+    """(entry, the live parameter or part of a fused one) in layout order, cut and padded as the engine does."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    packed = getattr(model, "packed_modules_mapping", {})
+    for entry in layout.entries:
+        found = parameters.get(entry.name)
+        if found is None:
+            found = _expert(model, parameters, entry)
+        if found is None:
+            found = _part_of_fused(model, parameters, packed, entry.name)
+        yield entry, found.data
 
 
 def _expert(model: Any, parameters: dict[str, torch.Tensor], entry: Entry) -> torch.Tensor | None:

@@ -19,8 +19,8 @@ from vllm.distributed.weight_transfer.base import (
 
 from common.weights import messages, packing
 from common.weights.layout import Layout
-from common.weights.receiving import Receiver
 from rollout_fleet import readback
+from rollout_fleet.ranks import Ranks
 
 
 @dataclass
@@ -57,10 +57,12 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.receiver = Receiver()
+        self.ranks = Ranks()
+        self.receiver = self.ranks.receiver
         self.proof: Proof | None = None
         self._proving: threading.Thread | None = None
         self._applied: tuple[int, int] | None = None
+        self._loaded: torch.Tensor | None = None  # what a shard is proven against
 
     def init_transfer_engine(self, init_info: SlipstreamInitInfo) -> None:
         """Take note; the group is formed by the receiving thread, since its members come when they come."""
@@ -68,7 +70,8 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         if isinstance(message, messages.Welcome):
             self.receiver.set_layout(message.layout)
         elif isinstance(message, messages.Epoch):
-            self.receiver.set_epoch(message)
+            if self.ranks.receives:
+                self.receiver.set_epoch(message)
         else:
             raise ValueError(f"{type(message).__name__} does not set up a transfer")
 
@@ -79,15 +82,16 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         self.proof, self._applied = None, None
 
     def receive_weights(self, update_info: SlipstreamUpdateInfo) -> None:
-        """Load the staged version into the live parameters; raises ValueError when it is not what is staged."""
+        """Load the staged version into the live parameters, on every rank; raises ValueError when it is not staged."""
         if update_info.op != "apply":
             raise ValueError(f"unknown operation {update_info.op!r}")
         layout = self._layout()
-        flat = self.receiver.take(update_info.incarnation, update_info.version)
+        flat = self.ranks.take(update_info.incarnation, update_info.version, layout.total_bytes)
         with torch.no_grad():
             self.model.load_weights(packing.view(flat, layout))
         self._applied = (update_info.incarnation, update_info.version)
-        self.receiver.give_back(flat)
+        self._loaded = flat if self.ranks.size > 1 else None
+        self.ranks.loaded(flat)
 
     def finish_weight_update(self) -> None:
         """Begin to prove; generation goes on meanwhile, the engine holds its results back until the proof is there."""
@@ -106,9 +110,17 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
 
     def _prove(self, incarnation: int, version: int, layout: Layout) -> None:
         try:
-            self.proof = Proof(incarnation, version, readback.checksum(self.model, layout))
+            self.proof = Proof(incarnation, version, self._checksum(layout))
         except Exception as error:  # whatever prevents the proof is the reason not to trust these weights
             self.proof = Proof(incarnation, version, error=f"{type(error).__name__}: {error}")
+
+    def _checksum(self, layout: Layout) -> str:
+        """Of what the parameters hold; of a shard: of the whole version, once it was found to be a part of that."""
+        flat, self._loaded = self._loaded, None
+        if flat is None:
+            return readback.checksum(self.model, layout)
+        readback.check_shard(self.model, layout, flat, self.ranks.rank, self.ranks.size)
+        return packing.checksum(flat) if self.ranks.receives else ""
 
 
 class WorkerExtension:
@@ -122,7 +134,8 @@ class WorkerExtension:
         message = messages.decode_from_learner(publish)
         if not isinstance(message, messages.Publish):
             raise ValueError(f"{type(message).__name__} cannot be staged")
-        self.weight_transfer_engine.receiver.start(message)
+        if self.weight_transfer_engine.ranks.receives:
+            self.weight_transfer_engine.receiver.start(message)
 
     def slipstream_staging(self) -> bytes:
         """Encoded StagingStatus."""

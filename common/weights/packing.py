@@ -19,13 +19,13 @@ def view(flat: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor
         yield e.name, flat[e.offset : e.offset + e.size_bytes].view(DTYPES[e.dtype]).view(e.shape)
 
 
-def pack(named: Iterable[tuple[str, torch.Tensor]], layout: Layout) -> torch.Tensor:
-    """Tensors, in layout order, in a new flat [total_bytes] uint8 CPU buffer (gaps zero), cast to its dtype.
+def pack(named: Iterable[tuple[str, torch.Tensor]], layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Copy tensors, in layout order, into a flat [total_bytes] uint8 CPU buffer (gaps zero), cast to its dtype.
 
     Raises:
         ValueError: when names or shapes do not follow the layout.
     """
-    flat = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    flat = out if out is not None else torch.zeros(layout.total_bytes, dtype=torch.uint8)
     fill(view(flat, layout), named)
     return flat
 

@@ -8,6 +8,7 @@ After a flip the staging buffer still holds the version; until the next one come
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -38,8 +39,12 @@ class StagingStatus(msgspec.Struct, frozen=True):
 class Receiver:
     """Stages the publishes of one learner incarnation after another."""
 
-    def __init__(self, group_factory: GroupFactory = open_group) -> None:
+    def __init__(
+        self, group_factory: GroupFactory = open_group, allocate: Callable[[int], torch.Tensor] | None = None
+    ) -> None:
+        """`allocate`: gives a zeroed [n] uint8 buffer of so many bytes; None: memory of this process."""
         self._group_factory = group_factory
+        self._allocate = allocate if allocate is not None else _zeros
         self._lock = threading.Lock()
         self._layout: Layout | None = None
         self._epoch: Epoch | None = None
@@ -179,7 +184,7 @@ class Receiver:
             group = group if group is not None else self._group_factory(epoch)
             self._note_busy(turn, group)
             # Zeros, not empty: a bucket that never arrives must not be able to look like an older version.
-            flat = buffer if buffer is not None else torch.zeros(layout.total_bytes, dtype=torch.uint8)
+            flat = buffer if buffer is not None else self._allocate(layout.total_bytes)
             if is_delta:
                 stream = torch.zeros(publish.payload_bytes, dtype=torch.uint8)
                 receive_buckets(group, stream, publish)
@@ -217,6 +222,10 @@ class Receiver:
         logger.warning("version %d did not arrive: %s", publish.version, reason)
         if group is not None:
             group.close()
+
+
+def _zeros(total_bytes: int) -> torch.Tensor:
+    return torch.zeros(total_bytes, dtype=torch.uint8)
 
 
 def apply_delta(stream: torch.Tensor, flat: torch.Tensor, publish: Publish) -> None:

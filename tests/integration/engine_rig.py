@@ -82,7 +82,13 @@ class RigEngine(Engine):
 
 
 class Rig:
-    def __init__(self, folder: Path, make: Callable[[int], Any] = make_model, moe: MoeConfig | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        make: Callable[[int], Any] = make_model,
+        moe: MoeConfig | None = None,
+        tensor_parallel: int = 1,
+    ) -> None:
         here = str(Path(__file__).resolve().parent)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
         first = make(0)
@@ -92,6 +98,10 @@ class Rig:
         self.config = job(folder)
         if moe is not None:
             self.config = msgspec.structs.replace(self.config, learner=LearnerConfig(moe=moe))
+        if tensor_parallel > 1:
+            rollout = self.config.rollout
+            spread = msgspec.structs.replace(rollout.engine, tensor_parallel=tensor_parallel)
+            self.config = msgspec.structs.replace(self.config, rollout=msgspec.structs.replace(rollout, engine=spread))
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -99,7 +109,7 @@ class Rig:
         self.engine = RigEngine(self.config)
         self.make, self.models = make, {}
         started = time.perf_counter()
-        self.run(self.engine.start(), 120)
+        self.run(self.engine.start(), 120 * tensor_parallel)
         self.start_s = time.perf_counter() - started
         self.client = self.run(self._client())
 

@@ -134,3 +134,47 @@ def test_an_expert_too_many_or_too_large_is_no_proof() -> None:
         readback.checksum(model, Layout.of([("experts.0.w1.weight", "float32", (7, 4))]))
     with pytest.raises(readback.Unreadable, match=r"experts\.3\.w2\.weight was published"):
         readback.checksum(model, Layout.of([("experts.3.w2.weight", "float32", (4, 5))]))
+
+
+class Indices:
+    def __init__(self, start: int, end: int) -> None:
+        self.org_vocab_start_index, self.org_vocab_end_index = start, end
+
+
+def shard(rank: int, size: int, whole: dict[str, torch.Tensor]) -> Model:
+    """What worker `rank` of `size` holds: heads and vocabulary cut, keys and values in two at most."""
+    model = Model()
+    kv = min(2, size)
+    q_rows, kv_rows = 8 // size, 2 // kv
+    model.attn.qkv_proj = Fused(q_rows, kv_rows, kv_rows)
+    place = rank * kv // size
+    parts = [whole["attn.q_proj.weight"][rank * q_rows :][:q_rows]]
+    parts += [whole[f"attn.{n}_proj.weight"][place * kv_rows :][:kv_rows] for n in "kv"]
+    model.attn.qkv_proj.weight.data = torch.cat(parts)
+    rows = 64 // size
+    start, end = min(50, rank * rows), min(50, (rank + 1) * rows)
+    held = torch.randn(rows, 4)
+    held[: end - start] = whole["embed.weight"][start:end]
+    model.embed.weight.data = held
+    model.embed.shard_indices = model.lm_head.shard_indices = Indices(start, end)  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_worker_proves_its_shard_and_a_changed_bit_is_named_with_the_worker(size: int) -> None:
+    layout, flat = published(Model())
+    whole = dict(packing.view(flat, layout))
+    for rank in range(size):
+        model = shard(rank, size, whole)
+        readback.check_shard(model, layout, flat, rank, size)
+        with torch.no_grad():
+            model.attn.qkv_proj.weight[-1, 0] *= -1
+        with pytest.raises(readback.Unreadable, match=rf"worker {rank} of {size} holds another shard of attn\.v_proj"):
+            readback.check_shard(model, layout, flat, rank, size)
+
+
+def test_a_worker_with_the_shard_of_another_one_does_not_prove_it() -> None:
+    layout, flat = published(Model())
+    model = shard(1, 2, dict(packing.view(flat, layout)))
+    with pytest.raises(readback.Unreadable, match=r"worker 0 of 2"):
+        readback.check_shard(model, layout, flat, 0, 2)
