@@ -140,6 +140,7 @@ async def join_while_generating(rig: Rig) -> tuple[Buffer, Generation]:
             await newcomer.wait_change(1)
     generated = await generating
     await newcomer.close()
+    target.receiver.close()
     stop_at(rig, [END])
     return target, generated
 

@@ -46,7 +46,8 @@ class RelayGroup:
             with self._one_fetch:
                 self._fill(bucket.numpy(), timeout_s)
         finally:
-            if self._closing:
+            through = 0 < self._total <= self._got and not len(self._rest)
+            if self._closing or through:  # nothing more will come this way: an epoch of the relay serves one payload
                 self.close()
 
     def close(self) -> None:

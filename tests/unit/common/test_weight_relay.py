@@ -61,6 +61,19 @@ def test_with_keys_only_the_key_that_was_made_for_a_fetch_gets_it(server: RelayS
         fetch(ours, timeout_s=0.4)
 
 
+def test_a_fetch_that_is_through_lets_go_of_its_connection(server: RelayServer) -> None:
+    group = RelayGroup(Epoch(1, 1, 2, "", 0, 10.0, "relay", server.source("k", FLAT, 30.0)))
+    group.begin(len(FLAT))
+    found = torch.zeros_like(FLAT)
+    for part in found.split(1 << 20):
+        assert not group._socket.closed
+        group.broadcast(part, 10.0)
+    assert group._socket.closed and group._context.closed and torch.equal(found, FLAT)
+    with pytest.raises(RuntimeError, match="closed"):
+        group.broadcast(found, 1.0)
+    group.close()
+
+
 def test_offers_end_when_they_are_withdrawn_and_by_themselves(server: RelayServer) -> None:
     for ends in ("withdrawn", "late"):
         source = server.source(ends, FLAT, 0.0 if ends == "late" else 30.0)
