@@ -41,7 +41,7 @@ from rollout_fleet.weight_client import Flip, StagingFailed, WeightClient
 
 TIMEOUT_S = 20.0  # the default of weights.timeout_s
 BUCKET = 16 << 20  # and of weights.bucket_mib
-SMALL_TENSORS, SMALL_BYTES = 4096, 4096
+SMALL_TENSORS, SMALL_BYTES = 4096, 16384
 CONTEXT = get_context("forkserver")
 
 
