@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from common.weights import messages, packing
 from common.weights.layout import Layout
+from common.weights.transports.nccl import remember_device
 from rollout_fleet import readback
 from rollout_fleet.ranks import Ranks
 
@@ -57,6 +58,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        remember_device()
         self.ranks = Ranks()
         self.receiver = self.ranks.receiver
         self.proof: Proof | None = None

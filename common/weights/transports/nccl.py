@@ -32,8 +32,18 @@ def require_device() -> None:
         )
 
 
+_device: torch.device | None = None
+
+
+def remember_device() -> None:
+    """Groups that other threads form are on the CUDA device that is current in this one: each thread has its own."""
+    global _device
+    if torch.cuda.is_available():
+        _device = torch.device("cuda", torch.cuda.current_device())
+
+
 class NcclGroup(DeviceGroup):
-    """ProcessGroupNCCL over a store prefix of the epoch, on this process's current CUDA device."""
+    """ProcessGroupNCCL over a store prefix of the epoch, on the remembered CUDA device, else on the current one."""
 
     def __init__(self, epoch: Epoch) -> None:
         """Meet the other members; blocks until all came.
@@ -43,7 +53,7 @@ class NcclGroup(DeviceGroup):
             RuntimeError: not everyone came within `epoch.timeout_s`.
         """
         require_device()
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = _device if _device is not None else torch.device("cuda", torch.cuda.current_device())
         super().__init__(epoch, lambda epoch: NcclCommunicator(epoch, device), device)
 
 

@@ -124,6 +124,19 @@ def test_names_of_transports_that_do_not_exist_are_refused_and_nodes_always_have
     assert registry.receivable("nccl")[0] == "nccl"
 
 
+def test_groups_that_threads_form_are_on_the_device_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    formed: list[torch.device] = []
+    monkeypatch.setattr(nccl, "_device", None)
+    monkeypatch.setattr(nccl, "require_device", lambda: None)
+    monkeypatch.setattr(nccl.DeviceGroup, "__init__", lambda self, epoch, form, device: formed.append(device))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    nccl.remember_device()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # as in a thread that has not chosen one
+    nccl.NcclGroup(EPOCH)
+    assert formed == [torch.device("cuda", 3)]
+
+
 def test_nccls_communicator_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
