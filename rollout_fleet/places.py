@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-STEADY_USAGE = 0.85  # of the KV cache; with more in use the limit does not grow
+STEADY_USAGE = 0.9  # of the KV cache; with more in use the limit does not double
 SHRINK = 0.75
+THRASHING = 0.05  # share of the running requests thrown out between two looks; a few are the price of a full cache
+QUEUE = 4  # steps' worth of requests in front of the engine that are enough
 SETTLE_LOOKS = 3  # looks after a decrease before the next change: what runs has to end first
 
 
@@ -74,8 +76,8 @@ class Pressure:
 class AdaptiveLimit:
     """Additive increase, multiplicative decrease (Chiu and Jain 1989), doubling until the first sign of pressure.
 
-    More places while every one is taken, the engine lets all requests in and cache is left; a quarter fewer when the
-    engine throws requests out. A request that waits in front of it costs nothing, so that alone only ends the growth.
+    More places while every one is taken and the queue in front of the engine is short: a short one keeps the engine
+    full and costs nothing, a long one only makes samples older. A quarter fewer when the engine throws out many.
     """
 
     def __init__(self, low: int, high: int, step: int) -> None:
@@ -92,12 +94,13 @@ class AdaptiveLimit:
         self._preemptions = pressure.preemptions
         if self._settling > 0:
             self._settling -= 1
-        elif thrown_out > 0:
+        elif thrown_out >= max(2, THRASHING * taken):
             self._change(max(self._low, int(self.limit * SHRINK)), f"{thrown_out} requests lost their KV cache")
             self._settling, self._doubling = SETTLE_LOOKS, False
-        elif pressure.waiting or pressure.kv_cache_usage > STEADY_USAGE:
+        elif pressure.waiting >= QUEUE * self._step:
             self._doubling = False
         elif taken >= self.limit:
+            self._doubling &= pressure.kv_cache_usage <= STEADY_USAGE and not pressure.waiting
             grown = 2 * self.limit if self._doubling else self.limit + self._step
             self._change(min(self._high, grown), f"{pressure.kv_cache_usage:.0%} of the KV cache is in use")
         return self.limit

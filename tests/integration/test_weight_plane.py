@@ -96,6 +96,8 @@ def test_a_member_lost_mid_broadcast_does_not_keep_the_version_from_the_others(p
         node.wait("active", version=1)
     publisher.publish(2, weights(2), None)
     lost = victim.wait("fault", kind=fault)
+    if fault == "stop":  # `status` names it while it is waited for
+        until(lambda: ("victim", 2) in {(late.node_id, late.version) for late in publisher.stats().undelivered})
     for node in survivors:
         active = node.wait("active", version=2)
         assert active["value"] == 2.0

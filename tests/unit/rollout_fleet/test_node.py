@@ -202,7 +202,7 @@ def test_the_limit_follows_the_pressure_on_the_kv_cache() -> None:
             site.attach(tasks=8)
             await until(lambda: site.board.report().concurrency == 8)
             await until(lambda: site.sampler.now == 8)
-            site.sampler.counters.preemptions += 1
+            site.sampler.counters.preemptions += 2
             await until(lambda: site.board.report().concurrency == 6)
             assert site.sampler.now == 8  # nobody is stopped
             site.sampler.gate.set()

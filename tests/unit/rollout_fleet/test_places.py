@@ -87,12 +87,11 @@ def test_a_place_given_to_an_asker_that_is_cancelled_at_that_moment_goes_on_to_t
     run(once())
 
 
-def test_the_limit_doubles_until_cache_is_used_and_then_grows_by_steps() -> None:
+def test_the_limit_doubles_until_the_cache_is_used_and_then_grows_by_steps() -> None:
     limit = AdaptiveLimit(8, 1000, 8)
     assert limit.limit == 32
     assert [limit.look(calm(), limit.limit) for _ in range(3)] == [64, 128, 256]
-    assert limit.look(calm(0.9), 256) == 256
-    assert [limit.look(calm(0.6), limit.limit) for _ in range(3)] == [264, 272, 280]
+    assert [limit.look(calm(0.95), limit.limit), limit.look(calm(0.6), limit.limit)] == [264, 272]
 
 
 def test_the_limit_does_not_grow_while_places_are_left() -> None:
@@ -100,10 +99,11 @@ def test_the_limit_does_not_grow_while_places_are_left() -> None:
     assert limit.look(calm(), 31) == 32
 
 
-def test_requests_in_front_of_the_engine_end_the_growth() -> None:
+def test_the_limit_grows_by_steps_with_a_short_queue_in_front_of_the_engine_and_not_with_a_long_one() -> None:
     limit = AdaptiveLimit(8, 1000, 8)
-    assert limit.look(Pressure(0.5, 3, 0), 32) == 32
-    assert limit.look(calm(), 32) == 40
+    assert limit.look(Pressure(0.5, 3, 0), 32) == 40
+    assert limit.look(calm(), 40) == 48
+    assert [limit.look(Pressure(1.0, waiting, 0), 48) for waiting in (32, 100, 31)] == [48, 48, 56]
 
 
 def test_requests_that_lose_their_cache_shrink_the_limit_once_until_it_has_worked() -> None:
@@ -112,8 +112,15 @@ def test_requests_that_lose_their_cache_shrink_the_limit_once_until_it_has_worke
     assert [limit.look(Pressure(0.99, 0, 5 + i), 24) for i in range(SETTLE_LOOKS)] == [24] * SETTLE_LOOKS
     assert limit.look(Pressure(0.99, 0, 20), 24) == 18
     for i in range(40):
-        limit.look(Pressure(0.99, 0, 21 + i), 18)
+        limit.look(Pressure(0.99, 0, 25 + 5 * i), 18)
     assert limit.limit == 8  # never below
+
+
+def test_a_few_requests_that_lose_their_cache_are_the_price_of_a_full_one() -> None:
+    limit = AdaptiveLimit(8, 1000, 16)
+    assert limit.limit == 64
+    assert [limit.look(Pressure(0.99, 64, seen), 64) for seen in (1, 4, 7)] == [64] * 3  # three of 64 are under 5 %
+    assert limit.look(Pressure(0.99, 0, 11), 64) == 48
 
 
 @pytest.mark.parametrize(("low", "high", "start"), [(8, 16, 16), (8, 1000, 32), (64, 16, 64)])
@@ -126,10 +133,15 @@ def test_the_limit_starts_and_stays_within_its_bounds(low: int, high: int, start
 
 
 def test_it_settles_where_the_cache_ends() -> None:
-    """An engine that holds 100 requests and throws out what comes on top."""
-    limit, thrown_out, seen = AdaptiveLimit(8, 1000, 8), 0, []
+    """An engine that holds 100 requests and lets the others wait; one that throws them out."""
+    waits, throws, thrown_out = AdaptiveLimit(8, 1000, 8), AdaptiveLimit(8, 1000, 8), 0
+    seen: list[tuple[int, int]] = []
     for _ in range(300):
-        running = limit.limit
-        thrown_out += max(0, running - 100)
-        seen.append(limit.look(Pressure(min(1.0, running / 100), 0, thrown_out), running))
-    assert min(seen[50:]) >= 64 and max(seen[50:]) <= 108
+        over = max(0, waits.limit - 100)
+        waits.look(Pressure(min(1.0, waits.limit / 100), over, 0), waits.limit)
+        thrown_out += max(0, throws.limit - 100)
+        throws.look(Pressure(min(1.0, throws.limit / 100), 0, thrown_out), throws.limit)
+        seen.append((waits.limit, throws.limit))
+    waiting, throwing = zip(*seen[50:], strict=True)
+    assert min(waiting) >= 132 and max(waiting) <= 140
+    assert min(throwing) >= 64 and max(throwing) <= 120
