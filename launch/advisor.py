@@ -17,6 +17,7 @@ IDLE = 0.15  # share of the step that the learner may wait without a word
 WAITING = 0.20  # share of the fleet's time without work
 LOST = 0.15  # share of the step in which both waited, before the window is blamed
 SPARE = 0.9  # of the learner's time: a smaller fleet may use as much
+HALF_FULL = 0.5  # share of the places taken, below which nodes have too little to do rather than too much
 MOST_FACTOR = 4  # never advise more than this many times the nodes that were measured
 
 
@@ -28,12 +29,14 @@ class Rates:
         nodes: that were alive.
         step_s, idle_s: of the learner: from step to step, and of that waiting for groups.
         waiting: share of the nodes' time in which nothing ran on them.
+        taken: share of the places for episodes that were taken at the ends of the steps; 1 where nobody says.
     """
 
     nodes: int
     step_s: float
     idle_s: float
     waiting: float
+    taken: float = 1.0
 
     @property
     def idle(self) -> float:
@@ -95,13 +98,18 @@ def rates_of(lines: Sequence[Mapping[str, Any]]) -> Rates | None:
     )
     idle_s = sum(float(line["learner_idle_s"]) for line in steps) / len(steps)
     waiting = min(0.99, max(0.0, waited_s / (nodes * total_s)))
-    return Rates(nodes, total_s / len(steps), idle_s, waiting)
+    places = sum(float(line.get("concurrency", 0)) for line in steps)
+    taken = sum(float(line.get("episodes_running", 0)) for line in steps) / places if places else 1.0
+    return Rates(nodes, total_s / len(steps), idle_s, waiting, min(1.0, taken))
 
 
 def advise(rates: Rates, staleness: int) -> Advice:
     """What would help most; `staleness` is staleness.max of the run."""
     step_s, idle_then = rates.predicted(rates.nodes)
     lost = 1 - step_s / rates.step_s
+    if rates.idle > IDLE and rates.taken < HALF_FULL:
+        full_s = max(rates.busy_s, rates.taken * rates.work_s / rates.nodes)
+        return _window(rates, staleness, 1 - rates.busy_s / full_s, rates.step_s / full_s)
     if rates.idle > IDLE and lost > LOST:
         return _window(rates, staleness, idle_then, rates.step_s / step_s)
     if rates.idle > IDLE:
@@ -116,6 +124,8 @@ def _window(rates: Rates, staleness: int, idle_then: float, speedup: float) -> A
     gains = f"learner idle {rates.idle:.0%} -> about {idle_then:.0%}, steps up to {speedup:.1f} times as fast"
     wider = f"staleness.max {staleness + 1} instead of {staleness}"
     why = f"learner and nodes wait for each other ({rates.idle:.0%} and {rates.waiting:.0%} of the time)"
+    if rates.taken < HALF_FULL:
+        why = f"engines are {rates.taken:.0%} full: the window is used up by groups of which long samples are left"
     if staleness == 0:
         why = "the run is synchronous: generation and training take turns"
     return Advice("larger_window", f"{wider}: {gains}; {why}", 0, rates.idle, idle_then, speedup)

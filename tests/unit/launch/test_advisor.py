@@ -66,6 +66,15 @@ def test_who_waits_for_each_other_needs_a_larger_window() -> None:
     assert wider.change == "larger_window" and "wait for each other" in wider.text
 
 
+def test_engines_that_are_half_empty_need_a_larger_window_and_not_company() -> None:
+    found = advise(Rates(nodes=1, step_s=10.0, idle_s=5.0, waiting=0.0, taken=0.25), 2)
+    assert found.change == "larger_window"
+    assert found.text.startswith("staleness.max 3 instead of 2: learner idle 50% -> about 0%, steps up to 2.0 times")
+    assert "engines are 25% full" in found.text
+    taken = rates_of(lines(8, concurrency=128, episodes_running=32))
+    assert taken is not None and taken.taken == 0.25
+
+
 def test_a_balanced_run_is_left_alone() -> None:
     found = advise(Rates(nodes=3, step_s=10.0, idle_s=0.5, waiting=0.05), 2)
     assert found.change == "none"
