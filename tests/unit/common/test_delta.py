@@ -58,7 +58,7 @@ def test_any_two_buffers_come_back_bit_for_bit(pair: tuple[np.ndarray, np.ndarra
     changes=st.dictionaries(st.integers(0, 2999), st.integers(-300, 300) | st.integers(-32768, 32767), max_size=600),
     bucket=st.sampled_from([512, 2048, 6000]),
 )
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_steps_and_gaps_of_every_width_come_back_bit_for_bit(
     old: np.ndarray, changes: dict[int, int], bucket: int
 ) -> None:
