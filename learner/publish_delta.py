@@ -6,12 +6,15 @@ that began to travel and the newest of all. Whoever holds neither (a newcomer, a
 """
 
 import logging
+import os
 import time
 
 from common.weights import delta, packing
 from learner.publish_snapshot import Payload, Snapshot
 
 logger = logging.getLogger(__name__)
+
+MOST_THREADS = 8  # of encoding, at most a quarter of the cores: the step computes meanwhile
 
 
 class Deltas:
@@ -22,6 +25,7 @@ class Deltas:
         self._enabled, self._anchor_every = encoding == "delta", anchor_every
         self._kept: list[Snapshot] = []  # oldest first, each retained
         self._versions = 0
+        self._threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 4))
 
     @property
     def kept_bytes(self) -> int:
@@ -37,7 +41,7 @@ class Deltas:
         self._versions += 1
         for base in bases if not anchor else ():
             started = time.perf_counter()
-            stream = delta.encode(base.flat, snapshot.flat, delta.BUCKET_BYTES)
+            stream = delta.encode(base.flat, snapshot.flat, delta.BUCKET_BYTES, self._threads)
             if stream.numel() < snapshot.flat.numel():
                 checksums = packing.part_checksums(stream, bucket_bytes)
                 snapshot.deltas[base.version] = Payload(stream, checksums, "delta", base.version)

@@ -113,6 +113,15 @@ def test_few_small_steps_take_a_hundredth_of_the_buffer() -> None:
     assert stream.numel() < 0.0105 * 2 * len(old)
 
 
+def test_the_stream_does_not_depend_on_the_threads() -> None:
+    rng = np.random.default_rng(2)
+    old = rng.integers(0, 65536, 40_000, np.uint16)
+    new = old + (rng.random(40_000) < 0.05)
+    one = delta.encode(flat(old), flat(new), 4096)
+    assert torch.equal(delta.encode(flat(old), flat(new), 4096, threads=3), one)
+    assert delta.encode(flat(old[:0]), flat(new[:0]), 4096, threads=3).numel() == 0
+
+
 def test_nothing_changed_is_a_header_per_bucket() -> None:
     same = flat(np.arange(1000))
     assert delta.encode(same, same.clone(), 256).numel() == HEADER * 8
