@@ -60,13 +60,17 @@ def encode(old: torch.Tensor, new: torch.Tensor, bucket_bytes: int, threads: int
         raise ValueError(f"a delta from {old.numel()} to {new.numel()} bytes; both must follow one layout")
     before, after = _words(old), _words(new)
     step = _bucket_words(bucket_bytes)
-    pairs = [(before[at : at + step], after[at : at + step]) for at in range(0, len(after), step)]
+
+    def record(at: int) -> list[bytes]:
+        return _encode_bucket(before[at : at + step], after[at : at + step])
+
+    starts = range(0, len(after), step)
     if threads > 1:
         with ThreadPoolExecutor(threads, "encode-weights") as pool:
-            records = list(pool.map(lambda pair: _encode_bucket(*pair), pairs))
+            records = list(pool.map(record, starts))
     else:
-        records = [_encode_bucket(*pair) for pair in pairs]
-    stream = bytearray(b"".join(part for record in records for part in record))
+        records = [record(at) for at in starts]
+    stream = bytearray(b"".join(part for parts in records for part in parts))
     return torch.frombuffer(stream, dtype=torch.uint8) if stream else torch.zeros(0, dtype=torch.uint8)
 
 
