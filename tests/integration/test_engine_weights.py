@@ -16,12 +16,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from engine_newcomer import Buffer
 from engine_rig import END, Rig, exported, logprobs
 
 from common.errors import SlipstreamError
-from common.weights import messages, packing
 from common.weights.messages import Canary
-from common.weights.receiving import Receiver
 from rollout_fleet import engine
 from rollout_fleet.sampler_protocol import Generation
 from rollout_fleet.weight_client import Flip, StagingFailed, WeightClient
@@ -91,41 +90,6 @@ def test_the_first_version_is_proven_and_its_canary_agrees(rig: Rig) -> None:
     assert state.quarantined is None and state.version == rig.engine.version == 1
     assert 0 < state.canary_max_difference < 1e-4
     print(f"start {rig.start_s:.1f} s, canary {state.canary_max_difference:.2e}, stall {1e3 * state.stall_s:.1f} ms")
-
-
-class Buffer:
-    """WeightTarget without an engine: a newcomer that notes where its weights came from."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.receiver, self.sources = model, Receiver(), list[str]()
-
-    async def set_layout(self, incarnation: int, welcome: bytes) -> None:
-        self.receiver.set_layout(messages.decode_from_learner(welcome).layout)
-
-    async def set_epoch(self, epoch: bytes) -> None:
-        told = messages.decode_from_learner(epoch)
-        self.sources.append(told.source.address if told.source is not None else "")
-        self.receiver.set_epoch(told)
-
-    async def serve(self, serve: bytes, node_id: str) -> bytes:
-        raise SlipstreamError("nothing to serve")
-
-    async def stage(self, publish: bytes) -> float:
-        self.receiver.start(messages.decode_from_learner(publish))
-        while (status := self.receiver.status).state == "receiving":
-            await asyncio.sleep(0.002)
-        if status.state != "staged":
-            raise StagingFailed(status.error)
-        return status.receive_s
-
-    async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
-        flat = self.receiver.take(incarnation, version)
-        return Flip(0.0, packing.checksum(flat))
-
-    async def canary(self, tokens: list[int]) -> list[float]:
-        return logprobs(self.model, tokens)
-
-    async def quarantine(self, reason: str) -> None: ...
 
 
 async def join_while_generating(rig: Rig) -> tuple[Buffer, Generation]:
