@@ -1,6 +1,7 @@
 """The `slipstream` command: what it accepts, and which module does it. Commands are imported when they are used.
 
-Exit codes: 0 done, 1 failed at run time, 2 bad config or usage (one line on stderr says what).
+Exit codes: 0 done, 1 failed at run time, 2 bad config or usage (one line on stderr says what), 3 a failure that the
+same role, started again, would run into again.
 """
 
 import argparse
@@ -17,7 +18,8 @@ DESCRIPTION = """Asynchronous GRPO: a Megatron learner, an elastic fleet of vLLM
 
 CONFIG is a YAML file; key.path=value words after it override single keys, for example
   slipstream up configs/quickstart.yaml run.seed=2 staleness.max=0
-RUN is the folder of a run (run.dir), or the config file that names it."""
+RUN is the folder of a run (run.dir), or the config file that names it.
+In the repository docs/README.md lists the pages, docs/config.md every key."""
 
 HANDLERS = {
     "up": "launch.up:command",
@@ -121,7 +123,9 @@ def _add_job_commands(commands: Commands) -> None:
         "--join", metavar="ADDRESS", help="broker of a running job: tcp://HOST:PORT, or redis://HOST:PORT/DB?run=NAME"
     )
     rollout.add_argument("--node-id", metavar="ID", help="name of this node, unique in the job (default: host-pid)")
-    rollout.add_argument("--join-timeout-s", type=float, default=30.0, help="how long to wait for the broker (30)")
+    rollout.add_argument(
+        "--join-timeout-s", metavar="S", type=float, default=30.0, help="how long to wait for the broker (30)"
+    )
     rollout.add_argument("--credentials", metavar="PATH", help="key folder or credential file (broker.credentials)")
     _with_config(commands, "sft", "supervised warm start on the Megatron learner; the result is RUN/model")
     plan = _with_config(commands, "plan", "layout, memory per GPU, batches, window and all checks; needs no GPU")
@@ -135,9 +139,10 @@ def _add_job_commands(commands: Commands) -> None:
         "--role", choices=("cpu", "learner", "rollout", "base"), help="whose packages (default: by what is here)"
     )
     doctor.add_argument("--json", action="store_true", help="machine-readable")
-    evaluate = commands.add_parser("eval", help="accuracy of a model on tasks.eval_dataset, greedy and sampled")
+    text = "accuracy of a model on tasks.eval_dataset, greedy and sampled"
+    evaluate = commands.add_parser("eval", help=text, description=text)
     evaluate.add_argument("config", metavar="RUN|CONFIG", help="a run's folder or a config file")
-    evaluate.add_argument("overrides", metavar="key=value", nargs="*", default=[])
+    evaluate.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override one key")
     evaluate.add_argument("--model", metavar="DIR", help="Hugging Face folder (default: RUN/model)")
     evaluate.add_argument("--json", action="store_true", help="machine-readable")
 

@@ -24,7 +24,12 @@ def check_config_and_files(config: Config | SftConfig, file: str) -> Iterator[Fi
     """What a launch would refuse, and what it would not notice before it is late."""
     refused = list(problems(config))
     for key, expected, found, hint in refused:
-        yield problem("config", f"{file}: {key}: found {found}", f"expected {expected}", hint or f"{key}=VALUE")
+        yield problem(
+            "config",
+            f"{file}: {key}: found {found}",
+            f"expected {expected}",
+            hint or f"set {key} in the config, or after it as {key}=VALUE",
+        )
     if isinstance(config, Config):
         yield from _environment(config, file)
     if not refused:
@@ -37,7 +42,8 @@ def check_config_and_files(config: Config | SftConfig, file: str) -> Iterator[Fi
 
 def _environment(config: Config, file: str) -> Iterator[Finding]:
     try:
-        registry.resolve(config.tasks.environment, config.tasks.options, file)
+        found = registry.resolve(config.tasks.environment, config.tasks.options, file)
+        registry.check_libraries(found, config.tasks.environment, config.tasks.limits.python, file)
     except ConfigError as error:
         why, mend = f"expected {error.expected}", error.hint or "install it where the rollout nodes run"
         yield problem("environment", f"{error.key}: {error.found}", why, mend)

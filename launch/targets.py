@@ -34,7 +34,8 @@ def checked(config: Config, file: str, environment: bool = True, reader: Reader 
     if environment:
         from rollout_fleet.environments import registry
 
-        registry.resolve(config.tasks.environment, config.tasks.options, file)
+        found = registry.resolve(config.tasks.environment, config.tasks.options, file)
+        registry.check_libraries(found, config.tasks.environment, config.tasks.limits.python, file)
     return config, RunDir(config.run.dir)
 
 

@@ -37,6 +37,7 @@ def build_driver(config: Config, sampler: Sampler, host: EnvironmentHost, sampli
     """
     rollout, tasks = config.rollout, config.tasks
     environment = registry.resolve(tasks.environment, tasks.options)
+    registry.check_libraries(environment, tasks.environment, tasks.limits.python)
     limits = limits_of(environment, tasks.limits)
     renderer = Renderer(load_tokenizer(config.model.path))
     budget = Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len)

@@ -26,6 +26,8 @@ class GymnasiumText:
         prompt: template of the first message, with {rules} and {observation}.
     """
 
+    NEEDS = ("gymnasium",)
+
     def __init__(
         self,
         problem: dict[str, Any],

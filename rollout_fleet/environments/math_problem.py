@@ -23,7 +23,7 @@ class MathProblem:
     """
 
     LIMITS = Limits(process=True, step_s=30.0, cpu_s=60, memory_mib=2048)
-    PRELOAD = ("math_verify",)
+    PRELOAD = NEEDS = ("math_verify",)
 
     def __init__(self, problem: dict[str, Any], *, seed: int, prompt: str = PROMPT, thinking: bool = False) -> None:
         question, answer = problem.get("question"), problem.get("answer")

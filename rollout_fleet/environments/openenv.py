@@ -28,6 +28,8 @@ class OpenEnv:
         prompt: template of the first message, with {observation}.
     """
 
+    NEEDS = ("aiohttp",)
+
     def __init__(
         self,
         problem: dict[str, Any],

@@ -5,6 +5,7 @@ Imports neither torch nor vllm, so that config checks may use it.
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -46,11 +47,11 @@ def resolve(name: str, options: Mapping[str, Any] | None = None, file: str = "co
     if ":" not in path:
         raise ConfigError(file, KEY, EXPECTED, repr(name), _nearest(name))
     module_name, _, class_name = path.partition(":")
-    found = getattr(_module(module_name, name, file), class_name, None)
+    module = _module(module_name, name, file)
+    found = getattr(module, class_name, None)
     if found is None:
-        raise ConfigError(
-            file, KEY, EXPECTED, f"{name!r}: module {module_name!r} has no {class_name!r}", _nearest(name)
-        )
+        reason = f"{name!r}: module {module_name!r} has no {class_name!r}"
+        raise ConfigError(file, KEY, EXPECTED, reason, _nearest_class(module, class_name))
     _check_shape(found, name, file)
     if options is not None:
         _check_options(found, options, file)
@@ -62,6 +63,25 @@ def path_of(name: str) -> str:
     return BUILT_IN.get(name, name)
 
 
+def check_libraries(found: object, name: str, python: str | None = None, file: str = "config") -> None:
+    """Refuse an environment whose libraries (`NEEDS`) are not installed where its episodes run.
+
+    Args:
+        found: what `resolve` returned.
+        name: value of tasks.environment.
+        python: value of tasks.limits.python; what another interpreter has is not known here.
+        file: config file, for messages.
+
+    Raises:
+        ConfigError: naming tasks.environment and the libraries.
+    """
+    needs: tuple[str, ...] = getattr(found, "NEEDS", ())
+    lacks = [library for library in needs if importlib.util.find_spec(library) is None]
+    if lacks and python is None:
+        reason = f"{name!r}, which needs {', '.join(lacks)}: not installed here"
+        raise ConfigError(file, KEY, EXPECTED, reason, "pip install 'slipstream-rl[environments]'")
+
+
 def _module(module_name: str, name: str, file: str) -> object:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -69,7 +89,9 @@ def _module(module_name: str, name: str, file: str) -> object:
         return importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything while it is imported
         reason = f"{name!r}, which does not import: {type(error).__name__}: {error}"
-        raise ConfigError(file, KEY, EXPECTED, reason, _nearest(name)) from error
+        absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        hint = f"start where {module_name.replace('.', '/')}.py lies, or install it" if absent else None
+        raise ConfigError(file, KEY, EXPECTED, reason, hint) from error
 
 
 def is_agent(environment: object) -> bool:
@@ -109,6 +131,11 @@ def _hint(name: str, signature: inspect.Signature, options: Mapping[str, Any], k
         return f"did you mean {near[0]!r}?" if near else f"{name} takes no options"
     lacks = [p for p in known if p not in options and signature.parameters[p].default is inspect.Parameter.empty]
     return f"give the option {lacks[0]!r}" if lacks else "see its constructor"
+
+
+def _nearest_class(module: object, class_name: str) -> str | None:
+    near = difflib.get_close_matches(class_name, [n for n in vars(module) if not n.startswith("_")], 1)
+    return f"did you mean {near[0]!r}?" if near else None
 
 
 def _nearest(name: str) -> str:

@@ -3,7 +3,9 @@
 import asyncio
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -50,6 +52,19 @@ def test_the_environment_of_the_page_has_at_most_30_lines_and_plays(
     assert sample.turn_rewards == [0.5, -0.1, 0.25, 0.25] and sample.metrics == {"lives": 2.0}
     said = "".join(map(chr, sampler.calls[3].prompt))
     assert said.startswith("Guess letters of: ____\n") and said.endswith("\nt_ee, 2 lives\n")
+
+
+def test_the_page_shows_how_to_play_it_without_an_engine(tmp_path: Path) -> None:
+    hangman, played, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "hangman.py").write_text(hangman)
+    (tmp_path / "play.py").write_text(played)
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "play.py"]
+    said = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.startswith("Guess letters of: ____") and "reward=0.25, done=True" in said.stdout
 
 
 def test_every_stop_reason_every_limit_and_every_built_in_name_is_on_the_page() -> None:

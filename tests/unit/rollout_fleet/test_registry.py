@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import ConfigError
 from rollout_fleet.environments.addition import Addition
-from rollout_fleet.environments.registry import BUILT_IN, resolve
+from rollout_fleet.environments.registry import BUILT_IN, check_libraries, resolve
 
 SOURCE = """
 class Fine:
@@ -53,6 +53,26 @@ def test_an_option_that_is_needed_and_missing_is_named() -> None:
         resolve("openenv", {})
 
 
+class NeedsWhatIsNotThere:
+    NEEDS = ("no_such_library", "json")
+
+
+def test_libraries_that_an_environment_needs_and_that_are_missing_are_named() -> None:
+    with pytest.raises(ConfigError, match="'game', which needs no_such_library: not installed here") as caught:
+        check_libraries(NeedsWhatIsNotThere, "game")
+    assert caught.value.hint == "pip install 'slipstream-rl[environments]'"
+
+
+def test_what_another_interpreter_has_is_its_own_affair() -> None:
+    check_libraries(NeedsWhatIsNotThere, "game", python="/opt/other/bin/python")
+
+
+def test_built_in_environments_find_their_libraries_here() -> None:
+    needed = {"openenv": {"url": "http://127.0.0.1:1"}, "verifiers": {"env_id": "some"}}
+    for name in BUILT_IN:
+        check_libraries(resolve(name, needed.get(name, {})), name)
+
+
 def test_a_class_beside_the_job_is_found_by_import_path(user_folder: Path) -> None:
     assert resolve("my_environments:Fine", {"level": 3}).__name__ == "Fine"
 
@@ -62,9 +82,9 @@ def test_a_class_beside_the_job_is_found_by_import_path(user_folder: Path) -> No
     [
         ("additon", "'additon'", "nearest built-in: 'addition'"),
         ("guess_number", "'guess_number'", "nearest built-in: 'number_guessing'"),
-        ("no_such_module:Thing", "No module named 'no_such_module'", "built in are"),
-        ("my_broken:Thing", "RuntimeError: half installed", "built in are"),
-        ("my_environments:Fin", "has no 'Fin'", "built in are"),
+        ("no_such_module:Thing", "No module named 'no_such_module'", "start where no_such_module.py lies"),
+        ("my_broken:Thing", "RuntimeError: half installed", ""),
+        ("my_environments:Fin", "has no 'Fin'", "did you mean 'Fine'?"),
         ("my_environments:NUMBER", "which is a int", ""),
         ("my_environments:Blocking", "without it", ""),
     ],
