@@ -54,7 +54,7 @@ def alive(pid: int) -> bool:
     """Whether a process with this id runs on this machine (zombies count as gone on Linux)."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # no process has a number that does not fit
         return False
     except PermissionError:
         return True

@@ -4,7 +4,8 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+
+import msgspec
 
 from common.config import Config, SftConfig
 from common.config_checks import problems
@@ -85,10 +86,21 @@ def broken_weights(file: Path) -> str:
             header: object = json.loads(opened.read(length))
     except (OSError, ValueError) as error:
         return f"cannot be read: {error}"
-    entries = cast("dict[str, dict[str, list[int]]]", header) if isinstance(header, dict) else {}
-    ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+    try:
+        tensors = msgspec.convert(header, dict[str, dict[str, object]])
+        ends = [
+            msgspec.convert(t["data_offsets"], tuple[int, int])[1] for n, t in tensors.items() if n != "__metadata__"
+        ]
+    except (KeyError, msgspec.ValidationError) as error:
+        return f"its header does not describe tensors: {error}"
     expected = 8 + length + max(ends, default=0)
     return "" if size == expected else f"{size:,} bytes, {expected:,} expected"
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """Which file holds a tensor, by the tensor's name."""
+
+    weight_map: dict[str, str]
 
 
 def missing_shards(folder: Path) -> tuple[list[str], str]:
@@ -97,10 +109,10 @@ def missing_shards(folder: Path) -> tuple[list[str], str]:
     if not index.is_file():
         return [], ""
     try:
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        return [], f"{index} cannot be read: {error!r}"
-    return sorted(name for name in named if not (folder / name).is_file()), ""
+        found = msgspec.json.decode(index.read_bytes(), type=_Index)
+    except (OSError, msgspec.DecodeError) as error:
+        return [], f"{index} cannot be read: {error}"
+    return sorted(name for name in set(found.weight_map.values()) if not (folder / name).is_file()), ""
 
 
 def check_dataset(key: str, file: Path, config: Config | SftConfig) -> Iterator[Finding]:

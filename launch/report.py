@@ -42,6 +42,8 @@ def summarise(run: RunDir, tail: MetricsTail) -> dict[str, Any]:
     """The figures of the whole run: {section: {name: number}}; sections are those of the table."""
     config = config_of(run)
     rewards, steps = tail.series("reward_mean"), tail.series("step_s")
+    if not rewards:
+        raise SlipstreamError(f"{run.metrics} is not that of an RL job: no line has a reward_mean")
     seconds = wall_clock_s(tail)
     last = tail.lines[-1]
     out: dict[str, Any] = {

@@ -111,7 +111,7 @@ def _qwen3_moe(config: Document) -> Architecture:
         ffn=_number(config, "moe_intermediate_size"),
     )
     dense = cast("list[int]", config.get("mlp_only_layers") or [])
-    every = _number(config, "decoder_sparse_step", 1)
+    every = _positive(config, "decoder_sparse_step", 1)
     return _architecture(
         config, _attention(config, qk_norm=True), experts, lambda n: n not in dense and (n + 1) % every == 0
     )
@@ -166,11 +166,11 @@ READERS: dict[str, Callable[[Document], Architecture]] = {
 
 
 def _attention(config: Document, qk_norm: bool = False, qkv_bias: bool = False) -> Attention:
-    heads = _number(config, "num_attention_heads")
+    heads = _positive(config, "num_attention_heads")
     both = _flag(config, "attention_bias")
     return Attention(
         heads=heads,
-        kv_heads=_number(config, "num_key_value_heads", heads),
+        kv_heads=_positive(config, "num_key_value_heads", heads),
         head_dim=_number(config, "head_dim", _number(config, "hidden_size") // heads),
         qk_norm=qk_norm,
         qkv_bias=qkv_bias or both,
@@ -211,6 +211,13 @@ def _number(config: Document, name: str, default: int | None = None) -> int:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise UnknownArchitecture(f"{name} is {value!r}, expected a whole number")
+    return value
+
+
+def _positive(config: Document, name: str, default: int | None = None) -> int:
+    value = _number(config, name, default)
+    if value == 0:
+        raise UnknownArchitecture(f"{name} is 0, expected at least 1")
     return value
 
 
