@@ -6,6 +6,7 @@ means the same place whatever directory it is started in.
 
 import ipaddress
 import json
+import shutil
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Literal, TypeVar, cast
@@ -27,10 +28,12 @@ LEASE_HEARTBEATS = 3
 MODEL_HINT = "names of a hub are not downloaded: `hf download NAME --local-dir FOLDER`; `slipstream sft` builds one"
 Reader = Literal["all", "broker", "learner", "node"]
 FILES: dict[Reader, frozenset[str]] = {  # keys that name files, and who reads them: only there must they exist
-    "all": frozenset({"model.path", "tasks.dataset", "tasks.eval_dataset", "learner.loss.reference"}),
+    "all": frozenset(
+        {"model.path", "tasks.dataset", "tasks.eval_dataset", "learner.loss.reference", "tasks.limits.python"}
+    ),
     "broker": frozenset(),
     "learner": frozenset({"model.path", "tasks.dataset", "learner.loss.reference"}),
-    "node": frozenset({"model.path"}),
+    "node": frozenset({"model.path", "tasks.limits.python"}),
 }
 C = TypeVar("C", Config, SftConfig)
 
@@ -83,6 +86,9 @@ def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Pro
         return
     if config.tasks.eval_dataset is not None and "tasks.eval_dataset" in read:
         yield from _dataset("tasks.eval_dataset", config.tasks.eval_dataset)
+    python = config.tasks.limits.python
+    if python is not None and "tasks.limits.python" in read and shutil.which(python) is None:
+        yield "tasks.limits.python", "a Python interpreter", f"{python}, which cannot be run", None
     yield from loss_problems(config.learner.loss)
     if config.learner.dynamic_sampling and config.learner.loss.advantage == "reinforce_pp":
         hint = "rewards are compared over the batch, so groups whose rewards are all equal do carry signal"

@@ -62,15 +62,18 @@ class ProcessHost:
             "file_bytes": file_bytes,
         }
         here, there = socket.socketpair()
+        sending = asyncio.get_running_loop().run_in_executor(None, self._hand_over, json.dumps(request).encode(), there)
         try:
-            await asyncio.to_thread(self._send, json.dumps(request).encode(), there.fileno())
+            await asyncio.shield(sending)  # the thread needs `there` to its end, whoever gives up meanwhile
         except BaseException:
             here.close()
             raise
-        finally:
-            there.close()
         reader, writer = await asyncio.open_connection(sock=here)
         return Channel(reader, writer)
+
+    def _hand_over(self, request: bytes, there: socket.socket) -> None:
+        with there:
+            self._send(request, there.fileno())
 
     def _send(self, request: bytes, fd: int) -> None:
         with self._lock:
@@ -90,16 +93,21 @@ class ProcessHost:
             return
         self._end()
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._zygote = subprocess.Popen(
-            [self._python, "-m", "rollout_fleet.environments.zygote", str(theirs.fileno()), *self._modules],
-            env=_variables(),
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
+        try:
+            self._zygote = subprocess.Popen(
+                [self._python, "-m", "rollout_fleet.environments.zygote", str(theirs.fileno()), *self._modules],
+                env=_variables(),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            control.close()
+            raise StageFailed(f"environment processes of {self._python} cannot be started: {error}") from error
+        finally:
+            theirs.close()
         control.settimeout(START_S)
         try:
             said: dict[str, Any] = json.loads(control.recv(65536) or b'{"error": "it ended at once"}')

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.errors import ConfigError
-from rollout_fleet.environments.protocol import Environment
+from rollout_fleet.environments.protocol import Environment, Limits
 
 BUILT_IN = {
     "addition": "rollout_fleet.environments.addition:Addition",
@@ -87,7 +87,7 @@ def _module(module_name: str, name: str, file: str) -> object:
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         reason = f"{name!r}, which does not import: {type(error).__name__}: {error}"
         absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
         hint = f"start where {module_name.replace('.', '/')}.py lies, or install it" if absent else None
@@ -100,6 +100,11 @@ def is_agent(environment: object) -> bool:
 
 
 def _check_shape(found: object, name: str, file: str) -> None:
+    limits, modules = getattr(found, "LIMITS", Limits()), getattr(found, "PRELOAD", ())
+    if not isinstance(limits, Limits):
+        raise ConfigError(file, KEY, "Limits(...) as LIMITS", f"{name!r} with {limits!r}"[:200])
+    if not isinstance(modules, tuple | list) or not all(isinstance(module, str) for module in modules):
+        raise ConfigError(file, KEY, "names of modules as PRELOAD", f"{name!r} with {modules!r}"[:200])
     if is_agent(found):
         return
     if not inspect.isclass(found):

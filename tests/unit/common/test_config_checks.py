@@ -391,9 +391,12 @@ def test_a_reference_model_is_a_folder_with_config_and_weights(folder, monkeypat
     ("reader", "needed"),
     [
         ("broker", ()),
-        ("node", ("model.path",)),
+        ("node", ("model.path", "tasks.limits.python")),
         ("learner", ("model.path", "tasks.dataset", "learner.loss.reference")),
-        ("all", ("model.path", "tasks.dataset", "tasks.eval_dataset", "learner.loss.reference")),
+        (
+            "all",
+            ("model.path", "tasks.dataset", "tasks.eval_dataset", "learner.loss.reference", "tasks.limits.python"),
+        ),
     ],
 )
 def test_a_role_needs_only_the_files_that_it_reads(folder: Path, reader: Reader, needed: tuple[str, ...]) -> None:
@@ -401,6 +404,7 @@ def test_a_role_needs_only_the_files_that_it_reads(folder: Path, reader: Reader,
         "model.path": {"model": {"path": "/nowhere"}},
         "tasks.dataset": {"tasks": {"dataset": "/nowhere/a.jsonl"}},
         "tasks.eval_dataset": {"tasks": {"eval_dataset": "/nowhere/b.jsonl"}},
+        "tasks.limits.python": {"tasks": {"limits": {"python": "/nowhere/python"}}},
         "learner.loss.reference": {"learner": {"loss": {"reference": "/nowhere", "kl_coefficient": 0.1}}},
     }
     for key, section in sections.items():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from fleet_fakes import CharacterTokenizer, ScriptedSampler, say
 from common.rollouts import Sample
 from rollout_fleet.environments.processes import ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Limits
+from rollout_fleet.environments.stage import StageFailed
 from rollout_fleet.episodes import EpisodeDriver, Sampling
 from rollout_fleet.rendering import Renderer
 
@@ -163,3 +165,33 @@ def test_a_module_that_does_not_import_is_named() -> None:
             play(host, "plain")
     finally:
         host.close()
+
+
+def test_an_interpreter_that_is_not_there_is_the_node_s_fault_and_no_sample_s() -> None:
+    missing = ProcessHost(python="/no/such/python")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StageFailed, match=r"/no/such/python cannot be started: .*No such file"):
+        play(missing, "talk")
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_an_episode_that_is_given_up_while_processes_start_hands_over_no_other_connection(host: ProcessHost) -> None:
+    play(host, "talk")
+
+    async def given_up() -> list[tuple[socket.socket, socket.socket]]:
+        loop = asyncio.get_running_loop()
+        with host._lock:  # as while the zygote starts
+            opening = asyncio.create_task(host.open(LIMITS, 60.0))
+            await asyncio.sleep(0.2)
+            opening.cancel()
+            await asyncio.wait([opening])
+            others = [socket.socketpair() for _ in range(4)]  # they would get the numbers that have become free
+        await loop.run_in_executor(None, lambda: host._lock.acquire(timeout=30) and host._lock.release())
+        await asyncio.sleep(0.2)
+        return others
+
+    for mine, theirs in asyncio.run(given_up()):
+        with mine:
+            theirs.close()
+            mine.settimeout(10)
+            assert mine.recv(1) == b""  # nobody else holds the other end

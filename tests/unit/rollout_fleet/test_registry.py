@@ -20,6 +20,15 @@ class Blocking:
     def reset(self): return "?"
     async def step(self, action): ...
 
+class LimitsAsMapping(Fine):
+    LIMITS = {"step_s": 5.0}
+
+class NoLimits(Fine):
+    LIMITS = None
+
+class PreloadAsText(Fine):
+    PRELOAD = "numpy"
+
 NUMBER = 3
 """
 
@@ -30,7 +39,8 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_broken.py").write_text("raise RuntimeError('half installed')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for module in ("my_environments", "my_broken"):
+    (tmp_path / "my_script.py").write_text("raise SystemExit(0)\n")
+    for module in ("my_environments", "my_broken", "my_script"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     return tmp_path
 
@@ -109,3 +119,16 @@ def test_resolving_imports_neither_torch_nor_vllm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("my_environments:LimitsAsMapping", "expected Limits"),
+        ("my_environments:NoLimits", "expected Limits"),
+        ("my_environments:PreloadAsText", "expected names of modules as PRELOAD"),
+        ("my_script:Fine", "does not import: SystemExit"),
+    ],
+)
+def test_a_class_that_a_node_would_trip_over_is_refused_before(user_folder: Path, name: str, why: str) -> None:
+    assert why in str(refusal(name))
