@@ -83,7 +83,8 @@ def predicted() -> str:
         + table([*head, "learner idle"], rows)
         + "\nSeconds are from step to step in the middle third of a run. `full engines`: what generation of a step "
         "takes on engines that are never less than full. A window of few steps is used up by groups of which one long "
-        "sample is left; a wider one keeps the engines full.\n"
+        "sample is left; a wider one keeps the engines full. Steps are counted, not tokens: a group that waited longer "
+        "than the window counts as a whole, where a job would leave its oldest tokens out of the loss.\n"
     )
 
 

@@ -8,7 +8,8 @@ import pytest
 from launch.cli import HANDLERS
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md")
+PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FOLDERS = "bench|broker|common|configs|docs|launch|learner|requirements|rollout_fleet|tests"
 
@@ -37,3 +38,8 @@ def test_the_index_has_every_page_and_the_table_of_the_readme_every_command() ->
     table = "".join(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `slipstream"))
     table += "".join(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `top"))
     assert [name for name in HANDLERS if not re.search(rf"\b{name}\b", table)] == []
+
+
+def test_the_page_of_configs_has_every_config() -> None:
+    text = (ROOT / "configs" / "README.md").read_text()
+    assert [path.stem for path in (ROOT / "configs").glob("*.yaml") if f"`{path.stem}`" not in text] == []

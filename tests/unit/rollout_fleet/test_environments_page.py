@@ -67,6 +67,16 @@ def test_the_page_shows_how_to_play_it_without_an_engine(tmp_path: Path) -> None
     assert said.stdout.startswith("Guess letters of: ____") and "reward=0.25, done=True" in said.stdout
 
 
+def test_the_other_examples_of_the_page_are_environments_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openai", reason="openai comes with vLLM")
+    _, _, tools, agent = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "page_tools.py").write_text(tools)
+    (tmp_path / "page_agent.py").write_text(agent)
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.resolve("page_tools:Calculator", {})
+    assert registry.is_agent(registry.resolve("page_agent:agent", {}))
+
+
 def test_every_stop_reason_every_limit_and_every_built_in_name_is_on_the_page() -> None:
     rows = "\n".join(line for line in PAGE.splitlines() if line.startswith("| `"))
     for name in (*StopReason, *(f.name for f in fields(Limits)), *registry.BUILT_IN):
