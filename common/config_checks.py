@@ -25,7 +25,10 @@ from common.redis_address import is_redis, parse_redis, with_run
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
 LEASE_HEARTBEATS = 3
-MODEL_HINT = "names of a hub are not downloaded: `hf download NAME --local-dir FOLDER`; `slipstream sft` builds one"
+MODEL_HINT = (
+    "names of a hub are not downloaded: `hf download NAME --local-dir FOLDER`; launch/quickstart.sh makes those of "
+    "the quickstart, `slipstream sft` the one of a warm start"
+)
 Reader = Literal["all", "broker", "learner", "node"]
 FILES: dict[Reader, frozenset[str]] = {  # keys that name files, and who reads them: only there must they exist
     "all": frozenset(

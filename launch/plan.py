@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 
 from common.config import Config, SftConfig
-from common.config_checks import is_loopback, problems, resolve_paths
+from common.config_checks import MODEL_HINT, is_loopback, problems, resolve_paths
 from common.config_loading import load_either
 from common.errors import EXIT_DONE, EXIT_USAGE, ConfigError, UsageError
 from common.layouts import ModelShape, Problem, model_problems, world_problems
@@ -94,7 +94,8 @@ def read_model(folder: Path) -> dict[str, object]:
     try:
         document: object = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"model.path: {path} does not exist; a plan needs at least the model's config.json") from None
+        needs = f"a plan needs at least the model's config.json; {MODEL_HINT}"
+        raise UsageError(f"model.path: {path} does not exist; {needs}") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"model.path: {path} cannot be read: {error}") from None
     if not isinstance(document, dict):

@@ -78,8 +78,9 @@ def check_libraries(found: object, name: str, python: str | None = None, file: s
     needs: tuple[str, ...] = getattr(found, "NEEDS", ())
     lacks = [library for library in needs if importlib.util.find_spec(library) is None]
     if lacks and python is None:
-        reason = f"{name!r}, which needs {', '.join(lacks)}: not installed here"
-        raise ConfigError(file, KEY, EXPECTED, reason, "pip install 'slipstream-rl[environments]'")
+        reason = f"{name!r}, which needs {', '.join(lacks)}"
+        expected = "an environment whose libraries are installed"
+        raise ConfigError(file, KEY, expected, reason, "pip install 'slipstream-rl[environments]'")
 
 
 def _module(module_name: str, name: str, file: str) -> object:

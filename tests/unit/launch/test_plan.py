@@ -119,7 +119,8 @@ def test_missing_files_are_brought_before_launch_but_a_bad_dataset_fails(here: P
 
 def test_without_config_json_there_is_nothing_to_plan_from(here: Path, capsys) -> None:
     assert main(["plan", "configs/mixtral-8x7b.yaml", "model.path=nowhere"]) == 2
-    assert "a plan needs at least the model's config.json" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "a plan needs at least the model's config.json" in said and "launch/quickstart.sh" in said
 
 
 def test_an_architecture_that_cannot_be_counted_says_which_can(here: Path, capsys) -> None:
