@@ -54,6 +54,7 @@ class Engine:
         self._numbers = itertools.count()
         self._params: dict[tuple[int, float, float], Any] = {}
         self._llm: Any = None
+        self._vocabulary = 0  # of the model, known when the engine is up
         self._moe_layers: list[int] | None = None  # whose routing is recorded; None: it is not
         self._creator: ThreadPoolExecutor | None = None
         self.weights = EngineWeights(recompute=config.weights.kv_cache == "recompute")
@@ -85,6 +86,7 @@ class Engine:
             raise SlipstreamError(f"the vLLM engine did not start: {error}") from error
         if self._config.learner.moe.replay_routing:
             self._moe_layers = (await self._llm.collective_rpc("slipstream_moe_layers"))[0]
+        self._vocabulary = int(self._llm.model_config.get_vocab_size())
         await self.weights.attach(self._llm, usable=not self._random)
 
     async def generate(
@@ -103,6 +105,7 @@ class Engine:
             ValueError: the engine refused this request, for example for a token outside the vocabulary.
         """
         self.weights.check_usable()
+        self._check_tokens(prompt_ids)
         request_id = str(next(self._numbers))
         prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": salt(self.weights.label)}
         output = await self._request(request_id, prompt, self._sampling(max_tokens, temperature, top_p))
@@ -131,6 +134,17 @@ class Engine:
             context.destroy(linger=0)
         if creator is not None:
             await loop.run_in_executor(None, creator.shutdown)
+
+    def _check_tokens(self, prompt_ids: list[int]) -> None:
+        """vLLM checks them with its tokenizer only, which is not loaded here; others would end the engine.
+
+        Raises:
+            ValueError: the model has no such token.
+        """
+        lowest, highest = min(prompt_ids, default=0), max(prompt_ids, default=0)
+        if lowest < 0 or highest >= self._vocabulary:
+            strange = lowest if lowest < 0 else highest
+            raise ValueError(f"token {strange}, the model has 0 to {self._vocabulary - 1}")
 
     async def _request(self, request_id: str, prompt: Any, params: Any) -> Any:
         """The final RequestOutput of one request."""

@@ -86,7 +86,7 @@ def read_completion(body: Any) -> Request:
     prompt = body.get("prompt") if isinstance(body, dict) else None
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         prompt = prompt[0]
-    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(isinstance(t, int) for t in prompt)):
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(map(_is_token, prompt))):
         raise BadRequest("'prompt' must be one text or one list of token ids")
     _check(body)
     if body.get("echo") or body.get("suffix"):
@@ -98,6 +98,10 @@ def read_completion(body: Any) -> Request:
         stream=bool(body.get("stream")),
         token_ids=bool(body.get("return_token_ids")),
     )
+
+
+def _is_token(found: object) -> bool:
+    return isinstance(found, int) and not isinstance(found, bool) and found >= 0
 
 
 def _check(body: dict[str, Any]) -> None:
@@ -124,8 +128,11 @@ def _message(message: Any) -> Message:
     for key in ("tool_call_id", "name"):
         if message.get(key):
             found[key] = message[key]
-    if message.get("tool_calls"):
-        found["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise BadRequest(f"'tool_calls' must be a list, found {type(calls).__name__}")
+        found["tool_calls"] = [_call(call) for call in calls]
     return found
 
 

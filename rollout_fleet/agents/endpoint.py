@@ -34,6 +34,15 @@ class Session:
         self.api_key = secrets.token_urlsafe(32)
         self.base_url = endpoint.base_url
         self.broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()  # the engine's failure
+        self.closed = False
+        self._asking: set[asyncio.Task[api.Answer]] = set()
+
+    async def answer(self, asked: api.Request) -> api.Answer:
+        """What the policy says, as Conversation.answer; cancelled when the episode ends meanwhile."""
+        asking = asyncio.create_task(self.conversation.answer(asked))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        return await asking
 
     def fail(self, error: Exception) -> None:
         """The episode cannot go on, whatever the agent does."""
@@ -41,8 +50,11 @@ class Session:
             self.broken.set_result(error)
 
     def close(self) -> None:
-        """The key is void from now on."""
+        """The key is void from now on; requests that the agent left behind are given up."""
+        self.closed = True
         self._endpoint.forget(self.api_key)
+        for asking in self._asking:
+            asking.cancel()
 
 
 class Endpoint:
@@ -103,10 +115,16 @@ class Endpoint:
             return _denied()
         try:
             asked = (api.read_chat if chat else api.read_completion)(json.loads(await request.read()))
-            answer = await session.conversation.answer(asked)
+            if session.closed:
+                return _denied()
+            answer = await session.answer(asked)
+        except asyncio.CancelledError:
+            if session.closed:
+                return _denied()
+            raise
         except api.BadRequest as error:
             return _error(str(error), error.code, error.status)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return _error(f"the body is not JSON: {error}", "invalid_request_error", 400)
         except (EpisodeFailed, SlipstreamError) as error:
             session.fail(error)

@@ -293,6 +293,13 @@ def test_a_flip_whose_caller_goes_away_is_finished_and_proven(rig: Rig) -> None:
     assert worst(got.logprobs, logprobs(rig.models[9], prompt(9) + got.tokens)[11:]) < TOLERANCE
 
 
+@pytest.mark.parametrize("strange", [100, 127, 1 << 20, 1 << 40, -1])
+def test_a_token_that_the_model_does_not_have_is_refused_and_the_engine_lives(rig: Rig, strange: int) -> None:
+    with pytest.raises(ValueError, match=f"token {strange}, the model has 0 to 99"):
+        rig.run(rig.engine.generate([5, strange, 6], 4))
+    assert rig.run(rig.engine.generate([5, 99, 6], 4)).tokens
+
+
 def test_a_prompt_longer_than_the_context_is_refused_with_a_reason(rig: Rig) -> None:
     with pytest.raises(ValueError, match="512"):
         rig.run(rig.engine.generate([5] * 600, 4))

@@ -1,6 +1,7 @@
 """Agents over HTTP, with the real openai client: what they return is the reward, what they do wrong is contained."""
 
 import asyncio
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from chat_tokenizers import QWEN, with_template
 from fleet_fakes import ScriptedSampler, new_host
-from openai import AsyncOpenAI, BadRequestError
+from openai import APIStatusError, AsyncOpenAI, BadRequestError
 
 from common.errors import SlipstreamError
 from common.rollouts import Group, Sample, VersionRun, decode_group, encode_group
@@ -242,3 +243,62 @@ def test_an_agent_is_named_in_the_config_like_an_environment_and_its_options_are
     assert registry.is_agent(registry.resolve("named_agent:agent", {"depth": 2}))
     with pytest.raises(ConfigError, match=r"tasks\.options"):
         registry.resolve("named_agent:agent", {"width": 2})
+
+
+def test_a_request_that_an_agent_leaves_behind_ends_with_the_episode() -> None:
+    sampler = policy("3", "4")
+    left: list[asyncio.Task[int]] = []
+    done = threading.Event()
+
+    async def leaves(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
+        async def ask() -> int:
+            async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+                try:
+                    await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "1+2"}])
+                except APIStatusError as error:
+                    return error.status_code
+                finally:
+                    done.set()
+            return 200
+
+        assert await ask() == 200
+        done.clear()
+        sampler.gate.clear()
+        left.append(asyncio.create_task(ask()))
+        while not sampler.now:
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    async def once() -> Sample:
+        driver = AgentDriver(
+            sampler, Renderer(with_template(QWEN, "<eos>")), AgentThread(leaves, {}, new_host()), Budget(4, 200, 2000),
+            Sampling(), 30.0, LIMITS,
+        )  # fmt: skip
+        sample = await driver.run({}, 1)
+        assert await asyncio.to_thread(done.wait, 30)
+        await driver.close()
+        return sample
+
+    sample = asyncio.run(once())
+    assert (sample.error, sample.turns, sampler.cancelled, sampler.now) == (None, 1, 1, 0)
+    assert left[0].result() == 401
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"messages": [{"role": "assistant", "tool_calls": 5}]}'])
+def test_a_body_that_no_client_sends_is_a_bad_request(body: bytes) -> None:
+    async def odd(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
+        def post() -> int:
+            headers = {"Authorization": f"Bearer {api_key}"}
+            request = urllib.request.Request(f"{base_url}/chat/completions", data=body, headers=headers)
+            try:
+                with urllib.request.urlopen(request, timeout=30) as response:
+                    return response.status
+            except urllib.error.HTTPError as error:
+                with error:
+                    return error.code
+
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            await client.completions.create(model=model, prompt="x")
+        return float(await asyncio.to_thread(post))
+
+    assert play(odd, policy("a")).reward == 400.0

@@ -210,3 +210,9 @@ def test_what_could_not_be_recorded_exactly_is_refused_with_the_reason(body: Any
 def test_a_template_that_refuses_is_a_bad_request() -> None:
     with pytest.raises(api.BadRequest, match="roles must alternate"):
         Talk("x", template="{{ raise_exception('roles must alternate') }}").say([user("hi")])
+
+
+@pytest.mark.parametrize("prompt", [[-1], [1, -5], [True], [1.5], [[1]], {"a": 1}, ["a", "b"]])
+def test_a_prompt_of_no_token_ids_is_refused(prompt: Any) -> None:
+    with pytest.raises(api.BadRequest, match="one text or one list of token ids"):
+        api.read_completion({"prompt": prompt})
