@@ -10,6 +10,11 @@ def test_the_readme_shows_the_committed_figures() -> None:
     assert PAGE.read_text().split(BEGIN)[1].split(END)[0].strip() == render(), "run python bench/readme_page.py"
 
 
+def test_the_readme_counts_the_faults_that_are_measured() -> None:
+    faults = len(readme_page.result("guarantees")["scenarios"])
+    assert f"[guarantees](docs/guarantees.md): {faults} faults" in PAGE.read_text()
+
+
 def test_an_aim_that_was_missed_is_called_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = readme_page.result
     slow = {**real("node_throughput"), "ratio_tokens_per_s": 0.9}
