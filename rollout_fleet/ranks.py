@@ -12,13 +12,15 @@ from common.weights.sharing import SharedBuffers, attach
 
 
 class Ranks:
-    """This worker among them. `take` and `loaded` are collective: a flip calls them on every rank."""
+    """This worker among them. `take` and `agree` are collective: a flip calls them on every rank."""
 
-    def __init__(self) -> None:
-        """After the engine's groups were made."""
-        from vllm.distributed.parallel_state import get_tp_group
+    def __init__(self, group: Any = None) -> None:
+        """After the engine's groups were made; `group` None: that of vLLM's tensor parallelism."""
+        if group is None:
+            from vllm.distributed.parallel_state import get_tp_group
 
-        self._group: Any = get_tp_group()
+            group = get_tp_group()
+        self._group: Any = group
         self.rank, self.size = int(self._group.rank_in_group), int(self._group.world_size)
         self._buffers = SharedBuffers()
         self.receiver = Receiver() if self.size == 1 else Receiver(allocate=self._buffers.allocate)
@@ -29,7 +31,12 @@ class Ranks:
         return self.rank == 0
 
     def take(self, incarnation: int, version: int, total_bytes: int) -> torch.Tensor:
-        """The verified [total_bytes] uint8 buffer of a staged version; raises ValueError when it is not staged."""
+        """The verified [total_bytes] uint8 buffer of a staged version.
+
+        Raises:
+            ValueError: it is not staged; on every rank.
+            RuntimeError: this rank cannot map it; the others wait in `agree`.
+        """
         if self.size == 1:
             return self.receiver.take(incarnation, version)
         flat, place, problem = None, "", ""
@@ -44,9 +51,17 @@ class Ranks:
             raise ValueError(problem)
         return flat if flat is not None else attach(place, total_bytes)
 
-    def loaded(self, flat: torch.Tensor) -> None:
-        """This rank has loaded its shard; returns when all have."""
+    def agree(self, error: Exception | None) -> None:
+        """This rank has loaded its shard, or could not: returns when all have, raises on every rank when one could not.
+
+        Raises:
+            Exception: `error`, where there is one.
+            ValueError: another rank has one; its log has the reason.
+        """
+        failed = torch.tensor([int(error is not None)])
         if self.size > 1:
-            self._group.barrier()
-        if self.receives:
-            self.receiver.give_back(flat)
+            self._group.cpu_group.allreduce([failed]).wait()
+        if error is not None:
+            raise error
+        if failed.item():
+            raise ValueError(f"{failed.item()} of {self.size} workers could not load their shards")

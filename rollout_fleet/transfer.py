@@ -88,12 +88,19 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         if update_info.op != "apply":
             raise ValueError(f"unknown operation {update_info.op!r}")
         layout = self._layout()
-        flat = self.ranks.take(update_info.incarnation, update_info.version, layout.total_bytes)
-        with torch.no_grad():
-            self.model.load_weights(packing.view(flat, layout))
+        flat, error = None, None
+        try:
+            flat = self.ranks.take(update_info.incarnation, update_info.version, layout.total_bytes)
+            with torch.no_grad():
+                self.model.load_weights(packing.view(flat, layout))
+        except Exception as failure:  # the others must hear of it, or they would wait for this rank for ever
+            error = failure
+        self.ranks.agree(error)
+        assert flat is not None
         self._applied = (update_info.incarnation, update_info.version)
         self._loaded = flat if self.ranks.size > 1 else None
-        self.ranks.loaded(flat)
+        if self.ranks.receives:
+            self.receiver.give_back(flat)
 
     def finish_weight_update(self) -> None:
         """Begin to prove; generation goes on meanwhile, the engine holds its results back until the proof is there."""
