@@ -31,6 +31,10 @@ From structs at the node to numpy arrays at the learner; leases, heartbeats, ack
 included. The floor acknowledges nothing, and neither encodes nor decodes. The peers' ways are reduced to what carries
 the groups (`bench/broker_peers.py`) and end with the same arrays.
 """
+RAY = """
+A Ray {version} actor queue (verl's way, `bench/broker_ray.py`: an asyncio actor, pickled numpy arrays), measured apart
+and paired with the floor of its own run; what Ray's own processes do meanwhile is included:
+"""
 SCALE = """
 ## One broker under many nodes
 
@@ -51,6 +55,7 @@ group, of which the ledger's record of a finished task takes about 40. Under thi
 """
 OVERHEAD_COLUMNS = ["way", "CPU us a group", "node", "in the middle", "learner"]
 OVERHEAD_COLUMNS += ["times the floor", "times ours", "groups/s"]
+RAY_COLUMNS = ["group", "CPU us a group", "times the floor", "times ours in memory", "groups/s"]
 SCALE_COLUMNS = ["nodes", "groups/s", "CPU us a group", "without waiting", "CPU us a node and s", "KiB a node"]
 SCALE_COLUMNS += ["lease p50 ms", "lease p99", "complete p50", "complete p99"]
 
@@ -76,6 +81,16 @@ def overhead_section(result: dict) -> str:
             f"\n{SIZES[size]}, {measured['groups']:,} groups a round (peers fewer):\n\n{table(OVERHEAD_COLUMNS, rows)}"
         )
     return text
+
+
+def ray_section(result: dict, overhead: dict) -> str:
+    """A table; ours is compared by what both cost over their floors, which were measured at different times."""
+    rows = []
+    for size, measured in result["sizes"].items():
+        ours = overhead["sizes"][size]["ways"]["slipstream_memory"]["times_raw_zeromq"]
+        cells = [SIZES[size], measured["cpu_us_per_group"], measured["times_raw_zeromq"]]
+        rows.append([*cells, f"{measured['times_raw_zeromq'] / ours:.1f}", round(measured["groups_per_s"])])
+    return RAY.format(version=result["machine"]["packages"]["ray"]) + "\n" + table(RAY_COLUMNS, rows)
 
 
 def scale_section(result: dict) -> str:
@@ -114,8 +129,8 @@ def soak_section(result: dict) -> str:
 
 def render(folder: Path = RESULTS) -> str:
     """The page."""
-    overhead, scale, soak = (
-        json.loads((folder / f"broker_{name}.json").read_text()) for name in ("overhead", "scale", "soak")
+    overhead, ray, scale, soak = (
+        json.loads((folder / f"broker_{name}.json").read_text()) for name in ("overhead", "ray", "scale", "soak")
     )
     host = overhead["machine"]
     first = next(iter(overhead["sizes"].values()))["ways"]["raw_zeromq"]
@@ -124,7 +139,7 @@ def render(folder: Path = RESULTS) -> str:
         load=overhead["load_1min"],
         rounds=len(first["rounds_us"]),
     )
-    return head + overhead_section(overhead) + scale_section(scale) + soak_section(soak)
+    return head + overhead_section(overhead) + ray_section(ray, overhead) + scale_section(scale) + soak_section(soak)
 
 
 def main() -> None:

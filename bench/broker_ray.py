@@ -1,0 +1,149 @@
+"""What a Ray actor queue costs a group, beside raw ZeroMQ with the same groups; as ways of bench/broker_overhead.py.
+
+    RAY_AUTH_MODE=disabled python bench/broker_ray.py [--size 1k 8k] [--rounds 3]
+
+verl's way: an asyncio actor holds a deque; the producer pickles a group of arrays and calls `put`, the consumer calls
+`get` and unpickles. Microseconds of CPU per group over every process that Ray started for it, between the first group
+and the last. Needs `pip install ray`, which is no dependency of this project: use an environment of its own, with
+numpy, msgspec, psutil and pyzmq. Writes bench/results/broker_ray.json.
+"""
+
+import argparse
+import json
+import os
+import pickle
+import statistics
+import time
+from typing import Any
+
+import broker_groups
+import jobs
+import machine
+import psutil
+import ray
+from broker_ways import Load, RawZeroMQ, measure
+
+GROUPS = {"1k": 1600, "8k": 320}
+WARM_UP = 160
+AT_ONCE = 8  # puts under way
+QUEUED = 64
+STORE_BYTES = 1 << 30
+
+
+class Queue:
+    """The actor in the middle; verl's drops the oldest when it is full, this one lets the producer wait."""
+
+    def __init__(self) -> None:
+        import asyncio
+        from collections import deque
+
+        self._items: deque[bytes] = deque()
+        self._changed = asyncio.Condition()
+
+    async def put(self, item: bytes) -> None:
+        async with self._changed:
+            while len(self._items) >= QUEUED:
+                await self._changed.wait()
+            self._items.append(item)
+            self._changed.notify_all()
+
+    async def get(self) -> bytes:
+        async with self._changed:
+            while not self._items:
+                await self._changed.wait()
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return item
+
+
+class Peer:
+    """The producer and the consumer: actors of their own, so processes of their own."""
+
+    def ready(self) -> None: ...
+
+    def produce(self, queue: Any, size: str, groups: int) -> None:
+        episodes = [broker_groups.make_episodes(seed, size) for seed in range(broker_groups.DISTINCT_GROUPS)]
+        under_way: list[Any] = []
+        for index in range(groups):
+            samples = [episode._asdict() for episode in episodes[index % len(episodes)]]
+            data = pickle.dumps({"serial": index, "samples": samples}, protocol=pickle.HIGHEST_PROTOCOL)
+            under_way.append(queue.put.remote(data))
+            if len(under_way) >= AT_ONCE:
+                _, under_way = ray.wait(under_way, num_returns=1)
+        ray.get(under_way)
+
+    def consume(self, queue: Any, groups: int) -> int:
+        tokens = 0
+        for _ in range(groups):
+            group = pickle.loads(ray.get(queue.get.remote()))  # noqa: S301 - the measured way; this script's own data
+            tokens += sum(len(sample["tokens"]) for sample in group["samples"])
+        return tokens
+
+
+def cpu_s() -> float:
+    """User and system seconds of everything that this process started."""
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def move(size: str, groups: int) -> dict[str, float]:
+    """One round through a queue and peers of its own."""
+    queue = ray.remote(Queue).options(max_concurrency=200).remote()
+    producer, consumer = (ray.remote(Peer).remote() for _ in range(2))
+    ray.get([producer.ready.remote(), consumer.ready.remote()])
+    pass_on(queue, producer, consumer, size, WARM_UP)
+    before, started = cpu_s(), time.perf_counter()
+    pass_on(queue, producer, consumer, size, groups)
+    wall_s, used_s = time.perf_counter() - started, cpu_s() - before
+    for actor in (queue, producer, consumer):
+        ray.kill(actor)
+    return {"cpu_us_per_group": 1e6 * used_s / groups, "groups_per_s": groups / wall_s}
+
+
+def pass_on(queue: Any, producer: Any, consumer: Any, size: str, groups: int) -> None:
+    done = [consumer.consume.remote(queue, groups), producer.produce.remote(queue, size, groups)]
+    tokens = ray.get(done)[0]
+    assert tokens >= groups * broker_groups.SAMPLES * broker_groups.COMPLETION_TOKENS[size]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", nargs="+", choices=tuple(GROUPS), default=list(GROUPS))
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    here = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", "")])
+    environment = {"env_vars": {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}}
+    ray.init(
+        address="local", num_cpus=4, object_store_memory=STORE_BYTES, include_dashboard=False,
+        log_to_driver=False, runtime_env=environment,
+    )  # fmt: skip
+    sizes: dict[str, object] = {}
+    for size in options.size:
+        runs, floor = [], []
+        for _ in range(options.rounds):
+            floor.append(measure(RawZeroMQ(), Load(size, GROUPS[size]))["cpu_us_per_group"])
+            runs.append(move(size, GROUPS[size]))
+            print(json.dumps({"size": size, "raw_zeromq": round(floor[-1], 1), **runs[-1]}), flush=True)
+        ratios = [run["cpu_us_per_group"] / raw for run, raw in zip(runs, floor, strict=True)]
+        sizes[size] = {
+            "groups": GROUPS[size],
+            "raw_zeromq_us": round(statistics.median(floor), 1),
+            "cpu_us_per_group": round(statistics.median(r["cpu_us_per_group"] for r in runs), 1),
+            "groups_per_s": round(statistics.median(r["groups_per_s"] for r in runs), 1),
+            "times_raw_zeromq": round(statistics.median(ratios), 2),
+            "rounds_us": [round(r["cpu_us_per_group"], 1) for r in runs],
+        }
+    ray.shutdown()
+    packages = ("ray", "pyzmq", "numpy")
+    result = {"machine": machine.describe(packages), "load_1min": round(os.getloadavg()[0], 1), "sizes": sizes}
+    print(jobs.write("broker_ray", result))
+
+
+if __name__ == "__main__":
+    main()
