@@ -19,6 +19,7 @@ from broker_peers import MsgspecListsZeroMQ, RedisPickledLists
 from broker_ways import Load, RawZeroMQ, Way, measure
 
 GROUPS = {"1k": 4000, "8k": 800}
+DURABILITIES = ("memory", "fsync", "everysec")
 PEERS_FEWER = 10  # slow ways move fewer groups
 FLOOR = RawZeroMQ.name
 
@@ -49,17 +50,19 @@ def summary(runs: list[dict[str, float]], floor: list[dict[str, float]] | None) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--durability", nargs="+", choices=("memory", "fsync", "everysec"), default=["memory"])
+    parser.add_argument("--durability", nargs="+", choices=DURABILITIES, default=["memory"])
     parser.add_argument("--size", nargs="+", choices=tuple(GROUPS), default=list(GROUPS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="times the number of groups")
     parser.add_argument("--scratch", help="folder for the broker's store; put it on a real disk")
-    parser.add_argument("--only", nargs="+", help="names of the ways to run; nothing is written")
+    embedded = {durability: Embedded(durability) for durability in DURABILITIES}
+    floor, peers = RawZeroMQ(), [RedisPickledLists(), MsgspecListsZeroMQ()]
+    named: dict[str, Way] = {way.name: way for way in (floor, *embedded.values(), *peers)}
+    parser.add_argument("--only", nargs="+", choices=tuple(named), help="the ways to run; nothing is written")
     options = parser.parse_args()
-    ways: list[Way] = [RawZeroMQ(), *(Embedded(d) for d in options.durability)]
-    ways += [RedisPickledLists(), MsgspecListsZeroMQ()]
+    ways: list[Way] = [floor, *(embedded[d] for d in options.durability), *peers]
     if options.only:
-        ways = [way for way in ways if way.name in options.only]
+        ways = [named[name] for name in options.only]
     sizes: dict[str, object] = {}
     for size in options.size:
         groups = int(GROUPS[size] * options.scale) // GROUPS_PER_STEP * GROUPS_PER_STEP
