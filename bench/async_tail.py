@@ -1,9 +1,10 @@
 """A heavy-tailed workload, synchronous and asynchronous, with real processes; and what the simulator says of it.
 
-    python bench/async_tail.py             about ten minutes; --steps 12 --rounds 1 for a quick look
+    python bench/async_tail.py             about seven minutes; --steps 12 --rounds 1 for a quick look
+    python bench/async_tail.py --staleness 8 --rounds 1 --name async_tail_k8    with a wider window
 
 1. The engine alone: seconds of an engine step by running requests, and of a call (bench/simulate.py's Speeds).
-2. `slipstream up` with staleness.max 0 and 4 on the same problems, in turn. The learner's parts come from the
+2. `slipstream up` with staleness.max 0 and K on the same problems, in turn. The learner's parts come from the
    synchronous run's metrics, the lengths of every episode from the recorded groups of each run.
 3. The simulation of each run with its own lengths. Writes bench/results/async_tail.json.
 """
@@ -170,11 +171,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--staleness", type=int, default=4, help="staleness.max of the asynchronous runs")
     parser.add_argument("--name", default="async_tail")
     args = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="slipstream-bench-"))
     model, dataset = tailed_environment.build(scratch / "assets")
     overrides = [f"model.path={model}", f"tasks.dataset={dataset}", f"run.steps={args.steps}"]
+    overrides.append(f"staleness.max={args.staleness}")
     config = load_config(CONFIG, overrides)
     step_s, request_s, call_s, measured = calibrate(config)
     print(json.dumps({"step_s": step_s, "request_s": request_s, "call_s": call_s}), flush=True)
