@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 STEPS = 20  # the newest ones, of one fleet
 FEWEST = 5
 IDLE = 0.15  # share of the step that the learner may wait without a word
@@ -18,6 +20,7 @@ WAITING = 0.20  # share of the fleet's time without work
 LOST = 0.15  # share of the step in which both waited, before the window is blamed
 SPARE = 0.9  # of the learner's time: a smaller fleet may use as much
 HALF_FULL = 0.5  # share of the places taken, below which nodes have too little to do rather than too much
+LEAST_BUSY = 1e-3  # share of the step that a learner works at least, which clocks may not show
 MOST_FACTOR = 4  # never advise more than this many times the nodes that were measured
 
 
@@ -45,7 +48,7 @@ class Rates:
 
     @property
     def busy_s(self) -> float:
-        return self.step_s - self.idle_s
+        return max(self.step_s - self.idle_s, LEAST_BUSY * self.step_s)
 
     @property
     def work_s(self) -> float:
@@ -78,28 +81,41 @@ class Advice:
     speedup: float = 1.0
 
 
+class _Line(msgspec.Struct, frozen=True):
+    """What is needed of a metrics line."""
+
+    nodes_live: int
+    step_s: float
+    learner_idle_s: float
+    incarnation: int = 0
+    seconds_wasted_waiting: float = 0.0
+    concurrency: float = 0.0
+    episodes_running: float = 0.0
+
+
 def rates_of(lines: Sequence[Mapping[str, Any]]) -> Rates | None:
     """From metrics lines; None when there are too few of one learner and one size of the fleet."""
-    newest: list[Mapping[str, Any]] = []
-    for line in reversed(lines[-STEPS - 1 :]):
-        same = not newest or all(line.get(k) == newest[0].get(k) for k in ("nodes_live", "incarnation"))
-        if not same:
+    newest: list[_Line] = []
+    for found in reversed(lines[-STEPS - 1 :]):
+        try:
+            line = msgspec.convert(found, _Line)
+        except msgspec.ValidationError:
+            break  # of another version, or of no job of ours
+        if newest and (line.nodes_live, line.incarnation) != (newest[0].nodes_live, newest[0].incarnation):
             break
         newest.append(line)
     newest.reverse()
-    if len(newest) <= FEWEST or not newest[0].get("nodes_live"):
+    if len(newest) <= FEWEST or newest[0].nodes_live < 1:
         return None
-    steps, nodes = newest[1:], int(newest[0]["nodes_live"])  # the first line is where the running totals start
-    total_s = sum(float(line["step_s"]) for line in steps)
+    steps, nodes = newest[1:], newest[0].nodes_live  # the first line is where the running totals start
+    total_s = sum(line.step_s for line in steps)
     if total_s <= 0:
         return None
-    waited_s = float(newest[-1].get("seconds_wasted_waiting", 0.0)) - float(
-        newest[0].get("seconds_wasted_waiting", 0.0)
-    )
-    idle_s = sum(float(line["learner_idle_s"]) for line in steps) / len(steps)
+    waited_s = newest[-1].seconds_wasted_waiting - newest[0].seconds_wasted_waiting
+    idle_s = sum(line.learner_idle_s for line in steps) / len(steps)
     waiting = min(0.99, max(0.0, waited_s / (nodes * total_s)))
-    places = sum(float(line.get("concurrency", 0)) for line in steps)
-    taken = sum(float(line.get("episodes_running", 0)) for line in steps) / places if places else 1.0
+    places = sum(line.concurrency for line in steps)
+    taken = sum(line.episodes_running for line in steps) / places if places else 1.0
     return Rates(nodes, total_s / len(steps), idle_s, waiting, min(1.0, taken))
 
 
@@ -132,7 +148,7 @@ def _window(rates: Rates, staleness: int, idle_then: float, speedup: float) -> A
 
 
 def _more(rates: Rates) -> Advice:
-    enough = math.ceil(rates.work_s / rates.busy_s) if rates.busy_s > 0 else MOST_FACTOR * rates.nodes
+    enough = math.ceil(rates.work_s / rates.busy_s)
     nodes = max(rates.nodes + 1, min(enough, MOST_FACTOR * rates.nodes))
     step_s, idle_then = rates.predicted(nodes)
     speedup = rates.step_s / step_s

@@ -11,6 +11,7 @@ from common.errors import EXIT_FAILED
 from common.lifecycle import alive
 from common.planning.architecture import UnknownArchitecture, read_architecture
 from launch import doctor_files
+from launch.advisor import advice_for
 from launch.cli import main
 
 
@@ -54,3 +55,25 @@ def test_a_model_of_zero_heads_is_no_model(name: str) -> None:
     read_architecture(document)
     with pytest.raises(UnknownArchitecture, match=f"{name} is 0"):
         read_architecture({**document, name: 0})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {},
+        {"nodes_live": 2},
+        {"nodes_live": "x", "step_s": 1.0, "learner_idle_s": 0.5},
+        {"nodes_live": [1], "step_s": 1.0, "learner_idle_s": 0.5},
+        {"nodes_live": 2, "step_s": None, "learner_idle_s": None},
+        {"nodes_live": 2, "step_s": 1.0, "learner_idle_s": 0.5, "concurrency": None},
+    ],
+)
+def test_status_gives_no_advice_on_metrics_that_it_cannot_read(line: dict[str, object]) -> None:
+    assert advice_for([line] * 10, 1) is None
+
+
+@pytest.mark.parametrize("running", [0, 8])
+def test_advice_on_a_learner_that_only_waits_divides_by_nothing(running: int) -> None:
+    line = {"nodes_live": 2, "step_s": 1.0, "learner_idle_s": 1.0, "concurrency": 8, "episodes_running": running}
+    found = advice_for([line] * 10, 1)
+    assert found is not None and found.change == ("larger_window" if running == 0 else "more_nodes")
