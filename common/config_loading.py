@@ -20,6 +20,8 @@ from common.errors import ConfigError, UsageError
 from common.strict_yaml import Document
 
 OVERRIDE = "<override>"
+MOST_INTEGER = 1 << 53  # what travels as a number and stays exact
+MOST_BITS_SHOWN = 256
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -209,11 +211,15 @@ def _check_value(value: object, kind: schema_info.Type, key: str, source: _Sourc
         if isinstance(kind, schema_info.LiteralType):
             near = nearest(str(value), (str(v) for v in kind.values))
             hint = f"did you mean '{near}'?" if near else None
+        if isinstance(value, int) and abs(value) > MOST_INTEGER:
+            hint = f"at most {MOST_INTEGER}"
         raise ConfigError(source.of(key), key, describe_type(kind), describe_value(value), hint)
 
 
 def _fits(value: object, kind: schema_info.Type) -> bool:
     """Whether a leaf value has the type and lies in the range."""
+    if isinstance(value, int) and abs(value) > MOST_INTEGER:
+        return False
     if isinstance(kind, schema_info.UnionType):
         return any(_fits(value, k) for k in kind.types)
     if isinstance(kind, schema_info.LiteralType):
@@ -271,6 +277,8 @@ def describe_value(value: object) -> str:
         return "a section"
     if isinstance(value, list):
         return "a list"
+    if isinstance(value, int) and value.bit_length() > MOST_BITS_SHOWN:
+        return f"an integer of {value.bit_length()} bits"
     words: dict[type, str] = {str: "text", int: "integer", float: "number"}
     return f"{value!r} ({words.get(type(value), type(value).__name__)})"
 

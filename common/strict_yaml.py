@@ -34,8 +34,11 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 
 def load(text: str) -> object:
-    """Any YAML value; raises yaml.YAMLError on malformed text or duplicate keys."""
-    return yaml.load(text, Loader=_Loader)
+    """Any YAML value; raises yaml.YAMLError on malformed text, duplicate keys, and values that there are not."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (ValueError, RecursionError) as error:  # 2026-13-45 is no date, thousands of digits no number
+        raise yaml.YAMLError(f"a value that cannot be read: {error}") from None
 
 
 def parse_mapping(text: str, file: str) -> Document:

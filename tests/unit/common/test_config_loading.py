@@ -95,6 +95,28 @@ def test_later_override_wins(write):
         ("rollout: {temperature: 0}", "rollout.temperature", "a number > 0", "0", ""),
         ("rollout: {top_p: 1.5}", "rollout.top_p", "> 0 and <= 1", "1.5", ""),
         ("rollout: {temperature: .inf}", "rollout.temperature", "a number > 0", "inf", ""),
+        (
+            f"rollout: {{group_size: {10**20}}}",
+            "rollout.group_size",
+            "an integer >= 1",
+            "0000 (integer)",
+            "at most 9007",
+        ),
+        (
+            f"rollout: {{temperature: {10**400}}}",
+            "rollout.temperature",
+            "a number > 0",
+            "of 1329 bits",
+            "at most 9007",
+        ),
+        (
+            f"rollout: {{group_size: 0x{'f' * 5000}}}",
+            "rollout.group_size",
+            "an integer >= 1",
+            "20000 bits",
+            "at most 9007",
+        ),
+        ("rollout: {sample_timeout_s: 1.0e+10}", "rollout.sample_timeout_s", "> 0 and <= 1000000000.0", "1000000", ""),
         ("rollout: {temperature: .nan}", "rollout.temperature", "a number > 0", "nan", ""),
         ("weights: {kv_cache: kep}", "weights.kv_cache", "one of keep, recompute", "'kep'", "did you mean 'keep'?"),
         ("staleness: {expired: drop}", "staleness.expired", "one of mask, regenerate, wait", "'drop'", ""),
@@ -202,3 +224,11 @@ def test_schema_stays_within_its_budget_of_keys():
     leaves = [p for p in key_paths(Config) if not any(q.startswith(p + ".") for q in key_paths(Config))]
     assert len(leaves) == len(set(leaves))
     assert len(leaves) <= 120
+
+
+@pytest.mark.parametrize("value", ["2026-13-45", "9" * 5000, "[" * 5000])
+def test_a_value_that_there_is_not_is_bad_yaml_and_no_traceback(write, value):
+    with pytest.raises(ConfigError, match="a YAML value"):
+        load_config(write(MINIMAL), [f"run.name={value}"])
+    with pytest.raises(ConfigError, match=r"YAML, found .*cannot be read"):
+        load_config(write(f"{MINIMAL}\nweights: {{timeout_s: {value}}}\n"))
