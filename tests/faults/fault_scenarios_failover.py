@@ -6,6 +6,8 @@ from fault_options import LEASE_S
 from fault_promise import trained_lines
 from fault_rig import Rig
 from fault_scenario import scenario
+from fault_scenarios_redis import killed_under_load_s
+from fault_storm import rage
 
 FROM_ITS_CHECKPOINT = (
     "said by everybody, never silent; in the weights that go on every group was trained once, and no prompt is skipped"
@@ -71,16 +73,7 @@ def redis_failover_back_in_time(rig: Rig) -> float:
 def redis_killed_everysec(rig: Rig) -> float:
     """What was acknowledged had been written, so it is there; only while an fsync hangs may Redis be up to 2 s behind.
     Then the learner ends and starts again from its checkpoint."""
-    rig.start_all(nodes=2)
-    worst = 0.0
-    for _ in range(3):
-        rig.redis.server.kill()
-        rig.pause(0.1, 1.0)
-        at_s = time.monotonic()
-        rig.redis.server.start()
-        worst = max(worst, rig.goes_on_or_starts_again_s(at_s))
-        rig.pause()
-    return worst
+    return killed_under_load_s(rig, rig.goes_on_or_starts_again_s)
 
 
 @scenario(
@@ -94,32 +87,5 @@ def redis_killed_everysec(rig: Rig) -> float:
 def redis_storm(rig: Rig) -> float:
     """Each fault is met as it is alone."""
     proxy = rig.start_behind_proxy(nodes=3)
-    at_s = 0.0
-    for _ in range(8):
-        assert rig.learner_process is not None and rig.broker_process is not None
-        server = rig.redis.server
-        kind = rig.random.choice(["server", "server", "stop server", "keeper", "node", "learner", "stop node", "cut"])
-        name = rig.random.choice(sorted(rig.nodes))
-        if kind == "server":
-            server.kill()
-            rig.pause()
-            server.start()
-            at_s = time.monotonic()
-        elif kind == "stop server":
-            at_s = rig.stop_for(server.process, rig.random.uniform(0.1, 1.5 * LEASE_S))
-        elif kind == "keeper":
-            at_s = rig.kill(rig.broker_process)
-            rig.start_broker(wait=False)
-        elif kind == "node":
-            at_s = rig.kill(rig.nodes[name])
-            rig.start_node(name, proxy.address)
-        elif kind == "learner":
-            at_s = rig.kill(rig.learner_process)
-            rig.start_learner(proxy.address)
-        elif kind == "stop node":
-            at_s = rig.stop_for(rig.nodes[name], rig.random.uniform(0.1, 1.5 * LEASE_S))
-        else:
-            proxy.cut()
-            at_s = time.monotonic()
-        rig.pause()
-    return rig.new_steps_s(at_s)
+    kinds = ["server", "server", "stop server", "broker", "node", "learner", "stop node", "cut"]
+    return rig.new_steps_s(rage(rig, proxy, kinds))

@@ -5,6 +5,7 @@ import time
 from fault_options import LEASE_S
 from fault_rig import Rig
 from fault_scenario import scenario
+from fault_storm import rage
 
 from broker.contract import LedgerEntry
 from broker.recorded import recorded_steps
@@ -230,26 +231,5 @@ def all_killed(rig: Rig) -> float:
 def storm(rig: Rig) -> float:
     """Each fault is met as it is alone."""
     proxy = rig.start_behind_proxy(nodes=3)
-    at_s = 0.0
-    for _ in range(8):
-        assert rig.learner_process is not None and rig.broker_process is not None
-        kind = rig.random.choice(["broker", "node", "learner", "stop node", "stop broker", "cut", "cut"])
-        name = rig.random.choice(sorted(rig.nodes))
-        if kind == "node":
-            at_s = rig.kill(rig.nodes[name])
-            rig.start_node(name, proxy.address)
-        elif kind == "broker":
-            at_s = rig.kill(rig.broker_process)
-            rig.start_broker(wait=False)
-        elif kind == "stop broker":
-            at_s = rig.stop_for(rig.broker_process, rig.random.uniform(0.1, 1.5 * LEASE_S))
-        elif kind == "learner":
-            at_s = rig.kill(rig.learner_process)
-            rig.start_learner(proxy.address)
-        elif kind == "stop node":
-            at_s = rig.stop_for(rig.nodes[name], rig.random.uniform(0.1, 1.5 * LEASE_S))
-        else:
-            proxy.cut()
-            at_s = time.monotonic()
-        rig.pause()
-    return rig.new_steps_s(at_s)
+    kinds = ["broker", "node", "learner", "stop node", "stop broker", "cut", "cut"]
+    return rig.new_steps_s(rage(rig, proxy, kinds))

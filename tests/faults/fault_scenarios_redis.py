@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Callable
 
 import fault_scenarios_network as network
 import fault_scenarios_processes as processes
@@ -20,16 +21,7 @@ from fault_scenario import scenario
 def redis_killed(rig: Rig) -> float:
     """Everything acknowledged is in the append-only file. Clients repeat their calls; every move may be repeated.
     Heartbeats renew leases; after more than 5 s, and a quarter of `broker.lease_s`, everyone gets a new deadline."""
-    rig.start_all(nodes=2)
-    worst = 0.0
-    for _ in range(3):
-        rig.redis.server.kill()
-        rig.pause(0.1, 1.0)
-        at_s = time.monotonic()
-        rig.redis.server.start()
-        worst = max(worst, rig.new_steps_s(at_s))
-        rig.pause()
-    return worst
+    return killed_under_load_s(rig, rig.new_steps_s)
 
 
 @scenario(
@@ -102,3 +94,17 @@ def redis_node_killed(rig: Rig) -> float:
 def redis_learner_killed(rig: Rig) -> float:
     """As with the embedded broker."""
     return processes.learner_killed(rig)
+
+
+def killed_under_load_s(rig: Rig, recovered_s: Callable[[float], float]) -> float:
+    """The server is killed and started again, three times; the worst of what `recovered_s` says of each start."""
+    rig.start_all(nodes=2)
+    worst = 0.0
+    for _ in range(3):
+        rig.redis.server.kill()
+        rig.pause(0.1, 1.0)
+        at_s = time.monotonic()
+        rig.redis.server.start()
+        worst = max(worst, recovered_s(at_s))
+        rig.pause()
+    return worst
