@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Awaitable, Iterable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,7 +16,9 @@ from rollout_fleet.weight_client import Flip, ProofFailed, StagingFailed
 logger = logging.getLogger(__name__)
 
 FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02
-PROOF_TIMEOUT_S = 120.0
+ENGINE_TIMEOUT_S = 120.0  # bound on a flip, on its proof and on a canary: an engine that hangs is given up
+PAUSE_TIMEOUT_S = 10.0
+T = TypeVar("T")
 UNLABELLED = "default"  # vLLM's label before the first version
 
 
@@ -117,9 +119,9 @@ class EngineWeights:
             self._unproven_version = version
             self._proven.clear()
             try:
-                stall_s = await self._flip(incarnation, version)
+                stall_s = await _answered(self._flip(incarnation, version), f"flip to version {version}")
                 self.incarnation, self.version, self._usable = incarnation, version, True
-                checksum = await self._proof(incarnation, version)
+                checksum = await _answered(self._proof(incarnation, version), f"proof of version {version}")
                 if checksum != expected_checksum:
                     raise ProofFailed(
                         f"version {version}: the engine holds {checksum}, published was {expected_checksum}"
@@ -131,7 +133,11 @@ class EngineWeights:
             return Flip(stall_s, checksum)
 
     async def canary(self, tokens: list[int]) -> list[float]:
-        """[len(tokens) - 1] log-probabilities of `tokens[1:]` at temperature 1 under the current weights."""
+        """[len(tokens) - 1] log-probabilities of `tokens[1:]` at temperature 1 under the current weights.
+
+        Raises:
+            ProofFailed: the engine hangs.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -144,8 +150,11 @@ class EngineWeights:
         )
         request_id = f"canary-{self.label}-{time.monotonic_ns()}"
         prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(self.label, request_id)}
-        outputs = [output async for output in self._llm.generate(prompt, params, request_id)]
-        rows = outputs[-1].prompt_logprobs[1:]
+
+        async def finished() -> Any:
+            return [output async for output in self._llm.generate(prompt, params, request_id)][-1]
+
+        rows = (await _answered(finished(), "canary")).prompt_logprobs[1:]
         return [row[token].logprob for row, token in zip(rows, tokens[1:], strict=True)]
 
     async def quarantine(self, reason: str) -> None:
@@ -154,7 +163,11 @@ class EngineWeights:
             self._broken = f"quarantined: {reason}"
         self._proven.set()
         if self._llm is not None:
-            await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+            try:
+                async with asyncio.timeout(PAUSE_TIMEOUT_S):
+                    await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+            except TimeoutError:
+                logger.warning("the engine does not even pause; nothing that it samples is used")
 
     async def _flip(self, incarnation: int, version: int) -> float:
         """Seconds that generation stood still, as the engine or (paused around it) this process measured them."""
@@ -171,8 +184,7 @@ class EngineWeights:
         """Checksum of what the parameters hold; the worker computes it while generation goes on."""
         from rollout_fleet.transfer import Proof
 
-        deadline = time.monotonic() + PROOF_TIMEOUT_S
-        while time.monotonic() < deadline:
+        while True:
             found = await self._rpc_all("slipstream_proof")
             proofs = [msgspec.msgpack.decode(one, type=Proof | None) for one in found]
             proven = [proof for proof in proofs if proof is not None]
@@ -182,7 +194,6 @@ class EngineWeights:
             if len(proven) == len(proofs):
                 return proven[0].checksum
             await asyncio.sleep(FIRST_POLL_S)
-        raise ProofFailed(f"no proof of version {version} within {PROOF_TIMEOUT_S:g} s")
 
     async def _rpc(self, method: str, **arguments: Any) -> Any:
         """The first worker's answer; raises SlipstreamError with the reason of whichever failed."""
@@ -196,3 +207,12 @@ class EngineWeights:
             return await self._llm.collective_rpc(method, kwargs=arguments)
         except Exception as error:  # vLLM hands worker errors on as bare Exception
             raise SlipstreamError(f"{method}: {error}") from error
+
+
+async def _answered(work: Awaitable[T], what: str) -> T:
+    """What `work` returns; ProofFailed when the engine does not answer in time."""
+    try:
+        async with asyncio.timeout(ENGINE_TIMEOUT_S):
+            return await work
+    except TimeoutError:
+        raise ProofFailed(f"{what}: the engine did not answer within {ENGINE_TIMEOUT_S:g} s") from None

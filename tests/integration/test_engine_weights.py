@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -21,9 +22,9 @@ from engine_rig import END, Rig, exported, logprobs
 
 from common.errors import SlipstreamError
 from common.weights.messages import Canary
-from rollout_fleet import engine
+from rollout_fleet import engine, engine_weights
 from rollout_fleet.sampler_protocol import Generation
-from rollout_fleet.weight_client import Flip, StagingFailed, WeightClient
+from rollout_fleet.weight_client import Flip, ProofFailed, StagingFailed, WeightClient
 
 REQUESTS, TOKENS = 24, 400
 TOLERANCE = 3e-5
@@ -381,3 +382,26 @@ def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: Ri
     while rig.publisher.stats().fatal is None and time.monotonic() < deadline:
         time.sleep(0.02)
     assert "published" in (rig.publisher.stats().fatal or "")
+
+
+def test_an_engine_that_hangs_in_a_flip_is_given_up_with_a_reason(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After all others: it leaves the engine as it found it, quarantined."""
+    monkeypatch.setattr(engine_weights, "ENGINE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(engine_weights, "PAUSE_TIMEOUT_S", 0.5)
+    (core,) = [child for child in psutil.Process().children() if "EngineCore" in "".join(child.cmdline())]
+
+    async def flip() -> None:
+        weights = engine_weights.EngineWeights(recompute=False)
+        await weights.attach(rig.engine._llm, usable=True)
+        try:
+            await weights.flip(0, 99, "")
+        finally:
+            with pytest.raises(SlipstreamError, match="quarantined: flip to version 99"):
+                weights.check_usable()
+
+    core.suspend()
+    try:
+        with pytest.raises(ProofFailed, match=r"flip to version 99: the engine did not answer within 0\.5 s"):
+            rig.run(flip(), 20)
+    finally:
+        core.resume()
