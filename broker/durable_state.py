@@ -15,7 +15,7 @@ from broker.contract import BrokerStatus, HeartbeatReply, NodeReport, RunInfo
 from broker.event_log import EventLog
 from broker.fleet import same_process
 from broker.journaled import JournaledFleet, JournaledLearner, JournaledOwners, JournaledTable, Kept, Recorder
-from broker.state import REMEMBERED_TOKENS, DeliveryState
+from broker.state import DeliveryState
 from broker.store.frames import Location
 from broker.store.payloads import StoredPayload
 
@@ -169,10 +169,8 @@ class DurableState(DeliveryState):
         entry = self.table.leased[move.token]
         if stored is None or stored.location is None:
             raise ValueError(f"the group of task {entry.serial} has no payload")
-        self._accepted[move.token] = entry.node
+        self._remember(move.token, entry.node)
         self.table.accept(entry, move.meta, stored, stored.location.length)
-        if len(self._accepted) > REMEMBERED_TOKENS:
-            self._accepted.popitem(last=False)
 
     def _apply_about_others(self, move: moves.AnyMove) -> None:
         if isinstance(move, moves.Reported):

@@ -278,9 +278,7 @@ class DeliveryState:
             return False
         self._drop_token(entry)
         self.tasks.accept(entry, meta, payload, payload_bytes)
-        self._accepted[token] = node_id
-        if len(self._accepted) > REMEMBERED_TOKENS:
-            self._accepted.popitem(last=False)
+        self._remember(token, node_id)
         return True
 
     def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
@@ -380,6 +378,12 @@ class DeliveryState:
         node = self.fleet.nodes.get(entry.node)
         if node is not None:
             node.tokens.discard(entry.token)
+
+    def _remember(self, token: str, node_id: str) -> None:
+        """So that a repetition of this result is still answered with True."""
+        self._accepted[token] = node_id
+        if len(self._accepted) > REMEMBERED_TOKENS:
+            self._accepted.popitem(last=False)
 
     def _lose(self, entry: Entry, reason: str) -> None:
         assert entry.state == LEASED

@@ -1,6 +1,5 @@
 """Doctor: addresses that have to be free, or that somebody has to answer at."""
 
-import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -91,25 +90,22 @@ def check_redis(config: Config) -> Iterator[Finding]:
         parse_redis(name)
     except ValueError:
         return  # said by the config's checks
-    said = _Said()
-    logging.getLogger("broker.redis.checks").addHandler(said)
+    doubts: list[str] = []
     try:
-        apart_s = _ask_redis(name, config)
+        apart_s = _ask_redis(name, config, doubts)
     except SlipstreamError as error:
         yield problem("redis", str(error), "the delivery's state lies there", mend)
     else:
-        for line in said.lines:
+        for line in doubts:
             yield warning("redis", line, "what cannot be seen is not checked", mend)
         if abs(apart_s) > CLOCKS_APART_S:
             why = "leases follow the server's clock and hold; the ages in `status` are off"
             yield warning("redis", f"its clock is {apart_s:+.0f} s from this machine's", why, "chrony on both")
         yield fine("redis", f"{config.broker.address} answers, and keeps what it acknowledges")
-    finally:
-        logging.getLogger("broker.redis.checks").removeHandler(said)
 
 
-def _ask_redis(name: str, config: Config) -> float:
-    """Check the server; returns how far its clock is ahead of ours, in seconds."""
+def _ask_redis(name: str, config: Config, doubts: list[str]) -> float:
+    """Check the server, adding what cannot be seen to `doubts`; returns how far its clock is ahead of ours, in s."""
     from broker.redis.checks import check_server
     from broker.redis.endpoint import endpoint
     from broker.redis.link import Link
@@ -117,19 +113,8 @@ def _ask_redis(name: str, config: Config) -> float:
     link = Link(endpoint(name, "broker", config.broker.credentials), "broker", CONNECT_S)
     try:
         end = time.monotonic() + CONNECT_S
-        check_server(link, config.broker.durability, end)
+        check_server(link, config.broker.durability, end, doubts.append)
         seconds, micros = link.run(lambda repeated, whole: [("TIME",)], end)[0]
         return int(seconds) + int(micros) / 1e6 - time.time()
     finally:
         link.close()
-
-
-class _Said(logging.Handler):
-    """Keeps warnings, to be shown as findings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())

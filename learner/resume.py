@@ -59,9 +59,9 @@ def find_start(
     incarnation = next_incarnation(run_dir, state.incarnation if state else None)
     if take_over is not None:
         take_over(incarnation, state.policy_version if state else 0)
+        path, state = checkpoints.newest() or (None, None)
     for name in checkpoints.remove_incomplete():
         events.add("incomplete_checkpoint_removed", name=name)
-    path, state = checkpoints.newest() or (None, None)
     return _resume(config, path, state, incarnation, dataset_digest), state
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 from broker.redis.link import Link
@@ -17,13 +18,17 @@ NEEDED = {"fsync": ("yes", ("always",)), "everysec": ("yes", ("always", "everyse
 SETTINGS = ("maxmemory-policy", "appendonly", "appendfsync")
 
 
-def check_server(link: Link, durability: str, end: float) -> None:
+Doubt = Callable[[str], None]
+
+
+def check_server(link: Link, durability: str, end: float, doubt: Doubt = logger.warning) -> None:
     """Compare the server's settings with broker.durability.
 
     Args:
         link: connection of the keeper.
         durability: fsync, everysec or memory.
         end: of the wait for an answer, monotonic seconds.
+        doubt: hears what could not be seen, and so not checked.
 
     Raises:
         UsageError: naming the setting, what was found and how to set it.
@@ -39,19 +44,22 @@ def check_server(link: Link, durability: str, end: float) -> None:
         )
     if info.get("role") not in (None, "master"):
         raise UsageError(f"broker.address: {server} is a replica, expected the primary; name that one")
-    settings = _settings(link, info, end)
-    _expect(server, settings, "maxmemory-policy", ("noeviction",), "groups that were acknowledged would be evicted")
+    settings = _settings(link, info, end, doubt)
+    evicted = "groups that were acknowledged would be evicted"
+    _expect(server, settings, "maxmemory-policy", ("noeviction",), evicted, doubt)
     append, fsync = NEEDED[durability]
     why = f"broker.durability is {durability}"
     if append is not None:
-        _expect(server, settings, "appendonly", (append,), why)
-        _expect(server, settings, "appendfsync", fsync, why)
+        _expect(server, settings, "appendonly", (append,), why, doubt)
+        _expect(server, settings, "appendfsync", fsync, why, doubt)
 
 
-def _expect(server: str, settings: dict[str, str], name: str, expected: tuple[str, ...], why: str) -> None:
+def _expect(
+    server: str, settings: dict[str, str], name: str, expected: tuple[str, ...], why: str, doubt: Doubt
+) -> None:
     found = settings.get(name)
     if found is None:
-        logger.warning("%s of the Redis server at %s cannot be seen; it must be %s: %s", name, server, expected[0], why)
+        doubt(f"{name} of the Redis server at {server} cannot be seen; it must be {expected[0]}: {why}")
     elif found not in expected:
         alternatives = " or ".join(expected)
         raise UsageError(
@@ -60,13 +68,13 @@ def _expect(server: str, settings: dict[str, str], name: str, expected: tuple[st
         )
 
 
-def _settings(link: Link, info: dict[str, str], end: float) -> dict[str, str]:
+def _settings(link: Link, info: dict[str, str], end: float, doubt: Doubt) -> dict[str, str]:
     """Of SETTINGS those that the server shows."""
     try:
         commands: list[Command] = [("CONFIG", "GET", name) for name in SETTINGS]
         replies = link.run(lambda repeated, whole: commands, end)
     except BrokerError as error:
-        logger.warning("CONFIG is not permitted to the broker's user (%s); judging by INFO, which says less", error)
+        doubt(f"CONFIG is not permitted to the broker's user ({error}); judging by INFO, which says less")
         shown = {"maxmemory-policy": info.get("maxmemory_policy")}
         if "aof_enabled" in info:
             shown["appendonly"] = "yes" if info["aof_enabled"] == "1" else "no"

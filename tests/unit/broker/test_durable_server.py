@@ -137,9 +137,8 @@ def test_without_durability_nothing_is_kept_and_an_older_store_is_set_aside(
     assert (tmp_path / "ledger-1.json").exists()
 
 
-def test_no_promise_is_answered_before_it_is_synced(
-    tmp_path: Path, servers: list[BrokerServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def gated_syncs(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[float]]:
+    """An open gate that every sync of a store waits at, and when syncs ended, in monotonic seconds."""
     gate = threading.Event()
     gate.set()
     synced: list[float] = []
@@ -151,6 +150,13 @@ def test_no_promise_is_answered_before_it_is_synced(
         synced.append(time.monotonic())
 
     monkeypatch.setattr(Writer, "_timed_sync", slow)
+    return gate, synced
+
+
+def test_no_promise_is_answered_before_it_is_synced(
+    tmp_path: Path, servers: list[BrokerServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, synced = gated_syncs(monkeypatch)
     with (
         running(job(tmp_path), servers) as address,
         ThreadPoolExecutor(1) as pool,
@@ -173,15 +179,7 @@ def test_no_promise_is_answered_before_it_is_synced(
 def test_the_learners_last_word_is_acknowledged_when_it_is_synced_and_its_progress_at_once(
     tmp_path: Path, servers: list[BrokerServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = threading.Event()
-    gate.set()
-    sync = Writer._timed_sync  # pyright: ignore[reportPrivateUsage]
-
-    def slow(self: Writer, file: object) -> None:
-        assert gate.wait(20)
-        sync(self, file)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Writer, "_timed_sync", slow)
+    gate, _ = gated_syncs(monkeypatch)
     with (
         running(job(tmp_path), servers) as address,
         ThreadPoolExecutor(1) as pool,
