@@ -41,13 +41,14 @@ def build_driver(config: Config, sampler: Sampler, host: EnvironmentHost, sampli
     limits = limits_of(environment, tasks.limits)
     renderer = Renderer(load_tokenizer(config.model.path))
     budget = Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len)
-    sampling = sampling or Sampling(rollout.temperature, rollout.top_p)
+    job = Sampling(rollout.temperature, rollout.top_p)
+    sampling = sampling or job
     timeout_s, shares = rollout.sample_timeout_s, takes_group_seed(environment)
     if registry.is_agent(environment):
         from rollout_fleet.agents.driver import AgentDriver
 
         agents = _agent_stage(config, environment, limits, host)
-        return AgentDriver(sampler, renderer, agents, budget, sampling, timeout_s, limits, shares)
+        return AgentDriver(sampler, renderer, agents, budget, sampling, timeout_s, limits, shares, job)
     stage = _stage(config, environment, limits, host)
     return EpisodeDriver(sampler, renderer, stage, budget, sampling, timeout_s, limits)
 

@@ -6,16 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_fleet.agents.parameters import BadRequest, check_parameters
 from rollout_fleet.environments.protocol import ToolCall
+from rollout_fleet.episodes import Sampling
 from rollout_fleet.rendering import Message
 
-
-class BadRequest(Exception):
-    """The request cannot be served; `code` as OpenAI's errors have it."""
-
-    def __init__(self, message: str, code: str = "invalid_request_error", status: int = 400) -> None:
-        self.code, self.status = code, status
-        super().__init__(message)
+MODEL = "policy"  # the only one that is served
 
 
 @dataclass(frozen=True)
@@ -27,7 +23,7 @@ class Request:
         prompt: of a completion: text or token ids.
         tools: JSON list of function schemas; '' for none.
         max_tokens: None: whatever the budget leaves.
-        logprobs, stream, token_ids: what the answer is to have.
+        logprobs, stream, usage, token_ids: what the answer is to have; usage: of a stream.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -36,6 +32,7 @@ class Request:
     max_tokens: int | None = None
     logprobs: bool = False
     stream: bool = False
+    usage: bool = False
     token_ids: bool = False
 
 
@@ -60,42 +57,48 @@ class Answer:
     logprobs: list[float]
 
 
-def read_chat(body: Any) -> Request:
+def read_chat(body: Any, job: Sampling) -> Request:
     """The body of a chat completion.
+
+    Args:
+        body: as sent.
+        job: the sampling distribution that a request may name.
 
     Raises:
         BadRequest: it asks for something that cannot be recorded exactly, or is none.
     """
     messages = body.get("messages") if isinstance(body, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise BadRequest("'messages' must be a list with at least one message")
-    _check(body)
+        raise BadRequest("'messages' must be a list with at least one message", "messages")
+    check_parameters(body, job, chat=True)
+    _check_model(body)
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
     return Request(
         messages=[_message(message) for message in messages],
         tools=json.dumps(tools) if tools else "",
-        max_tokens=_max_tokens(body),
+        max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
         logprobs=bool(body.get("logprobs")),
         stream=bool(body.get("stream")),
+        usage=bool((body.get("stream_options") or {}).get("include_usage")),
         token_ids=bool(body.get("return_token_ids")),
     )
 
 
-def read_completion(body: Any) -> Request:
-    """The body of a completion; raises BadRequest."""
+def read_completion(body: Any, job: Sampling) -> Request:
+    """The body of a completion; as read_chat."""
     prompt = body.get("prompt") if isinstance(body, dict) else None
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         prompt = prompt[0]
     if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(map(_is_token, prompt))):
-        raise BadRequest("'prompt' must be one text or one list of token ids")
-    _check(body)
-    if body.get("echo") or body.get("suffix"):
-        raise BadRequest("'echo' and 'suffix' are not served")
+        raise BadRequest("'prompt' must be one text or one list of token ids", "prompt")
+    check_parameters(body, job, chat=False)
+    _check_model(body)
     return Request(
         prompt=prompt,
-        max_tokens=_max_tokens(body),
+        max_tokens=body.get("max_tokens"),
         logprobs=body.get("logprobs") is not None,
         stream=bool(body.get("stream")),
+        usage=bool((body.get("stream_options") or {}).get("include_usage")),
         token_ids=bool(body.get("return_token_ids")),
     )
 
@@ -104,20 +107,12 @@ def _is_token(found: object) -> bool:
     return isinstance(found, int) and not isinstance(found, bool) and found >= 0
 
 
-def _check(body: dict[str, Any]) -> None:
-    if body.get("n") not in (None, 1):
-        raise BadRequest(f"n must be 1, found {body['n']}: one conversation is one sample")
-    if body.get("stop"):
-        raise BadRequest("'stop' is not served: what the policy sampled is trained on as it is; end at its end token")
-    if body.get("response_format") not in (None, {"type": "text"}):
-        raise BadRequest("'response_format' is not served: it would change the distribution that is sampled from")
-
-
-def _max_tokens(body: dict[str, Any]) -> int | None:
-    found = body.get("max_completion_tokens") or body.get("max_tokens")
-    if found is not None and (not isinstance(found, int) or found < 1):
-        raise BadRequest(f"max_tokens must be a positive integer, found {found!r}")
-    return found
+def _check_model(body: dict[str, Any]) -> None:
+    if body.get("model") not in (None, MODEL):
+        message = (
+            f"'model' must be '{MODEL}', found {str(body['model'])[:80]!r}: the policy answers, and no other model"
+        )
+        raise BadRequest(message, "model", "model_not_found", 404)
 
 
 def _message(message: Any) -> Message:
@@ -196,8 +191,8 @@ def completion_body(answer: Answer, request: Request, name: str, model: str) -> 
     return _body("text_completion", choice, answer, request, name, model)
 
 
-def chat_chunks(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """A chat answer as the chunks of a stream: role, what was said, why it ended."""
+def chat_chunks(body: dict[str, Any], request: Request) -> list[dict[str, Any]]:
+    """A chat answer as the chunks of a stream: role, what was said, why it ended, and if asked for what it took."""
     (choice,) = body["choices"]
     message = choice["message"]
     calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
@@ -205,10 +200,18 @@ def chat_chunks(body: dict[str, Any]) -> list[dict[str, Any]]:
     deltas.append(({"content": message["content"] or "", **({"tool_calls": calls} if calls else {})}, None))
     deltas.append(({}, choice["finish_reason"]))
     common = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    return [
+    chunks = [
         {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
         for delta, reason in deltas
     ]
+    if request.logprobs:
+        chunks[1]["choices"][0]["logprobs"] = choice["logprobs"]
+    if request.token_ids:
+        chunks[1]["choices"][0]["token_ids"], chunks[0]["prompt_token_ids"] = (
+            choice["token_ids"],
+            body["prompt_token_ids"],
+        )
+    return [*chunks, {**common, "choices": [], "usage": body["usage"]}] if request.usage else chunks
 
 
 def _body(kind: str, choice: dict[str, Any], answer: Answer, request: Request, name: str, model: str) -> dict[str, Any]:

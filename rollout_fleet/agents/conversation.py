@@ -53,10 +53,17 @@ class Conversation:
     """What the endpoint knows of one episode. One call of the model at a time, in the order in which they came."""
 
     def __init__(
-        self, sampler: Sampler, renderer: Renderer, budget: Budget, sampling: Sampling, progress: Progress
+        self,
+        sampler: Sampler,
+        renderer: Renderer,
+        budget: Budget,
+        sampling: Sampling,
+        progress: Progress,
+        job: Sampling | None = None,
     ) -> None:
         self._sampler, self._renderer, self._budget = sampler, renderer, budget
         self._sampling, self._progress = sampling, progress
+        self.job = job or sampling  # what a request may name
         self._format = format_of(renderer.template)
         self._lock = asyncio.Lock()
         self.turns: list[Turn] = []

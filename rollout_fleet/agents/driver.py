@@ -13,8 +13,9 @@ from contextlib import AsyncExitStack
 from typing import Any, Protocol
 
 from common.rollouts import Sample
+from rollout_fleet.agents.api import MODEL
 from rollout_fleet.agents.conversation import Conversation
-from rollout_fleet.agents.endpoint import MODEL, Endpoint, Session
+from rollout_fleet.agents.endpoint import Endpoint, Session
 from rollout_fleet.environments import frames
 from rollout_fleet.environments.host import EnvironmentHost
 from rollout_fleet.environments.processes import SPARE_S, ProcessHost
@@ -74,10 +75,12 @@ class AgentDriver:
         timeout_s: float,
         limits: Limits,
         shares_seed: bool = False,
+        job: Sampling | None = None,
     ) -> None:
+        """`job`: the distribution that requests may name, when it is not the one that is sampled from (evaluation)."""
         self._sampler, self._renderer, self._stage = sampler, renderer, stage
         self._budget, self._sampling, self._timeout_s = budget, sampling, timeout_s
-        self._endpoint, self._shares_seed = Endpoint(), shares_seed
+        self._endpoint, self._shares_seed, self._job = Endpoint(), shares_seed, job or sampling
         self._slots = asyncio.Semaphore(limits.max_concurrent) if limits.max_concurrent is not None else None
 
     async def run(
@@ -89,7 +92,7 @@ class AgentDriver:
                 await stack.enter_async_context(self._slots)
             progress = progress or Progress()
             progress.at("environment")
-            talk = Conversation(self._sampler, self._renderer, self._budget, self._sampling, progress)
+            talk = Conversation(self._sampler, self._renderer, self._budget, self._sampling, progress, self._job)
             session = await self._endpoint.open(talk)
             stack.callback(session.close)
             keywords = {"base_url": session.base_url, "api_key": session.api_key, "model": MODEL, "seed": seed}

@@ -3,7 +3,7 @@
     agent --HTTP, messages--> endpoint --tokens--> engine        Conversation keeps what was sampled, exactly
 
 Served: POST /v1/chat/completions (tools, streams), POST /v1/completions, GET /v1/models. The sampling distribution is
-the job's, whatever a request says: temperature and top_p are ignored, and what would bend it otherwise is refused.
+the job's: what a request asks for and would not get is refused by name (parameters.py).
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from aiohttp import web
 from common.errors import SlipstreamError
 from rollout_fleet.agents import api
 from rollout_fleet.agents.conversation import Conversation
+from rollout_fleet.agents.parameters import CODE
 from rollout_fleet.episodes import EpisodeFailed
 
 logger = logging.getLogger(__name__)
 
-MODEL = "policy"
 BODY_BYTES = 32 << 20
 
 
@@ -101,7 +101,7 @@ class Endpoint:
     async def _models(self, request: web.Request) -> web.Response:
         if self._session(request) is None:
             return _denied()
-        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "job"}]})
+        return web.json_response({"object": "list", "data": [{"id": api.MODEL, "object": "model", "owned_by": "job"}]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, chat=True)
@@ -114,7 +114,8 @@ class Endpoint:
         if session is None:
             return _denied()
         try:
-            asked = (api.read_chat if chat else api.read_completion)(json.loads(await request.read()))
+            read = api.read_chat if chat else api.read_completion
+            asked = read(json.loads(await request.read()), session.conversation.job)
             if session.closed:
                 return _denied()
             answer = await session.answer(asked)
@@ -123,15 +124,17 @@ class Endpoint:
                 return _denied()
             raise
         except api.BadRequest as error:
-            return _error(str(error), error.code, error.status)
+            return _error(str(error), error.code, error.status, error.parameter)
         except (ValueError, RecursionError) as error:
             return _error(f"the body is not JSON: {error}", "invalid_request_error", 400)
         except (EpisodeFailed, SlipstreamError) as error:
             session.fail(error)
             return _error(str(error), "server_error", 500)
         name = f"turn-{len(session.conversation.turns)}"
-        body = (api.chat_body if chat else api.completion_body)(answer, asked, name, MODEL)
-        return await _streamed(request, api.chat_chunks(body) if chat else [body]) if asked.stream else _json(body)
+        body = (api.chat_body if chat else api.completion_body)(answer, asked, name, api.MODEL)
+        return (
+            await _streamed(request, api.chat_chunks(body, asked) if chat else [body]) if asked.stream else _json(body)
+        )
 
     def _session(self, request: web.Request) -> Session | None:
         return self._sessions.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
@@ -151,8 +154,9 @@ def _json(body: dict[str, Any], status: int = 200) -> web.Response:
     return web.json_response(body, status=status)
 
 
-def _error(message: str, code: str, status: int) -> web.Response:
-    return _json({"error": {"message": message, "type": code, "param": None, "code": code}}, status)
+def _error(message: str, code: str, status: int, parameter: str = "") -> web.Response:
+    kind = code if status in (401, 500) else CODE
+    return _json({"error": {"message": message, "type": kind, "param": parameter or None, "code": code}}, status)
 
 
 def _denied() -> web.Response:

@@ -45,7 +45,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_engine_version_by_version
                 rig.publish(version)
                 await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(rig.active(version), rig.loop))
                 said = await client.chat.completions.create(
-                    model=model, messages=messages, logprobs=True, max_tokens=TURN_TOKENS, temperature=0.1
+                    model=model, messages=messages, logprobs=True, max_tokens=TURN_TOKENS, temperature=TEMPERATURE
                 )
                 logged = said.choices[0].logprobs
                 assert logged is not None and logged.content is not None

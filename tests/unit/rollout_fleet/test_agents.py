@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from chat_tokenizers import QWEN, with_template
 from fleet_fakes import ScriptedSampler, new_host
-from openai import APIStatusError, AsyncOpenAI, BadRequestError
+from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 
 from common.errors import SlipstreamError
 from common.rollouts import Group, Sample, VersionRun, decode_group, encode_group
@@ -204,12 +204,53 @@ def test_a_dead_engine_is_not_the_agent_s_fault() -> None:
 def test_requests_that_cannot_be_served_reach_the_agent_as_errors_of_its_library() -> None:
     async def asks_for_two(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-            with pytest.raises(BadRequestError, match="n must be 1"):
+            with pytest.raises(BadRequestError, match="'n' must be 1"):
                 await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "x"}], n=2)
             await client.completions.create(model=model, prompt="x")
         return 1.0
 
     assert play(asks_for_two, policy("a")).error is None
+
+
+def test_a_parameter_that_is_not_honoured_reaches_the_agent_by_name_and_samples_nothing() -> None:
+    async def bends(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
+        messages: Any = [{"role": "user", "content": "x"}]
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            with pytest.raises(BadRequestError, match="the distribution that is sampled from") as refused:
+                await client.chat.completions.create(model=model, messages=messages, logit_bias={"5": 100})
+            assert (refused.value.param, refused.value.code) == ("logit_bias", "unsupported_value")
+            assert refused.value.type == "invalid_request_error"
+            with pytest.raises(BadRequestError) as refused:
+                await client.completions.create(model=model, prompt="x", best_of=3)
+            assert refused.value.param == "best_of"
+            with pytest.raises(NotFoundError) as other:
+                await client.completions.create(model="judge", prompt="x")
+            assert (other.value.param, other.value.code) == ("model", "model_not_found")
+            await client.completions.create(model=model, prompt="x", temperature=1.0, top_p=1.0, user="me", best_of=1)
+        return 1.0
+
+    sampler = policy("a")
+    sample = play(bends, sampler)
+    assert (sample.error, len(sampler.calls)) == (None, 1)
+
+
+def test_a_stream_says_what_it_took_and_its_log_probabilities_when_asked() -> None:
+    async def streams(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            stream = await client.chat.completions.create(
+                model=model,
+                messages=[{"role": "user", "content": "hi"}],
+                stream=True,
+                stream_options={"include_usage": True},
+                logprobs=True,
+            )
+            chunks = [chunk async for chunk in stream]
+            logprobs = chunks[1].choices[0].logprobs
+            assert logprobs is not None and logprobs.content is not None and not chunks[-1].choices
+            assert chunks[-1].usage is not None and [entry.logprob for entry in logprobs.content] == [-0.5] * 6
+            return float(chunks[-1].usage.completion_tokens)
+
+    assert play(streams, policy("three")).reward == 6.0
 
 
 def test_an_agent_runs_in_a_process_of_its_own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,10 +41,10 @@ class Talk:
         self.talk = Conversation(self.sampler, Renderer(self.tokenizer), budget, Sampling(), Progress())
 
     def say(self, messages: list[dict[str, Any]], **more: Any) -> api.Answer:
-        return asyncio.run(self.talk.answer(api.read_chat({"messages": messages, **more})))
+        return asyncio.run(self.talk.answer(api.read_chat({"messages": messages, **more}, Sampling())))
 
     def complete(self, prompt: Any, **more: Any) -> api.Answer:
-        return asyncio.run(self.talk.answer(api.read_completion({"prompt": prompt, **more})))
+        return asyncio.run(self.talk.answer(api.read_completion({"prompt": prompt, **more}, Sampling())))
 
     def prompts(self) -> list[list[int]]:
         return [call.prompt for call in self.sampler.calls]
@@ -194,8 +194,8 @@ def test_a_request_beyond_the_budget_is_refused_and_remembered(budget: Budget, r
         ({}, "'messages'"),
         ({"messages": []}, "'messages'"),
         ({"messages": [{"content": "x"}]}, "'role'"),
-        ({"messages": [user("x")], "n": 2}, "n must be 1"),
-        ({"messages": [user("x")], "stop": ["\n"]}, "'stop' is not served"),
+        ({"messages": [user("x")], "n": 2}, "'n' must be 1"),
+        ({"messages": [user("x")], "stop": ["\n"]}, "'stop' must be"),
         ({"messages": [user("x")], "response_format": {"type": "json_object"}}, "'response_format'"),
         ({"messages": [user("x")], "max_tokens": -1}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "contents are text"),
@@ -204,7 +204,7 @@ def test_a_request_beyond_the_budget_is_refused_and_remembered(budget: Budget, r
 )
 def test_what_could_not_be_recorded_exactly_is_refused_with_the_reason(body: Any, why: str) -> None:
     with pytest.raises(api.BadRequest, match=why):
-        api.read_chat(body)
+        api.read_chat(body, Sampling())
 
 
 def test_a_template_that_refuses_is_a_bad_request() -> None:
@@ -215,4 +215,4 @@ def test_a_template_that_refuses_is_a_bad_request() -> None:
 @pytest.mark.parametrize("prompt", [[-1], [1, -5], [True], [1.5], [[1]], {"a": 1}, ["a", "b"]])
 def test_a_prompt_of_no_token_ids_is_refused(prompt: Any) -> None:
     with pytest.raises(api.BadRequest, match="one text or one list of token ids"):
-        api.read_completion({"prompt": prompt})
+        api.read_completion({"prompt": prompt}, Sampling())

@@ -1,0 +1,146 @@
+"""Which parameters of a request are honoured; every other is refused by name, never dropped in silence.
+
+The learner computes the log-probabilities of the unmodified distribution at the job's temperature again. What bends the
+distribution (penalties, biases, masks, grammars, another temperature) would leave the recorded log-probabilities
+without their counterpart there and bias every ratio, so it is an error and not a wish. null stands for the default.
+"""
+
+import difflib
+from typing import Any
+
+from rollout_fleet.episodes import Sampling
+
+CODE = "invalid_request_error"
+BENT = "it would change the distribution that is sampled from, which the learner computes again as it is"
+CUT = "what the policy sampled is trained on as it is; end at its end token"
+ONE = "one conversation is one sample"
+DRAWN = "draws are the engine's own, different for every sample"
+FREE = "whether tools are called is the policy's choice, which is what is trained"
+SHOWN = "the chat template renders every request alike"
+ONLY_SAMPLED = "log-probabilities are recorded of the sampled tokens only"
+UNKNOWN = "this endpoint does not know it, and it might change what is sampled"
+
+_SERVED = frozenset(
+    {"logprobs", "max_tokens", "model", "return_token_ids", "stream", "stream_options", "temperature", "top_p"}
+)
+SERVED = {
+    True: _SERVED | {"max_completion_tokens", "messages", "tools"},  # of chats
+    False: _SERVED | {"prompt"},  # of completions
+}
+# bookkeeping: neither tokens nor answer depend on it
+WITHOUT_EFFECT = frozenset(
+    {
+        "cache_salt", "include_stop_str_in_output", "metadata", "moderation", "priority", "prompt_cache_key",
+        "prompt_cache_options", "prompt_cache_retention", "request_id", "safety_identifier", "service_tier",
+        "session_id", "store", "stream_interval", "user",
+    }
+)  # fmt: skip
+# the values that ask for nothing, and why others are refused; names of OpenAI's API and of vLLM's additions
+NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "add_generation_prompt": ((True,), SHOWN),
+    "add_special_tokens": ((False,), SHOWN),
+    "allowed_token_ids": (([],), BENT),
+    "audio": ((), "answers are text"),
+    "bad_words": (([],), BENT),
+    "best_of": ((1,), ONE),
+    "chat_template": ((), SHOWN),
+    "chat_template_kwargs": (({},), SHOWN),
+    "continue_final_message": ((False,), SHOWN),
+    "documents": (([],), SHOWN),
+    "echo": ((False,), "the answer is what the policy said"),
+    "frequency_penalty": ((0,), BENT),
+    "function_call": (("auto", "none"), FREE),
+    "functions": (([],), "name functions in 'tools'"),
+    "ignore_eos": ((False,), BENT),
+    "include_reasoning": ((True,), "the answer is all that the policy said"),
+    "length_penalty": ((1,), BENT),
+    "logit_bias": (({},), BENT),
+    "min_p": ((0,), BENT),
+    "min_tokens": ((0,), BENT),
+    "modalities": ((["text"],), "answers are text"),
+    "n": ((1,), ONE),
+    "parallel_tool_calls": ((True,), FREE),
+    "prediction": ((), "what the policy says is not guessed in advance"),
+    "presence_penalty": ((0,), BENT),
+    "prompt_logprobs": ((), ONLY_SAMPLED),
+    "reasoning_effort": ((), SHOWN),
+    "repetition_penalty": ((1,), BENT),
+    "response_format": (({"type": "text"},), BENT),
+    "return_tokens_as_token_ids": ((False,), "ask for 'return_token_ids'"),
+    "seed": ((), DRAWN),
+    "skip_special_tokens": ((False,), "the answer is all that the policy said"),
+    "stop": (([], ""), CUT),
+    "stop_token_ids": (([],), CUT),
+    "structured_outputs": ((), BENT),
+    "suffix": (("",), "completions continue their prompt"),
+    "tool_choice": (("auto", "none"), FREE),
+    "top_k": ((-1, 0), BENT),
+    "top_logprobs": ((0,), ONLY_SAMPLED),
+    "truncate_prompt_tokens": ((), "prompts are continued as they were recorded"),
+    "use_beam_search": ((False,), BENT),
+    "verbosity": ((), SHOWN),
+    "web_search_options": ((), "there is no web here; name a tool of your own"),
+}  # fmt: skip
+
+
+class BadRequest(Exception):
+    """The request cannot be served.
+
+    Attributes:
+        parameter: that is to blame, '' when it is not one.
+        code, status: as OpenAI's errors have them.
+    """
+
+    def __init__(self, message: str, parameter: str = "", code: str = CODE, status: int = 400) -> None:
+        self.parameter, self.code, self.status = parameter, code, status
+        super().__init__(message)
+
+
+def check_parameters(body: dict[str, Any], job: Sampling, chat: bool) -> None:
+    """Refuse what `body` asks for and would not get.
+
+    Args:
+        body: of a request, as sent.
+        job: the sampling distribution that a request may name.
+        chat: a chat completion, or a completion.
+
+    Raises:
+        BadRequest: naming the parameter, what was expected, what was found and why.
+    """
+    for name, found in body.items():
+        if found is None or name in WITHOUT_EFFECT:
+            continue
+        if name in ("temperature", "top_p"):
+            _expect(name, found, (getattr(job, name),), f"the job's, or absent: {BENT}")
+        elif name in NEUTRAL:
+            expected, why = NEUTRAL[name]
+            _expect(name, found, expected, why)
+        elif name not in SERVED[chat]:
+            near = difflib.get_close_matches(name, [*SERVED[chat], *NEUTRAL], 1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise BadRequest(f"'{name}' is not served: {UNKNOWN}{hint}", name, "unsupported_parameter")
+    _check_shapes(body, chat)
+
+
+def _expect(name: str, found: Any, expected: tuple[Any, ...], why: str) -> None:
+    if any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in expected):
+        return
+    if not expected:
+        raise BadRequest(f"'{name}' is not served: {why}", name, "unsupported_parameter")
+    wanted = " or ".join(f"{value!r}" for value in expected)
+    raise BadRequest(f"'{name}' must be {wanted}, found {str(found)[:80]!r}: {why}", name, "unsupported_value")
+
+
+def _check_shapes(body: dict[str, Any], chat: bool) -> None:
+    """Types of what is served, where a wrong one would be taken for something else."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        found = body.get(name)
+        if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
+            raise BadRequest(f"'{name}' must be a positive integer, found {found!r}", name)
+    logprobs, options = body.get("logprobs"), body.get("stream_options")
+    if chat and not isinstance(logprobs, bool | None):
+        raise BadRequest(f"'logprobs' must be true or false, found {logprobs!r}", "logprobs")
+    if not chat and logprobs is not None and (logprobs != 0 or isinstance(logprobs, bool)):
+        raise BadRequest(f"'logprobs' must be 0, found {logprobs!r}: {ONLY_SAMPLED}", "logprobs", "unsupported_value")
+    if options is not None and (not isinstance(options, dict) or set(options) - {"include_usage"}):
+        raise BadRequest(f"'stream_options' may have include_usage only, found {options!r}", "stream_options")
