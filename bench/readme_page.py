@@ -43,7 +43,8 @@ def weight_rows() -> list[str]:
     flat, faster = [large["over_flat"], small["over_flat"]], small["times_faster_than_per_parameter"]
     sizes = f"{large['bytes'] / 1e6:.0f} MB in {large['tensors']} tensors / {small['bytes'] / 1e6:.0f} MB in"
     death = {row["signal"]: row["others_have_it_s"] for row in measured["death"]}
-    join = measured["join"]
+    join, joins = measured["join"], result("join")
+    group, process = joins["engine_to_first_group_s"], joins["process_to_first_group_s"]
     return [
         f"| verified broadcast to 2 nodes against one flat broadcast of the same bytes, {sizes} {small['tensors']:,} | "
         f"{flat[0]:.2f} / {flat[1]:.2f} times its time | 1.10 | {link('weight_broadcast', judge(max(flat) <= 1.10))} |",
@@ -52,6 +53,9 @@ def weight_rows() -> list[str]:
         f"| a newcomer: from an engine that is ready to weights in use, {join['bytes'] / 1e6:.0f} MB, from "
         "the learner / "
         f"from a peer | {join['from_learner_s']:.1f} / {join['from_peer_s']:.1f} s | seconds | the same |",
+        f"| a node that joins a running job, both cores busy: from an engine that is ready / from the start of its "
+        f"process to its first group, median of {len(joins['joins'])} (worst) | {group['median']:.1f} "
+        f"({group['worst']:.1f}) / {process['median']:.0f} ({process['worst']:.0f}) s | seconds | {link('join')} |",
         f"| a member gets `kill -9` / SIGSTOP in the middle of a broadcast: the others run the version after | "
         f"{death['SIGKILL']:.1f} / {death['SIGSTOP']:.1f} s | `weights.timeout_s`: {measured['timeout_s']:g} s | "
         "the same |",

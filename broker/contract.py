@@ -147,6 +147,28 @@ class Attached(msgspec.Struct, frozen=True):
     committed_step: int = -1
 
 
+class JoinTimes(msgspec.Struct, frozen=True):
+    """How a node's process came into the job: seconds from its start to each stage; 0: not there yet.
+
+    Attributes:
+        started_s: Unix time at which the process started.
+        registered: the broker knows it.
+        engine: the engine is up.
+        staged: it holds a whole version, every bucket verified.
+        active: the engine uses it, and has proven it.
+        leased: the first task.
+        delivered: the broker has accepted its first group.
+    """
+
+    started_s: Seconds = 0.0
+    registered: Seconds = 0.0
+    engine: Seconds = 0.0
+    staged: Seconds = 0.0
+    active: Seconds = 0.0
+    leased: Seconds = 0.0
+    delivered: Seconds = 0.0
+
+
 class NodeReport(msgspec.Struct, frozen=True):
     """What a node says of itself with each heartbeat."""
 
@@ -171,6 +193,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     preemptions: Tally = 0  # requests that the engine has put back for want of KV cache, so far
     prefix_hit_rate: Finite = 0.0  # share of prompt tokens found in the prefix cache, so far; 0 where not measured
     samples_failed: CountByReason = {}  # by this process, by stop reason
+    joined: JoinTimes = JoinTimes()
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):

@@ -175,4 +175,8 @@ def _node(node: NodeStatus) -> dict[str, Any]:
         "preemptions": report.preemptions,
         "prefix_hit_rate": report.prefix_hit_rate,
         "groups": msgspec.to_builtins(report.groups),
+        "flips": report.flips,
+        "generation_stall_s": report.generation_stall_s,
+        "canary_max_difference": report.canary_max_difference,
+        "joined": msgspec.to_builtins(report.joined),
     }

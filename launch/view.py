@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from broker.contract import NodeStatus
+from broker.join_times import newest
 from common.config import Config
 from common.run_dir import RunDir
 from launch import failures_view, stalls, waste_view
@@ -41,6 +42,8 @@ def render_status(run: RunDir, seen: Observation, advice: Advice | None = None) 
     if not seen.live:
         parts.append(Text(seen.note, "yellow"))
     parts.append(processes(seen))
+    if joined := newest(seen.status.nodes):
+        parts.append(Text(f"newest node: {joined}", "dim"))
     parts.append(stalls.page(seen))
     parts.append(waste_view.table(seen.status))
     if failed := failures_view.sentence(failures_view.whole(seen.status, run)):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from broker.contract import GroupWork, NodeReport, RunInfo, Waste
 from common.staleness import window_end
+from rollout_fleet.arrival import Arrival
 from rollout_fleet.sampler_protocol import EngineCounters, WeightsState
 
 IDLE = ("joining", "waiting")  # states in which the engine runs and no episode does
@@ -18,6 +19,7 @@ class Board:
 
     def __init__(self, node_id: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.node_id = node_id
+        self.arrival = Arrival()
         self._clock = clock
         self._lock = threading.Lock()
         self._state, self._waiting_on, self._since = "starting", "the engine's start", clock()
@@ -97,6 +99,7 @@ class Board:
                 preemptions=self._counters.preemptions,
                 prefix_hit_rate=self._counters.cached_tokens / max(1, self._counters.prompt_tokens),
                 samples_failed=dict(self._failed),
+                joined=self.arrival.times,
                 waste={
                     "cancelled": Waste(tokens_cancelled, self._cancelled_s),
                     "stalled": Waste(seconds=self._weights.stall_s),

@@ -80,6 +80,7 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         stack.push_async_callback(driver.close)
         broker = await stack.enter_async_context(connect())
         run = await _register(broker, board, address)
+        board.arrival.reached("registered")
         logger.info("node %s joined job %r at %s", node_id, run.name, address)
         stack.push_async_callback(_leave, broker, board)
         heart = _Heart(connect, board, address, config.broker.heartbeat_s)
@@ -88,12 +89,14 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         drain = _watch_signals(stack)
         if not await _start_engine(engine, drain, heart, stack):
             return EXIT_DONE
+        board.arrival.reached("engine")
         from common.weights.transports.registry import receivable
         from rollout_fleet.weight_client import WeightClient
 
         keys = curve_credentials(credentials)
         credential = load_credential(keys, "node", node_id) if keys else None
-        feed = WeightClient(node_id, engine.weights, credential, receivable(config.weights.transport))
+        transports = receivable(config.weights.transport)
+        feed = WeightClient(node_id, engine.weights, credential, transports, board.arrival)
         stack.push_async_callback(feed.close)
         low, high = config.rollout.concurrency_bounds
         adapt = AdaptiveLimit(low, high, config.rollout.group_size) if low < high else None

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from broker.contract import HeartbeatReply, Lease, NodeBroker, RunInfo
+from broker.join_times import sentence
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from common.rollouts import encode_group
 from rollout_fleet.board import Board, explain
@@ -185,6 +186,7 @@ class Node:
 
     def _start(self, lease: Lease) -> None:
         self._leased_before = True
+        self._parts.board.arrival.reached("leased")
         running = Running(lease)
         self._running[lease.token] = running
         running.task = asyncio.create_task(self._work(running), name=f"group {lease.task.serial}")
@@ -222,6 +224,10 @@ class Node:
             return
         if not accepted:  # the broker counts its tokens as wasted
             logger.warning("the group of task %d came too late and was refused", lease.task.serial)
+        elif parts.board.arrival.reached("delivered"):
+            times = parts.board.arrival.times
+            logger.info("%s; the process started at Unix time %.3f", sentence(times), times.started_s)
+            parts.beat_now()
 
     async def _give_up(self, lease: Lease, done: RolledOut, reason: str) -> None:
         """Tell the broker that a group failed, and what it took; it counts as an attempt."""

@@ -22,6 +22,7 @@ from common.credentials import Credential
 from common.errors import SlipstreamError
 from common.weights import messages
 from common.weights.messages import Canary, Publish
+from rollout_fleet.arrival import Arrival
 from rollout_fleet.sampler_protocol import WeightsState
 
 logger = logging.getLogger(__name__)
@@ -87,12 +88,14 @@ class WeightClient:
         target: WeightTarget,
         credential: Credential | None = None,
         transports: tuple[str, ...] = ("gloo", "relay"),
+        arrival: Arrival | None = None,
     ) -> None:
         """Needs a running event loop only from `follow` on.
 
         `credential` proves to a learner that asks for it that this node may join. `transports` are the ways by which
-        the target can receive.
+        the target can receive. `arrival` hears when the first version is staged and active.
         """
+        self._arrival = arrival or Arrival()
         self._transports = transports
         self._credential = credential
         self._handshakes: Handshakes | None = None
@@ -255,6 +258,7 @@ class WeightClient:
             )
             return
         self._staged = publish
+        self._arrival.reached("staged")
         await self._send(messages.Staged(self._node_id, publish.incarnation, publish.version, seconds, publish.epoch))
 
     async def _activate(self, message: messages.Activate) -> None:
@@ -272,6 +276,7 @@ class WeightClient:
             await self._quarantine(message, str(error))
             return
         state = self._state
+        self._arrival.reached("active")
         await self._change(
             version=publish.version,
             incarnation=publish.incarnation,

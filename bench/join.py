@@ -1,0 +1,145 @@
+"""How long a node takes to join a running job: python bench/join.py [--joins 6].
+
+Starts the quickstart's job (random model, the real `slipstream up`), lets it train, and adds one node after the other
+with `slipstream rollout --join`, each after the one before has left. The figures are the node's own, as `slipstream
+status --json` tells them (`joined`): seconds from the start of its process to the engine, to weights in use, to its
+first lease and to its first accepted group. Learner and first node keep both cores of a small machine busy meanwhile.
+Writes bench/results/join.json.
+"""
+
+import argparse
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jobs
+import machine
+
+from broker.contract import JoinTimes
+from common.errors import SlipstreamError
+from common.run_dir import RunDir, read_jsonl
+from launch.observe import observe
+from launch.quickstart_assets import main as build_assets
+
+T = TypeVar("T")
+WAIT_S = 120.0
+WARM_STEPS = 5  # trained before the first node is added
+
+
+def slipstream(log: Path, *words: str) -> "subprocess.Popen[bytes]":
+    """A `slipstream` command in the background."""
+    environment = {**os.environ, "PYTHONPATH": str(jobs.ROOT), "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as file:
+        command = [sys.executable, "-m", "launch.cli", *words]
+        return subprocess.Popen(command, cwd=jobs.ROOT, stdout=file, stderr=file, env=environment)
+
+
+def until(what: str, found: Callable[[], T | None], process: "subprocess.Popen[bytes]", log: Path) -> T:
+    """Wait for something while a command runs; raises RuntimeError with its output when it ends or takes too long."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        value = found()
+        if value is not None:
+            return value
+        time.sleep(0.25)
+    raise RuntimeError(f"no {what}; the end of {log}:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    process.send_signal(signal.SIGTERM)
+    process.wait(WAIT_S)
+
+
+def times_of(run: RunDir, node_id: str) -> JoinTimes | None:
+    """Of a node that has delivered its first group; None before."""
+    try:
+        nodes = observe(run).status.nodes
+    except SlipstreamError:
+        return None
+    return next((n.report.joined for n in nodes if n.report.node_id == node_id and n.report.joined.delivered), None)
+
+
+def stages(times: JoinTimes) -> dict[str, float]:
+    """Seconds of each stage, and of the two ways that people ask for."""
+    figures = {
+        "registered_s": times.registered,
+        "engine_s": times.engine - times.registered,
+        "staged_s": times.staged - times.engine,
+        "active_s": times.active - times.staged,
+        "lease_s": times.leased - times.active,
+        "first_group_s": times.delivered - times.leased,
+        "engine_to_first_group_s": times.delivered - times.engine,
+        "process_to_first_group_s": times.delivered,
+    }
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def join(run: RunDir, node_id: str) -> dict[str, float]:
+    """Add one node, wait for its first group, let it leave."""
+    address = observe(run).status.address
+    log = run.path / f"{node_id}.out"
+    node = slipstream(log, "rollout", "--join", address, "--node-id", node_id)
+    try:
+        times = until("first group", lambda: times_of(run, node_id), node, log)
+        return stages(times)
+    finally:
+        stop(node)
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
+    """One job, all its joins."""
+    build_assets(["--out", str(folder / "assets"), "--seed", "1"])
+    run, log = RunDir(folder / "run"), folder / "up.out"
+    settings = {
+        "run.dir": run.path,
+        "run.steps": 1_000_000,
+        "model.path": folder / "assets" / "model",
+        "tasks.dataset": folder / "assets" / "addition" / "train.jsonl",
+        "tasks.eval_dataset": "null",
+    }
+    words = [*(f"{key}={value}" for key, value in settings.items()), *arguments.overrides]
+    job = slipstream(log, "up", arguments.config, *words, "--plain")
+    try:
+        until("training", lambda: trained(run) >= WARM_STEPS or None, job, log)
+        rows: list[dict[str, float]] = []
+        for i in range(arguments.joins):
+            before = trained(run), time.monotonic()
+            row: dict[str, float] = join(run, f"newcomer-{i}")
+            row["step_s"] = round((time.monotonic() - before[1]) / max(1, trained(run) - before[0]), 3)
+            rows.append(row)
+            print(row, flush=True)
+        return rows
+    finally:
+        stop(job)
+
+
+def trained(run: RunDir) -> int:
+    """Steps so far."""
+    return sum(1 for _ in read_jsonl(run.metrics))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="configs/quickstart.yaml")
+    parser.add_argument("--joins", type=int, default=6)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
+        rows = measure(arguments, Path(folder))
+    summary: dict[str, Any] = {
+        name: {"median": round(statistics.median(r[name] for r in rows), 3), "worst": max(r[name] for r in rows)}
+        for name in rows[0]
+    }
+    settings = {"config": arguments.config, "overrides": arguments.overrides}
+    print(jobs.write("join", {"machine": machine.describe(), **settings, **summary, "joins": rows}))
+
+
+if __name__ == "__main__":
+    main()

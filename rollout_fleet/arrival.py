@@ -1,0 +1,44 @@
+"""When this node's process reached each stage on its way into the job, from its start to its first group."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from broker.contract import JoinTimes
+
+Stage = Literal["registered", "engine", "staged", "active", "leased", "delivered"]
+
+
+class Arrival:
+    """The stages of broker.contract.JoinTimes; each counts when it is reached for the first time."""
+
+    def __init__(self, age_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`age_s`: seconds since the process started; None: as the operating system says."""
+        age_s = process_age_s() if age_s is None else age_s
+        self._clock, self._origin = clock, clock() - age_s
+        self._times = JoinTimes(started_s=time.time() - age_s)
+
+    @property
+    def times(self) -> JoinTimes:
+        """So far; may be read from any thread."""
+        return self._times
+
+    def reached(self, stage: Stage) -> bool:
+        """Note a stage; True when it is new. For one thread."""
+        if getattr(self._times, stage):
+            return False
+        self._times = msgspec.structs.replace(self._times, **{stage: self._clock() - self._origin})
+        return True
+
+
+def process_age_s() -> float:
+    """Seconds since this process started, to a hundredth; 0 where the operating system does not say (not Linux)."""
+    try:
+        with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+            started_ticks = int(file.read().rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, AttributeError, IndexError, ValueError):
+        return 0.0

@@ -1,0 +1,66 @@
+"""When a node reached each stage on its way into the job."""
+
+import subprocess
+import sys
+import time
+
+from fleet_fakes import run, until
+from test_node import Site
+
+from rollout_fleet.arrival import Arrival, process_age_s
+
+
+def test_stages_count_from_the_start_of_the_process_and_only_once() -> None:
+    now = [100.0]
+    before = time.time()
+    arrival = Arrival(3.0, lambda: now[0])
+    assert before - 3.0 <= arrival.times.started_s <= time.time() - 3.0
+    now[0] = 101.5
+    assert arrival.reached("registered")
+    now[0] = 110.0
+    assert arrival.reached("engine")
+    assert not arrival.reached("registered")
+    assert (arrival.times.registered, arrival.times.engine, arrival.times.staged) == (4.5, 13.0, 0.0)
+
+
+def test_the_age_of_a_process_is_counted_from_its_start_not_from_the_import() -> None:
+    program = "import time; time.sleep(0.4); from rollout_fleet.arrival import process_age_s; print(process_age_s())"
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert 0.4 <= float(done.stdout) <= time.monotonic() - started + 0.02
+    assert process_age_s() > 0
+
+
+def test_the_first_lease_and_the_first_accepted_group_are_reported() -> None:
+    async def once() -> None:
+        async with Site() as site:
+            site.attach(tasks=4)
+            await until(lambda: site.states() == ["ready"] * 4)
+            told = site.board.report().joined
+            assert 0 < told.leased <= told.delivered
+            await until(lambda: site.learner.status().nodes[0].report.joined == told)
+
+    run(once())
+
+
+def test_a_group_that_the_broker_refuses_is_no_first_group() -> None:
+    class Refusing:
+        def __init__(self, broker: object) -> None:
+            self._broker, self.refused = broker, 0
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._broker, name)
+
+        async def complete(self, *_: object) -> bool:
+            self.refused += 1
+            return False
+
+    async def once() -> None:
+        async with Site(wrap=Refusing) as site:
+            site.attach(tasks=1)
+            await until(lambda: site.parts.broker.refused == 1)  # type: ignore[attr-defined]
+            await until(lambda: site.board.report().groups == [])
+            assert site.board.report().joined.leased > 0
+            assert site.board.report().joined.delivered == 0
+
+    run(once())
