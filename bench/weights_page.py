@@ -1,4 +1,4 @@
-"""The figures of docs/weights.md, from weight_broadcast.json, flip_cost.json and join.json: python bench/weights_page.py."""
+"""The figures of docs/weights.md, from weight_broadcast, flip_cost and join.json: python bench/weights_page.py."""
 
 import json
 from pathlib import Path
@@ -33,11 +33,11 @@ def render() -> str:
         f"{join['from_learner_s']:.2f} s when the learner serves them, {join['from_peer_s']:.2f} s when a peer does.",
         f"- **Join of a running job** (`bench/join.py`: the quickstart's, whose learner and first node keep both cores "
         f"busy; median of {len(joins['joins'])}, worst in brackets): from an engine that is ready to the first group "
-        f"that the broker accepted {spread(joins['engine_to_first_group_s'])} s. Of that: staged "
-        f"{spread(joins['staged_s'])}, in use {spread(joins['active_s'])}, first lease {spread(joins['lease_s'])}, the "
-        f"group itself {spread(joins['first_group_s'])}. From the start of the process "
-        f"{spread(joins['process_to_first_group_s'], '.0f')} s, of which the start of vLLM takes "
-        f"{spread(joins['engine_s'], '.0f')}.",
+        f"that the broker accepted {spread(joins['engine_to_first_group_s'])} s. Of that, in ms: weights "
+        f"staged {spread(joins['staged_s'], '.0f', 1e3)}, in use {spread(joins['active_s'], '.0f', 1e3)}, first lease "
+        f"{spread(joins['lease_s'], '.0f', 1e3)}, the group itself {spread(joins['first_group_s'], '.0f', 1e3)}. From "
+        f"the start of the process {spread(joins['process_to_first_group_s'], '.0f')} s, of which the start of vLLM "
+        f"takes {spread(joins['engine_s'], '.0f')}.",
         f"- **Death in the middle of a broadcast** ({large['bytes'] / 1e6:.0f} MB, `weights.timeout_s: "
         f"{measured['timeout_s']:g}`): every other node runs the version {kill['others_have_it_s']:.1f} s after a "
         f"`kill -9` (at worst {kill['worst_s']:.1f}), and {stop['others_have_it_s']:.1f} s after a `SIGSTOP` (at worst "
@@ -50,9 +50,9 @@ def render() -> str:
     return "\n".join([*rows, "", *points])
 
 
-def spread(figure: dict[str, float], form: str = ".2f") -> str:
+def spread(figure: dict[str, float], form: str = ".2f", scale: float = 1.0) -> str:
     """'1.06 (1.36)': median and worst."""
-    return f"{figure['median']:{form}} ({figure['worst']:{form}})"
+    return f"{scale * figure['median']:{form}} ({scale * figure['worst']:{form}})"
 
 
 def main() -> None:

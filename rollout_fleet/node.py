@@ -85,6 +85,7 @@ class Node:
         self._interrupt = asyncio.Event()  # a waiting lease request is out of date
         self._learner: int | None = None  # incarnation of the attached learner
         self._leased_before = False
+        self._group_size = 1  # of the newest task; a node that ran dry must not ask as if groups were single episodes
         self._drain_reason: str | None = None
         self._abandon = False
         self._fatal: SlipstreamError | None = None
@@ -156,7 +157,7 @@ class Node:
         return weights.version >= 0 and self._learner in (None, weights.incarnation)
 
     def _groups_wanted(self) -> int:
-        size = max((r.lease.task.group_size for r in self._running.values()), default=1)
+        size = self._group_size
         held = sum(r.unfinished for r in self._running.values())
         return (self._parts.runner.places.limit + LOOKAHEAD_GROUPS * size - held) // size
 
@@ -186,6 +187,7 @@ class Node:
 
     def _start(self, lease: Lease) -> None:
         self._leased_before = True
+        self._group_size = lease.task.group_size
         self._parts.board.arrival.reached("leased")
         running = Running(lease)
         self._running[lease.token] = running

@@ -109,6 +109,36 @@ def test_it_leases_what_the_window_allows_and_hands_in_every_group() -> None:
     run(once())
 
 
+def test_a_node_that_ran_dry_asks_for_no_more_groups_than_it_has_room_for() -> None:
+    asked: list[tuple[int, int]] = []  # groups, episodes that ran
+
+    class Recording:
+        def __init__(self, broker: Any) -> None:
+            self._broker = broker
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._broker, name)
+
+        async def lease(self, node_id: str, version: int, max_groups: int, wait_s: float) -> Any:
+            asked.append((max_groups, site.parts.runner.episodes_running))
+            return await self._broker.lease(node_id, version, max_groups, wait_s)
+
+    async def once() -> None:
+        nonlocal site
+        site = Site(concurrency=4, wrap=Recording)
+        async with site:
+            site.attach(tasks=20, group_size=4)
+            await until(lambda: site.states()[:8] == ["ready"] * 8)
+            asked.clear()
+            site.feed.set(version=1)
+            await until(lambda: site.states()[:12] == ["ready"] * 12)
+            assert asked[0] == (3, 0)  # one that it runs and two ahead
+            assert max(groups for groups, _ in asked) == 3
+
+    site: Site
+    run(once())
+
+
 def test_a_new_version_opens_the_window_at_once() -> None:
     async def once() -> None:
         async with Site() as site:
