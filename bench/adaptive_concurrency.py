@@ -1,123 +1,171 @@
-"""rollout.concurrency: auto against fixed ones, too few and more than the KV cache holds, in turn on one engine.
+"""rollout.concurrency: auto against fixed numbers of places, on one engine, with KV caches that are and are not enough.
 
-    python bench/adaptive_concurrency.py        two minutes; writes bench/results/adaptive_concurrency.json
+    python bench/adaptive_concurrency.py --case tail-8      two minutes; adds to bench/results/adaptive_concurrency.json
+    python bench/adaptive_concurrency.py --case tail-8 --turn 1      once more, beginning with another arm
 
-The workload is that of bench/async_tail.py with a small KV cache. Fixed: FEW and MANY places. Auto: places follow the
-engine's cache as in a node (rollout_fleet/places.py), looked at once a second.
+Each arm starts on an idle engine and asks for the same requests, with the same lengths, in the same order. Tokens are
+counted when the engine samples them, so that long answers which have not ended count, and from `SETTLE_S` on.
 """
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
-import statistics
+import random
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import async_tail
 import jobs
 import machine
 import tailed_environment
+from adaptive_page import over_best
 
 from common.config import Config
 from common.config_loading import load_config
 from launch.roles import thread_environment
-from rollout_fleet.drivers import load_tokenizer
-from rollout_fleet.places import AdaptiveLimit, Places, Pressure
+from rollout_fleet.places import AdaptiveLimit, Places, pressure
+from rollout_fleet.sampler_protocol import EngineCounters
 
-FEW, MANY = 8, 128
-LOOK_S = 1.0
-SETTLE_S = 6.0  # of a phase, before anything is counted: the first long answers take as long
-
-
-async def phase(engine, config: Config, seconds: float, adapt: AdaptiveLimit | None, fixed: int = MANY) -> dict:
-    """Keep every place taken for a while; what came out, per second."""
-    places = Places(adapt.limit if adapt else fixed)
-    prompt = load_tokenizer(config.model.path).encode(tailed_environment.PROMPT, add_special_tokens=False)
-    done_tokens = 0
-
-    async def one() -> None:
-        nonlocal done_tokens
-        async with places:
-            generation = await engine.generate(prompt, config.rollout.max_tokens)
-            done_tokens += len(generation.tokens)
-
-    async def watch() -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            seen = engine.counters
-            assert adapt is not None
-            places.resize(adapt.look(Pressure(seen.kv_cache_usage, seen.waiting, seen.preemptions), places.taken))
-
-    watcher = asyncio.create_task(watch()) if adapt else None
-    before, began = engine.counters.preemptions, time.perf_counter()
-    tasks: set[asyncio.Task[None]] = set()
-    settled: tuple[float, int] | None = None
-    while time.perf_counter() - began < SETTLE_S + seconds:
-        if settled is None and time.perf_counter() - began > SETTLE_S:
-            settled = time.perf_counter(), done_tokens
-        while len(tasks) < places.limit + 16:  # a node leases ahead
-            tasks.add(asyncio.create_task(one()))
-        _, tasks = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
-    assert settled is not None
-    took, tokens = time.perf_counter() - settled[0], done_tokens - settled[1]
-    for task in [*tasks, *([watcher] if watcher else [])]:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-    return {
-        "tokens_per_s": round(tokens / took, 1),
-        "preemptions": engine.counters.preemptions - before,
-        "places_at_the_end": places.limit,
-    }
+NAME = "adaptive_concurrency"
+FIXED = (8, 32, 128)
+LOOK_S = 1.0  # as in rollout_fleet/node.py
+SETTLE_S, COUNTED_S = 8.0, 18.0
+AHEAD = 16  # requests beyond the places, as a node leases ahead
+PROMPT_TOKENS = 11
 
 
-async def measure(config: Config, seconds: float, rounds: int) -> dict:
+def tailed(draw: random.Random) -> int:
+    """As in bench/tailed_environment.py: few answers are long, and they are half of the work."""
+    mean = tailed_environment.LONG_MEAN if draw.random() < tailed_environment.LONG else tailed_environment.SHORT_MEAN
+    return min(1900, 1 + int(draw.expovariate(1 / mean)))
+
+
+def long(draw: random.Random) -> int:
+    return draw.randint(600, 1900)
+
+
+def short(draw: random.Random) -> int:
+    return min(1900, 1 + int(draw.expovariate(1 / 100)))
+
+
+LENGTHS = {"tail": tailed, "long": long, "short": short}
+CASES = ("tail-8", "tail-64", "long-64", "short-8")  # lengths, MiB of KV cache
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An engine's counters at one moment."""
+
+    at_s: float
+    tokens: int
+    recomputed: int
+    preemptions: int
+    lost_s: float
+
+
+def mark(seen: EngineCounters) -> Mark:
+    return Mark(time.perf_counter(), seen.tokens_sampled, seen.tokens_recomputed, seen.preemptions, seen.recompute_s)
+
+
+class Arm:
+    """Keeps every place taken for a while."""
+
+    def __init__(self, engine, lengths: Iterator[int], places: int, adapt: AdaptiveLimit | None = None) -> None:
+        """`places` is where the limit starts, and stays without `adapt`."""
+        self._engine, self._lengths, self._adapt = engine, lengths, adapt
+        self._places = Places(places)
+        self._looks: list[int] = []
+
+    async def measure(self) -> dict:
+        began, settled, next_look = time.perf_counter(), None, LOOK_S
+        tasks: set[asyncio.Task[None]] = set()
+        while (now := time.perf_counter() - began) < SETTLE_S + COUNTED_S:
+            if settled is None and now >= SETTLE_S:
+                settled = mark(self._engine.counters)
+            if now >= next_look:
+                next_look += LOOK_S
+                self._look()
+            while len(tasks) < self._places.limit + AHEAD:
+                tasks.add(asyncio.create_task(self._one(next(self._lengths))))
+            done, tasks = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        ended = mark(self._engine.counters)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._engine.generate([10] * PROMPT_TOKENS, 1)  # behind the aborts: the engine is idle again
+        assert settled is not None
+        took = ended.at_s - settled.at_s
+        return {
+            "tokens_per_s": round((ended.tokens - settled.tokens) / took, 1),
+            "recomputed_per_s": round((ended.recomputed - settled.recomputed) / took, 1),
+            "preemptions_per_s": round((ended.preemptions - settled.preemptions) / took, 2),
+            "time_lost": round((ended.lost_s - settled.lost_s) / took, 4),
+            "places": " ".join(map(str, self._looks)),  # look by look
+        }
+
+    async def _one(self, tokens: int) -> None:
+        async with self._places:
+            await self._engine.generate([10] * PROMPT_TOKENS, tokens)
+
+    def _look(self) -> None:
+        self._looks.append(self._places.limit)
+        if self._adapt is not None:
+            now = pressure(self._engine.counters, time.perf_counter())
+            self._places.resize(self._adapt.look(now, self._places.taken))
+
+
+def same_lengths(kind: str) -> Iterator[int]:
+    """The same for every arm."""
+    draw = random.Random(1)
+    while True:
+        yield LENGTHS[kind](draw)
+
+
+async def measure(config: Config, kind: str, turn: int) -> dict[str, dict]:
+    """What each arm did; the arms in turn, beginning with another one at each turn."""
     from rollout_fleet.engine import Engine
 
-    engine = Engine(config, weights="folder")
+    engine = Engine(config, weights="folder", stop_token_ids=[])
     await engine.start()
-    found: dict[str, list[dict]] = {"few": [], "many": [], "auto": []}
-    adapt = AdaptiveLimit(*config.rollout.concurrency_bounds, config.rollout.group_size)
-    adapt.look(Pressure(0.0, 0, engine.counters.preemptions), 0)
+    arms = [*map(str, FIXED), "auto"]
+    found: dict[str, dict] = {}
     try:
-        await phase(engine, config, 3.0, None)  # warm
-        for _ in range(rounds):
-            found["few"].append(await phase(engine, config, seconds, None, FEW))
-            found["many"].append(await phase(engine, config, seconds, None, MANY))
-            adapt.look(Pressure(0.0, 0, engine.counters.preemptions), 0)  # those were not its own
-            found["auto"].append(await phase(engine, config, seconds, adapt))
-            print(json.dumps({name: runs[-1] for name, runs in found.items()}), flush=True)
+        await asyncio.gather(*(engine.generate([10] * PROMPT_TOKENS, 200) for _ in range(64)))  # warm
+        for name in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
+            low, high = config.rollout.concurrency_bounds
+            adapt = AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if name == "auto" else None
+            arm = Arm(engine, same_lengths(kind), adapt.limit if adapt else int(name), adapt)
+            found[name] = await arm.measure()
+            print(name, json.dumps(found[name]), flush=True)
     finally:
         await engine.shutdown()
-    return found
+    return {name: found[name] for name in arms}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each phase (15)")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--kv-cache-mib", type=int, default=8)
-    parser.add_argument("--name", default="adaptive_concurrency")
+    parser.add_argument("--case", choices=CASES, required=True, help="lengths, and MiB of KV cache")
+    parser.add_argument("--turn", type=int, default=0)
     args = parser.parse_args()
+    kind, _, mib = args.case.partition("-")
     model, dataset = tailed_environment.build(Path(tempfile.mkdtemp(prefix="slipstream-bench-")))
     words = [f"model.path={model}", f"tasks.dataset={dataset}", "rollout.concurrency=auto"]
-    config = load_config(async_tail.CONFIG, [*words, f"rollout.engine.kv_cache_mib={args.kv_cache_mib}"])
+    config = load_config(async_tail.CONFIG, [*words, f"rollout.engine.kv_cache_mib={mib}"])
     os.environ.update(thread_environment(config.rollout.threads))
-    found = asyncio.run(measure(config, args.seconds, args.rounds))
-    median = {name: statistics.median(r["tokens_per_s"] for r in runs) for name, runs in found.items()}
-    result = {
-        "machine": machine.describe(),
-        "kv_cache_mib": args.kv_cache_mib,
-        "fixed_places": {"few": FEW, "many": MANY},
-        "phases": found,
-        "tokens_per_s_median": median,
-        "auto_over_few": round(median["auto"] / median["few"], 4),
-        "auto_over_many": round(median["auto"] / median["many"], 4),
-    }
-    print(jobs.write(args.name, result))
+    arms = asyncio.run(measure(config, kind, args.turn))
+    path = jobs.ROOT / "bench" / "results" / f"{NAME}.json"
+    result = json.loads(path.read_text()) if path.exists() else {"cases": {}}
+    turns = result["cases"].setdefault(args.case, {})
+    turns[str(args.turn)] = arms
+    result |= {"machine": machine.describe(), "settle_s": SETTLE_S, "counted_s": COUNTED_S, "fixed_places": FIXED}
+    result["auto_over_best_fixed"] = {name: round(over_best(case), 4) for name, case in result["cases"].items()}
+    print(jobs.write(NAME, result))
 
 
 if __name__ == "__main__":

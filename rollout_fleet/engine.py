@@ -64,6 +64,12 @@ class Engine:
         return self._counters
 
     @property
+    def holds(self) -> int:
+        """Requests of the full length that its KV cache holds; known once it is up."""
+        config = self._llm.vllm_config
+        return config.cache_config.num_gpu_blocks * config.cache_config.block_size // config.model_config.max_model_len
+
+    @property
     def version(self) -> int:
         """Policy version of the weights in the engine; -1: none, or those of the folder."""
         return self.weights.version

@@ -99,7 +99,7 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         feed = WeightClient(node_id, engine.weights, credential, transports, board.arrival)
         stack.push_async_callback(feed.close)
         low, high = config.rollout.concurrency_bounds
-        adapt = AdaptiveLimit(low, high, config.rollout.group_size) if low < high else None
+        adapt = AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if low < high else None
         runner = GroupRunner(driver, adapt.limit if adapt else high, board.sample_failed)
         counters, beat_now = (lambda: engine.counters), heart.beat.beat_now
         node = Node(NodeParts(broker, feed, runner, board, heart.patience, counters, beat_now, adapt), run)

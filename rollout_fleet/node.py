@@ -28,7 +28,7 @@ from rollout_fleet.board import Board, explain
 from rollout_fleet.group_work import oldest_work
 from rollout_fleet.groups import GroupProgress, GroupRunner, RolledOut
 from rollout_fleet.patience import Patience
-from rollout_fleet.places import AdaptiveLimit, Pressure
+from rollout_fleet.places import AdaptiveLimit, pressure
 from rollout_fleet.sampler_protocol import EngineCounters, WeightFeed
 
 logger = logging.getLogger(__name__)
@@ -342,8 +342,7 @@ class Node:
         if adapt is None or now < self._adapt_at:
             return
         self._adapt_at = now + ADAPT_S
-        seen = self._parts.counters()
-        limit = adapt.look(Pressure(seen.kv_cache_usage, seen.waiting, seen.preemptions), places.taken)
+        limit = adapt.look(pressure(self._parts.counters(), now), places.taken)
         if limit != places.limit:
             places.resize(limit)
             self._room.set()

@@ -1,17 +1,20 @@
-"""How many episodes a node runs at once: a number, or one that follows the pressure on the engine's KV cache."""
+"""How many episodes a node runs at once: a number, or one that follows what the engine's KV cache carries."""
 
 import asyncio
 import logging
 from collections import deque
 from dataclasses import dataclass
 
+from rollout_fleet.sampler_protocol import EngineCounters
+
 logger = logging.getLogger(__name__)
 
 STEADY_USAGE = 0.9  # of the KV cache; with more in use the limit does not double
-SHRINK = 0.75
-THRASHING = 0.05  # share of the running requests thrown out between two looks; a few are the price of a full cache
 QUEUE = 4  # steps' worth of requests in front of the engine that are enough
-SETTLE_LOOKS = 3  # looks after a decrease before the next change: what runs has to end first
+CHEAP, COSTLY = 0.025, 0.05  # shares of the engine's time lost to preemptions: the price of a full cache; too much
+LOOKS = 3  # that a share is measured over; none of them lies before the last decrease
+SHRINK, HALF = 0.9, 0.5  # a decrease is at least, at most to these
+GROWTH = 0.125  # of the places while as many requests end as there are places
 
 
 class Places:
@@ -63,47 +66,86 @@ class Pressure:
     """The engine at one look.
 
     Attributes:
+        at_s: when, on any clock.
         kv_cache_usage: share of the KV cache in use.
+        running: requests that the engine computes.
         waiting: requests that the engine has not let in, for want of KV cache or of room in its batch.
-        preemptions: requests thrown out of the KV cache so far; each is computed again from its prompt.
+        ended: requests that came to their end so far.
+        lost_s: engine time spent on computing preempted requests again, so far.
     """
 
+    at_s: float
     kv_cache_usage: float
+    running: int
     waiting: int
-    preemptions: int
+    ended: int
+    lost_s: float
+
+
+def pressure(seen: EngineCounters, at_s: float) -> Pressure:
+    """What an engine's counters say at `at_s`."""
+    return Pressure(at_s, seen.kv_cache_usage, seen.running, seen.waiting, seen.requests, seen.recompute_s)
 
 
 class AdaptiveLimit:
-    """Additive increase, multiplicative decrease (Chiu and Jain 1989), doubling until the first sign of pressure.
+    """As many places as fill the engine, and no more than its KV cache carries without losing much time.
 
-    More places while every one is taken and the queue in front of the engine is short: a short one keeps the engine
-    full and costs nothing, a long one only makes samples older. A quarter fewer when the engine throws out many.
+    A preemption is not bad in itself: vLLM throws out the newest request, and a young one is soon computed again. What
+    counts is the share of the engine's time that goes into it. Growth is clocked by requests that end, as TCP's is by
+    acknowledgements (Jacobson 1988): requests that have just begun fill little of the cache and say nothing of what
+    as many will fill later. A decrease counts once the places beyond it are free again, and not twice until then.
     """
 
-    def __init__(self, low: int, high: int, step: int) -> None:
-        """Between `low` and `high`, `step` more at a time; starts where four steps fit."""
+    def __init__(self, low: int, high: int, step: int, holds: int = 0) -> None:
+        """Between `low` and `high`; starts with four groups of `step`, or what the cache `holds` for certain."""
         self._low, self._high, self._step = low, max(low, high), step
-        self.limit = min(self._high, max(low, 4 * step))
+        self.limit = min(self._high, max(low, 4 * step, holds))
         self._doubling = True
-        self._preemptions = 0
-        self._settling = 0
+        self._ended: int | None = None  # at the last look
+        self._credit = 0.0  # places earned by requests that ended
+        self._looks: deque[Pressure] = deque(maxlen=LOOKS + 1)
 
     def look(self, pressure: Pressure, taken: int) -> int:
         """The limit from now on, after a look at the engine while `taken` places were taken."""
-        thrown_out = pressure.preemptions - self._preemptions
-        self._preemptions = pressure.preemptions
-        if self._settling > 0:
-            self._settling -= 1
-        elif thrown_out >= max(2, THRASHING * taken):
-            self._change(max(self._low, int(self.limit * SHRINK)), f"{thrown_out} requests lost their KV cache")
-            self._settling, self._doubling = SETTLE_LOOKS, False
-        elif pressure.waiting >= QUEUE * self._step:
+        ended = 0 if self._ended is None else pressure.ended - self._ended
+        self._ended = pressure.ended
+        self._looks.append(pressure)
+        lost, enough = self._lost(), QUEUE * self._step
+        settled = len(self._looks) > LOOKS and taken <= self.limit
+        spare = min(look.waiting for look in self._looks) - enough
+        if lost > COSTLY and settled:
+            self._shrink(lost)
+        elif pressure.waiting >= enough:
             self._doubling = False
-        elif taken >= self.limit:
-            self._doubling &= pressure.kv_cache_usage <= STEADY_USAGE and not pressure.waiting
-            grown = 2 * self.limit if self._doubling else self.limit + self._step
-            self._change(min(self._high, grown), f"{pressure.kv_cache_usage:.0%} of the KV cache is in use")
+            if settled and spare > 0:
+                self._lower(self.limit - spare, f"{enough + spare} requests wait in front of the engine")
+        elif taken >= self.limit and lost <= CHEAP:
+            self._grow(pressure, ended)
         return self.limit
+
+    def _lost(self) -> float:
+        """Share of the time since the oldest look."""
+        first, last = self._looks[0], self._looks[-1]
+        return (last.lost_s - first.lost_s) / (last.at_s - first.at_s) if last.at_s > first.at_s else 0.0
+
+    def _shrink(self, lost: float) -> None:
+        """To the share of its requests that the engine held."""
+        running = sum(look.running for look in self._looks)
+        held = running / max(1, running + sum(look.waiting for look in self._looks))
+        limit = int(self.limit * min(SHRINK, max(HALF, held)))
+        self._lower(limit, f"{lost:.0%} of the engine's time goes into computing preempted requests again")
+        self._doubling = False
+
+    def _lower(self, limit: int, why: str) -> None:
+        self._change(max(self._low, limit), why)
+        self._looks.clear()
+
+    def _grow(self, pressure: Pressure, ended: int) -> None:
+        self._doubling &= pressure.kv_cache_usage <= STEADY_USAGE and not pressure.waiting
+        self._credit += ended if self._doubling else GROWTH * ended
+        earned = min(self.limit, int(self._credit))
+        self._credit %= 1
+        self._change(min(self._high, self.limit + earned), f"{pressure.kv_cache_usage:.0%} of the KV cache is in use")
 
     def _change(self, limit: int, why: str) -> None:
         if limit != self.limit:

@@ -103,7 +103,12 @@ class EngineCounters:
     tokens_aborted: int = 0  # sampled for requests that were cancelled before their end
     prompt_tokens: int = 0  # of finished requests, all turns of an episode as often as they were asked with
     cached_tokens: int = 0  # of them, those whose keys and values the prefix cache had
-    kv_cache_usage: float = 0.0  # share in use at the last engine step; this and what follows only where it is measured
+    # What follows is only there where rollout.concurrency is auto.
+    kv_cache_usage: float = 0.0  # share in use at the last engine step
+    running: int = 0  # requests that it computed and did not end
     waiting: int = 0  # requests that the engine had not let in then
-    preemptions: int = 0
+    preemptions: int = 0  # requests that were put back for want of KV cache, and let in again
+    tokens_recomputed: int = 0  # of their prompts and answers
+    recompute_s: float = 0.0  # seconds that engine steps took longer than usual for it
+    tokens_sampled: int = 0  # by the engine so far, also for requests that still run
     extra: dict[str, float] = field(default_factory=dict)

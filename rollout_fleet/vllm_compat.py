@@ -145,7 +145,10 @@ def _flip(engine: Any, incarnation: int, version: int, recompute: bool) -> float
     label = f"{incarnation}:{version}"
     engine.set_weight_version(label)
     if recompute:
+        running = list(engine.scheduler.running)
         engine._reset_caches(reset_running_requests=True)
+        for request in running:
+            request.num_preemptions -= 1  # not for want of KV cache: engine_stats.py counts those
     resalt_waiting(engine.scheduler, label)
     return time.perf_counter() - started
 

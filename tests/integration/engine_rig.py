@@ -68,7 +68,7 @@ def job(folder: Path) -> Config:
         tasks=TasksConfig(environment="none", dataset="none"),
         rollout=RolloutConfig(
             concurrency="auto",  # so that the engine says how full its cache is
-            engine=EngineConfig(max_model_len=512, max_num_seqs=64, kv_cache_mib=64, eager=True),
+            engine=EngineConfig(max_model_len=512, max_num_seqs=64, kv_cache_mib=16, eager=True),
         ),
         weights=WeightsConfig(bucket_mib=1),
     )

@@ -165,6 +165,7 @@ def test_a_flip_in_flight_is_of_the_new_policy_alone_when_the_cache_is_recompute
     before = rig.client.state.stall_s
     done = rig.run(flip_in_flight(rig, 3))
     rig.engine.weights.recompute = False
+    assert rig.engine.counters.preemptions == 0, "it is not for want of KV cache"
     for i, got in enumerate(done):
         b = boundary(got, 2, 3)
         whole = prompt(i) + got.tokens
@@ -220,6 +221,29 @@ def test_the_engine_says_how_full_its_cache_is_where_concurrency_follows_it(rig:
     stop_at(rig, [END])
     assert 0.0 < most <= 1.0
     assert rig.engine.counters.preemptions == 0
+
+
+def test_preempted_requests_and_sampled_tokens_are_counted_while_they_run(rig: Rig) -> None:
+    """128 blocks of 128 tokens for 64 requests of four each: half of them lose theirs."""
+    assert rig.engine.holds == 128 * 128 // 512
+    stop_at(rig, [])
+    counters, sampled = rig.engine.counters, []
+
+    async def pressed() -> None:
+        before = counters.tokens_sampled
+        tasks = [asyncio.create_task(rig.engine.generate(prompt(i), TOKENS - i)) for i in range(64)]
+        while not counters.preemptions:
+            await asyncio.sleep(0.01)
+        assert not all(task.done() for task in tasks)
+        sampled.append(counters.tokens_sampled - before)
+        await asyncio.gather(*tasks)
+        sampled.append(counters.tokens_sampled - before)
+
+    rig.run(pressed())
+    stop_at(rig, [END])
+    assert 64 * 128 < sampled[0] < sampled[1] == sum(TOKENS - i for i in range(64))
+    assert counters.tokens_recomputed >= 128 * counters.preemptions
+    assert counters.recompute_s > 0
 
 
 def test_a_request_that_was_sent_before_the_flip_and_arrives_after_it_reads_no_old_block(

@@ -24,13 +24,14 @@ from broker.contract import Waste
 from broker.memory import MemoryBroker
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from common.rollouts import decode_group
+from rollout_fleet import node
 from rollout_fleet.board import Board
 from rollout_fleet.environments.addition import Addition
 from rollout_fleet.groups import GroupRunner
 from rollout_fleet.heartbeat import Heartbeat
 from rollout_fleet.node import Node, NodeParts
 from rollout_fleet.patience import BrokerLost, Patience
-from rollout_fleet.places import AdaptiveLimit
+from rollout_fleet.places import LOOKS, AdaptiveLimit
 
 
 class Site:
@@ -223,17 +224,26 @@ def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engine_from
     run(once())
 
 
-def test_the_limit_follows_the_pressure_on_the_kv_cache() -> None:
+def another_look(adapting: Node) -> Callable[[], bool]:
+    last = adapting._adapt_at
+    return lambda: adapting._adapt_at != last
+
+
+def test_the_limit_follows_what_the_kv_cache_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "ADAPT_S", 0.05)
+
     async def once() -> None:
         site = Site(concurrency=4)
         site.node._parts = replace(site.parts, adapt=AdaptiveLimit(2, 8, 2))
         async with site:
             site.sampler.gate.clear()
             site.attach(tasks=8)
-            await until(lambda: site.board.report().concurrency == 8)
             await until(lambda: site.sampler.now == 8)
-            site.sampler.counters.preemptions += 2
-            await until(lambda: site.board.report().concurrency == 6)
+            site.sampler.counters.running, site.sampler.counters.waiting = 6, 2
+            for _ in range(LOOKS + 2):
+                site.sampler.counters.recompute_s += 0.5
+                await until(another_look(site.node))
+            assert site.board.report().concurrency == 6
             assert site.sampler.now == 8  # nobody is stopped
             site.sampler.gate.set()
             await until(lambda: site.states() == ["ready"] * 8)

@@ -1,15 +1,30 @@
-"""Places: order, cancelled askers, a limit that moves; the limit that follows the KV cache."""
+"""Places: order, cancelled askers, a limit that moves; the limit that follows what the KV cache carries."""
 
 import asyncio
+import random
+from collections.abc import Callable, Iterator
 
 import pytest
+from engine_model import ModelEngine
 from fleet_fakes import run
 
-from rollout_fleet.places import SETTLE_LOOKS, AdaptiveLimit, Places, Pressure
+from rollout_fleet.places import LOOKS, AdaptiveLimit, Places, Pressure
 
 
-def calm(usage: float = 0.3) -> Pressure:
-    return Pressure(usage, 0, 0)
+class Looker:
+    """Looks at an engine once a second: `ended` requests since the last look, `lost` of the second to preemptions."""
+
+    def __init__(self, limit: AdaptiveLimit) -> None:
+        self.limit = limit
+        self._seen = Pressure(0.0, 0.0, 0, 0, 0, 0.0)
+
+    def look(
+        self, *, usage: float = 0.3, waiting: int = 0, ended: int = 0, lost: float = 0.0, taken: int | None = None
+    ) -> int:
+        seen, taken = self._seen, self.limit.limit if taken is None else taken
+        running = taken - waiting
+        self._seen = Pressure(seen.at_s + 1, usage, running, waiting, seen.ended + ended, seen.lost_s + lost)
+        return self.limit.look(self._seen, taken)
 
 
 async def hold(places: Places, name: str, order: list[str], until: asyncio.Event) -> None:
@@ -87,61 +102,113 @@ def test_a_place_given_to_an_asker_that_is_cancelled_at_that_moment_goes_on_to_t
     run(once())
 
 
-def test_the_limit_doubles_until_the_cache_is_used_and_then_grows_by_steps() -> None:
+def test_the_limit_doubles_until_the_cache_is_used_and_then_grows_by_an_eighth() -> None:
     limit = AdaptiveLimit(8, 1000, 8)
+    looker = Looker(limit)
     assert limit.limit == 32
-    assert [limit.look(calm(), limit.limit) for _ in range(3)] == [64, 128, 256]
-    assert [limit.look(calm(0.95), limit.limit), limit.look(calm(0.6), limit.limit)] == [264, 272]
+    assert [looker.look(ended=1000) for _ in range(4)] == [32, 64, 128, 256]  # the first look has nothing to compare
+    assert [looker.look(usage=0.95, ended=256), looker.look(usage=0.6, ended=288)] == [288, 324]
+
+
+def test_the_limit_grows_by_as_many_places_as_requests_end() -> None:
+    looker = Looker(AdaptiveLimit(8, 1000, 8))
+    assert [looker.look(ended=n) for n in (9, 0, 5, 3)] == [32, 32, 37, 40]
+    assert looker.look(waiting=1, ended=6) == 40  # an eighth from the first sign of pressure on
+    assert [looker.look(ended=2), looker.look(ended=16)] == [41, 43]
+
+
+def test_the_limit_starts_with_what_the_cache_holds_for_certain() -> None:
+    assert AdaptiveLimit(8, 1000, 8, holds=90).limit == 90
+    assert AdaptiveLimit(8, 64, 8, holds=90).limit == 64
 
 
 def test_the_limit_does_not_grow_while_places_are_left() -> None:
-    limit = AdaptiveLimit(8, 1000, 8)
-    assert limit.look(calm(), 31) == 32
+    looker = Looker(AdaptiveLimit(8, 1000, 8))
+    assert [looker.look(taken=31, ended=50) for _ in range(3)] == [32, 32, 32]
 
 
-def test_the_limit_grows_by_steps_with_a_short_queue_in_front_of_the_engine_and_not_with_a_long_one() -> None:
-    limit = AdaptiveLimit(8, 1000, 8)
-    assert limit.look(Pressure(0.5, 3, 0), 32) == 40
-    assert limit.look(calm(), 40) == 48
-    assert [limit.look(Pressure(1.0, waiting, 0), 48) for waiting in (32, 100, 31)] == [48, 48, 56]
+def test_the_limit_does_not_grow_with_a_long_queue_in_front_of_the_engine() -> None:
+    looker = Looker(AdaptiveLimit(8, 1000, 8))
+    assert [looker.look(usage=1.0, waiting=n, ended=80) for n in (32, 100, 31)] == [32, 32, 42]
 
 
-def test_requests_that_lose_their_cache_shrink_the_limit_once_until_it_has_worked() -> None:
-    limit = AdaptiveLimit(8, 1000, 8)
-    assert limit.look(Pressure(0.99, 0, 5), 32) == 24
-    assert [limit.look(Pressure(0.99, 0, 5 + i), 24) for i in range(SETTLE_LOOKS)] == [24] * SETTLE_LOOKS
-    assert limit.look(Pressure(0.99, 0, 20), 24) == 18
-    for i in range(40):
-        limit.look(Pressure(0.99, 0, 25 + 5 * i), 18)
-    assert limit.limit == 8  # never below
+def test_a_queue_that_stays_too_long_is_cut() -> None:
+    looker = Looker(AdaptiveLimit(8, 1000, 8, holds=200))
+    assert [looker.look(waiting=n) for n in (72, 90, 60, 80)] == [
+        200,
+        200,
+        200,
+        172,
+    ]  # 32 are enough, 60 were the least
+    assert [looker.look(waiting=60) for _ in range(3)] == [172] * 3
+    assert [looker.look(waiting=n) for n in (20, 60, 60, 60, 60)] == [172] * 4 + [144]
 
 
-def test_a_few_requests_that_lose_their_cache_are_the_price_of_a_full_one() -> None:
-    limit = AdaptiveLimit(8, 1000, 16)
-    assert limit.limit == 64
-    assert [limit.look(Pressure(0.99, 64, seen), 64) for seen in (1, 4, 7)] == [64] * 3  # three of 64 are under 5 %
-    assert limit.look(Pressure(0.99, 0, 11), 64) == 48
+def test_preemptions_that_cost_little_time_do_not_shrink_the_limit_and_those_that_cost_more_only_stop_it() -> None:
+    looker = Looker(AdaptiveLimit(8, 1000, 8))
+    assert [looker.look(usage=0.99, waiting=5, lost=0.02) for _ in range(4)] == [32] * 4
+    assert looker.look(usage=0.99, waiting=5, ended=80, lost=0.02) == 42
+    assert [looker.look(usage=0.99, waiting=5, ended=80, lost=0.04) for _ in range(6)] == [42] * 6
+
+
+def test_lost_time_shrinks_the_limit_to_what_the_engine_holds() -> None:
+    looker = Looker(AdaptiveLimit(8, 1000, 8, holds=100))
+    assert [looker.look(waiting=30, lost=0.2) for _ in range(LOOKS + 1)] == [100] * LOOKS + [70]
+    assert [looker.look(taken=90, lost=0.2) for _ in range(5)] == [70] * 5  # those who have a place keep it
+    assert looker.look(lost=0.2) == 63  # at least a tenth, where nobody waits
+    assert [looker.look(waiting=60, lost=0.2) for _ in range(LOOKS + 1)] == [63] * LOOKS + [31]  # at most half
+    for _ in range(60):
+        looker.look(lost=0.2)
+    assert looker.limit.limit == 8
 
 
 @pytest.mark.parametrize(("low", "high", "start"), [(8, 16, 16), (8, 1000, 32), (64, 16, 64)])
 def test_the_limit_starts_and_stays_within_its_bounds(low: int, high: int, start: int) -> None:
-    limit = AdaptiveLimit(low, high, 8)
-    assert limit.limit == start
+    looker = Looker(AdaptiveLimit(low, high, 8))
+    assert looker.limit.limit == start
     for _ in range(20):
-        limit.look(calm(), limit.limit)
-    assert limit.limit == max(low, high)
+        looker.look(ended=1000)
+    assert looker.limit.limit == max(low, high)
 
 
-def test_it_settles_where_the_cache_ends() -> None:
-    """An engine that holds 100 requests and lets the others wait; one that throws them out."""
-    waits, throws, thrown_out = AdaptiveLimit(8, 1000, 8), AdaptiveLimit(8, 1000, 8), 0
-    seen: list[tuple[int, int]] = []
-    for _ in range(300):
-        over = max(0, waits.limit - 100)
-        waits.look(Pressure(min(1.0, waits.limit / 100), over, 0), waits.limit)
-        thrown_out += max(0, throws.limit - 100)
-        throws.look(Pressure(min(1.0, throws.limit / 100), 0, thrown_out), throws.limit)
-        seen.append((waits.limit, throws.limit))
-    waiting, throwing = zip(*seen[50:], strict=True)
-    assert min(waiting) >= 132 and max(waiting) <= 140
-    assert min(throwing) >= 64 and max(throwing) <= 120
+def tailed(draw: random.Random) -> tuple[int, int]:
+    return 11, min(1900, 1 + int(draw.expovariate(1 / 700 if draw.random() < 0.04 else 1 / 24)))
+
+
+def long(draw: random.Random) -> tuple[int, int]:
+    return 11, draw.randint(600, 1900)
+
+
+def short(draw: random.Random) -> tuple[int, int]:
+    return 11, 1 + int(draw.expovariate(1 / 100))
+
+
+def prompted(draw: random.Random) -> tuple[int, int]:
+    return draw.randint(400, 1000), draw.randint(200, 1000)
+
+
+def requests(kind: Callable[[random.Random], tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    draw = random.Random(1)
+    while True:
+        yield kind(draw)
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "few", "many"),
+    [
+        pytest.param(tailed, 64, 0.6, 1.01, id="heavy tail, small cache: few starve it, and many do no harm"),
+        pytest.param(tailed, 512, 0.4, 1.01, id="heavy tail, ample cache: few starve it"),
+        pytest.param(long, 512, 0.4, 0.8, id="long answers: few starve it, many thrash"),
+        pytest.param(long, 64, 1.01, 1.0, id="long answers, small cache"),
+        pytest.param(prompted, 512, 0.5, 0.8, id="long prompts: few starve it, many thrash"),
+        pytest.param(short, 32, 0.6, 1.01, id="short answers: preemptions are harmless"),
+    ],
+)
+def test_it_settles_at_the_best_fixed_number(
+    kind: Callable[[random.Random], tuple[int, int]], blocks: int, few: float, many: float
+) -> None:
+    """`few`, `many`: 8 and 128 places reach at most this share of the best."""
+    found = {n: ModelEngine(blocks, requests(kind)).fixed(n, 45) for n in (8, 12, 16, 32, 48, 64, 80, 96, 128)}
+    best = max(found.values())
+    assert found[8] <= few * best and found[128] <= many * best
+    assert ModelEngine(blocks, requests(kind)).adaptive(AdaptiveLimit(8, 256, 8), 45) >= 0.95 * best
