@@ -1,33 +1,35 @@
 #!/usr/bin/env bash
-# Build the Python environment of one role from pinned versions: launch/setup.sh cpu|learner|rollout [--venv DIR]
+# Build the Python environment of one role from pinned versions: launch/setup.sh cpu|learner|rollout|adapters [--venv DIR]
 #   cpu      learner, fleet, report and tests together, for machines without a GPU; the default environment .venv
 #   learner  Megatron with Transformer Engine for CUDA machines; .venv-learner
 #   rollout  vLLM for CUDA machines; .venv-rollout
+#   adapters verifiers and OpenEnv, whose requirements do not fit vLLM's; .venv-adapters, named by tasks.limits.python
 # Running it again is free: it does nothing while requirements and sources of the package list are unchanged.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-usage() { sed -n '2,6s/^# \{0,1\}//p' launch/setup.sh; }
+usage() { sed -n '2,7s/^# \{0,1\}//p' launch/setup.sh; }
 fail() { echo "setup: $*" >&2; exit 1; }
 say() { printf 'setup: [%3ds] %s\n' "$SECONDS" "$*"; }
 
 role="" venv=""
 while [ $# -gt 0 ]; do
   case "$1" in
-    cpu|learner|rollout) role="$1" ;;
+    cpu|learner|rollout|adapters) role="$1" ;;
     --venv) [ $# -ge 2 ] || { echo "setup: --venv needs a folder" >&2; exit 2; }; venv="$2"; shift ;;
     -h|--help) usage; exit 0 ;;
     *) echo "setup: unknown argument '$1'" >&2; usage >&2; exit 2 ;;
   esac
   shift
 done
-[ -n "$role" ] || { echo "setup: which role? cpu, learner or rollout" >&2; usage >&2; exit 2; }
+[ -n "$role" ] || { echo "setup: which role? cpu, learner, rollout or adapters" >&2; usage >&2; exit 2; }
 case "$role" in
-  cpu) venv="${venv:-.venv}"; need_gib=8 ;;
-  *) venv="${venv:-.venv-$role}"; need_gib=25 ;;
+  cpu) venv="${venv:-.venv}"; need_gib=8; known=torch ;;
+  adapters) venv="${venv:-.venv-adapters}"; need_gib=2; known=verifiers ;;
+  *) venv="${venv:-.venv-$role}"; need_gib=25; known=torch ;;
 esac
 requirements="requirements/$role.txt"
-torch_pin="$(grep -E '^torch==' "$requirements")"
+torch_pin="$(grep -E '^torch==' "$requirements" || true)"
 
 stamp="$venv/.slipstream-$role"
 wanted="$(cat requirements/"$role"*.txt pyproject.toml launch/setup.sh | sha256sum | cut -d' ' -f1) $PWD"
@@ -49,7 +51,7 @@ fi
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module; on Debian and Ubuntu: apt install python3-venv"
 [ "$(uname -s)" = Linux ] || fail "Linux is needed (found $(uname -s)); on other systems use a container"
 mkdir -p "$venv"
-if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -c "import $known" 2>/dev/null; then
   free_gib=$(( $(df -Pk "$venv" | awk 'NR==2 {print $4}') / 1048576 ))
   [ "$free_gib" -ge "$need_gib" ] || fail "$free_gib GiB free under $venv; the $role environment needs $need_gib"
 fi
@@ -73,6 +75,9 @@ if [ "$role" = cpu ]; then
   fi
   say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements"
   pip_install --no-deps -r "$requirements"
+elif [ "$role" = adapters ]; then
+  say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements"
+  pip_install --no-deps --no-compile -r "$requirements"
 else
   say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements, and torch's CUDA libraries"
   pip_install -r "$requirements"
@@ -82,14 +87,17 @@ if [ -f "requirements/$role-no-deps.txt" ]; then
   pip_install --no-deps --no-build-isolation -r "requirements/$role-no-deps.txt"
 fi
 
-say "installing slipstream itself"
-pip_install --no-deps --no-build-isolation --editable .
+if [ "$role" != adapters ]; then  # there, the node brings the modules that it needs
+  say "installing slipstream itself"
+  pip_install --no-deps --no-build-isolation --editable .
+fi
 
 say "checking that everything imports"
 case "$role" in
   cpu) modules="torch vllm transformers transformers.models.qwen3 megatron.core yaml zmq msgspec rich matplotlib" ;;
   learner) modules="torch transformers megatron.core transformer_engine.pytorch zmq msgspec" ;;
   rollout) modules="torch vllm transformers zmq msgspec" ;;
+  adapters) modules="verifiers verifiers.clients.openai_chat_completions_client openenv.core.env_server.http_server uvicorn" ;;
 esac
 "$venv/bin/python" -W ignore - $modules <<'PY' || fail "the environment is broken (see above)"
 import importlib, sys
@@ -99,6 +107,6 @@ for name in sys.argv[1:]:
     except Exception as error:
         sys.exit(f"setup: import {name} failed: {type(error).__name__}: {error}")
 PY
-"$venv/bin/slipstream" --help >/dev/null || fail "slipstream --help does not run"
+[ "$role" = adapters ] || "$venv/bin/slipstream" --help >/dev/null || fail "slipstream --help does not run"
 echo "$wanted" > "$stamp"
 say "done: $venv"

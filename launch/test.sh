@@ -12,6 +12,11 @@ step() {  # step TITLE COMMAND...
 }
 
 step "environment" bash launch/setup.sh cpu
+if [ -z "${SLIPSTREAM_VERIFIERS_PYTHON:-}" ] || [ -z "${SLIPSTREAM_OPENENV_PYTHON:-}" ]; then
+  step "environment of verifiers and OpenEnv" bash launch/setup.sh adapters
+fi
+export SLIPSTREAM_VERIFIERS_PYTHON="${SLIPSTREAM_VERIFIERS_PYTHON:-$PWD/.venv-adapters/bin/python}"
+export SLIPSTREAM_OPENENV_PYTHON="${SLIPSTREAM_OPENENV_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .

@@ -1,15 +1,18 @@
-"""Environments of the `verifiers` library (0.1): SingleTurnEnv, MultiTurnEnv, ToolEnv and what is built on them.
+"""Environments of the `verifiers` library (0.1 to 0.3): SingleTurnEnv, MultiTurnEnv, ToolEnv and what is built on them.
 
 The library talks to the policy through the node's OpenAI-compatible endpoint and judges with its own rubric, so
 whatever an environment does, its tokens are recorded as they were sampled. verifiers asks for other versions of openai
-and mcp than vLLM: give it an environment of its own and name its interpreter in `tasks.limits.python`; this module then
-runs under that one, and imports nothing but the standard library until it does.
+and mcp than vLLM: give it an environment of its own (launch/setup.sh adapters) and name its interpreter in
+`tasks.limits.python`; this module then runs under that one, and imports nothing but the standard library until it does.
+
+verifiers 0.4 has none of these classes: its tasksets run harnesses as programs in boxes, behind a server of its own.
+It is refused.
 
     tasks:
       environment: verifiers
       options: {env_id: my-env, arguments: '{"difficulty": 2}'}
       dataset: runs/my-env.jsonl          # rows of the environment: export_rows, once
-      limits: {python: /opt/verifiers/bin/python}
+      limits: {python: .venv-adapters/bin/python}
 """
 
 import functools
@@ -40,12 +43,12 @@ async def agent(
         arguments: JSON object of its keyword arguments.
 
     Raises:
-        RuntimeError: the rollout ended with an error of the environment's.
+        RuntimeError: the rollout ended with an error of the environment's, or verifiers is not one that can be used.
     """
+    environment = _environment(env_id, arguments)
     from openai import AsyncOpenAI
     from verifiers.clients.openai_chat_completions_client import OpenAIChatCompletionsClient
 
-    environment = _environment(env_id, arguments)
     row = {"example_id": 0, **problem}
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         found = await environment.run_rollout(row, OpenAIChatCompletionsClient(client), model, {})
@@ -78,4 +81,7 @@ def export_rows(env_id: str, path: Path, arguments: str = "{}", rows: int = -1) 
 def _environment(env_id: str, arguments: str) -> Any:
     import verifiers
 
+    if not hasattr(verifiers, "load_environment"):
+        expected = "expected 0.1 to 0.3 under tasks.limits.python (launch/setup.sh adapters installs one)"
+        raise RuntimeError(f"verifiers {verifiers.__version__} has no load_environment: {expected}")
     return verifiers.load_environment(env_id, **json.loads(arguments))

@@ -1,9 +1,8 @@
 """OpenEnv and verifiers.
 
-Both libraries ask for packages that do not fit vLLM's, so neither is in the test environment. OpenEnv is tested
-against a server that speaks the words recorded from openenv-core 0.3.0, and against the real one where an interpreter
-with it is named (SLIPSTREAM_OPENENV_PYTHON); verifiers 0.1.14 where SLIPSTREAM_VERIFIERS_PYTHON names one.
-requirements/adapters.txt has the versions.
+Both libraries ask for packages that do not fit vLLM's, so neither is in the test environment: interpreters that have
+them are named by SLIPSTREAM_OPENENV_PYTHON and SLIPSTREAM_VERIFIERS_PYTHON. launch/test.sh builds one for both
+(launch/setup.sh adapters). OpenEnv is tested against the words recorded from openenv-core 0.3.0 as well.
 """
 
 import asyncio
@@ -11,11 +10,13 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -144,7 +145,7 @@ def test_a_server_that_is_not_there_fails_the_sample() -> None:
 def interpreter(variable: str, library: str) -> str:
     found = os.environ.get(variable)
     if not found:
-        pytest.skip(f"{variable} names no interpreter with {library} (requirements/adapters.txt)")
+        pytest.skip(f"{variable} names no interpreter with {library}; `bash launch/setup.sh adapters` builds one")
     return found
 
 
@@ -207,6 +208,17 @@ def test_an_environment_of_verifiers_is_played_through_the_endpoint_and_judged_b
     first, second = (call.prompt for call in sampler.calls)
     assert second[: len(first) + 2] == [*first, *tokenizer.encode("3"), tokenizer.eos_token_id]
     assert "wrong, again" in tokenizer.decode(second)
+
+
+def test_a_verifiers_without_load_environment_is_refused_with_the_versions_that_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    newer = ModuleType("verifiers")  # the root of 0.4.0 has nothing but its version
+    newer.__version__ = "0.4.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verifiers", newer)
+    played = agent({}, base_url="", api_key="", model="policy", seed=0, env_id="my-env")
+    with pytest.raises(RuntimeError, match=r"verifiers 0\.4\.0 has no load_environment: expected 0\.1 to 0\.3"):
+        asyncio.run(played)
 
 
 async def _once(sampler: ScriptedSampler, limits: Limits, problem: dict[str, Any], python: str) -> Sample:
