@@ -17,6 +17,7 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Text = Annotated[str, Meta(min_length=1)]
 Scalar = str | int | float | bool
+AddressSpace = Annotated[int, Meta(ge=32)]  # MiB; measured: a Python process starts with 32, and not with 24
 AUTO_FACTOR = 2  # rollout.concurrency: auto goes up to this many times rollout.engine.max_num_seqs
 Recompute = Literal["none", "selective", "full"]
 
@@ -48,7 +49,7 @@ class LimitsConfig(Strict, frozen=True, kw_only=True):
     max_concurrent: Positive | None = None  # episodes at once on a node
     process: bool | None = None  # every episode in a process of its own
     cpu_s: Positive | None = None  # CPU seconds of that process, over the whole episode
-    memory_mib: Positive | None = None  # address space of that process
+    memory_mib: AddressSpace | None = None  # address space of that process
     python: Text | None = None  # interpreter of that process, for libraries that do not fit the node's
 
 
