@@ -11,6 +11,8 @@ from typing import Annotated, Literal, TypeVar, cast, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from common.errors import UsageError
+
 Reduction = Literal["mean", "sum", "max", "last"]
 
 
@@ -193,11 +195,17 @@ class MetricsWriter:
         """Open for appending; lines of steps >= `keep_before_step` are removed first, as is a torn last line.
 
         A learner that resumes from step s writes its lines from s again, so the file has one per step.
+
+        Raises:
+            UsageError: `path` is a folder, or may not be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _truncate(path, keep_before_step)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            if path.exists():
+                _truncate(path, keep_before_step)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except (IsADirectoryError, PermissionError) as error:
+            raise no_file(path, error) from None
 
     def write(self, line: StepMetrics | SftMetrics) -> None:
         os.write(self._file, msgspec.json.encode(line) + b"\n")
@@ -235,10 +243,14 @@ def read_metrics(path: Path, kind: type[Line]) -> list[Line]:
 
     Raises:
         ValueError: naming the line that is no `kind`, unless it is a torn last one.
+        UsageError: `path` is no file, or may not be read.
     """
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise no_file(path, error) from None
     decoder = msgspec.json.Decoder(kind)
     out: list[Line] = []
     for number, line in enumerate(lines[:-1], start=1):
@@ -247,3 +259,8 @@ def read_metrics(path: Path, kind: type[Line]) -> list[Line]:
         except msgspec.DecodeError as error:
             raise ValueError(f"{path} line {number}: {error}") from None
     return out
+
+
+def no_file(path: Path, error: OSError) -> UsageError:
+    """What is said of a metrics file that cannot be opened."""
+    return UsageError(f"{path}: expected a file with one JSON line per step, found {error.strerror or error}")

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from common.metrics import no_file
+
 
 class MetricsTail:
     """Steps seen so far, one entry per step; a resumed learner's rewritten file is read from its start."""
@@ -15,7 +17,7 @@ class MetricsTail:
         self._inode = -1
 
     def update(self) -> bool:
-        """Read what is new; True when there was something."""
+        """Read what is new; True when there was something. Raises UsageError when it is no file, or may not be read."""
         try:
             stat = self._path.stat()
         except OSError:
@@ -24,9 +26,12 @@ class MetricsTail:
             self.lines, self._offset, self._inode = [], 0, stat.st_ino
         if stat.st_size == self._offset:
             return False
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError as error:
+            raise no_file(self._path, error) from None
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         before = len(self.lines)

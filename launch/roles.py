@@ -16,7 +16,7 @@ from common.errors import UsageError
 from common.logs import log_path, setup_logging
 from common.run_dir import RunDir, write_json
 from launch.access import ask_status, check_join_address, discover_broker
-from launch.targets import checked, find_run, joined_config, load_job, load_sft
+from launch.targets import checked, find_run, joined_config, load_job, load_sft, need_broker_library
 
 # torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
 SHUTDOWN_TIMEOUT_S = 300
@@ -25,6 +25,7 @@ SHUTDOWN_TIMEOUT_S = 300
 def broker(args: argparse.Namespace) -> int:
     """Run the broker until it is told to stop."""
     config, run = load_job(args.config, args.overrides, reader="broker")
+    need_broker_library(config)
     run.prepare(config)
     setup_logging("broker", "0", run.logs, config.telemetry.log_level)
     if config.broker.backend == "redis":
@@ -38,6 +39,7 @@ def broker(args: argparse.Namespace) -> int:
 def learner(args: argparse.Namespace) -> int:
     """Become torchrun with one process per learner rank; does not return."""
     config, run = load_job(args.config, args.overrides, reader="learner")
+    need_broker_library(config)
     run.prepare(config)
     return become_torchrun("learner.main", run, config.learner.world_size, config.learner.threads)
 

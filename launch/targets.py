@@ -46,6 +46,14 @@ def load_sft(path: str, overrides: Sequence[str] = ()) -> tuple[SftConfig, RunDi
     return config, RunDir(config.run.dir)
 
 
+def need_broker_library(config: Config) -> None:
+    """Raise UsageError when this Python lacks what broker.backend takes; asked before the run folder is made."""
+    if config.broker.backend == "redis":
+        from broker.redis.endpoint import redis_module
+
+        redis_module("redis.connection")
+
+
 def find_run(word: str) -> RunDir:
     """RUN as a folder, or the run.dir of a config file; raises UsageError when neither exists."""
     path = Path(word)

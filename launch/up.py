@@ -11,13 +11,14 @@ from common.run_dir import RunDir
 from launch.access import running_broker
 from launch.job import Job
 from launch.learner_record import finished
-from launch.targets import load_job
+from launch.targets import load_job, need_broker_library
 
 
 def command(args: argparse.Namespace) -> int:
     """Run the job to its end, or until it is told to stop; the same command continues a stopped one."""
     config, run = load_job(args.config, args.overrides, environment=True)
     run.check_agrees(config)
+    need_broker_library(config)
     with only_one(run):
         if finished(run, config):
             print(f"{run.path} is finished: {config.run.steps} steps, the model is in {run.model}")

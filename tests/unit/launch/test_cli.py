@@ -55,6 +55,7 @@ def refusal(capsys, *words: str) -> str:
         ("rollout.groupsize=8", ["<override>", "rollout.groupsize", "did you mean 'group_size'?"]),
         ("run.steps=many", ["run.steps", "an integer >= 1", "'many'"]),
         ("rollout.top_p=2", ["rollout.top_p", "<= 1", "2"]),
+        ("tasks.limits.memory_mib=1", ["tasks.limits.memory_mib", "an integer >= 32", "found 1"]),
         ("learner.world_size=3", ["learner.world_size", "multiple of 2"]),
         ("learner.parallel.tensor=4", ["learner.world_size"]),
         ("rollout.group_size=1", ["rollout.group_size", "every advantage would be zero"]),
@@ -65,6 +66,14 @@ def test_bad_config_is_refused_by_every_role(job, capsys, command, override, wor
     err = refusal(capsys, command, str(job), "learner.parallel.tensor=2", "learner.world_size=2", override)
     for word in words:
         assert word in err
+
+
+@pytest.mark.parametrize("command", ["up", "broker", "learner"])
+def test_without_redis_py_a_job_on_redis_is_refused_before_its_folder_is_made(job, capsys, monkeypatch, command):
+    monkeypatch.setitem(sys.modules, "redis.connection", None)
+    words = [command, str(job), "broker.backend=redis", "broker.address=redis://127.0.0.1:1/0"]
+    assert "pip install 'slipstream-rl[redis]'" in refusal(capsys, *words)
+    assert not (job.parent / "run").exists()
 
 
 @pytest.mark.parametrize("command", ["up", "learner", "rollout"])
