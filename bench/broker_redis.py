@@ -16,18 +16,21 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 import broker_groups
 import jobs
 import machine
-from broker_embedded import GROUPS_PER_STEP, HEARTBEAT_S, LEASES_AT_ONCE, PROBLEM, STALENESS
+import msgspec
+from broker_embedded import GROUPS_PER_STEP, HEARTBEAT_S, LEASES_AT_ONCE, NEW_WEIGHTS_S, PROBLEM, STALENESS
 from broker_peers import wait_for_redis
 from broker_ways import PATIENCE_S, Load, Way, free_port, measure
 
@@ -121,6 +124,10 @@ class Slipstream(OnRedis):
 
     name = "slipstream"
 
+    def __init__(self, appendfsync: str) -> None:
+        super().__init__(appendfsync)
+        self._published = multiprocessing.get_context("spawn").Value("q", 0)  # the learner's version, as nodes have it
+
     def prepare(self, address: str) -> None:
         link = Link(endpoint(address, "broker", None), "broker", 10)
         run = RunInfo(RUN, "/bench", GROUPS_PER_STEP, STALENESS, 3, 60.0, 4 << 30)
@@ -130,10 +137,11 @@ class Slipstream(OnRedis):
     def produce(self, address: str, load: Load) -> Iterator[None]:
         payloads = encoded(load.size)
         yield
-        asyncio.run(node(address, load, payloads))
+        asyncio.run(node(address, load, payloads, self._published))
 
     def consume(self, address: str, load: Load) -> Iterator[None]:
         steps = load.groups // GROUPS_PER_STEP
+        self._published.value = 0
         with connect(Access(address=address, role="learner")) as client:
             client.attach(LearnerReport(os.getpid(), 0, "training", 0))
             yield
@@ -142,9 +150,10 @@ class Slipstream(OnRedis):
                 while client.take(step, GROUPS_PER_STEP, 10) is None:
                     pass
                 client.commit(step)
+                self._published.value = step + 1
 
 
-async def node(address: str, load: Load, payloads: list[bytes]) -> None:
+async def node(address: str, load: Load, payloads: list[bytes], published: "Synchronized[int]") -> None:
     """Lease, hand in, beat."""
     report = NodeReport("n0", os.getpid(), "host", "generating", 0)
     meta = GroupMeta(0, 0, 0.5, 8192, 0, 1.0)
@@ -155,14 +164,14 @@ async def node(address: str, load: Load, payloads: list[bytes]) -> None:
 
         async def beat() -> None:
             while True:
-                await client.heartbeat(report, [])
+                await client.heartbeat(msgspec.structs.replace(report, policy_version=published.value), [])
                 await asyncio.sleep(HEARTBEAT_S)
 
         await client.register(report)
         beating = asyncio.create_task(beat())
         done = 0
         while done < load.groups:
-            leases = await client.lease("n0", done // GROUPS_PER_STEP, LEASES_AT_ONCE, 10)
+            leases = await client.lease("n0", published.value, LEASES_AT_ONCE, NEW_WEIGHTS_S)
             await asyncio.gather(*(hand_in(lease) for lease in leases))
             done += len(leases)
         beating.cancel()

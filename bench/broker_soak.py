@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 import broker_groups
@@ -22,7 +23,15 @@ import jobs
 import machine
 import msgspec
 import psutil
-from broker_embedded import GROUPS_PER_STEP, HEARTBEAT_S, LEASES_AT_ONCE, PROBLEM, broker_process, wait_for_address
+from broker_embedded import (
+    GROUPS_PER_STEP,
+    HEARTBEAT_S,
+    LEASES_AT_ONCE,
+    NEW_WEIGHTS_S,
+    PROBLEM,
+    broker_process,
+    wait_for_address,
+)
 from broker_scale import quantiles
 
 from broker.connect import Access, connect, connect_node
@@ -34,12 +43,14 @@ OFFERED_AHEAD = 20 * GROUPS_PER_STEP
 SETTLED = 0.2  # part of the groups after which memory has to be flat
 
 
-def node(address: str, groups: int, large_every: int, pipe: Connection) -> None:
+def node(address: str, groups: int, large_every: int, published: "Synchronized[int]", pipe: Connection) -> None:
     """Hand in `groups` groups; sends the seconds of every lease and every complete."""
-    pipe.send(asyncio.run(_node(address, groups, large_every)))
+    pipe.send(asyncio.run(_node(address, groups, large_every, published)))
 
 
-async def _node(address: str, groups: int, large_every: int) -> tuple[list[float], list[float]]:
+async def _node(
+    address: str, groups: int, large_every: int, published: "Synchronized[int]"
+) -> tuple[list[float], list[float]]:
     (small, meta), (large, _) = (next(broker_groups.structs(size)) for size in ("tiny", "8k"))
     payloads = (encode_group(small), encode_group(large))
     report = NodeReport("n0", os.getpid(), "host", "generating", 0)
@@ -57,14 +68,14 @@ async def _node(address: str, groups: int, large_every: int) -> tuple[list[float
 
         async def beat() -> None:
             while True:
-                await client.heartbeat(msgspec.structs.replace(report, policy_version=done // GROUPS_PER_STEP), [])
+                await client.heartbeat(msgspec.structs.replace(report, policy_version=published.value), [])
                 await asyncio.sleep(HEARTBEAT_S)
 
         await client.register(report)
         beating = asyncio.create_task(beat())
         while done < groups:
             started = time.perf_counter()
-            leases = await client.lease("n0", done // GROUPS_PER_STEP, LEASES_AT_ONCE, 10)
+            leases = await client.lease("n0", published.value, LEASES_AT_ONCE, NEW_WEIGHTS_S)
             lease_s.append(time.perf_counter() - started)
             await asyncio.gather(*(hand_in(lease) for lease in leases))
             done += len(leases)
@@ -72,7 +83,7 @@ async def _node(address: str, groups: int, large_every: int) -> tuple[list[float
     return lease_s, complete_s
 
 
-def learner(address: str, groups: int, pipe: Connection) -> None:
+def learner(address: str, groups: int, published: "Synchronized[int]", pipe: Connection) -> None:
     """Take and commit all; sends a word at the end."""
     with connect(Access(address=address, role="learner")) as client:
         client.attach(LearnerReport(os.getpid(), 0, "training", 0))
@@ -84,6 +95,7 @@ def learner(address: str, groups: int, pipe: Connection) -> None:
             while client.take(step, GROUPS_PER_STEP, 10) is None:
                 pass
             client.commit(step)
+            published.value = step + 1
     pipe.send("done")
 
 
@@ -119,6 +131,7 @@ def growth_bytes_per_group(seen: list[tuple[int, float]]) -> float:
 def measure(options: argparse.Namespace) -> dict[str, object]:
     groups = options.groups // GROUPS_PER_STEP * GROUPS_PER_STEP
     context = multiprocessing.get_context("spawn")
+    published = context.Value("q", 0)  # the learner's version, as the node has it
     node_pipe, node_end = context.Pipe()
     learner_pipe, learner_end = context.Pipe()
     with (
@@ -128,8 +141,8 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         address = wait_for_address(Path(folder))
         watch = MemoryWatch(pid, address)
         players = [
-            context.Process(target=learner, args=(address, groups, learner_end)),
-            context.Process(target=node, args=(address, groups, options.large_every, node_end)),
+            context.Process(target=learner, args=(address, groups, published, learner_end)),
+            context.Process(target=node, args=(address, groups, options.large_every, published, node_end)),
         ]
         started = time.perf_counter()
         for player in players:
