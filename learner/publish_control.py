@@ -174,7 +174,7 @@ class PublishControl:
         logger.info("node %s (pid %d) joined the weight plane", message.node_id, message.pid)
         member = Member(identity, message.node_id, time.perf_counter(), message.transports)
         if message.incarnation == self._incarnation:
-            member.version = message.version
+            member.version = member.base = message.version
         self._members[identity] = member
 
     def _current_transfer(self, member: Member, version: int) -> Transfer | None:
@@ -197,7 +197,7 @@ class PublishControl:
         transfer = self._current_transfer(member, message.version)
         if transfer is None:
             return
-        member.version, member.attempts, member.settled, member.poor_source = message.version, 0, True, False
+        member.runs(message.version)
         if message.checksum != transfer.snapshot.checksum:
             self._quarantine(member, f"node {member.node_id} holds other weights than were sent")
         transfer.flipping.discard(member.identity)
@@ -326,12 +326,12 @@ class PublishControl:
             self._welcome(member, snapshot)
             if group is None:
                 self._endpoint.send(member.identity, msgspec.structs.replace(epoch, rank=rank))
-        payload = snapshot.payload_for({m.version for m in members}, all(m.attempts == 0 for m in members))
+        payload = snapshot.payload_for({m.base for m in members})
         transfer = new_transfer(snapshot, payload, identities, epoch, False, self._timeout_s)
         transfer.probation = probation.identity if probation is not None else None
         publish = announcement(transfer, self._incarnation, self._bucket_bytes, self._timeout_s)
         for member in members:
-            member.transfer = transfer
+            member.receives(transfer)
             self._endpoint.send(member.identity, publish)
         self._transfers.append(transfer)
         send_in_thread(
@@ -340,11 +340,11 @@ class PublishControl:
 
     def _start_relayed(self, snapshot: Snapshot, member: Member) -> None:
         self._welcome(member, snapshot)
-        payload = snapshot.payload_for({member.version}, member.attempts == 0)
+        payload = snapshot.payload_for({member.base})
         epoch, newcomer = self._groups.relay_epoch(), not member.settled
         transfer = new_transfer(snapshot, payload, [member.identity], epoch, newcomer, self._timeout_s)
         transfer.relayed = transfer.done = True
-        member.transfer = transfer
+        member.receives(transfer)
         self._transfers.append(transfer)
         whole = payload is snapshot.full and member.attempts == 0
         peer = self._relays.peer_for(member, self._members.values(), snapshot) if whole else None

@@ -14,6 +14,7 @@ class Member:
     """A node; `version` is what it runs of this incarnation, -1: nothing.
 
     Attributes:
+        base: the version that its staging buffer holds, which a delta may start from; -1: it was written since.
         transports: what it can receive over.
         settled: it became active on this connection; before, it is a newcomer, who may hold up nobody.
         attempts: at `attempted_version`, by the way that it takes now.
@@ -29,6 +30,7 @@ class Member:
     last_heard: float
     transports: tuple[str, ...] = ("gloo",)
     version: int = -1
+    base: int = -1
     canary_version: int = -1  # newest version at which it compared a canary
     welcomed: bool = False
     settled: bool = False
@@ -50,6 +52,15 @@ class Member:
         """An attempt at `version` starts."""
         if self.attempted_version != version:
             self.attempts, self.attempted_version = 0, version
+
+    def receives(self, transfer: Transfer) -> None:
+        """It is sent a version now, and whatever becomes of that, its buffer may be half written."""
+        self.transfer, self.base = transfer, -1
+
+    def runs(self, version: int) -> None:
+        """It became active with this version."""
+        self.version = self.base = version
+        self.attempts, self.settled, self.poor_source = 0, True, False
 
     def to_relay(self, published: int) -> None:
         """Collectives with this node fail: from here on by relay, and back on probation some publishes later."""

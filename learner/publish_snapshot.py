@@ -71,11 +71,9 @@ class Snapshot:
         buckets, self.checksum = packing.all_checksums(self.flat, bucket_bytes)
         self.full = Payload(self.flat, buckets)
 
-    def payload_for(self, versions: set[int], first_attempt: bool) -> Payload:
-        """What to send to nodes that hold `versions` (-1: nothing); a later attempt gets the whole version."""
-        if not first_attempt or len(versions) != 1:
-            return self.full
-        return self.deltas.get(next(iter(versions)), self.full)
+    def payload_for(self, bases: set[int]) -> Payload:
+        """What to send to nodes whose buffers hold `bases` (-1: nothing); a delta only where all hold the same."""
+        return self.deltas.get(next(iter(bases)), self.full) if len(bases) == 1 else self.full
 
     def hash_behind(self) -> None:
         """Compute `sha256` in a thread, once; it takes a second per GB or so."""

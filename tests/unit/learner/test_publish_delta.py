@@ -5,8 +5,11 @@ import torch
 
 from common.weights import delta, packing
 from common.weights.layout import Layout
+from common.weights.messages import Epoch
 from learner.publish_delta import Deltas
+from learner.publish_members import Member
 from learner.publish_snapshot import BufferPool, Snapshot
+from learner.publish_transfer import new_transfer
 
 LAYOUT = Layout.of([("a", "bfloat16", (4096,))])
 BUCKET = 1024
@@ -34,7 +37,7 @@ class Versions:
 def test_a_version_goes_as_a_delta_to_the_nodes_that_hold_the_one_before() -> None:
     versions = Versions(Deltas("delta", 0))
     first, second = versions.next(1), versions.next(2)
-    payload = second.payload_for({1}, True)
+    payload = second.payload_for({1})
     assert (payload.encoding, payload.base_version) == ("delta", 1)
     assert payload.flat.numel() < second.flat.numel() / 20
     assert payload.bucket_checksums == packing.part_checksums(payload.flat, BUCKET)
@@ -43,14 +46,29 @@ def test_a_version_goes_as_a_delta_to_the_nodes_that_hold_the_one_before() -> No
     assert packing.checksum(result) == second.checksum
 
 
-@pytest.mark.parametrize(
-    ("held", "first_attempt"), [({-1}, True), ({0}, True), ({1, -1}, True), ({1}, False), (set(), True)]
-)
-def test_newcomers_others_and_second_attempts_get_the_whole_version(held: set[int], first_attempt: bool) -> None:
+@pytest.mark.parametrize("held", [{-1}, {0}, {1, -1}, set()])
+def test_newcomers_and_groups_without_a_common_base_get_the_whole_version(held: set[int]) -> None:
     versions = Versions(Deltas("delta", 0))
     versions.next(1)
     second = versions.next(2)
-    assert second.payload_for(held, first_attempt) is second.full
+    assert second.payload_for(held) is second.full
+
+
+def test_a_node_whose_buffer_was_written_gets_the_next_version_whole_though_it_runs_a_base() -> None:
+    versions, member = Versions(Deltas("delta", 0)), Member(b"n0", "n0", 0.0)
+    versions.next(1)
+    member.runs(1)
+    second = versions.next(2, sent=False)
+    assert second.payload_for({member.base}).base_version == 1
+    third = versions.next(3)
+    epoch = Epoch(1, 1, 2, "127.0.0.1", 1, 1.0)
+    member.receives(new_transfer(second, second.deltas[1], [member.identity], epoch, False, 1.0))
+    member.transfer = None  # it rejected that one, and version 3 comes before the next attempt
+    member.begins(3)
+    assert (member.version, member.attempts, 1 in third.deltas) == (1, 0, True)
+    assert third.payload_for({member.base}) is third.full
+    member.runs(3)
+    assert versions.next(4).payload_for({member.base}).base_version == 3
 
 
 def test_versions_that_were_skipped_do_not_make_the_next_one_travel_whole() -> None:
@@ -59,9 +77,9 @@ def test_versions_that_were_skipped_do_not_make_the_next_one_travel_whole() -> N
     for version in (2, 3):
         versions.next(version, sent=False)
     fourth = versions.next(4)
-    assert fourth.payload_for({1}, True).base_version == 1, "what the nodes hold while 2 and 3 are skipped"
-    assert fourth.payload_for({3}, True).base_version == 3, "or 3, had it begun to travel meanwhile"
-    assert fourth.payload_for({2}, True) is fourth.full
+    assert fourth.payload_for({1}).base_version == 1, "what the nodes hold while 2 and 3 are skipped"
+    assert fourth.payload_for({3}).base_version == 3, "or 3, had it begun to travel meanwhile"
+    assert fourth.payload_for({2}) is fourth.full
 
 
 def test_at_most_two_earlier_versions_are_kept() -> None:
