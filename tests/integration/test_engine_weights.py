@@ -72,6 +72,14 @@ def boundary(generation: Generation, old: int, new: int) -> int:
     return generation.version_runs[1].start
 
 
+def with_weights(rig: Rig) -> int:
+    """The version that the engine holds; the first one is published when this test runs alone."""
+    if rig.engine.version < 0:
+        rig.publish(1)
+        rig.run(rig.active(1))
+    return rig.engine.version
+
+
 def worst(got: list[float], expected: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(got, expected, strict=True))
 
@@ -320,15 +328,17 @@ def test_a_flip_whose_caller_goes_away_is_finished_and_proven(rig: Rig) -> None:
 
 @pytest.mark.parametrize("strange", [100, 127, 1 << 20, 1 << 40, -1])
 def test_a_token_that_the_model_does_not_have_is_refused_and_the_engine_lives(rig: Rig, strange: int) -> None:
+    with_weights(rig)
     with pytest.raises(ValueError, match=f"token {strange}, the model has 0 to 99"):
         rig.run(rig.engine.generate([5, strange, 6], 4))
     assert rig.run(rig.engine.generate([5, 99, 6], 4)).tokens
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_a_reason(rig: Rig) -> None:
+    version = with_weights(rig)
     with pytest.raises(ValueError, match="512"):
         rig.run(rig.engine.generate([5] * 600, 4))
-    assert rig.run(rig.engine.generate([5] * 10, 4)).version_runs[0].version == 9
+    assert rig.run(rig.engine.generate([5] * 10, 4)).version_runs[0].version == version
 
 
 def test_one_element_damaged_on_its_way_is_rejected_sent_again_and_never_flipped(rig: Rig) -> None:

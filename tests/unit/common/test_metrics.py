@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from common.errors import UsageError
 from common.metrics import MetricsWriter, SftMetrics, StepMetrics, declarations, read_metrics
 
 # what other programs rely on
@@ -108,3 +109,9 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path.write_bytes(b'{"step": "x"}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl line 1"):
         read_metrics(path, SftMetrics)
+
+
+def test_a_folder_in_the_place_of_the_file_is_named_by_reader_and_writer(tmp_path: Path) -> None:
+    for use in (MetricsWriter, lambda path: read_metrics(path, SftMetrics)):
+        with pytest.raises(UsageError, match="expected a file with one JSON line per step, found Is a directory"):
+            use(tmp_path)
