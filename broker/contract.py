@@ -99,7 +99,8 @@ class GroupWork(msgspec.Struct, frozen=True):
         samples, finished: its episodes, and those of them that ended.
         age_s: since it was leased.
         tokens: sampled for it by calls of the model that ended.
-        turns, episode_tokens: of the unfinished episode that has been where it is for longest.
+        turns, episode_tokens: of the unfinished episode that has been where it is for longest; tokens by calls that
+            ended, as above: the engine hands a call over at its end, so one that runs adds nothing yet.
         place: where that episode is: room (not started: the node is full), engine, or environment.
         place_s: how long it has been there.
     """

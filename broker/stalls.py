@@ -253,7 +253,9 @@ def straggler(node_id: str, group: GroupWork, last_seen_s: float, late: bool) ->
     """A group that is late, or whose environment is."""
     missing = group.samples - group.finished
     at = f"{missing} of {group.samples} samples on {node_id}"
-    episode = f"turn {group.turns}, {group.episode_tokens:,} tokens, {group.place_s + last_seen_s:.0f} s there"
+    # tokens are told by calls that ended: in the engine, those of the turns before
+    known = f"{group.episode_tokens:,} tokens" + (" before it" if group.place == "engine" else "")
+    episode = f"turn {group.turns}, {known}, {group.place_s + last_seen_s:.0f} s there"
     if group.place == "environment":
         waits, release = (
             f"its environment ({at}; {episode})",

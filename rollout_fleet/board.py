@@ -77,7 +77,6 @@ class Board:
             if now - self._rate_at >= 0.5:
                 self._rate = (generated - self._rate_tokens) / (now - self._rate_at)
                 self._rate_at, self._rate_tokens = now, generated
-            tokens_cancelled = self._cancelled_tokens + self._counters.tokens_aborted
             return NodeReport(
                 node_id=self.node_id,
                 pid=os.getpid(),
@@ -87,7 +86,7 @@ class Board:
                 waiting_on=self._waiting_on,
                 since_s=now - self._since,
                 tokens_generated=generated,
-                tokens_wasted=tokens_cancelled,
+                tokens_wasted=self._cancelled_tokens,
                 tokens_per_s=self._rate,
                 episodes_running=self._episodes,
                 generation_stall_s=self._weights.stall_s,
@@ -101,7 +100,7 @@ class Board:
                 samples_failed=dict(self._failed),
                 joined=self.arrival.times,
                 waste={
-                    "cancelled": Waste(tokens_cancelled, self._cancelled_s),
+                    "cancelled": Waste(self._cancelled_tokens, self._cancelled_s),
                     "stalled": Waste(seconds=self._weights.stall_s),
                     "waiting": Waste(seconds=self._waited_s + self._idle_s(now)),
                 },

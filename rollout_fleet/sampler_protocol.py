@@ -100,7 +100,6 @@ class EngineCounters:
     tokens_generated: int = 0
     requests: int = 0
     aborted: int = 0
-    tokens_aborted: int = 0  # sampled for requests that were cancelled before their end
     prompt_tokens: int = 0  # of finished requests, all turns of an episode as often as they were asked with
     cached_tokens: int = 0  # of them, those whose keys and values the prefix cache had
     # What follows is only there where rollout.concurrency is auto.

@@ -312,7 +312,7 @@ CASES: dict[str, tuple[BrokerStatus, Stall]] = {
         Stall(
             "straggler",
             "task 20, which later ones have overtaken",
-            "the engine (2 of 8 samples on n0; turn 1, 0 tokens, 12 s there)",
+            "the engine (2 of 8 samples on n0; turn 1, 0 tokens before it, 12 s there)",
             12.5,
             "they end, or reach rollout.max_tokens or rollout.sample_timeout_s",
         ),

@@ -56,13 +56,13 @@ def test_a_report_carries_engine_weights_and_waste() -> None:
     clock = Clock()
     board = Board("n", clock)
     weights = WeightsState(version=3, incarnation=1, flips=4, stall_s=0.5, canary_max_difference=0.01)
-    board.measure(weights, EngineCounters(tokens_generated=100, tokens_aborted=7), ["a", "b"], 9)
+    board.measure(weights, EngineCounters(tokens_generated=100), ["a", "b"], 9)
     board.cancelled(5, 1.5)
     clock.now = 2.0
     report = board.report()
     assert (report.policy_version, report.flips, report.generation_stall_s) == (3, 4, 0.5)
-    assert (report.tokens_generated, report.tokens_wasted, report.tokens_per_s) == (100, 12, 50.0)
-    assert report.waste == {"cancelled": Waste(12, 1.5), "stalled": Waste(0, 0.5), "waiting": Waste(0, 0.0)}
+    assert (report.tokens_generated, report.tokens_wasted, report.tokens_per_s) == (100, 5, 50.0)
+    assert report.waste == {"cancelled": Waste(5, 1.5), "stalled": Waste(0, 0.5), "waiting": Waste(0, 0.0)}
     assert (report.episodes_running, report.canary_max_difference, board.leases) == (9, 0.01, ["a", "b"])
 
 
