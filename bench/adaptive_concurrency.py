@@ -1,7 +1,7 @@
 """rollout.concurrency: auto against fixed numbers of places, on one engine, with KV caches that are and are not enough.
 
     python bench/adaptive_concurrency.py --case tail-8      two minutes; adds to bench/results/adaptive_concurrency.json
-    python bench/adaptive_concurrency.py --case tail-8 --turn 1      once more, beginning with another arm
+    python bench/adaptive_concurrency.py --case tail-8 --turn 1      with other lengths, beginning with another arm
 
 Each arm starts on an idle engine and asks for the same requests, with the same lengths, in the same order. Tokens are
 counted when the engine samples them, so that long answers which have not ended count, and from `SETTLE_S` on.
@@ -120,9 +120,9 @@ class Arm:
             self._places.resize(self._adapt.look(now, self._places.taken))
 
 
-def same_lengths(kind: str) -> Iterator[int]:
-    """The same for every arm."""
-    draw = random.Random(1)
+def same_lengths(kind: str, turn: int) -> Iterator[int]:
+    """The same for every arm, others at every turn: a window of seconds sees few long answers, and depends on which."""
+    draw = random.Random(1 + turn)
     while True:
         yield LENGTHS[kind](draw)
 
@@ -140,7 +140,7 @@ async def measure(config: Config, kind: str, turn: int) -> dict[str, dict]:
         for name in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
             low, high = config.rollout.concurrency_bounds
             adapt = AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if name == "auto" else None
-            arm = Arm(engine, same_lengths(kind), adapt.limit if adapt else int(name), adapt)
+            arm = Arm(engine, same_lengths(kind, turn), adapt.limit if adapt else int(name), adapt)
             found[name] = await arm.measure()
             print(name, json.dumps(found[name]), flush=True)
     finally:

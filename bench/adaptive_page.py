@@ -30,19 +30,28 @@ def figures(result: dict) -> str:
     """The table, one row per workload and cache, and what it ran on."""
     cases = result["cases"]
     arms = list(tokens_per_s(next(iter(cases.values()))))
-    head = ["answers", "KV cache", *(f"{arm} places" for arm in arms[:-1]), "auto", "auto / best fixed", "its places"]
+    head = [
+        "answers",
+        "KV cache",
+        *(f"{arm} places" for arm in arms[:-1]),
+        "auto",
+        "auto / best fixed",
+        "its places",
+        "runs",
+    ]
     rows = []
     for name, case in sorted(cases.items()):
         kind, _, mib = name.partition("-")
         places = [turn["auto"]["places"].split()[-1] for turn in case.values()]
         rates = [f"{rate:,.0f}" for rate in tokens_per_s(case).values()]
-        rows.append([WORDS[kind], f"{mib} MiB", *rates, f"{over_best(case):.2f}", ", ".join(places)])
+        rows.append([WORDS[kind], f"{mib} MiB", *rates, f"{over_best(case):.2f}", ", ".join(places), str(len(case))])
     machine = result["machine"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
     lines += [
         "",
         f"Tokens that the engine sampled per second, from {result['settle_s']:.0f} s after an idle engine got its "
         f"first requests, for {result['counted_s']:.0f} s; every arm asks for the same lengths. "
+        "Medians of the runs; one run of an arm is good to about a tenth. "
         f"`python bench/adaptive_concurrency.py` on {machine['cores']} cores ({machine['processor']}).",
     ]
     return "\n".join(lines) + "\n"

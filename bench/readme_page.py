@@ -32,9 +32,8 @@ def span(values: list[float], form: str) -> str:
 def render() -> str:
     """The table between the marks."""
     head = ["| what | figure | aim | result |", "|---|---|---|---|"]
-    return "\n".join(
-        [*head, *weight_rows(), *flip_rows(), *delta_rows(), *node_rows(), *asynchrony_rows(), *game_rows()]
-    )
+    rows = [*weight_rows(), *flip_rows(), *delta_rows(), *node_rows(), *adaptive_rows(), *asynchrony_rows()]
+    return "\n".join([*head, *rows, *game_rows()])
 
 
 def weight_rows() -> list[str]:
@@ -102,6 +101,17 @@ def node_rows() -> list[str]:
         f"against as many bare calls | {one:.2f} / {turns['ratio_tokens_per_s']:.2f} of its tokens per second | "
         "0.97 / - | "
         f"{link('node_throughput', judge(one >= 0.97))} |"
+    ]
+
+
+def adaptive_rows() -> list[str]:
+    measured = result("adaptive_concurrency")
+    shares = measured["auto_over_best_fixed"].values()
+    fixed = ", ".join(map(str, measured["fixed_places"]))
+    return [
+        f"| `rollout.concurrency: auto` against the best of {fixed} places, {len(shares)} workloads | "
+        f"{span(list(shares), '.2f')} of its tokens per second | - | "
+        "[figures](docs/scheduling.md#how-many-episodes) |"
     ]
 
 
