@@ -13,9 +13,9 @@ Made by `python bench/async_page.py` from the committed results; `bench/async_ta
 those.
 
 The simulator (`bench/simulate.py`) plays a job event by event under the product's rules: the window, oldest first,
-leases ahead of need, engines that advance all their requests one token a step. It knows an engine by three numbers
-(seconds of a step, seconds that each running request adds, seconds of a call) and a learner by two (seconds of a
-step, seconds a token).
+leases ahead of need, engines that advance all their requests one token a step. What it knows of an engine: the seconds
+of a step by how many requests run, of a token of context, of a call, of a prefill. Of a learner: the seconds of a
+step, of a token, of a token squared. And of a machine that both share: how much slower each is while the other works.
 """
 
 
@@ -24,48 +24,58 @@ def table(head: list[str], rows: list[list[object]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)]) + "\n"
 
 
-def busy_s(figures: dict) -> float:
-    return figures["wall_after_first_step_s"] - figures["learner_idle_s"]
-
-
-def pair_row(staleness: int, pair: dict) -> list[object]:
-    sync, asynchronous = pair["measured"]["synchronous"], pair["measured"]["asynchronous"]
+def rows_of(one: dict) -> list[list[object]]:
+    """A round: its synchronous run, then the others."""
     return [
-        staleness,
-        pair["seed"],
-        f"{sync['wall_after_first_step_s']:.1f}",
-        f"{asynchronous['wall_after_first_step_s']:.1f}",
-        f"{busy_s(asynchronous) / busy_s(sync):.1f}",
-        f"{pair['measured_over_simulated']['synchronous']:.2f}",
-        f"{pair['measured_over_simulated']['asynchronous']:.2f}",
-        f"{pair['gain']:.2f}",
-        f"{pair['simulated_gain']:.2f}",
-        f"{pair['share_of_simulated_gain']:.2f}",
+        [
+            one["seed"],
+            mode["staleness"],
+            f"{mode['wall_s']:.1f}",
+            f"{mode['learner_idle_s']:.1f}",
+            f"{mode['wall_s'] / mode['simulated_s']:.2f}",
+            *(
+                [f"{mode['gain']:.2f}", f"{mode['simulated_gain']:.2f}", f"{mode['share_of_simulated']:.2f}"]
+                if mode["staleness"]
+                else ["", "", ""]
+            ),
+        ]
+        for mode in one["modes"]
     ]
 
 
 def measured() -> str:
     """Real processes against their simulation."""
     found = json.loads((RESULTS / "async_tail.json").read_text())
-    wider = json.loads((RESULTS / "async_tail_k8.json").read_text())
-    rows = [pair_row(4, pair) for pair in found["pairs"]] + [pair_row(8, pair) for pair in wider["pairs"]]
-    lengths = found["pairs"][0]["measured"]["synchronous"]
-    machine = found["machine"]
-    share = found["share_of_simulated_gain_median"]
-    head = ["staleness.max", "seed", "sync s", "async s", "learner busy, async / sync"]
-    head += ["sync / simulated", "async / simulated", "gain", "simulated gain", "share"]
+    rounds, machine = found["rounds"], found["machine"]
+    first = rounds[0]["modes"][0]
+    medians = "; ".join(
+        f"{m['gain']:.2f} with a window of {m['staleness']}, {m['share_of_simulated']:.2f} of what the simulation "
+        f"of the same lengths says is possible ({m['simulated_gain']:.2f}; "
+        f"{m['simulated_apart_gain']:.2f} if engine and "
+        "learner did not slow each other)"
+        for m in found["medians"]
+    )
+    head = [
+        "seed",
+        "staleness.max",
+        "s",
+        "of these the learner waits",
+        "s / simulated",
+        "gain",
+        "simulated gain",
+        "share",
+    ]
     return (
         "## Measured\n\n"
         f"One learner and one node ({machine['processor']}, {machine['cores']} cores, no accelerator), "
-        f"{found['steps']} steps of 8 groups of 8 episodes, 4 % of them long: "
-        f"{lengths['length_mean']:.0f} tokens in the mean, {lengths['length_max']} at most. Seconds are from the end "
-        "of the first step to the end of the last one.\n\n"
-        + table(head, rows)
-        + f"\nMedian gain with a window of 4: {found['gain_median']:.2f}, {share:.2f} of what the simulation of the "
-        f"same lengths says is possible; with a window of 8, one pair: {wider['gain_median']:.2f}, "
-        f"{wider['share_of_simulated_gain_median']:.2f}. The simulator gives learner and engine a machine each. Here "
-        "they share two cores, and with them the node's front process and the memory: while both work, the learner "
-        "takes longer for the same tokens (the fifth column). The two runs of a pair draw other lengths.\n"
+        f"{found['steps']} steps of 16 groups of 8 episodes, 4 % of them long: "
+        f"{first['length_mean']:.0f} tokens in the mean, {first['length_max']} at most. Seconds are from the end "
+        "of the first step to the end of the last one, with the wait for the last stragglers.\n\n"
+        + table(head, [row for one in rounds for row in rows_of(one)])
+        + f"\nMedian gain: {medians}. The speeds are measured anew in every round, none of them asynchronously: "
+        "the learner's in the synchronous one, the engine's without a job, and what they cost each other by a replay "
+        "of the synchronous run beside an engine that is never idle. The runs of a round draw other lengths, and the "
+        "simulation of each has its own.\n"
     )
 
 

@@ -1,12 +1,15 @@
 """A heavy-tailed workload, synchronous and asynchronous, with real processes; and what the simulator says of it.
 
-    python bench/async_tail.py             about seven minutes; --steps 12 --rounds 1 for a quick look
-    python bench/async_tail.py --staleness 8 --rounds 1 --name async_tail_k8    with a wider window
+    python bench/async_tail.py             twelve minutes on a quiet machine; --steps 12 --rounds 1 for a quick look
 
-1. The engine alone: seconds of an engine step by running requests, and of a call (bench/simulate.py's Speeds).
-2. `slipstream up` with staleness.max 0 and K on the same problems, in turn. The learner's parts come from the
+A round, all on the same machine:
+
+1. `slipstream up` with staleness.max 0 and every window on the same problems. The learner's parts come from the
    synchronous run's metrics, the lengths of every episode from the recorded groups of each run.
-3. The simulation of each run with its own lengths. Writes bench/results/async_tail.json.
+2. The engine alone, and engine and learner beside each other (bench/calibration.py): the speeds of bench/simulate.py.
+3. The simulation of each run with its own lengths: once with a machine for each side, once on one that they share.
+
+Writes bench/results/async_tail.json.
 """
 
 import argparse
@@ -14,8 +17,8 @@ import asyncio
 import json
 import statistics
 import tempfile
-import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import jobs
@@ -23,20 +26,16 @@ import machine
 import numpy as np
 import simulate
 import tailed_environment
+from calibration import Beside, both, engine_alone, running_engine
+from fitting import fit_positive
 
 from broker.recording import open_recording
 from common.config import Config
 from common.config_loading import load_config
 from common.rollouts import Sample, decode_group
 from common.run_dir import RunDir
-from launch.cores import available_cores, plan_cores
-from launch.roles import thread_environment
-from launch.supervisor import pin
 
 CONFIG = jobs.ROOT / "bench" / "async_tail.yaml"
-REQUESTS = (1, 4, 16, 48, 96, 128)
-DECODED = 96  # tokens a request when decoding is timed
-CALL_ROUNDS = 4
 
 
 def turns_of(sample: Sample) -> simulate.Episode:
@@ -46,75 +45,31 @@ def turns_of(sample: Sample) -> simulate.Episode:
     return tuple(int(end - start) for start, end in zip(edges[::2], edges[1::2], strict=True))
 
 
-def lengths_of(run: RunDir, config: Config) -> dict[int, list[simulate.Episode]]:
-    """Episodes of every task that a step of the run trained on, by serial."""
-    found: dict[int, list[simulate.Episode]] = {}
+def lengths_by_step(run: RunDir, config: Config) -> dict[int, dict[int, list[simulate.Episode]]]:
+    """Episodes of every task that a step of the run trained on, by step and serial."""
+    found: dict[int, dict[int, list[simulate.Episode]]] = {}
     with open_recording(run, config) as recording:
-        for groups in recording.steps.values():
+        for step, groups in recording.steps.items():
+            of_step = found.setdefault(step, {})
             for group in groups:
                 decoded = decode_group(group.read().payload)
-                found[group.task.serial] = [turns_of(sample) for sample in decoded.samples]
+                of_step[group.task.serial] = [turns_of(sample) for sample in decoded.samples]
     return found
 
 
-def calibrate(config: Config) -> tuple[float, float, float, list[dict[str, float]]]:
-    """(step_s, request_s, call_s, what was measured) of the engine, on the cores that `up` gives it."""
-    import os
-
-    os.environ.update(thread_environment(config.rollout.threads))
-    learner = config.learner.world_size * config.learner.threads
-    cores = plan_cores(available_cores(), learner, [config.rollout.threads]).nodes[0]
-    if cores is not None:
-        pin(os.getpid(), cores)
-    return asyncio.run(_calibrate(config))
-
-
-async def _calibrate(config: Config) -> tuple[float, float, float, list[dict[str, float]]]:
-    from rollout_fleet.engine import Engine
-
-    engine = Engine(config, weights="folder", stop_token_ids=[])
-    await engine.start()
-    prompt = list(range(10, 26))
-
-    async def seconds(requests: int, tokens: int) -> float:
-        began = time.perf_counter()
-        await asyncio.gather(*(engine.generate(prompt, tokens) for _ in range(requests)))
-        return time.perf_counter() - began
-
-    try:
-        await seconds(4, 16)  # warm
-        measured = []
-        for requests in REQUESTS:
-            decode_s = min([await seconds(requests, DECODED) for _ in range(2)])
-            call_s = min([await seconds(requests, 1) for _ in range(CALL_ROUNDS)])
-            measured.append(
-                {"requests": requests, "step_s": (decode_s - call_s) / (DECODED - 1), "call_s": call_s / requests}
-            )
-    finally:
-        await engine.shutdown()
-    counts = np.array([m["requests"] for m in measured], dtype=float)
-    steps = np.array([m["step_s"] for m in measured])
-    weights = 1 / steps  # relative errors count
-    design = np.stack([np.ones_like(counts), counts], axis=1)
-    step_s, request_s = np.linalg.lstsq(design * weights[:, None], steps * weights, rcond=None)[0]
-    calls = statistics.median(m["call_s"] for m in measured[2:])
-    call_s = max(0.0, calls - step_s / REQUESTS[-2])
-    return max(float(step_s), 1e-4), max(float(request_s), 0.0), call_s, measured
-
-
-def learner_parts(job: jobs.Job) -> tuple[float, float]:
-    """(train_s, train_token_s): the learner's time without waiting, a step and a sampled token."""
-    lines = job.lines[1:]
-    busy = np.array([line["step_s"] - line["learner_idle_s"] for line in lines])
-    tokens = np.array([line["tokens_trained"] + line["tokens_expired"] for line in lines], dtype=float)
-    spread = tokens - tokens.mean()
-    slope = max(0.0, float((spread * busy).sum() / max((spread**2).sum(), 1e-9)))
-    return max(0.0, float(busy.mean() - slope * tokens.mean())), slope
+def learner_parts(job: jobs.Job, by_step: dict[int, dict[int, list[simulate.Episode]]]) -> dict[str, float]:
+    """The learner's part of the speeds: its seconds without waiting, fitted to every step's lengths."""
+    rows, busy = [], []
+    for line in job.lines[1:]:
+        lengths = [sum(episode) for episodes in by_step[line["step"]].values() for episode in episodes]
+        rows.append([1, sum(lengths), sum(length**2 for length in lengths)])
+        busy.append(line["step_s"] - line["learner_idle_s"])
+    return dict(zip(("train_s", "train_token_s", "train_pair_s"), fit_positive(rows, busy), strict=True))
 
 
 def figures(job: jobs.Job) -> dict[str, float]:
     return {
-        "wall_after_first_step_s": round(job.lines[-1]["time_s"] - job.lines[0]["time_s"], 3),
+        "wall_s": round(job.lines[-1]["time_s"] - job.lines[0]["time_s"], 3),
         "learner_idle_s": round(job.total("learner_idle_s") - job.lines[0]["learner_idle_s"], 3),
         "tokens": int(job.total("tokens_trained") + job.total("tokens_expired")),
         "length_mean": round(statistics.mean(x["length_mean"] for x in job.lines), 1),
@@ -125,75 +80,101 @@ def figures(job: jobs.Job) -> dict[str, float]:
     }
 
 
-def measure(scratch: Path, overrides: list[str], seed: int, staleness: int) -> tuple[jobs.Job, simulate.Lengths]:
+@dataclass(frozen=True)
+class Run:
+    """A finished job and the lengths that it drew."""
+
+    job: jobs.Job
+    by_step: dict[int, dict[int, list[simulate.Episode]]]
+
+    def lengths(self, serial: int) -> list[simulate.Episode]:
+        """Of a task; the last ones of a run were never trained on and get another one's."""
+        return self._known.get(serial) or list(self._known.values())[serial % len(self._known)]
+
+    @cached_property
+    def _known(self) -> dict[int, list[simulate.Episode]]:
+        return {serial: episodes for step in self.by_step.values() for serial, episodes in step.items()}
+
+
+def measure(scratch: Path, overrides: list[str], seed: int, staleness: int) -> Run:
     run_dir = scratch / f"k{staleness}-{seed}"
-    words = [*overrides, f"run.seed={seed}", f"staleness.max={staleness}"]
-    job = jobs.run(str(CONFIG), run_dir, *words)
-    config = load_config(run_dir / "config.yaml")
-    known = lengths_of(RunDir(run_dir), config)
-    spare = list(known.values())
-    return job, lambda serial: known.get(serial) or spare[serial % len(spare)]  # the last ones were never trained on
+    job = jobs.run(str(CONFIG), run_dir, *overrides, f"run.seed={seed}", f"staleness.max={staleness}")
+    return Run(job, lengths_by_step(RunDir(run_dir), load_config(run_dir / "config.yaml")))
 
 
-def pair(scratch: Path, overrides: list[str], seed: int, config: Config, engine: tuple[float, float, float]) -> dict:
-    """Both modes once, and their simulation."""
-    order = (0, config.staleness.max) if seed % 2 else (config.staleness.max, 0)
+async def calibrate(config: Config, synchronous: jobs.Job, out: Path) -> tuple[simulate.Speeds, Beside]:
+    """The engine's speeds, and what learner and engine cost each other."""
+    async with running_engine(config) as engine:
+        return await engine_alone(engine), await both(engine, synchronous.run_dir, config, out)
+
+
+def measure_round(scratch: Path, overrides: list[str], seed: int, config: Config, windows: list[int]) -> dict:
+    """Every mode once, and its simulation with its own lengths: on a machine for each side, and on this one."""
+    order = [0, *windows] if seed % 2 else [*reversed(windows), 0]
     runs = {k: measure(scratch, overrides, seed, k) for k in order}
-    (sync, sync_lengths), (async_, async_lengths) = runs[0], runs[config.staleness.max]
-    train_s, train_token_s = learner_parts(sync)
-    deliver_s = figures(sync)["seconds_to_active"]
-    speeds = simulate.Speeds(*engine, train_s, train_token_s, deliver_s)
-    shape = dict(nodes=config.rollout.nodes, concurrency=config.rollout.concurrency_bounds[1],
-                 groups_per_step=config.learner.groups_per_step, group_size=config.rollout.group_size,
-                 steps=len(sync.lines))  # fmt: skip
-    walls = {
-        "synchronous": simulate.simulate(simulate.Setup(staleness=0, **shape), speeds, sync_lengths).wall_s,
-        "asynchronous": simulate.simulate(
-            simulate.Setup(staleness=config.staleness.max, **shape), speeds, async_lengths
-        ).wall_s,
-    }
-    measured = {"synchronous": figures(sync), "asynchronous": figures(async_)}
-    took = {name: found["wall_after_first_step_s"] for name, found in measured.items()}
-    gains = took["synchronous"] / took["asynchronous"], walls["synchronous"] / walls["asynchronous"]
-    return {
-        "seed": seed,
-        "measured": measured,
-        "speeds": asdict(speeds),
-        "simulated_wall_s": {name: round(wall, 3) for name, wall in walls.items()},
-        "measured_over_simulated": {name: round(took[name] / walls[name], 4) for name in walls},
-        "gain": round(gains[0], 4),
-        "simulated_gain": round(gains[1], 4),
-        "share_of_simulated_gain": round(gains[0] / gains[1], 4),
-    }
+    synchronous = runs[0].job
+    engine, beside = asyncio.run(calibrate(config, synchronous, scratch / f"replays-{seed}"))
+    apart = replace(
+        engine,
+        **learner_parts(synchronous, runs[0].by_step),
+        deliver_s=figures(synchronous)["seconds_to_active"],
+        flip_s=statistics.mean(line["generation_stall_s"] for line in synchronous.lines[1:]),
+    )
+    shared = replace(apart, engine_shared=beside.engine, learner_shared=beside.learner)
+    setup = simulate.Setup(
+        config.rollout.nodes, config.rollout.concurrency_bounds[1], config.learner.groups_per_step,
+        config.rollout.group_size, 0, len(synchronous.lines),
+    )  # fmt: skip
+    modes = []
+    for k in sorted(runs):
+        run = runs[k]
+        walls = {
+            name: simulate.simulate(replace(setup, staleness=k), speeds, run.lengths).wall_s
+            for name, speeds in (("apart", apart), ("shared", shared))
+        }
+        modes.append(
+            {"staleness": k, **figures(run.job), "simulated_s": walls["shared"], "simulated_apart_s": walls["apart"]}
+        )
+    for mode in modes:
+        mode["gain"] = modes[0]["wall_s"] / mode["wall_s"]
+        mode["simulated_gain"] = modes[0]["simulated_s"] / mode["simulated_s"]
+        mode["simulated_apart_gain"] = modes[0]["simulated_apart_s"] / mode["simulated_apart_s"]
+        mode["share_of_simulated"] = mode["gain"] / mode["simulated_gain"]
+    return {"seed": seed, "speeds": asdict(shared), "modes": modes}
+
+
+def medians(rounds: list[dict], windows: list[int]) -> list[dict]:
+    """Over the rounds, by window."""
+    found = []
+    for k in windows:
+        modes = [mode for one in rounds for mode in one["modes"] if mode["staleness"] == k]
+        names = ("gain", "simulated_gain", "simulated_apart_gain", "share_of_simulated")
+        found.append({"staleness": k, **{name: statistics.median(m[name] for m in modes) for name in names}})
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--staleness", type=int, default=4, help="staleness.max of the asynchronous runs")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[4, 8], help="windows of the asynchronous runs")
     parser.add_argument("--name", default="async_tail")
     args = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="slipstream-bench-"))
     model, dataset = tailed_environment.build(scratch / "assets")
     overrides = [f"model.path={model}", f"tasks.dataset={dataset}", f"run.steps={args.steps}"]
-    overrides.append(f"staleness.max={args.staleness}")
     config = load_config(CONFIG, overrides)
-    step_s, request_s, call_s, measured = calibrate(config)
-    print(json.dumps({"step_s": step_s, "request_s": request_s, "call_s": call_s}), flush=True)
-    pairs = []
+    rounds = []
     for seed in range(1, args.rounds + 1):
-        pairs.append(pair(scratch, overrides, seed, config, (step_s, request_s, call_s)))
-        print(json.dumps(pairs[-1]), flush=True)
+        rounds.append(measure_round(scratch, overrides, seed, config, args.staleness))
+        print(json.dumps(rounds[-1]), flush=True)
     result = {
         "machine": machine.describe(),
         "steps": args.steps,
-        "calibration": measured,
-        "pairs": pairs,
-        "gain_median": statistics.median(p["gain"] for p in pairs),
-        "simulated_gain_median": statistics.median(p["simulated_gain"] for p in pairs),
-        "share_of_simulated_gain_median": statistics.median(p["share_of_simulated_gain"] for p in pairs),
+        "rounds": rounds,
+        "medians": medians(rounds, args.staleness),
     }
+    print(json.dumps(result["medians"]))
     print(jobs.write(args.name, result))
 
 

@@ -4,38 +4,59 @@
 
 Nothing sleeps and nothing is random but the lengths. The rules are the product's: the window of common/staleness.py,
 oldest task first, a step takes the oldest B ready groups, a node leases two groups ahead of `concurrency` episodes.
-An engine decodes one token for each running request in `step_s + request_s * requests` seconds; a call costs it
-`call_s` on top (prefill, request handling). A step of the learner takes `train_s + train_token_s * tokens`;
-`deliver_s` later every node has the new version, for which generation stood still `flip_s`.
-bench/async_tail.py calibrates these on real processes and compares.
+An engine decodes one token for each running request in `step_s` seconds at so many requests and `context_s` for each
+sampled token behind any of them; a call costs it `call_s` on top (prefill, request handling), and `prefill_s` unless
+the engine still has another call's prompt before it: these are computed together. A step of the learner takes
+`train_s + train_token_s * tokens + train_pair_s * pairs`: pairs are the squares of its episodes' tokens. `deliver_s`
+later every node has the new version, for which generation stood still `flip_s`. Where learner and engines share a
+machine, either may be slower while the other works: `engine_shared`, `learner_shared`. bench/async_tail.py calibrates
+these on real processes and compares.
 """
 
 import argparse
 import heapq
 import itertools
 import json
+import math
 import random
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 
 Episode = tuple[int, ...]  # sampled tokens of each turn
 Lengths = Callable[[int], list[Episode]]  # of the samples of a task, by serial
 LOOKAHEAD_GROUPS = 2
 LEASE_AT_ONCE = 4
+Curve = tuple[tuple[int, float], ...]
+NEARLY = 1e-6  # tokens
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds; see the module's docstring."""
+    """Seconds, as in the module's docstring; `*_shared`: how many times longer work takes while the other side works.
 
-    step_s: float
-    request_s: float
+    Attributes:
+        step_s: (requests, seconds) of an engine step, by requests; linear between these, and beyond.
+    """
+
+    step_s: Curve
     call_s: float
     train_s: float
     train_token_s: float
     deliver_s: float
+    train_pair_s: float = 0.0
     flip_s: float = 0.0
+    prefill_s: float = 0.0
+    context_s: float = 0.0
+    engine_shared: float = 1.0
+    learner_shared: float = 1.0
+
+    def train_seconds(self, lengths: Sequence[int]) -> float:
+        """Of a step on episodes of so many tokens."""
+        pairs = sum(length**2 for length in lengths)
+        return self.train_s + self.train_token_s * sum(lengths) + self.train_pair_s * pairs
 
 
 @dataclass(frozen=True)
@@ -70,16 +91,32 @@ class Outcome:
     step_ends: list[float] = field(default_factory=list)
 
 
+def straight(step_s: float, request_s: float) -> Curve:
+    """An engine step of `step_s` seconds, and `request_s` for each request."""
+    return (0, step_s), (1, step_s + request_s)
+
+
+@lru_cache(4096)
+def seconds_at(curve: Curve, requests: int) -> float:
+    """Of a step of `requests`."""
+    above = min(max(bisect_left(curve, (requests,)), 1), len(curve) - 1)
+    (low, low_s), (high, high_s) = curve[above - 1], curve[above]
+    return low_s + (high_s - low_s) * (requests - low) / (high - low)
+
+
 class Node:
     """An engine that shares its time evenly: all running requests advance one token an engine step."""
 
     def __init__(self, speeds: Speeds) -> None:
         self._speeds = speeds
-        self._calls: list[tuple[float, int, list[int]]] = []  # end on the token clock, tie, [serial, turn, sample]
+        # end on the token clock, tie, [serial, turn, sample], context less the clock at its start
+        self._calls: list[tuple[float, int, list[int], float]] = []
         self._ties = itertools.count()
         self._tokens = 0.0  # the clock: tokens that a request running since time 0 would have
+        self._behind = 0.0  # context of all running requests is this and the clock for each
         self._debt_s = 0.0  # work that comes before the next token: calls and flips
         self._at = 0.0
+        self._slower = 1.0  # times as long as alone
         self.empty_s = 0.0
         self.unfinished = 0  # episodes that run or wait for a place
         self.taken = 0  # places
@@ -88,23 +125,39 @@ class Node:
         self.version = 0
 
     @property
-    def _pace(self) -> float:
-        return self._speeds.step_s + self._speeds.request_s * len(self._calls)
+    def busy(self) -> bool:
+        """Whether a call runs."""
+        return bool(self._calls)
+
+    def _pace(self) -> tuple[float, float]:
+        """(seconds of the next engine step, how much longer each one is than the one before)."""
+        speeds, requests = self._speeds, len(self._calls)
+        context = self._behind + requests * self._tokens
+        return seconds_at(speeds.step_s, requests) + speeds.context_s * context, speeds.context_s * requests
 
     def advance(self, now: float) -> None:
         """Let time pass."""
         passed, self._at = now - self._at, now
-        paid = min(passed, self._debt_s)
+        worked = passed / self._slower
+        paid = min(worked, self._debt_s)
         self._debt_s -= paid
         if self._calls:
-            self._tokens += (passed - paid) / self._pace
+            step_s, growth_s = self._pace()
+            left = worked - paid
+            self._tokens += 2 * left / (step_s + math.sqrt(step_s**2 + 2 * growth_s * left))
         else:
-            self.empty_s += passed - paid
+            self.empty_s += passed - paid * self._slower
 
-    def start(self, tokens: int, call: list[int]) -> None:
-        """A call of the model; `advance` first."""
-        self._debt_s += self._speeds.call_s
-        heapq.heappush(self._calls, (self._tokens + tokens, next(self._ties), call))
+    def share(self, slower: float) -> None:
+        """Work takes this many times as long from here on; `advance` first."""
+        self._slower = slower
+
+    def start(self, tokens: int, call: list[int], context: int = 0) -> None:
+        """A call of the model with so many sampled tokens before it; `advance` first."""
+        self._debt_s += self._speeds.call_s + (0.0 if self._debt_s else self._speeds.prefill_s)
+        behind = context - self._tokens
+        self._behind += behind
+        heapq.heappush(self._calls, (self._tokens + tokens, next(self._ties), call, behind))
 
     def stand_still(self, seconds: float) -> None:
         """Nothing is generated for a while."""
@@ -114,13 +167,19 @@ class Node:
         """When the next call ends if nothing changes."""
         if not self._calls:
             return None
-        return self._at + self._debt_s + max(0.0, self._calls[0][0] - self._tokens) * self._pace
+        step_s, growth_s = self._pace()
+        tokens = max(0.0, self._calls[0][0] - self._tokens)
+        return self._at + self._slower * (self._debt_s + tokens * (step_s + growth_s * tokens / 2))
 
     def ended(self) -> list[list[int]]:
         """Calls that are through by now."""
         out: list[list[int]] = []
-        while self._calls and self._calls[0][0] <= self._tokens + 1e-9:
-            out.append(heapq.heappop(self._calls)[2])
+        while self._calls and self._calls[0][0] <= self._tokens + NEARLY:
+            _, _, call, behind = heapq.heappop(self._calls)
+            self._behind -= behind
+            out.append(call)
+        if not self._calls:
+            self._behind = 0.0  # rounding does not add up
         return out
 
 
@@ -144,6 +203,12 @@ class Simulation:
         self._version = 0
         self._idle_since: float | None = 0.0
         self._idle_s = 0.0
+        self._shared = speeds.engine_shared != 1 or speeds.learner_shared != 1
+        self._work_s = 0.0  # of the step that is trained, were the learner alone
+        self._work_at = 0.0
+        self._slower = 1.0  # the learner, times as long as alone
+        self._engines_slower = 1.0
+        self._training_due = 0  # number of the newest scheduled end; earlier ones are out of date
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
@@ -155,9 +220,12 @@ class Simulation:
                 if number == self._nodes[who].due:
                     self._calls_end(who)
             elif kind == "trained":
-                self._trained()
+                if number == self._training_due:
+                    self._trained()
             else:
                 self._delivered(number)
+            if self._shared:
+                self._share()
         ends = self.outcome.step_ends
         self.outcome.wall_s = ends[-1] - ends[0]
         self.outcome.learner_idle = self._idle_s / max(self.outcome.wall_s, 1e-9)
@@ -227,7 +295,7 @@ class Simulation:
         for serial, turn, sample in node.ended():
             turns = self._groups[serial][sample]
             if turn + 1 < len(turns):
-                node.start(turns[turn + 1], [serial, turn + 1, sample])
+                node.start(turns[turn + 1], [serial, turn + 1, sample], sum(turns[: turn + 1]))
                 continue
             node.taken -= 1
             node.unfinished -= 1
@@ -259,9 +327,33 @@ class Simulation:
             self._idle_s += self._now - self._idle_since
         self._idle_since = None
         self._training = [heapq.heappop(self._ready) for _ in range(size)]
-        tokens = sum(sum(map(sum, self._groups[serial])) for serial in self._training)
-        self.outcome.tokens += tokens
-        self._at(self._now + self._speeds.train_s + self._speeds.train_token_s * tokens, "trained")
+        lengths = [sum(episode) for serial in self._training for episode in self._groups[serial]]
+        self.outcome.tokens += sum(lengths)
+        self._work_s, self._work_at = self._speeds.train_seconds(lengths), self._now
+        self._schedule_training()
+
+    def _schedule_training(self) -> None:
+        self._training_due += 1
+        self._at(self._now + self._slower * self._work_s, "trained", 0, self._training_due)
+
+    def _share(self) -> None:
+        """Learner and engines on one machine: each is slower while the other works."""
+        training = self._idle_since is None
+        slower = self._speeds.learner_shared if any(node.busy for node in self._nodes) else 1.0
+        if slower != self._slower:
+            if training:
+                self._work_s = max(0.0, self._work_s - (self._now - self._work_at) / self._slower)
+                self._work_at = self._now
+            self._slower = slower
+            if training:
+                self._schedule_training()
+        engines = self._speeds.engine_shared if training else 1.0
+        for who, node in enumerate(self._nodes):
+            if engines != self._engines_slower:
+                node.advance(self._now)
+                node.share(engines)
+                self._schedule(who)
+        self._engines_slower = engines
 
     def _trained(self) -> None:
         for serial in self._training:
@@ -298,7 +390,7 @@ def pareto(group_size: int, shape: float, scale: float, longest: int, seed: int 
 
 
 # Of the order of one large GPU's engine with a mid-sized model: assumptions, not measured.
-FLEET = Speeds(step_s=0.020, request_s=8e-5, call_s=0.002, train_s=2.0, train_token_s=0.0, deliver_s=3.0, flip_s=0.3)
+FLEET = Speeds(step_s=straight(0.020, 8e-5), call_s=0.002, train_s=2.0, train_token_s=0.0, deliver_s=3.0, flip_s=0.3)
 LEARNER_SHARE = 0.9  # its step, of the time that full engines take for as many tokens: just ahead of the fleet
 SCALE = (1, 8, 64, 1000)
 LARGE = 500
@@ -317,7 +409,7 @@ def predict(nodes: int, staleness: Sequence[int], steps: int, heavy: float = 1.2
     setup = Setup(nodes, concurrency, max(1, nodes * concurrency // size), size, 0, steps)
     lengths = pareto(size, heavy, 300.0, 16384)
     mean = sum(sum(map(sum, lengths(s))) for s in range(2000)) / (2000 * size)
-    tokens_per_s = concurrency / (FLEET.step_s + FLEET.request_s * concurrency)
+    tokens_per_s = concurrency / seconds_at(FLEET.step_s, concurrency)
     full_s = concurrency * mean / tokens_per_s  # generation of one step on engines that are always full
     speeds = replace(FLEET, train_s=LEARNER_SHARE * full_s)
     synchronous = steady_s(simulate(setup, speeds, lengths))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from bench.async_page import PAGE, RESULTS, render
+from bench.fitting import fit_positive
 from bench.simulate import (
     Episode,
     Lengths,
@@ -16,11 +17,13 @@ from bench.simulate import (
     gain,
     pareto,
     predict,
+    seconds_at,
     simulate,
     steady_s,
+    straight,
 )
 
-EVEN = Speeds(step_s=0.01, request_s=0.0, call_s=0.0, train_s=1.0, train_token_s=0.0, deliver_s=0.0)
+EVEN = Speeds(step_s=straight(0.01, 0.0), call_s=0.0, train_s=1.0, train_token_s=0.0, deliver_s=0.0)
 SETUP = Setup(nodes=1, concurrency=64, groups_per_step=4, group_size=2, staleness=0, steps=5)
 
 
@@ -42,7 +45,7 @@ def test_an_asynchronous_step_takes_as_long_as_its_slower_side() -> None:
 
 
 def test_requests_share_an_engine_evenly_and_calls_cost_time() -> None:
-    speeds = replace(EVEN, request_s=0.001, call_s=0.1, train_s=0.0)
+    speeds = replace(EVEN, step_s=straight(0.01, 0.001), call_s=0.1, train_s=0.0)
     # 8 requests: 0.8 s for the calls, then 100 engine steps of 0.01 + 8 * 0.001
     found = simulate(replace(SETUP, steps=2), speeds, equal(100))
     assert found.wall_s == pytest.approx(0.8 + 100 * 0.018)
@@ -59,6 +62,59 @@ def test_training_by_tokens_is_counted() -> None:
     found = simulate(replace(SETUP, steps=3), speeds, equal(100))
     assert found.wall_s == pytest.approx(2 * (1.0 + 0.5 + 0.001 * 800))
     assert found.tokens == 3 * 800
+
+
+def test_an_engine_step_follows_its_curve() -> None:
+    curve = ((1, 0.01), (5, 0.03), (6, 0.05))
+    assert [seconds_at(curve, n) for n in (1, 3, 5, 6, 8)] == pytest.approx([0.01, 0.02, 0.03, 0.05, 0.09])
+
+
+def test_context_makes_later_tokens_dearer() -> None:
+    speeds = replace(EVEN, context_s=1e-5, train_s=0.0)
+    # 8 requests, each of 100 engine steps over 0 to 99 tokens of every one; the second turn goes on at 60
+    found = simulate(replace(SETUP, steps=2), speeds, equal(100))
+    assert found.wall_s == pytest.approx(100 * 0.01 + 1e-5 * 8 * 100**2 / 2)
+    turns = simulate(replace(SETUP, steps=2), speeds, lambda serial: [(60, 40)] * 2)
+    assert turns.wall_s == pytest.approx(found.wall_s)
+
+
+def test_calls_that_begin_together_share_a_prefill() -> None:
+    speeds = replace(EVEN, prefill_s=0.1, train_s=0.0)
+    assert simulate(replace(SETUP, steps=2), speeds, equal(100)).wall_s == pytest.approx(0.1 + 100 * 0.01)
+    one_by_one = simulate(replace(SETUP, steps=2, concurrency=1), speeds, equal(100))
+    assert one_by_one.wall_s == pytest.approx(8 * (0.1 + 100 * 0.01))
+
+
+def test_long_episodes_take_longer_to_train_on_than_as_many_tokens_in_short_ones() -> None:
+    speeds = replace(EVEN, train_s=0.5, train_token_s=0.001, train_pair_s=1e-6)
+    assert speeds.train_seconds([100, 300]) == pytest.approx(0.5 + 0.4 + 0.1)
+
+
+def test_each_side_of_a_shared_machine_is_slower_while_the_other_works() -> None:
+    setup = replace(SETUP, staleness=2, steps=20, concurrency=8)
+    # the engine is never idle for long: it makes 4 groups in 1 s, and the learner takes three times as long
+    learner = simulate(setup, replace(EVEN, train_s=1.5, learner_shared=2.0), equal(100))
+    assert 19 * 1.5 < learner.wall_s < 19 * 3.0
+    # the engine is the slow one here, and the learner trains for half of the time
+    alone = simulate(setup, replace(EVEN, train_s=0.5), equal(100)).wall_s
+    engine = simulate(setup, replace(EVEN, train_s=0.5, engine_shared=3.0), equal(100)).wall_s
+    assert alone == pytest.approx(19 * 1.0, rel=0.1)
+    # 0.5 s at a third of the pace make a sixth of the groups, and the rest takes 5/6 s
+    assert engine == pytest.approx(19 * (0.5 + 5 / 6), rel=0.1)
+
+
+def test_a_synchronous_job_shares_nothing() -> None:
+    alone = simulate(SETUP, EVEN, equal(100)).wall_s
+    assert simulate(SETUP, replace(EVEN, learner_shared=3.0, engine_shared=3.0), equal(100)).wall_s == alone
+
+
+def test_factors_are_found_again_and_none_is_negative() -> None:
+    rows: list[list[float]] = [[1, tokens, tokens**2] for tokens in (100, 300, 1000, 4000)]
+    exact = [0.5 + 0.002 * tokens + 1e-6 * square for _, tokens, square in rows]
+    assert fit_positive(rows, exact) == pytest.approx([0.5, 0.002, 1e-6])
+    bent = [0.002 * tokens - 1e-7 * square for _, tokens, square in rows]
+    found = fit_positive(rows, bent)
+    assert min(found) >= 0 and found[1] > 0
 
 
 def test_a_long_episode_holds_up_a_synchronous_step_and_no_asynchronous_one() -> None:
@@ -80,7 +136,7 @@ def test_concurrency_bounds_what_runs_at_once() -> None:
 
 
 def test_nodes_share_the_window() -> None:
-    speeds = replace(EVEN, request_s=0.01, step_s=0.0, train_s=0.0)
+    speeds = replace(EVEN, step_s=straight(0.0, 0.01), train_s=0.0)
     alone = simulate(replace(SETUP, steps=6, groups_per_step=16), speeds, equal(50)).wall_s
     four = simulate(replace(SETUP, steps=6, groups_per_step=16, nodes=4), speeds, equal(50)).wall_s
     assert alone / four == pytest.approx(4.0)
@@ -102,7 +158,7 @@ def test_every_task_is_trained_on_once_and_the_window_holds(staleness: int) -> N
             assert self._next_serial <= size * (self._version + staleness + 1)
 
     setup = replace(SETUP, nodes=3, staleness=staleness, steps=30, concurrency=8)
-    watching = Watching(setup, replace(EVEN, request_s=0.002), pareto(2, 1.2, 20, 2000))
+    watching = Watching(setup, replace(EVEN, step_s=straight(0.01, 0.002)), pareto(2, 1.2, 20, 2000))
     watching.trained = []
     watching.run()
     assert len(watching.trained) == len(set(watching.trained)) == 4 * 30
@@ -118,7 +174,7 @@ def test_lengths_are_heavy_tailed_bounded_and_the_same_each_time() -> None:
 
 def test_a_prediction_names_its_assumptions() -> None:
     narrow, wide = predict(2, [1, 4], 9)
-    assert narrow["setup"]["nodes"] == 2 and narrow["speeds"]["step_s"] > 0  # type: ignore[index]
+    assert narrow["setup"]["nodes"] == 2 and narrow["speeds"]["step_s"]  # type: ignore[index]
     assert 1 < narrow["gain"] < wide["gain"]  # type: ignore[operator]
 
 
