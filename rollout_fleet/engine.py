@@ -130,6 +130,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         if llm is not None:
             self.weights.detach()
+            await _stop_listening(llm)
             await loop.run_in_executor(creator, lambda: llm.shutdown(timeout=SHUTDOWN_S))
             llm.shutdown = lambda timeout=None: None  # AsyncLLM.__del__ calls it again, when its imports may be gone
             # vLLM leaves its ZeroMQ context, with two threads, to the garbage collector. Its sockets, made by the
@@ -168,7 +169,8 @@ class Engine:
             self._counters.aborted += 1
             raise
         except EngineDeadError as error:
-            raise SlipstreamError("the vLLM engine died; its process's log has the reason") from error
+            reason = "was shut down" if self._llm is None else "died; its process's log has the reason"
+            raise SlipstreamError(f"the vLLM engine {reason}") from error
         except (VLLMClientError, ValueError) as error:
             raise ValueError(f"the engine refused the request: {error}") from error
         except EngineGenerateError as error:
@@ -249,6 +251,16 @@ class Engine:
         if on_cpu:
             arguments["distributed_executor_backend"] = "uni" if engine.tensor_parallel == 1 else "mp"
         return arguments
+
+
+async def _stop_listening(llm: Any) -> None:
+    """End the task that reads the engine's answers: it takes the process's end for a death. Who waits hears of it."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
+        await asyncio.wait([llm.output_handler])
+    llm.output_processor.propagate_error(EngineDeadError())
 
 
 def to_generation(output: Any, moe_layers: list[int] | None = None) -> Generation:
