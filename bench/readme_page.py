@@ -55,7 +55,7 @@ def weight_rows() -> list[str]:
         f"({group['worst']:.1f}) / {process['median']:.0f} ({process['worst']:.0f}) s | seconds | {link('join')} |",
         f"| a member gets `kill -9` / SIGSTOP in the middle of a broadcast: the others run the version after | "
         f"{death['SIGKILL']:.1f} / {death['SIGSTOP']:.1f} s | `weights.timeout_s`: {measured['timeout_s']:g} s | "
-        "the same |",
+        f"{link('weight_broadcast')} |",
     ]
 
 
