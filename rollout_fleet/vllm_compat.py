@@ -145,12 +145,19 @@ def _flip(engine: Any, incarnation: int, version: int, recompute: bool) -> float
     label = f"{incarnation}:{version}"
     engine.set_weight_version(label)
     if recompute:
-        running = list(engine.scheduler.running)
-        engine._reset_caches(reset_running_requests=True)
-        for request in running:
-            request.num_preemptions -= 1  # not for want of KV cache: engine_stats.py counts those
+        _drop_cache(engine)
     resalt_waiting(engine.scheduler, label)
     return time.perf_counter() - started
+
+
+def _drop_cache(engine: Any) -> None:
+    """Put all running requests back, to be computed again from their prompts."""
+    running = list(engine.scheduler.running)
+    engine._reset_caches(reset_running_requests=True)
+    for request in running:
+        # Not for want of KV cache, which engine_stats.py counts. One that was preempted earlier must not be told apart
+        # either: the time of the step that lets it in again would count as lost, and that is the flip's.
+        request.num_preemptions = 0
 
 
 def send_only_finished_outputs() -> None:
