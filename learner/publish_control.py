@@ -174,7 +174,7 @@ class PublishControl:
         logger.info("node %s (pid %d) joined the weight plane", message.node_id, message.pid)
         member = Member(identity, message.node_id, time.perf_counter(), message.transports)
         if message.incarnation == self._incarnation:
-            member.version = member.base = message.version
+            member.version = message.version  # its buffer goes with the Welcome that it gets: no base
         self._members[identity] = member
 
     def _current_transfer(self, member: Member, version: int) -> Transfer | None:

@@ -14,7 +14,7 @@ from learner.publish_snapshot import Payload, Snapshot
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)  # by identity: one of the same snapshot may carry another payload, and tensors have no `==`
 class Transfer:
     """Progress of one attempt, kept by the control thread.
 

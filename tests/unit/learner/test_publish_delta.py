@@ -71,6 +71,20 @@ def test_a_node_whose_buffer_was_written_gets_the_next_version_whole_though_it_r
     assert versions.next(4).payload_for({member.base}).base_version == 3
 
 
+def test_transfers_of_one_version_are_told_apart_also_when_one_is_whole_and_one_a_delta() -> None:
+    """A newcomer's beside the group's: the control thread looks for one of them among both."""
+    versions = Versions(Deltas("delta", 0))
+    versions.next(1)
+    second = versions.next(2)
+    epoch = Epoch(1, 1, 2, "127.0.0.1", 1, 1.0)
+    whole = new_transfer(second, second.full, [b"late"], epoch, True, 1.0)
+    delta_ = new_transfer(second, second.deltas[1], [b"n0"], epoch, False, 1.0)
+    transfers = [whole, delta_]
+    assert delta_ in transfers
+    transfers.remove(delta_)
+    assert transfers == [whole]
+
+
 def test_versions_that_were_skipped_do_not_make_the_next_one_travel_whole() -> None:
     versions = Versions(Deltas("delta", 0))
     versions.next(1)
