@@ -4,7 +4,8 @@ Real publisher, control sockets, transports and node processes; only the engine 
 processes, in turns, so that a busy machine slows all of them alike:
 
 - broadcast: from the announcement to the last node's Staged, every bucket verified, against one flat gloo broadcast
-  of the same bytes (the floor) and a gloo broadcast per parameter; for large tensors and for many small ones;
+  of the same bytes (the floor) and a gloo broadcast per parameter; for large tensors and for many small ones, to
+  `nodes` nodes and to one. Where there is a core for each process, each is held to its own;
 - join: from a node whose engine is ready to its weights being in use, while others hold the version;
 - death: a node is killed or stopped in the middle of a broadcast; until every other node has the version;
 - learner: what `publish` holds the training thread, against a plain copy of the same bytes.
@@ -33,14 +34,15 @@ from common.weights import messages, packing
 from common.weights.collectives import Group, Store
 from common.weights.layout import Layout
 from common.weights.messages import Epoch
-from common.weights.receiving import Receiver
+from common.weights.receiving import Receiver, StagingStatus
 from common.weights.transports.gloo import GlooGroup
 from common.weights.transports.registry import open_group, receivable
 from learner.publishing import WeightPublisher
-from rollout_fleet.weight_client import Flip, StagingFailed, WeightClient
+from rollout_fleet.staging import until_staged
+from rollout_fleet.weight_client import Flip, WeightClient
 
 TIMEOUT_S = 20.0  # the default of weights.timeout_s
-BUCKET = 16 << 20  # and of weights.bucket_mib
+BUCKET = 8 << 20  # and of weights.bucket_mib
 SMALL_TENSORS, SMALL_BYTES = 4096, 16384
 CONTEXT = get_context("forkserver")
 
@@ -58,8 +60,12 @@ class Harmed:
         self.left = 2
         self.group.begin(payload_bytes)
 
-    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
-        self.group.broadcast(bucket, timeout_s)
+    def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+        wait = self.group.post(bucket, timeout_s)
+        return lambda: self._arrived(wait)
+
+    def _arrived(self, wait: Callable[[], None]) -> None:
+        wait()
         self.left -= 1
         if self.harm and self.payloads == 2 and self.left == 0:
             self.pipe.send_bytes(msgspec.json.encode(["harmed", time.time()]))
@@ -91,11 +97,10 @@ class Target:
         message = messages.decode_from_learner(publish)
         assert isinstance(message, messages.Publish)
         self.receiver.start(message)
-        while (status := self.receiver.status).state == "receiving":
-            await asyncio.sleep(0.002)
-        if status.state != "staged":
-            raise StagingFailed(status.error)
-        return status.receive_s
+        return await until_staged(self._status)
+
+    async def _status(self) -> StagingStatus:
+        return self.receiver.status
 
     async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
         self.receiver.give_back(self.receiver.take(incarnation, version))
@@ -108,8 +113,10 @@ class Target:
         raise RuntimeError(reason)
 
 
-def node(name: str, pipe: Connection, harm: int, transport: str) -> None:
+def node(name: str, pipe: Connection, harm: int, transport: str, core: int | None) -> None:
     """A node process: follows addresses, takes part in plain broadcasts, says when a version is in use."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     plain: list[Group] = []
     memory: list[torch.Tensor] = []  # used again, as the weight plane does: fresh pages cost more than a broadcast
@@ -117,26 +124,28 @@ def node(name: str, pipe: Connection, harm: int, transport: str) -> None:
     def broadcasts(epoch: Epoch, sizes: list[int]) -> None:
         if not plain:
             plain.append(GlooGroup(epoch))
-            memory.append(torch.zeros(sum(sizes), dtype=torch.uint8))
+            memory.append(packing.buffer(sum(sizes)))
         buffers = memory[0].split(sizes)
-        plain[0].broadcast(torch.zeros(1, dtype=torch.uint8), 60.0)  # all are ready
+        plain[0].post(torch.zeros(1, dtype=torch.uint8), 60.0)()  # all are ready
         for buffer in buffers:
-            plain[0].broadcast(buffer, 60.0)
+            plain[0].post(buffer, 60.0)()
         pipe.send_bytes(msgspec.json.encode(["through", time.time()]))
+
+    async def obey(client: WeightClient) -> None:
+        while True:
+            order = msgspec.json.decode(await asyncio.to_thread(pipe.recv_bytes))
+            if order[0] == "follow":
+                client.follow(order[1], 0)
+            elif order[0] == "broadcast":
+                await asyncio.to_thread(broadcasts, msgspec.convert(order[1], Epoch), order[2])
 
     async def main() -> None:
         client = WeightClient(name, Target(harm, pipe), None, receivable(transport))
         pipe.send_bytes(msgspec.json.encode(["up", time.time()]))
+        obeying = asyncio.create_task(obey(client))
         version = -1
-        while True:
-            while pipe.poll():
-                order = msgspec.json.decode(pipe.recv_bytes())
-                if order[0] == "follow":
-                    client.follow(order[1], 0)
-                elif order[0] == "broadcast":
-                    epoch = msgspec.convert(order[1], Epoch)
-                    await asyncio.to_thread(broadcasts, epoch, order[2])
-            state = await client.wait_change(0.01)
+        while not obeying.done():
+            state = await client.wait_change(1.0)
             if state.version != version:
                 version = state.version
                 pipe.send_bytes(msgspec.json.encode(["active", time.time(), version]))
@@ -147,9 +156,9 @@ def node(name: str, pipe: Connection, harm: int, transport: str) -> None:
 class Node:
     """The bench's end of a node process."""
 
-    def __init__(self, name: str, harm: int = 0, transport: str = "gloo") -> None:
+    def __init__(self, name: str, harm: int = 0, transport: str = "gloo", core: int | None = None) -> None:
         self.pipe, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=node, args=(name, theirs, harm, transport), daemon=True)
+        self.process = CONTEXT.Process(target=node, args=(name, theirs, harm, transport, core), daemon=True)
         self.process.start()
         theirs.close()
         self.hear("up")
@@ -206,16 +215,20 @@ class Plain:
             one.order("broadcast", msgspec.to_builtins(epoch), [len(p) for p in parts])
         if self.group is None:
             self.group = GlooGroup(self.epoch)
-        self.group.broadcast(torch.zeros(1, dtype=torch.uint8), 60.0)
+        self.group.post(torch.zeros(1, dtype=torch.uint8), 60.0)()
         began = time.time()
         for part in parts:
-            self.group.broadcast(part, 60.0)
+            self.group.post(part, 60.0)()
         return max(one.hear("through") for one in self.nodes) - began
 
 
 def broadcast(name: str, named: list[tuple[str, torch.Tensor]], nodes: int, rounds: int) -> dict[str, Any]:
     """Our broadcast, the floor and one per parameter, in turns; medians in seconds."""
-    fleet = [Node(f"n{i}") for i in range(nodes)]
+    cores = sorted(os.sched_getaffinity(0))
+    apart = len(cores) > nodes  # a core for each process; elsewhere they share, as the kernel sees fit
+    fleet = [Node(f"n{i}", core=cores[i + 1] if apart else None) for i in range(nodes)]
+    if apart:
+        os.sched_setaffinity(0, {cores[0]})  # the threads that begin from here on inherit it
     ours = publisher()
     address = ours.start()
     for one in fleet:
@@ -234,6 +247,8 @@ def broadcast(name: str, named: list[tuple[str, torch.Tensor]], nodes: int, roun
             one.hear("active", version)
         until(lambda: ours.stats().version_sent == version)  # noqa: B023
         stats = ours.stats()
+        packing.pack(named, layout, flat)  # what the learner does, and the nodes wait for, before a broadcast of ours
+        packing.all_checksums(flat, BUCKET)
         took = [stats.broadcast_s, plain.seconds([flat]), plain.seconds(each), stats.publish_s, receipt.snapshot_s]
         began = time.perf_counter()
         copied.copy_(flat)
@@ -244,6 +259,7 @@ def broadcast(name: str, named: list[tuple[str, torch.Tensor]], nodes: int, roun
     ours.close()
     for one in fleet:
         one.end()
+    os.sched_setaffinity(0, cores)
     median = {key: statistics.median(values) for key, values in seconds.items()}
     ratios = [a / b for a, b in zip(seconds["ours"], seconds["flat"], strict=True)]
     return {
@@ -251,6 +267,7 @@ def broadcast(name: str, named: list[tuple[str, torch.Tensor]], nodes: int, roun
         "tensors": len(named),
         "bytes": layout.total_bytes,
         "nodes": nodes,
+        "core_each": apart,
         "rounds": rounds,
         "broadcast_s": round(median["ours"], 5),
         "flat_s": round(median["flat"], 5),
@@ -327,9 +344,12 @@ def main() -> None:
     result = {
         "machine": machine.describe(("torch", "pyzmq")),
         "timeout_s": TIMEOUT_S,
-        "broadcast": [broadcast("large tensors", large, args.nodes, args.rounds)],
+        "broadcast": [
+            broadcast(name, named, nodes, args.rounds)
+            for nodes in (args.nodes, 1)
+            for name, named in (("large tensors", large), ("many small tensors", small))
+        ],
     }
-    result["broadcast"].append(broadcast("many small tensors", small, args.nodes, args.rounds))
     result["join"] = {"bytes": args.mib << 20, **join(large, few)}
     result["death"] = [death(large, harm, few) for harm in (signal.SIGKILL, signal.SIGSTOP)]
     print(jobs.write("weight_broadcast", result))

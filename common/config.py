@@ -214,7 +214,7 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     publish_every: Positive = 1  # steps from one published version to the next
     timeout_s: Seconds = 20.0  # bound on one publish to one set of nodes
     overlap: bool = True  # false: the learner waits until every node runs the version, at most timeout_s
-    bucket_mib: Positive = 16  # piece of a version that is sent and verified by itself
+    bucket_mib: Positive = 8  # piece of a version that is sent and verified by itself
     encoding: Literal["full", "delta"] = "full"  # delta: only what changed, bit for bit; docs/delta.md
     anchor_every: Natural = 64  # publishes, of which one travels whole to everyone; 0: only where a delta does not fit
     kv_cache: Literal["keep", "recompute"] = "keep"  # of requests in flight at a flip; docs/delta.md

@@ -25,7 +25,7 @@ class BufferPool:
             for i, flat in enumerate(self._free):
                 if flat.numel() == total_bytes:
                     return self._free.pop(i)
-        return torch.zeros(total_bytes, dtype=torch.uint8)
+        return packing.buffer(total_bytes)
 
     def release(self, flat: torch.Tensor) -> None:
         """Nobody reads `flat` any more."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.weights.collectives import Group, GroupFactory, bucket_timeout, reason_of
+from common.weights.collectives import Group, GroupFactory, bucket_timeout, in_turn, reason_of
 from common.weights.layout import ranges
 from common.weights.messages import Epoch, Publish
 from learner.publish_snapshot import Payload, Snapshot
@@ -123,8 +123,8 @@ def send_in_thread(
             timeout_s = bucket_timeout(transfer.epoch.timeout_s)
             flat = transfer.payload.flat
             formed.begin(flat.numel())
-            for start, end in ranges(flat.numel(), bucket_bytes):
-                formed.broadcast(flat[start:end], timeout_s)
+            for _ in in_turn(formed, (flat[a:b] for a, b in ranges(flat.numel(), bucket_bytes)), timeout_s):
+                pass  # who receives looks at them
         except Exception as caught:  # gloo's and the store's errors have no common type; each means a failed attempt
             error = reason_of(caught)
             if formed is not None:

@@ -10,12 +10,13 @@ import msgspec
 
 from common.errors import SlipstreamError
 from common.weights.receiving import StagingStatus
+from rollout_fleet.staging import StagingFailed, until_staged
 from rollout_fleet.vllm_prefix import salt
-from rollout_fleet.weight_client import Flip, ProofFailed, StagingFailed
+from rollout_fleet.weight_client import Flip, ProofFailed
 
 logger = logging.getLogger(__name__)
 
-FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02
+PROOF_POLL_S = 0.002
 ENGINE_TIMEOUT_S = 120.0  # bound on a flip, on its proof and on a canary: an engine that hangs is given up
 PAUSE_TIMEOUT_S = 10.0
 T = TypeVar("T")
@@ -91,15 +92,10 @@ class EngineWeights:
             await self._rpc("slipstream_stage", publish=publish)
         except SlipstreamError as error:
             raise StagingFailed(str(error)) from error
-        pause_s = FIRST_POLL_S
-        while True:
-            await asyncio.sleep(pause_s)
-            status = msgspec.msgpack.decode(await self._rpc("slipstream_staging"), type=StagingStatus)
-            if status.state == "staged":
-                return status.receive_s
-            if status.state != "receiving":
-                raise StagingFailed(status.error or "the transfer was given up")
-            pause_s = min(2 * pause_s, LAST_POLL_S)
+        return await until_staged(self._staging)
+
+    async def _staging(self) -> StagingStatus:
+        return msgspec.msgpack.decode(await self._rpc("slipstream_staging"), type=StagingStatus)
 
     async def _settled(self) -> None:
         """Wait for a flip that its caller left: it still needs the buffer that a new transfer would take away."""
@@ -193,7 +189,7 @@ class EngineWeights:
                     raise ProofFailed(proof.error or f"the engine proved version {proof.version}, not {version}")
             if len(proven) == len(proofs):
                 return proven[0].checksum
-            await asyncio.sleep(FIRST_POLL_S)
+            await asyncio.sleep(PROOF_POLL_S)
 
     async def _rpc(self, method: str, **arguments: Any) -> Any:
         """The first worker's answer; raises SlipstreamError with the reason of whichever failed."""

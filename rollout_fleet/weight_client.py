@@ -24,16 +24,13 @@ from common.weights import messages
 from common.weights.messages import Canary, Publish
 from rollout_fleet.arrival import Arrival
 from rollout_fleet.sampler_protocol import WeightsState
+from rollout_fleet.staging import StagingFailed
 
 logger = logging.getLogger(__name__)
 
 MAX_LEARNER_MESSAGE_BYTES = 256 << 20  # a layout of a large mixture-of-experts model takes tens of MB
 REJOIN_AFTER_S = 15.0  # without a word from the learner, which pings once a second
 EJECTED_PAUSE_S = 0.5
-
-
-class StagingFailed(Exception):
-    """A version did not arrive, or not as it was sent."""
 
 
 class ProofFailed(Exception):

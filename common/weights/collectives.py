@@ -7,7 +7,8 @@ store where the members of a collective meet. transports/ has a module for each 
 import datetime
 import re
 import socket
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import distributed
 from common.weights.messages import Epoch
 
 ROOT = 0
+POSTED = 2  # buckets: the one that is waited for and the one behind it
 _dist: Any = distributed  # these classes are public in use but untyped in torch
 
 
@@ -25,25 +27,48 @@ class Group(Protocol):
     Buckets are CPU memory on both sides, whatever lies between. Completion proves nothing: whoever receives verifies.
     """
 
-    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
-        """Rank 0's bytes into everyone's `bucket` [n] uint8.
+    def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+        """Rank 0's bytes into everyone's `bucket` [n] uint8, behind what was posted before; returns what waits for it.
+
+        Posted buckets are waited for in their order, and `timeout_s` counts from the end of the one before.
 
         Raises:
-            RuntimeError: it did not finish within `timeout_s`, a member is gone, or the group was closed meanwhile.
-                The group is of no use any more.
+            RuntimeError: here or from the wait: it did not finish within `timeout_s`, a member is gone, or the group
+                was closed meanwhile. The group is of no use any more, whatever else was posted.
         """
         ...
 
     def begin(self, payload_bytes: int) -> None:
-        """The next broadcasts carry a payload of so many bytes from its start; called by every member before it."""
+        """What is posted next carries a payload of so many bytes from its start; called by every member before it."""
         ...
 
     def close(self) -> None:
-        """Give everything up, at once; any thread may call it, also while another one is in `broadcast`."""
+        """Give everything up, at once; any thread may call it, also while another one waits."""
         ...
 
 
 GroupFactory = Callable[[Epoch], Group]
+
+
+def in_turn(group: Group, buckets: Iterable[torch.Tensor], timeout_s: float) -> Iterator[torch.Tensor]:
+    """Broadcast `buckets`, each [n] uint8, and yield every one when it is through.
+
+    The next ones are under way while the caller looks at one: they travel while it is verified. Raises
+    RuntimeError as `Group.post` does.
+    """
+    posted = deque[tuple[torch.Tensor, Callable[[], None]]]()
+    for bucket in buckets:
+        posted.append((bucket, group.post(bucket, timeout_s)))
+        if len(posted) == POSTED:
+            yield _arrived(posted)
+    while posted:
+        yield _arrived(posted)
+
+
+def _arrived(posted: deque[tuple[torch.Tensor, Callable[[], None]]]) -> torch.Tensor:
+    bucket, wait = posted.popleft()
+    wait()
+    return bucket
 
 
 class Store:

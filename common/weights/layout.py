@@ -5,6 +5,7 @@ The layout travels once per learner incarnation; buckets are slices of the buffe
 
 import hashlib
 import math
+from functools import cached_property
 
 import msgspec
 
@@ -25,13 +26,13 @@ class Entry(msgspec.Struct, frozen=True):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class Layout(msgspec.Struct, frozen=True):
+class Layout(msgspec.Struct, frozen=True, dict=True):
     """All parameters in buffer order; `total_bytes` includes alignment gaps (kept zero)."""
 
     entries: tuple[Entry, ...]
     total_bytes: int
 
-    @property
+    @cached_property  # every publish names it, and thousands of entries take milliseconds
     def digest(self) -> str:
         """Hex digest of names, dtypes, shapes and offsets."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]

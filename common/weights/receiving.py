@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from common.weights import delta, packing
-from common.weights.collectives import Group, GroupFactory, bucket_timeout, reason_of
+from common.weights.collectives import Group, GroupFactory, bucket_timeout, in_turn, reason_of
 from common.weights.layout import Layout, ranges
 from common.weights.messages import Epoch, Publish, Serve, Serving
 from common.weights.serving import Shelf
@@ -27,13 +27,17 @@ State = Literal["idle", "receiving", "staged", "failed"]
 
 
 class StagingStatus(msgspec.Struct, frozen=True):
-    """Where the newest publish stands; `receive_s` counts from the announcement to the last verified bucket."""
+    """Where the newest publish stands.
+
+    `receive_s` counts from the announcement to the last verified bucket; `share`, 0 to 1, of the payload is here.
+    """
 
     state: State = "idle"
     incarnation: int = -1
     version: int = -1
     receive_s: float = 0.0
     error: str = ""
+    share: float = 0.0
 
 
 class Receiver:
@@ -44,7 +48,7 @@ class Receiver:
     ) -> None:
         """`allocate`: gives a zeroed [n] uint8 buffer of so many bytes; None: memory of this process."""
         self._group_factory = group_factory
-        self._allocate = allocate if allocate is not None else _zeros
+        self._allocate = allocate if allocate is not None else packing.buffer
         self._lock = threading.Lock()
         self._layout: Layout | None = None
         self._epoch: Epoch | None = None
@@ -187,11 +191,11 @@ class Receiver:
             flat = buffer if buffer is not None else self._allocate(layout.total_bytes)
             if is_delta:
                 stream = torch.zeros(publish.payload_bytes, dtype=torch.uint8)
-                receive_buckets(group, stream, publish)
+                receive_buckets(group, stream, publish, lambda share: self._note_share(turn, publish, share))
                 base = None
                 apply_delta(stream, flat, publish)
             else:
-                receive_buckets(group, flat, publish)
+                receive_buckets(group, flat, publish, lambda share: self._note_share(turn, publish, share))
         except Exception as error:  # whatever went wrong, this publish did not arrive; the reason goes to the learner
             self._fail(turn, publish, group, reason_of(error), base)
             return
@@ -203,6 +207,11 @@ class Receiver:
                 self._status = StagingStatus("staged", publish.incarnation, publish.version, took)
         if not current:
             group.close()
+
+    def _note_share(self, turn: int, publish: Publish, share: float) -> None:
+        with self._lock:
+            if turn == self._turn:
+                self._status = StagingStatus("receiving", publish.incarnation, publish.version, share=share)
 
     def _note_busy(self, turn: int, group: Group) -> None:
         """Let whoever makes this thread's result void close its group; raises RuntimeError when that came first."""
@@ -224,10 +233,6 @@ class Receiver:
             group.close()
 
 
-def _zeros(total_bytes: int) -> torch.Tensor:
-    return torch.zeros(total_bytes, dtype=torch.uint8)
-
-
 def apply_delta(stream: torch.Tensor, flat: torch.Tensor, publish: Publish) -> None:
     """Turn `flat` [total_bytes] from the base of `publish` into its version, in place, and verify the result.
 
@@ -242,8 +247,12 @@ def apply_delta(stream: torch.Tensor, flat: torch.Tensor, publish: Publish) -> N
         )
 
 
-def receive_buckets(group: Group, flat: torch.Tensor, publish: Publish) -> None:
+def receive_buckets(
+    group: Group, flat: torch.Tensor, publish: Publish, note_share: Callable[[float], None] = lambda share: None
+) -> None:
     """All buckets of `publish` into `flat` [payload_bytes] uint8, verified against its checksums.
+
+    `note_share` hears after every bucket which share of them, 0 to 1, is here.
 
     Raises:
         RuntimeError: the broadcast failed or did not finish in time.
@@ -255,11 +264,11 @@ def receive_buckets(group: Group, flat: torch.Tensor, publish: Publish) -> None:
         raise ValueError(f"{len(publish.bucket_checksums)} checksums for {len(buckets)} buckets")
     bad: list[int] = []
     group.begin(len(flat))
-    for i, ((start, end), expected) in enumerate(zip(buckets, publish.bucket_checksums, strict=True)):
-        bucket = flat[start:end]
-        group.broadcast(bucket, timeout_s)
+    arriving = in_turn(group, (flat[start:end] for start, end in buckets), timeout_s)
+    for i, (bucket, expected) in enumerate(zip(arriving, publish.bucket_checksums, strict=True)):
         if packing.checksum(bucket) != expected:
             bad.append(i)  # the others of the group are still receiving: stay in step with them to the end
+        note_share((i + 1) / len(buckets))
     if bad:
         raise ValueError(f"checksum mismatch in bucket {', '.join(map(str, bad))} of {len(buckets)}")
     if publish.sha256 and packing.sha256(flat) != publish.sha256:

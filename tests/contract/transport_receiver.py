@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -49,11 +50,11 @@ class FaultyGroup:
         self.group, self.fault, self.left = open_any(epoch), fault, at
         self.begin, self.close = self.group.begin, self.group.close
 
-    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
+    def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         if self.left == 0:
             harm(self.fault)
         self.left -= 1
-        self.group.broadcast(bucket, timeout_s)
+        return self.group.post(bucket, timeout_s)
 
 
 def harm(fault: str) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from common.weights import messages, packing
-from common.weights.collectives import Store, bucket_timeout
+from common.weights.collectives import Store, bucket_timeout, in_turn
 from common.weights.layout import Layout, ranges
 from common.weights.messages import Epoch, Publish
 from common.weights.transports.relay_server import RelayServer
@@ -103,8 +103,9 @@ class Sender:
         try:
             self.group = self.group if self.group is not None else open_any(self.epoch)  # type: ignore[arg-type]
             self.group.begin(flat.numel())
-            for start, end in ranges(flat.numel(), bucket):
-                self.group.broadcast(flat[start:end], bucket_timeout(self.timeout_s))
+            parts = (flat[start:end] for start, end in ranges(flat.numel(), bucket))
+            for _ in in_turn(self.group, parts, bucket_timeout(self.timeout_s)):
+                pass
         except RuntimeError as error:
             self.drop()
             return str(error)

@@ -8,7 +8,8 @@ from engine_rig import logprobs
 from common.errors import SlipstreamError
 from common.weights import messages, packing
 from common.weights.receiving import Receiver
-from rollout_fleet.weight_client import Flip, StagingFailed
+from rollout_fleet.staging import StagingFailed
+from rollout_fleet.weight_client import Flip
 
 
 class Buffer:

@@ -1,5 +1,6 @@
 """Worker extension of the tests: what our own one does, and damage on request."""
 
+from collections.abc import Callable
 from typing import Any
 
 from rollout_fleet.transfer import WorkerExtension
@@ -30,11 +31,16 @@ class DamagingExtension(WorkerExtension):
             def __init__(self, group: Any) -> None:
                 self.group = group
 
-            def broadcast(self, bucket: Any, timeout_s: float) -> None:
-                self.group.broadcast(bucket, timeout_s)
-                if state["bucket"] == number:
-                    bucket[len(bucket) // 2] ^= 1
-                state["bucket"] += 1
+            def post(self, bucket: Any, timeout_s: float) -> Callable[[], None]:
+                wait = self.group.post(bucket, timeout_s)
+
+                def arrived() -> None:
+                    wait()
+                    if state["bucket"] == number:
+                        bucket[len(bucket) // 2] ^= 1
+                    state["bucket"] += 1
+
+                return arrived
 
             def __getattr__(self, name: str) -> Any:
                 return getattr(self.group, name)

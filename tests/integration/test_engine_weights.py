@@ -24,7 +24,8 @@ from common.errors import SlipstreamError
 from common.weights.messages import Canary
 from rollout_fleet import engine, engine_weights
 from rollout_fleet.sampler_protocol import Generation
-from rollout_fleet.weight_client import Flip, ProofFailed, StagingFailed, WeightClient
+from rollout_fleet.staging import StagingFailed
+from rollout_fleet.weight_client import Flip, ProofFailed, WeightClient
 
 REQUESTS, TOKENS = 24, 400
 TOLERANCE = 3e-5

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -218,9 +218,9 @@ def test_a_node_that_joins_after_the_canary_is_owed_one(plane: Plane) -> None:
 
 def test_the_newest_version_wins_when_publishes_outrun_the_transfer(plane: Plane) -> None:
     class SlowGroup(GlooGroup):
-        def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
+        def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
             time.sleep(0.03)
-            super().broadcast(bucket, timeout_s)
+            return super().post(bucket, timeout_s)
 
     publisher = plane.publisher(factory=SlowGroup)
     (node,) = plane.nodes("n0")
@@ -272,8 +272,8 @@ class InstantGroup:
     def begin(self, payload_bytes: int) -> None:
         pass
 
-    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
-        pass
+    def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+        return lambda: None
 
     def close(self) -> None:
         pass

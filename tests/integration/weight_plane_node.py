@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 
 import torch
@@ -18,7 +19,8 @@ from common.weights.collectives import Group
 from common.weights.messages import Epoch
 from common.weights.receiving import Receiver
 from common.weights.transports.registry import open_group, receivable
-from rollout_fleet.weight_client import Flip, ProofFailed, StagingFailed, WeightClient
+from rollout_fleet.staging import StagingFailed
+from rollout_fleet.weight_client import Flip, ProofFailed, WeightClient
 from tests.contract.transport_receiver import harm
 
 _events = -1  # file descriptor
@@ -39,8 +41,16 @@ class FaultyGroup:
         self.group: Group = open_group(epoch)
         self.begin, self.close = self.group.begin, self.group.close
 
-    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
-        self.group.broadcast(bucket, timeout_s)
+    def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+        wait = self.group.post(bucket, timeout_s)
+
+        def arrived() -> None:
+            wait()
+            self._seen(bucket)
+
+        return arrived
+
+    def _seen(self, bucket: torch.Tensor) -> None:
         FaultyGroup.seen += 1
         if FaultyGroup.seen != FaultyGroup.at:
             return

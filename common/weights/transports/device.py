@@ -52,14 +52,16 @@ class DeviceGroup:
         self._closing = threading.Event()
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="device-broadcasts").start()
-        self._wait(lambda: self._form(epoch, form), epoch.timeout_s, f"epoch {epoch.epoch} did not form")
+        formed = self._call(lambda: self._form(epoch, form))
+        self._wait(formed, epoch.timeout_s, f"epoch {epoch.epoch} did not form")
 
     def begin(self, payload_bytes: int) -> None:
         """Nothing to prepare."""
 
-    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
-        """Rank 0's bytes into everyone's CPU `bucket` [n] uint8; raises RuntimeError when that takes too long."""
-        self._wait(lambda: self._cross(bucket), timeout_s, "a broadcast did not finish")
+    def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+        """Rank 0's bytes into everyone's CPU `bucket` [n] uint8; the wait raises RuntimeError at the deadline."""
+        done = self._call(lambda: self._cross(bucket))
+        return lambda: self._wait(done, timeout_s, "a broadcast did not finish")
 
     def close(self) -> None:
         """Abort what is under way and drop the group."""
@@ -75,6 +77,8 @@ class DeviceGroup:
 
     def _cross(self, bucket: torch.Tensor) -> None:
         assert self._communicator is not None
+        if self._closing.is_set():
+            return  # posted behind one that failed: its communicator is being aborted
         if self._bounce.numel() < bucket.numel():
             self._bounce = torch.empty(bucket.numel(), dtype=torch.uint8, device=self._device)
         buffer = self._bounce[: bucket.numel()]
@@ -84,9 +88,12 @@ class DeviceGroup:
         if not self._is_root and not self._closing.is_set():
             bucket.copy_(buffer)
 
-    def _wait(self, call: Callable[[], None], timeout_s: float, what: str) -> None:
+    def _call(self, call: Callable[[], None]) -> Future[None]:
         done: Future[None] = Future()
         self._calls.put((call, done))
+        return done
+
+    def _wait(self, done: Future[None], timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             if self._closing.is_set():

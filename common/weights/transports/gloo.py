@@ -6,6 +6,7 @@ and others never, and nothing wakes those.
 
 import datetime
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ class GlooGroup:
     def begin(self, payload_bytes: int) -> None:
         """Nothing to prepare."""
 
-    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
-        """Rank 0's bytes into everyone's `bucket` [n] uint8; raises RuntimeError when it does not finish in time."""
+    def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+        """Rank 0's bytes into everyone's `bucket` [n] uint8; raises RuntimeError, here or from the returned wait."""
         group = self._group
         if group is None:
             raise RuntimeError("the group was closed")
@@ -40,7 +41,7 @@ class GlooGroup:
         options.rootRank = ROOT
         options.rootTensor = 0
         options.timeout = datetime.timedelta(seconds=timeout_s)
-        group.broadcast([bucket], options).wait()
+        return group.broadcast([bucket], options).wait  # one thread works through them: the clock starts with its turn
 
     def close(self) -> None:
         """Drop the group; its destructor takes tens of milliseconds, so a side thread runs it."""

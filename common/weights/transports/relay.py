@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -36,19 +37,13 @@ class RelayGroup:
         """A relay's group serves one payload: its key is the source's."""
         self._total = payload_bytes
 
-    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
-        """The payload's next bytes into `bucket` [n] uint8.
+    def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+        """The payload's next bytes into `bucket` [n] uint8: the wait takes them, pieces come by themselves.
 
-        Raises:
+        The wait raises:
             RuntimeError: the source does not have them, they did not come within `timeout_s`, or `close` was called.
         """
-        try:
-            with self._one_fetch:
-                self._fill(bucket.numpy(), timeout_s)
-        finally:
-            through = 0 < self._total <= self._got and not len(self._rest)
-            if self._closing or through:  # nothing more will come this way: an epoch of the relay serves one payload
-                self.close()
+        return lambda: self._receive(bucket, timeout_s)
 
     def close(self) -> None:
         """Disconnect; a fetch that is under way in another thread ends within moments."""
@@ -59,6 +54,15 @@ class RelayGroup:
                 self._context.term()
             finally:
                 self._one_fetch.release()
+
+    def _receive(self, bucket: torch.Tensor, timeout_s: float) -> None:
+        try:
+            with self._one_fetch:
+                self._fill(bucket.numpy(), timeout_s)
+        finally:
+            through = 0 < self._total <= self._got and not len(self._rest)
+            if self._closing or through:  # nothing more will come this way: an epoch of the relay serves one payload
+                self.close()
 
     def _fill(self, bucket: "np.ndarray[tuple[int], np.dtype[np.uint8]]", timeout_s: float) -> None:
         at = min(len(bucket), len(self._rest))

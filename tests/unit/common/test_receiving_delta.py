@@ -1,6 +1,7 @@
 """Deltas at the receiving end: applied to what the staging buffer holds and verified, or refused with it unharmed."""
 
 import time
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -26,9 +27,10 @@ class Wire:
     def begin(self, payload_bytes: int) -> None:
         self.at = 0
 
-    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
+    def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         bucket.copy_(self.payload[self.at : self.at + len(bucket)])
         self.at += len(bucket)
+        return lambda: None
 
     def close(self) -> None:
         pass

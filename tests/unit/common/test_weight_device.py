@@ -63,12 +63,12 @@ def test_a_broadcast_that_hangs_is_aborted_at_the_deadline_and_not_waited_for(ab
     bucket = torch.zeros(10, dtype=torch.uint8)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"a broadcast did not finish within 0.2 s; its communicator was aborted"):
-        group.broadcast(bucket, 0.2)
+        group.post(bucket, 0.2)()
     assert time.monotonic() - began < 1.5
     assert library.aborted.wait(5)
     assert not bucket.any(), "what comes after the deadline is not written into the buffer"
     with pytest.raises(RuntimeError, match="closed"):
-        group.broadcast(bucket, 0.2)
+        group.post(bucket, 0.2)()
     library.woken.set()
 
 
@@ -78,7 +78,7 @@ def test_closing_wakes_whoever_waits_in_a_broadcast() -> None:
     closer = threading.Timer(0.2, group.close)
     closer.start()
     with pytest.raises(RuntimeError, match=r"closed|aborted"):
-        group.broadcast(torch.zeros(10, dtype=torch.uint8), 60.0)
+        group.post(torch.zeros(10, dtype=torch.uint8), 60.0)()
     closer.join()
 
 
@@ -87,7 +87,7 @@ def test_errors_of_the_library_are_the_groups() -> None:
     group = DeviceGroup(EPOCH, library.form, CPU)
     library.woken.set()
     with pytest.raises(RuntimeError, match="aborted"):
-        group.broadcast(torch.zeros(10, dtype=torch.uint8), 10.0)
+        group.post(torch.zeros(10, dtype=torch.uint8), 10.0)()
     group.close()
 
 
@@ -95,12 +95,12 @@ def test_buckets_cross_through_the_bounce_buffer_to_those_who_receive_only() -> 
     receiver, root = Library("never"), Library("never")
     bucket = torch.zeros(10, dtype=torch.uint8)
     group = DeviceGroup(EPOCH, receiver.form, CPU)
-    group.broadcast(bucket[:4], 5.0)
-    group.broadcast(bucket[4:], 5.0)
+    group.post(bucket[:4], 5.0)()
+    group.post(bucket[4:], 5.0)()
     assert bucket.tolist() == 10 * [7]
     sending = DeviceGroup(Epoch(1, 0, 2, "127.0.0.1", 1, 5.0, "nccl"), root.form, CPU)
     mine = torch.ones(10, dtype=torch.uint8)
-    sending.broadcast(mine, 5.0)
+    sending.post(mine, 5.0)()
     assert mine.tolist() == 10 * [1]
     group.close()
     sending.close()

@@ -24,7 +24,7 @@ def fetch(source: Source, timeout_s: float = 10.0, bucket: int = 1 << 20) -> tor
     try:
         group.begin(len(FLAT))
         for part in found.split(bucket):
-            group.broadcast(part, timeout_s)
+            group.post(part, timeout_s)()
     finally:
         group.close()
     return found
@@ -67,10 +67,10 @@ def test_a_fetch_that_is_through_lets_go_of_its_connection(server: RelayServer) 
     found = torch.zeros_like(FLAT)
     for part in found.split(1 << 20):
         assert not group._socket.closed
-        group.broadcast(part, 10.0)
+        group.post(part, 10.0)()
     assert group._socket.closed and group._context.closed and torch.equal(found, FLAT)
     with pytest.raises(RuntimeError, match="closed"):
-        group.broadcast(found, 1.0)
+        group.post(found, 1.0)()
     group.close()
 
 
@@ -152,7 +152,7 @@ def test_no_more_is_under_way_than_the_credit_however_slow_the_source(slow: Slow
 
 def _fails(group: RelayGroup, bucket: torch.Tensor, timeout_s: float) -> None:
     with pytest.raises(RuntimeError, match="closed"):
-        group.broadcast(bucket, timeout_s)
+        group.post(bucket, timeout_s)()
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_answers_that_were_not_asked_for_end_the_fetch(slow: Slow, answer: list[
     thread = threading.Thread(target=reply)
     thread.start()
     with pytest.raises(RuntimeError, match=says):
-        group.broadcast(torch.zeros(PIECE_BYTES, dtype=torch.uint8), 10.0)
+        group.post(torch.zeros(PIECE_BYTES, dtype=torch.uint8), 10.0)()
     thread.join()
     group.close()
 

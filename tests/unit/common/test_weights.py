@@ -1,5 +1,8 @@
 """Layout, packing and checksums of the flat buffer, and the receiver's refusals."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from msgspec import structs
@@ -59,6 +62,33 @@ def test_the_layouts_digest_sees_names_shapes_and_types() -> None:
     assert len({Layout.of(x).digest for x in [base, *others]}) == 4
 
 
+def _copy(part: torch.Tensor, bucket: torch.Tensor) -> None:
+    bucket.copy_(part)
+
+
+def test_the_digest_of_thousands_of_entries_is_computed_once_and_changes_nothing_that_travels() -> None:
+    layout, other = layout_of("float32"), layout_of("float32")
+    digest = layout.digest
+    assert layout.digest is digest
+    assert layout == other and messages.encode(messages.Welcome(0, layout)) == messages.encode(
+        messages.Welcome(0, other)
+    )
+
+
+def test_a_buffer_is_zero_and_on_huge_pages_where_the_kernel_gives_them() -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    before = _huge_kib()
+    flat = packing.buffer(64 << 20)
+    assert (flat.shape, flat.dtype) == ((64 << 20,), torch.uint8) and not flat.any()
+    if enabled.exists() and "[never]" not in enabled.read_text():
+        assert _huge_kib() - before >= 32 << 10
+
+
+def _huge_kib() -> int:
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
+
+
 class Replay:
     """A group that hands out recorded buckets."""
 
@@ -67,9 +97,10 @@ class Replay:
 
     def begin(self, payload_bytes: int) -> None: ...
 
-    def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> None:
+    def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         self.timeouts.append(timeout_s)
-        bucket.copy_(self.parts.pop(0))
+        part = self.parts.pop(0)
+        return lambda: _copy(part, bucket)
 
     def close(self) -> None: ...
 
@@ -89,6 +120,14 @@ def test_a_bad_bucket_is_named_after_the_whole_broadcast_was_followed() -> None:
     with pytest.raises(ValueError, match="bucket 1 of 3"):
         receive_buckets(group, torch.zeros_like(flat), publish_of(flat, layout))
     assert group.timeouts == [bucket_timeout(8.0)] * 3, "leaving early would break the others' broadcast"
+
+
+def test_after_every_bucket_its_share_is_told() -> None:
+    layout = layout_of("float32")
+    flat = packing.pack(NAMED, layout)
+    shares: list[float] = []
+    receive_buckets(Replay(flat, ALIGNMENT), torch.zeros_like(flat), publish_of(flat, layout), shares.append)
+    assert shares == pytest.approx([1 / 3, 2 / 3, 1])
 
 
 def test_weights_of_another_source_are_held_to_a_digest_that_cannot_be_forged() -> None:

@@ -1,0 +1,59 @@
+"""Buckets one behind the other: what is under way while the caller looks at one."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from common.weights.collectives import POSTED, in_turn
+
+BUCKETS = list(torch.arange(2 * POSTED + 5, dtype=torch.uint8).split(2))
+assert len(BUCKETS) > POSTED + 1
+
+
+class Noted:
+    """A group that notes what was posted and waited for, and fails at one bucket."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.fails_at = fails_at
+
+    def begin(self, payload_bytes: int) -> None: ...
+
+    def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+        number = int(bucket[0]) // 2
+        self.events.append(("post", number))
+
+        def wait() -> None:
+            self.events.append(("wait", number))
+            if number == self.fails_at:
+                raise RuntimeError("a member is gone")
+
+        return wait
+
+    def close(self) -> None: ...
+
+
+def test_the_next_bucket_is_under_way_while_one_is_looked_at_and_no_more() -> None:
+    group = Noted()
+    for number, bucket in enumerate(in_turn(group, BUCKETS, 1.0)):
+        assert bucket is BUCKETS[number]
+        assert group.events.count(("wait", number)) == 1, "it is looked at when it is there"
+        posted = [n for what, n in group.events if what == "post"]
+        assert posted == list(range(min(number + POSTED, len(BUCKETS))))
+        group.events.append(("look", number))
+    assert [n for what, n in group.events if what == "look"] == list(range(len(BUCKETS)))
+
+
+def test_the_first_failure_is_the_callers_and_nothing_is_posted_after_it() -> None:
+    group, seen = Noted(fails_at=1), list[int]()
+    with pytest.raises(RuntimeError, match="gone"):
+        seen.extend(int(bucket[0]) // 2 for bucket in in_turn(group, BUCKETS, 1.0))
+    assert seen == [0]
+    assert group.events[-1] == ("wait", 1)
+    assert ("post", POSTED + 1) not in group.events
+
+
+def test_one_bucket_and_none_at_all_go_through() -> None:
+    assert list(in_turn(Noted(), BUCKETS[:1], 1.0)) == BUCKETS[:1]
+    assert list(in_turn(Noted(), [], 1.0)) == []
