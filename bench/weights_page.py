@@ -14,13 +14,11 @@ def render() -> str:
     measured: dict[str, Any] = json.loads((RESULTS / "weight_broadcast.json").read_text())
     flips: list[dict[str, Any]] = json.loads((RESULTS / "flip_cost.json").read_text())["runs"]
     rows = [
-        "| model | bytes | nodes | processes | ours | one flat broadcast | ours / flat | one per parameter | "
-        "ours is faster by |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| model | bytes | nodes | ours | one flat broadcast | ours / flat | one per parameter | ours is faster by |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     rows += [
         f"| {r['tensors']:,} {r['model'].removeprefix('many ')} | {r['bytes'] / 1e6:.0f} MB | {r['nodes']} | "
-        f"{'a core each' if r['core_each'] else 'share the cores'} | "
         f"{1e3 * r['broadcast_s']:.0f} ms | {1e3 * r['flat_s']:.0f} ms | {r['over_flat']:.2f} | "
         f"{1e3 * r['per_parameter_s']:.0f} ms | {r['times_faster_than_per_parameter']:.1f} times |"
         for r in measured["broadcast"]

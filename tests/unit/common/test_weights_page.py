@@ -14,7 +14,6 @@ def test_the_page_is_what_the_committed_results_say() -> None:
 def test_the_results_were_measured_with_the_defaults_and_with_enough_rounds() -> None:
     results = json.loads((RESULTS / "weight_broadcast.json").read_text())
     assert results["timeout_s"] == WeightsConfig().timeout_s
-    assert [r["nodes"] for r in results["broadcast"]] == [2, 2, 1, 1]
     assert all(r["rounds"] >= 4 for r in results["broadcast"])
     for death in results["death"]:
         assert death["worst_s"] < results["timeout_s"], death
