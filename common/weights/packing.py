@@ -19,7 +19,7 @@ def buffer(total_bytes: int) -> torch.Tensor:
 
     A checksum reads such memory half as fast again. numpy asks for them, torch does not.
     """
-    return torch.from_numpy(np.empty(total_bytes, np.uint8)).zero_()
+    return torch.as_tensor(np.empty(total_bytes, np.uint8)).zero_()
 
 
 def view(flat: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
