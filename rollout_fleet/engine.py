@@ -214,7 +214,7 @@ class Engine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         watched = self._config.rollout.concurrency == "auto"  # costs some time at every engine step
-        loggers = [engine_stats.stat_logger(self._counters)] if watched else None
+        loggers = [engine_stats.stat_logger(self._counters, lambda: self.weights.half_flips)] if watched else None
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments(on_cpu)), stat_loggers=loggers)
 
     def _arguments(self, on_cpu: bool) -> dict[str, Any]:

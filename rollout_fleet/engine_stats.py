@@ -4,6 +4,7 @@ Not its iteration statistics: the engine process holds outputs back until their 
 they would say of preemptions and tokens comes too late or not at all.
 """
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,28 +12,38 @@ from typing import Any
 from rollout_fleet.sampler_protocol import EngineCounters
 
 SMOOTHING = 0.05  # of the usual duration of a step
-OUTLIER = 4.0  # times the usual; more is a flip or a pause, not the work of a step
+OUTLIER = 4.0  # times the usual; more is a pause, not the work of a step
 
 
 class StepClock:
     """How much longer than usual the steps take that compute preempted requests again."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        batch: float = math.inf,
+        flips: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`batch`: tokens that a step computes at most; `flips`: EngineWeights.half_flips, as of now."""
+        self._clock, self._batch, self._flips = clock, batch, flips
+        self._flips_seen = 0
         self._ended: float | None = None  # the last step; None: the engine was idle since
         self._usual_s: float | None = None
-        self._again = False  # the last step let preempted requests in
+        self._left = 0.0  # tokens to compute again, before the last step took its share of them
 
     def step(self, running: int, recomputed: int) -> float:
         """Seconds lost in the step that ended now, negative by chance; `running` requests are left, `recomputed` tokens
         were computed again.
 
-        With batches in flight the scheduler speaks of the next step, so the one after counts as well.
+        What is more than a step's batch goes on in the next ones. With batches in flight the scheduler speaks of the
+        next step, so the one after counts as well. A step with a flip in it, or a part of one, says nothing.
         """
-        now, began = self._clock(), self._ended
-        again, self._again = self._again or recomputed > 0, recomputed > 0
+        now, began, flips = self._clock(), self._ended, self._flips()
+        again = recomputed > 0 or self._left > 0
+        self._left = max(0.0, self._left - self._batch) + recomputed
+        flipped, self._flips_seen = flips != self._flips_seen or flips % 2 == 1, flips
         self._ended = now if running else None
-        if began is None:
+        if began is None or flipped:
             return 0.0
         took_s = now - began
         if again:
@@ -43,13 +54,16 @@ class StepClock:
         return 0.0
 
 
-def stat_logger(counters: EngineCounters) -> Any:
-    """A factory for `AsyncLLM.from_engine_args(stat_loggers=[...])` whose loggers write into `counters`."""
+def stat_logger(counters: EngineCounters, flips: Callable[[], int]) -> Any:
+    """A factory for `AsyncLLM.from_engine_args(stat_loggers=[...])` whose loggers write into `counters`.
+
+    `flips`: EngineWeights.half_flips, as of now.
+    """
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Count(StatLoggerBase):
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            self._clock = StepClock()
+            self._clock = StepClock(batch=vllm_config.scheduler_config.max_num_batched_tokens, flips=flips)
 
         def record(
             self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0

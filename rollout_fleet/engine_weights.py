@@ -39,6 +39,7 @@ class EngineWeights:
         self._one_flip = asyncio.Lock()
         self._flipping: asyncio.Future[Flip] | None = None
         self.version, self.incarnation = -1, -1
+        self.half_flips = 0  # flips that began and flips that ended: odd while one is under way
 
     @property
     def label(self) -> str:
@@ -168,13 +169,17 @@ class EngineWeights:
     async def _flip(self, incarnation: int, version: int) -> float:
         """Seconds that generation stood still, as the engine or (paused around it) this process measured them."""
         core = self._llm.engine_core
-        if not self._pause_first:
-            return await core.call_utility_async("slipstream_flip", incarnation, version, self.recompute)
-        started = time.perf_counter()
-        await core.pause_scheduler_async(mode="keep", clear_cache=False)
-        await core.call_utility_async("slipstream_flip", incarnation, version, self.recompute)
-        await core.resume_scheduler_async()
-        return time.perf_counter() - started
+        self.half_flips += 1
+        try:
+            if not self._pause_first:
+                return await core.call_utility_async("slipstream_flip", incarnation, version, self.recompute)
+            started = time.perf_counter()
+            await core.pause_scheduler_async(mode="keep", clear_cache=False)
+            await core.call_utility_async("slipstream_flip", incarnation, version, self.recompute)
+            await core.resume_scheduler_async()
+            return time.perf_counter() - started
+        finally:
+            self.half_flips += 1
 
     async def _proof(self, incarnation: int, version: int) -> str:
         """Checksum of what the parameters hold; the worker computes it while generation goes on."""
