@@ -4,6 +4,7 @@ torch.distributed's default group is not touched; a learner may hold its own. Th
 store where the members of a collective meet. transports/ has a module for each way, transports/registry.py the list.
 """
 
+import contextlib
 import datetime
 import re
 import socket
@@ -54,15 +55,23 @@ def in_turn(group: Group, buckets: Iterable[torch.Tensor], timeout_s: float) -> 
     """Broadcast `buckets`, each [n] uint8, and yield every one when it is through.
 
     The next ones are under way while the caller looks at one: they travel while it is verified. Raises
-    RuntimeError as `Group.post` does.
+    RuntimeError as `Group.post` does. When it ends, nothing is under way any more: whatever happened, the buckets'
+    memory may be used for something else. Where it ends early, the group is closed.
     """
     posted = deque[tuple[torch.Tensor, Callable[[], None]]]()
-    for bucket in buckets:
-        posted.append((bucket, group.post(bucket, timeout_s)))
-        if len(posted) == POSTED:
+    try:
+        for bucket in buckets:
+            posted.append((bucket, group.post(bucket, timeout_s)))
+            if len(posted) == POSTED:
+                yield _arrived(posted)
+        while posted:
             yield _arrived(posted)
-    while posted:
-        yield _arrived(posted)
+    finally:
+        if posted:
+            group.close()
+        while posted:
+            with contextlib.suppress(Exception):  # who comes here has a failure already
+                _arrived(posted)
 
 
 def _arrived(posted: deque[tuple[torch.Tensor, Callable[[], None]]]) -> torch.Tensor:

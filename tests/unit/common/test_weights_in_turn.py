@@ -31,7 +31,8 @@ class Noted:
 
         return wait
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.events.append(("close", 0))
 
 
 def test_the_next_bucket_is_under_way_while_one_is_looked_at_and_no_more() -> None:
@@ -45,13 +46,28 @@ def test_the_next_bucket_is_under_way_while_one_is_looked_at_and_no_more() -> No
     assert [n for what, n in group.events if what == "look"] == list(range(len(BUCKETS)))
 
 
-def test_the_first_failure_is_the_callers_and_nothing_is_posted_after_it() -> None:
+def test_the_first_failure_is_the_callers_and_nothing_is_posted_or_under_way_after_it() -> None:
     group, seen = Noted(fails_at=1), list[int]()
     with pytest.raises(RuntimeError, match="gone"):
         seen.extend(int(bucket[0]) // 2 for bucket in in_turn(group, BUCKETS, 1.0))
     assert seen == [0]
-    assert group.events[-1] == ("wait", 1)
     assert ("post", POSTED + 1) not in group.events
+    # what was posted behind it would be written into memory that the next attempt verifies
+    assert group.events[group.events.index(("wait", 1)) + 1 :] == [("close", 0), ("wait", 2)]
+
+
+def test_a_caller_that_leaves_leaves_nothing_under_way() -> None:
+    group = Noted()
+    buckets = in_turn(group, BUCKETS, 1.0)
+    next(buckets)
+    buckets.close()  # type: ignore[attr-defined]
+    assert group.events[-2:] == [("close", 0), ("wait", 1)]
+
+
+def test_a_group_that_served_to_the_end_stays_open() -> None:
+    group = Noted()
+    assert len(list(in_turn(group, BUCKETS, 1.0))) == len(BUCKETS)
+    assert ("close", 0) not in group.events
 
 
 def test_one_bucket_and_none_at_all_go_through() -> None:
