@@ -107,11 +107,14 @@ def node_rows() -> list[str]:
 
 def adaptive_rows() -> list[str]:
     measured = result("adaptive_concurrency")
-    shares = measured["auto_over_best_fixed"].values()
+    runs = [(case, run) for case, runs in measured["cases"].items() for run in runs.values()]
+    rates = [{arm: found["tokens_per_s"] for arm, found in run.items()} for _, run in runs]
+    shares = [rate["auto"] / max(rate[arm] for arm in rate if arm != "auto") for rate in rates]
     fixed = ", ".join(map(str, measured["fixed_places"]))
     return [
-        f"| `rollout.concurrency: auto` against the best of {fixed} places, {len(shares)} workloads | "
-        f"{span(list(shares), '.2f')} of its tokens per second | - | "
+        f"| `rollout.concurrency: auto` against the best of {fixed} places, {len(measured['cases'])} workloads, "
+        f"{len(runs)} runs | "
+        f"{span(shares, '.2f')} of its tokens per second | - | "
         "[figures](docs/scheduling.md#how-many-episodes) |"
     ]
 

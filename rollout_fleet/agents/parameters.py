@@ -137,10 +137,19 @@ def _check_shapes(body: dict[str, Any], chat: bool) -> None:
         found = body.get(name)
         if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
             raise BadRequest(f"'{name}' must be a positive integer, found {found!r}", name)
+    for name in ("stream", "return_token_ids"):
+        _check_flag(name, body.get(name))
     logprobs, options = body.get("logprobs"), body.get("stream_options")
-    if chat and not isinstance(logprobs, bool | None):
-        raise BadRequest(f"'logprobs' must be true or false, found {logprobs!r}", "logprobs")
+    if chat:
+        _check_flag("logprobs", logprobs)
     if not chat and logprobs is not None and (logprobs != 0 or isinstance(logprobs, bool)):
         raise BadRequest(f"'logprobs' must be 0, found {logprobs!r}: {ONLY_SAMPLED}", "logprobs", "unsupported_value")
     if options is not None and (not isinstance(options, dict) or set(options) - {"include_usage"}):
         raise BadRequest(f"'stream_options' may have include_usage only, found {options!r}", "stream_options")
+    if options:
+        _check_flag("stream_options", options.get("include_usage"))
+
+
+def _check_flag(name: str, found: Any) -> None:
+    if not isinstance(found, bool | None):
+        raise BadRequest(f"'{name}' must be true or false, found {str(found)[:80]!r}", name)

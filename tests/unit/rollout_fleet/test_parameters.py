@@ -49,6 +49,10 @@ NAMED = {"type": "function", "function": {"name": "add"}}
         ("max_tokens", 0),
         ("max_completion_tokens", True),
         ("stream_options", {"include_obfuscation": False}),
+        ("stream_options", {"include_usage": "no"}),
+        ("stream", "false"),
+        ("return_token_ids", 1),
+        ("logprobs", "true"),
     ],
 )
 def test_what_would_change_tokens_or_answer_is_refused_by_name(name: str, found: Any) -> None:
