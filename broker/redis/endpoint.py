@@ -65,12 +65,14 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def redis_module(name: str) -> Any:
-    """redis-py's module `name`; raises UsageError when it is not installed."""
+    """redis-py's module `name`; raises UsageError when it, or a package that it needs, is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        missing = error.name or "redis"
+        found = "which is" if missing.partition(".")[0] == "redis" else f"and that {missing}, which is"
         raise UsageError(
-            "broker.backend: redis needs redis-py, which is not installed here; pip install 'slipstream-rl[redis]'"
+            f"broker.backend: redis needs redis-py, {found} not installed here; pip install 'slipstream-rl[redis]'"
         ) from error
 
 

@@ -359,8 +359,15 @@ def test_all_keys_of_a_run_have_its_prefix_and_other_runs_are_never_touched(
 
 
 def test_without_redis_py_the_error_says_what_to_install() -> None:
-    with pytest.raises(UsageError, match=r"pip install 'slipstream-rl\[redis\]'"):
-        redis_module("redis_py_is_not_installed_here")
+    with pytest.raises(UsageError, match=r"needs redis-py, which is not .* pip install 'slipstream-rl\[redis\]'"):
+        redis_module("redis.is_not_installed_here")
+
+
+def test_a_package_that_redis_py_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "redis_like.py").write_text("import async_timeout_of_old_pythons")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="and that async_timeout_of_old_pythons, which is not installed"):
+        redis_module("redis_like")
 
 
 def test_names_are_encoded_so_that_no_pattern_matches_more_than_its_run() -> None:
