@@ -19,6 +19,7 @@ import torch
 
 from common.weights import delta, packing
 from common.weights.layout import Layout
+from launch.marked import replaced
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "delta.md", ROOT / "bench" / "results" / "delta.json"
@@ -46,8 +47,7 @@ def table(result: dict) -> str:
 
 def write_page(result: dict) -> None:
     """The figures of docs/delta.md."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(result)}\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(replaced(PAGE.read_text(), BEGIN, END, f"\n{table(result)}\n"))
 
 
 def make_model():

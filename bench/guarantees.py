@@ -19,6 +19,8 @@ import machine  # noqa: E402
 from fault_options import GROUPS_PER_STEP, HEARTBEAT_S, LEASE_S, RETRY_S  # noqa: E402
 from fault_scenario import Scenario, load_all, play  # noqa: E402
 
+from launch.marked import replaced  # noqa: E402
+
 PAGE = ROOT / "docs" / "guarantees.md"
 RESULTS = ROOT / "bench" / "results" / "guarantees.json"
 BEGIN, END = "<!-- table of faults: bench/guarantees.py writes it -->", "<!-- end of the table -->"
@@ -59,9 +61,8 @@ def table(lines: list[tuple[str, ...]]) -> str:
 
 def write_page(figures: dict) -> None:
     """Put the table into the page."""
-    before, rest = PAGE.read_text().split(BEGIN)
     text = table(rows(load_all(), figures))
-    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+    PAGE.write_text(replaced(PAGE.read_text(), BEGIN, END, f"\n\n{text}\n\n"))
 
 
 def main() -> None:

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from launch.marked import replaced
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULT = ROOT / "docs" / "environments.md", ROOT / "bench" / "results" / "guessing.json"
 BEGIN, END = "<!-- figures: bench/results/guessing.json -->\n", "<!-- end of figures -->"
@@ -33,8 +35,7 @@ def figures(result: dict) -> str:
 
 def written(page: str, result: dict) -> str:
     """The page with the figures of `result`."""
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + figures(result) + END + rest.partition(END)[2]
+    return replaced(page, BEGIN, END, figures(result))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from launch.marked import replaced
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "README.md", ROOT / "bench" / "results"
 BEGIN, END = "<!-- the fleet: bench/readme_page.py writes it -->", "<!-- end of the fleet -->"
@@ -147,6 +149,4 @@ def game_rows() -> list[str]:
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{render()}\n\n{END}{after}")
+    PAGE.write_text(replaced(PAGE.read_text(), BEGIN, END, f"\n\n{render()}\n\n"))

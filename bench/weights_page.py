@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from launch.marked import replaced
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "weights.md", ROOT / "bench" / "results"
 BEGIN, END = "<!-- figures: bench/weights_page.py writes them -->", "<!-- end of the figures -->"
@@ -56,8 +58,7 @@ def spread(figure: dict[str, float], form: str = ".2f", scale: float = 1.0) -> s
 
 
 def main() -> None:
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{render()}\n\n{END}{rest.split(END)[1]}")
+    PAGE.write_text(replaced(PAGE.read_text(), BEGIN, END, f"\n\n{render()}\n\n"))
 
 
 if __name__ == "__main__":
