@@ -348,12 +348,12 @@ class Simulation:
             if training:
                 self._schedule_training()
         engines = self._speeds.engine_shared if training else 1.0
-        for who, node in enumerate(self._nodes):
-            if engines != self._engines_slower:
+        if engines != self._engines_slower:
+            self._engines_slower = engines
+            for who, node in enumerate(self._nodes):
                 node.advance(self._now)
                 node.share(engines)
                 self._schedule(who)
-        self._engines_slower = engines
 
     def _trained(self) -> None:
         for serial in self._training:

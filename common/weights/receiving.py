@@ -189,13 +189,11 @@ class Receiver:
             self._note_busy(turn, group)
             # Zeros, not empty: a bucket that never arrives must not be able to look like an older version.
             flat = buffer if buffer is not None else self._allocate(layout.total_bytes)
+            payload = torch.zeros(publish.payload_bytes, dtype=torch.uint8) if is_delta else flat
+            receive_buckets(group, payload, publish, lambda share: self._note_share(turn, publish, share))
             if is_delta:
-                stream = torch.zeros(publish.payload_bytes, dtype=torch.uint8)
-                receive_buckets(group, stream, publish, lambda share: self._note_share(turn, publish, share))
                 base = None
-                apply_delta(stream, flat, publish)
-            else:
-                receive_buckets(group, flat, publish, lambda share: self._note_share(turn, publish, share))
+                apply_delta(payload, flat, publish)
         except Exception as error:  # whatever went wrong, this publish did not arrive; the reason goes to the learner
             self._fail(turn, publish, group, reason_of(error), base)
             return

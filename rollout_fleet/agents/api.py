@@ -78,9 +78,7 @@ def read_chat(body: Any, job: Sampling) -> Request:
         tools=json.dumps(tools) if tools else "",
         max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
         logprobs=bool(body.get("logprobs")),
-        stream=bool(body.get("stream")),
-        usage=bool((body.get("stream_options") or {}).get("include_usage")),
-        token_ids=bool(body.get("return_token_ids")),
+        **_form(body),
     )
 
 
@@ -97,10 +95,17 @@ def read_completion(body: Any, job: Sampling) -> Request:
         prompt=prompt,
         max_tokens=body.get("max_tokens"),
         logprobs=body.get("logprobs") is not None,
-        stream=bool(body.get("stream")),
-        usage=bool((body.get("stream_options") or {}).get("include_usage")),
-        token_ids=bool(body.get("return_token_ids")),
+        **_form(body),
     )
+
+
+def _form(body: dict[str, Any]) -> dict[str, bool]:
+    """What chats and completions ask of their answers alike, as fields of Request."""
+    return {
+        "stream": bool(body.get("stream")),
+        "usage": bool((body.get("stream_options") or {}).get("include_usage")),
+        "token_ids": bool(body.get("return_token_ids")),
+    }
 
 
 def _is_token(found: object) -> bool:
@@ -207,10 +212,8 @@ def chat_chunks(body: dict[str, Any], request: Request) -> list[dict[str, Any]]:
     if request.logprobs:
         chunks[1]["choices"][0]["logprobs"] = choice["logprobs"]
     if request.token_ids:
-        chunks[1]["choices"][0]["token_ids"], chunks[0]["prompt_token_ids"] = (
-            choice["token_ids"],
-            body["prompt_token_ids"],
-        )
+        chunks[0]["prompt_token_ids"] = body["prompt_token_ids"]
+        chunks[1]["choices"][0]["token_ids"] = choice["token_ids"]
     return [*chunks, {**common, "choices": [], "usage": body["usage"]}] if request.usage else chunks
 
 
