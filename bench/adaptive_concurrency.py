@@ -24,15 +24,15 @@ import machine
 import tailed_environment
 from adaptive_page import over_best
 
-from common.config import Config
-from common.config_loading import load_config
+from common.config.loading import load_config
+from common.config.schema import Config
 from launch.roles import thread_environment
-from rollout_fleet.places import AdaptiveLimit, Places, pressure
-from rollout_fleet.sampler_protocol import EngineCounters
+from rollout_fleet.episode.sampler_protocol import EngineCounters
+from rollout_fleet.node.concurrency import AdaptiveLimit, Places, pressure
 
 NAME = "adaptive_concurrency"
 FIXED = (8, 32, 128)
-LOOK_S = 1.0  # as in rollout_fleet/node.py
+LOOK_S = 1.0  # as in rollout_fleet/node/node.py
 SETTLE_S, COUNTED_S = 8.0, 18.0
 AHEAD = 16  # requests beyond the places, as a node leases ahead
 PROMPT_TOKENS = 11
@@ -129,7 +129,7 @@ def same_lengths(kind: str, turn: int) -> Iterator[int]:
 
 async def measure(config: Config, kind: str, turn: int) -> dict[str, dict]:
     """What each arm did; the arms in turn, beginning with another one at each turn."""
-    from rollout_fleet.engine import Engine
+    from rollout_fleet.engine.engine import Engine
 
     engine = Engine(config, weights="folder", stop_token_ids=[])
     await engine.start()

@@ -4,7 +4,7 @@ import json
 import statistics
 from pathlib import Path
 
-from launch.marked import replaced
+from launch.dev.doc_markers import replaced
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULT = ROOT / "docs" / "scheduling.md", ROOT / "bench" / "results" / "adaptive_concurrency.json"

@@ -29,11 +29,11 @@ import tailed_environment
 from calibration import Beside, both, engine_alone, running_engine
 from fitting import fit_positive
 
-from broker.recording import open_recording
-from common.config import Config
-from common.config_loading import load_config
+from broker.journal.recording import open_recording
+from common.config.loading import load_config
+from common.config.schema import Config
+from common.process.run_dir import RunDir
 from common.rollouts import Sample, decode_group
-from common.run_dir import RunDir
 
 CONFIG = jobs.ROOT / "bench" / "async_tail.yaml"
 

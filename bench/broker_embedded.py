@@ -17,8 +17,16 @@ from broker_ways import PATIENCE_S, Load
 from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, Lease, NodeReport
 from broker.main import run_broker
-from common.allocator import keep_freed_memory
-from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, StalenessConfig, TasksConfig
+from common.config.schema import (
+    BrokerConfig,
+    Config,
+    LearnerConfig,
+    ModelConfig,
+    RunConfig,
+    StalenessConfig,
+    TasksConfig,
+)
+from common.process.malloc_tuning import keep_freed_memory
 from common.rollouts import Group, GroupMeta, Task, decode_group, encode_group
 
 GROUPS_PER_STEP = 16

@@ -17,11 +17,11 @@ from pathlib import Path
 import machine
 
 from broker.contract import LearnerReport, NodeReport, RunInfo
-from broker.durable_state import DurableState
-from broker.event_log import EventLog
-from broker.journal import Journal
-from broker.recovery import Recovered, recover
-from broker.store.folder import StoreFolder, StoreInfo, new_info
+from broker.delivery.event_log import EventLog
+from broker.journal.durable_state import DurableState
+from broker.journal.file_store.folder import StoreFolder, StoreInfo, new_info
+from broker.journal.journal import Journal
+from broker.journal.recovery import Recovered, recover
 from common.rollouts import GroupMeta, Task
 
 GROUPS_PER_STEP = 16

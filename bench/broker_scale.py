@@ -31,9 +31,9 @@ import machine
 import psutil
 from broker_embedded import HEARTBEAT_S, PROBLEM, broker_process, wait_for_address
 
-from broker.async_client import AsyncBrokerClient
 from broker.connect import Access, connect
 from broker.contract import Lease, NodeReport
+from broker.messaging.async_client import AsyncBrokerClient
 from common.rollouts import Task, encode_group
 
 NODE_PROCESSES = 4

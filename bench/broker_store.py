@@ -29,9 +29,9 @@ from typing import Protocol
 import lmdb
 import machine
 
-from broker.journal import SEGMENT_BYTES
-from broker.store.frames import checksum, head
-from broker.store.segment_file import SegmentFile, new_stage
+from broker.journal.file_store.frames import checksum, head
+from broker.journal.file_store.segment_file import SegmentFile, new_stage
+from broker.journal.journal import SEGMENT_BYTES
 
 SIZES = (83_000, 600_000)
 BATCH = 16

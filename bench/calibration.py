@@ -16,11 +16,11 @@ import jobs
 import psutil
 from simulate import Node, Speeds
 
-from common.config import Config
-from launch.cores import CorePlan, available_cores, plan_cores
+from common.config.schema import Config
 from launch.roles import thread_environment
-from launch.supervisor import pin
-from rollout_fleet.engine import Engine
+from launch.up.core_pinning import CorePlan, available_cores, plan_cores
+from launch.up.supervisor import pin
+from rollout_fleet.engine.engine import Engine
 
 REQUESTS, LONG_REQUESTS, LONG = (1, 2, 4, 8, 16, 32, 64, 128), (4, 8, 16), 1500  # at once; also after LONG tokens each
 PROMPT = 16

@@ -19,7 +19,7 @@ import torch
 
 from common.weights import delta, packing
 from common.weights.layout import Layout
-from launch.marked import replaced
+from launch.dev.doc_markers import replaced
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "delta.md", ROOT / "bench" / "results" / "delta.json"

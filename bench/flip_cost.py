@@ -52,8 +52,8 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, model: str) -> None:
         from transformers import Qwen3ForCausalLM
 
-        from common.config import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
-        from rollout_fleet.engine import Engine
+        from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+        from rollout_fleet.engine.engine import Engine
 
         engine = EngineConfig(max_model_len=1024, max_num_seqs=arguments.requests, kv_cache_mib=256, eager=True)
         config = Config(
@@ -97,8 +97,8 @@ class Bench:
         return time.perf_counter() - started
 
     async def variant(self, incarnation: int, kv_cache: str, encoding: str) -> dict:
-        from learner.publishing import WeightPublisher
-        from rollout_fleet.weight_client import WeightClient
+        from learner.publish.publisher import WeightPublisher
+        from rollout_fleet.weights.weight_client import WeightClient
 
         self.engine.weights.recompute = kv_cache == "recompute"
         publisher = WeightPublisher(

@@ -19,7 +19,7 @@ import machine  # noqa: E402
 from fault_options import GROUPS_PER_STEP, HEARTBEAT_S, LEASE_S, RETRY_S  # noqa: E402
 from fault_scenario import Scenario, load_all, play  # noqa: E402
 
-from launch.marked import replaced  # noqa: E402
+from launch.dev.doc_markers import replaced  # noqa: E402
 
 PAGE = ROOT / "docs" / "guarantees.md"
 RESULTS = ROOT / "bench" / "results" / "guarantees.json"

@@ -30,7 +30,7 @@ def run(seed: int) -> dict:
     assets, warm, folder = (f"runs/{name}-seed{seed}" for name in ("assets", "guessing-sft", "guessing"))
     if (jobs.ROOT / folder).exists():
         raise RuntimeError(f"{jobs.ROOT / folder} exists; it would not run again")
-    command("launch.quickstart_assets", "--out", assets, "--seed", str(seed))
+    command("launch.quickstart.assets", "--out", assets, "--seed", str(seed))
     data = f"tasks.dataset={assets}/number_guessing"
     own = (f"run.seed={seed}", f"run.dir={warm}", f"model.path={assets}/model", f"{data}/sft.jsonl")
     command("launch.cli", "sft", "configs/guessing-sft.yaml", *own)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from launch.marked import replaced
+from launch.dev.doc_markers import replaced
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULT = ROOT / "docs" / "environments.md", ROOT / "bench" / "results" / "guessing.json"

@@ -24,9 +24,9 @@ import machine
 
 from broker.contract import JoinTimes
 from common.errors import SlipstreamError
-from common.run_dir import RunDir, read_jsonl
-from launch.observe import observe
-from launch.quickstart_assets import main as build_assets
+from common.process.run_dir import RunDir, read_jsonl
+from launch.observe.run_view import observe
+from launch.quickstart.assets import main as build_assets
 
 T = TypeVar("T")
 WAIT_S = 120.0

@@ -1,8 +1,8 @@
 """GRPO with an exact lag: step s trains on groups that the weights of version max(0, s - lag) sampled.
 
 A job's staleness varies with the machine's mood; here it is constant, so that runs differ in nothing but the lag and
-the loss. Everything else is the product's: vLLM samples, learner.batch assembles, Megatron trains; one process, one
-core.
+the loss. Everything else is the product's: vLLM samples, learner.batch.batch assembles, Megatron trains; one process,
+one core.
 
     python bench/lagged_loop.py configs/quickstart.yaml --lag 8 --out curve.json [key=value ...]
 """
@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from common.arrays import Array
-from common.config import Config
-from common.config_loading import load_config
+from common.config.loading import load_config
+from common.config.schema import Config
 from common.rollouts import Group, Sample, VersionRun
 
 Weights = dict[str, torch.Tensor]
@@ -33,9 +33,9 @@ class Sampler:
     """vLLM in this process, with weights that can be exchanged between calls."""
 
     def __init__(self, config: Config) -> None:
-        from rollout_fleet import vllm_compat
+        from rollout_fleet.engine.vllm_patches import compat
 
-        vllm_compat.keep_cpu_linear_weights_live()
+        compat.keep_cpu_linear_weights_live()
         from vllm import LLM
 
         engine = config.rollout.engine
@@ -106,12 +106,12 @@ def accuracy(sampler: Sampler, weights: Weights, problems: list[dict]) -> float:
 def train(config: Config, lag: int) -> dict:
     """The whole run; the curve of rewards is that of the sampling policy, `lag` versions old."""
     sampler = Sampler(config)
-    from learner.batch import assemble
-    from learner.losses import policy_loss
+    from learner.batch.batch import assemble
+    from learner.batch.packing import microbatches_for
+    from learner.loop.step_metrics import LossFigures
+    from learner.loop.task_source import read_rows, shuffled
+    from learner.loss.losses import policy_loss
     from learner.megatron.backend import MegatronBackend
-    from learner.packing import microbatches_for
-    from learner.step_metrics import LossFigures
-    from learner.tasks import read_rows, shuffled
 
     backend = MegatronBackend.of(config)
     rows = [json.loads(row) for _, row in read_rows(Path(config.tasks.dataset), "tasks.dataset")]

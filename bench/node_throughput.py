@@ -98,8 +98,8 @@ def bare(arguments: argparse.Namespace) -> list[dict]:
 
 
 def node(arguments: argparse.Namespace) -> list[dict]:
-    from common.config import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
-    from rollout_fleet.engine import Engine
+    from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+    from rollout_fleet.engine.engine import Engine
 
     engine_config = EngineConfig(max_model_len=1024, max_num_seqs=arguments.concurrency, kv_cache_mib=256, eager=True)
     config = Config(

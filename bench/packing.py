@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common.config import ParallelConfig
-from common.layouts import document_multiple
-from learner.megatron.places import pack_multiple
-from learner.packing import FILLER, Document, cost, counted_places, plan
+from common.config.parallel_layout import document_multiple
+from common.config.schema import ParallelConfig
+from learner.batch.packing import FILLER, Document, cost, counted_places, plan
+from learner.megatron.pack_layout import pack_multiple
 
 RANKS = (2, 4, 8, 16)
 STEPS = 20

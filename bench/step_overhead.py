@@ -56,7 +56,7 @@ def make_model(folder: Path, shape: dict[str, int]) -> None:
 def documents(shape: dict[str, int]) -> list[Any]:
     import numpy as np
 
-    from learner.packing import Document
+    from learner.batch.packing import Document
 
     draw = np.random.Generator(np.random.PCG64(0))
     size = (shape["documents"], shape["tokens"] + 1)
@@ -65,8 +65,8 @@ def documents(shape: dict[str, int]) -> list[Any]:
 
 
 def learner_step(folder: Path, batch: Any) -> Callable[[], float]:
-    from common.config import LearnerConfig, ModelConfig, OptimizerConfig
-    from learner.losses import cross_entropy
+    from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig
+    from learner.loss.losses import cross_entropy
     from learner.megatron.backend import MegatronBackend
 
     config = LearnerConfig(optimizer=OptimizerConfig(lr=LR, grad_clip=CLIP))
@@ -82,9 +82,9 @@ def bare_step(folder: Path, batch: Any) -> Callable[[], float]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    from common.config import MoeConfig, ParallelConfig
+    from common.config.schema import MoeConfig, ParallelConfig
     from learner.megatron import model as learner_model
-    from learner.megatron.hf_folder import read_config
+    from learner.megatron.conversion.hf_folder import read_config
 
     # only the conversion is the learner's; what runs below is megatron-core's
     built = learner_model.build(folder, read_config(folder), torch.float32, ParallelConfig(), MoeConfig())
@@ -160,7 +160,7 @@ def measure(name: str, rounds: int) -> dict:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_model(folder, shape)
-        from learner.packing import build
+        from learner.batch.packing import build
 
         batch = build(rows, [list(range(len(rows)))])[0]
         steps = {"learner": learner_step(folder, batch)}

@@ -40,7 +40,7 @@ def build(folder: Path, problems: int = 4096) -> tuple[Path, Path]:
     """(model folder, dataset)."""
     from transformers import AutoConfig, AutoTokenizer, Qwen3ForCausalLM
 
-    from launch.quickstart_assets import build as build_assets
+    from launch.quickstart.assets import build as build_assets
 
     build_assets(folder, 1, "tiny")
     path = folder / "model"

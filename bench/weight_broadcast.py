@@ -34,12 +34,12 @@ from common.weights import messages, packing
 from common.weights.collectives import Group, Store
 from common.weights.layout import Layout
 from common.weights.messages import Epoch
-from common.weights.receiving import Receiver, StagingStatus
+from common.weights.receiver import Receiver, StagingStatus
 from common.weights.transports.gloo import GlooGroup
 from common.weights.transports.registry import open_group, receivable
-from learner.publishing import WeightPublisher
-from rollout_fleet.staging import until_staged
-from rollout_fleet.weight_client import Flip, WeightClient
+from learner.publish.publisher import WeightPublisher
+from rollout_fleet.weights.staging_poll import until_staged
+from rollout_fleet.weights.weight_client import Flip, WeightClient
 
 TIMEOUT_S = 20.0  # the default of weights.timeout_s
 BUCKET = 8 << 20  # and of weights.bucket_mib
@@ -337,7 +337,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    CONTEXT.set_forkserver_preload(["common.weights.receiving", "common.weights.transports.gloo", "__main__"])
+    CONTEXT.set_forkserver_preload(["common.weights.receiver", "common.weights.transports.gloo", "__main__"])
     large = model(64, args.mib << 20)
     small = model(SMALL_TENSORS, SMALL_TENSORS * SMALL_BYTES)
     few = max(1, args.rounds // 2)

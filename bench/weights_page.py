@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launch.marked import replaced
+from launch.dev.doc_markers import replaced
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "weights.md", ROOT / "bench" / "results"

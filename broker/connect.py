@@ -6,9 +6,9 @@ from typing import Protocol, Self
 import msgspec
 
 from broker.contract import LearnerBroker, NodeBroker, ObserverBroker
-from common.credentials import Credential, Role, load_credential
 from common.errors import UsageError
 from common.redis_address import FORMS, is_redis
+from common.security.credentials import Credential, Role, load_credential
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ def connect(access: Access) -> BrokerConnection:
             deadline_s=access.deadline_s,
         )
     _check_scheme(access.address)
-    from broker.client import BrokerClient
+    from broker.messaging.sync_client import BrokerClient
 
     return BrokerClient(
         access.address,
@@ -92,7 +92,7 @@ def connect_node(access: Access) -> NodeConnection:
             max_message_bytes=access.max_message_bytes,
         )
     _check_scheme(access.address)
-    from broker.async_client import AsyncBrokerClient
+    from broker.messaging.async_client import AsyncBrokerClient
 
     return AsyncBrokerClient(
         access.address,

@@ -26,8 +26,8 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from common.bounds import Finite, Name, Seconds, StepNumber, Tally, Text, Version
 from common.rollouts import GroupMeta, Task
+from common.wire_types import Finite, Name, Seconds, StepNumber, Tally, Text, Version
 
 LOST_AFTER_S = 10.0  # a learner unseen for longer is lost; it reports about once a second
 LEARNER_ENDED = ("done", "drained", "failed")  # states after which a learner says nothing more

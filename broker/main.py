@@ -13,15 +13,15 @@ import msgspec
 
 from broker.connect import Access, connect
 from broker.contract import BrokerEvent, RunInfo
-from broker.memories import bind, open_memory
-from broker.server import BrokerServer
-from broker.snapshots import Snapshots
-from common.allocator import keep_freed_memory
-from common.config import Config
+from broker.journal.open_state import bind, open_memory
+from broker.journal.status_files import Snapshots
+from broker.server.server import BrokerServer
+from common.config.schema import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
-from common.files import move_aside
-from common.lifecycle import alive
-from common.run_dir import BrokerFile, RunDir, write_atomic
+from common.process.files import move_aside
+from common.process.lifecycle import alive
+from common.process.malloc_tuning import keep_freed_memory
+from common.process.run_dir import BrokerFile, RunDir, write_atomic
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from common.arrays import Array
-from common.bounds import Finite, Tally, Version
+from common.wire_types import Finite, Tally, Version
 
 SCHEMA_VERSION = 1
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from common.errors import EXIT_FAILED, EXIT_USAGE, SlipstreamError
-from common.lifecycle import join_supervisor, leave
+from common.process.lifecycle import join_supervisor, leave
 
 DESCRIPTION = """Asynchronous GRPO: a Megatron learner, an elastic fleet of vLLM nodes and a broker between them.
 
@@ -22,20 +22,20 @@ RUN is the folder of a run (run.dir), or the config file that names it.
 In the repository docs/README.md lists the pages, docs/config.md every key."""
 
 HANDLERS = {
-    "up": "launch.up:command",
+    "up": "launch.up.up:command",
     "broker": "launch.roles:broker",
     "learner": "launch.roles:learner",
     "rollout": "launch.roles:rollout",
     "sft": "launch.roles:sft",
-    "plan": "launch.plan:command",
+    "plan": "launch.plan.plan:command",
     "eval": "launch.roles:evaluate",
-    "doctor": "launch.doctor:command",
-    "status": "launch.status:command",
-    "top": "launch.top:command",
-    "report": "launch.report:command",
-    "ledger": "launch.ledger:command",
+    "doctor": "launch.doctor.doctor:command",
+    "status": "launch.observe.status:command",
+    "top": "launch.observe.top:command",
+    "report": "launch.report.report:command",
+    "ledger": "launch.observe.ledger:command",
     "export": "launch.export:command",
-    "replay": "launch.replay:command",
+    "replay": "launch.replay.replay:command",
     "keys": "launch.keys:command",
 }
 

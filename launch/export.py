@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from common.errors import EXIT_DONE, UsageError
-from common.run_dir import RunDir
-from launch.targets import find_run
-from learner.checkpointing import CheckpointFolder
+from common.process.run_dir import RunDir
+from launch.resolve_target import find_run
+from learner.checkpoint.folder import CheckpointFolder
 
 
 def command(args: argparse.Namespace) -> int:
@@ -54,5 +54,5 @@ def convert(run: RunDir, checkpoint: Path, target: Path) -> int:
     """Run the conversion in a process of its own, on the CPU, beside whatever trains; its exit code."""
     words = ["--config", str(run.config), "--checkpoint", str(checkpoint.resolve()), "--out", str(target.resolve())]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "learner.export_main", *words]
+    command = [sys.executable, "-m", "learner.checkpoint.export_main", *words]
     return subprocess.run(command, env=environment, check=False).returncode

@@ -1,4 +1,4 @@
-"""`slipstream keys DIR`: the key folder of a job whose sockets are authenticated. See common/credentials.py.
+"""`slipstream keys DIR`: the key folder of a job whose sockets are authenticated. See common/security/credentials.py.
 
 It only ever adds: existing keys stay, so a running job goes on, and a broker that runs lets a new credential in at
 once. `--revoke NAME` takes one back.
@@ -12,7 +12,10 @@ from pathlib import Path
 
 import zmq
 
-from common.credentials import (
+from common.errors import UsageError
+from common.process.files import pretty_json
+from common.process.run_dir import write_atomic
+from common.security.credentials import (
     CREDENTIAL_NAME,
     AllowedKeys,
     Credential,
@@ -23,9 +26,6 @@ from common.credentials import (
     load_allowed,
     read_file,
 )
-from common.errors import UsageError
-from common.files import pretty_json
-from common.run_dir import write_atomic
 
 DEFAULT_NODE = "node-0"
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from common.config import Config
-from common.config_loading import load_either
+from common.config.loading import load_either
+from common.config.schema import Config
 from common.errors import UsageError
-from common.logs import log_path, setup_logging
-from common.run_dir import RunDir, write_json
-from launch.access import ask_status, check_join_address, discover_broker
-from launch.targets import checked, find_run, joined_config, load_job, load_sft, need_broker_library
+from common.process.logs import log_path, setup_logging
+from common.process.run_dir import RunDir, write_json
+from launch.observe.broker_access import ask_status, check_join_address, discover_broker
+from launch.resolve_target import checked, find_run, joined_config, load_job, load_sft, need_broker_library
 
 # torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
 SHUTDOWN_TIMEOUT_S = 300
@@ -48,7 +48,7 @@ def sft(args: argparse.Namespace) -> int:
     """Become torchrun for the supervised warm start; does not return unless the model is there already."""
     config, run = load_sft(args.config, args.overrides)
     run.prepare(config)
-    return become_torchrun("learner.sft_main", run, config.learner.world_size, config.learner.threads)
+    return become_torchrun("learner.sft.main", run, config.learner.world_size, config.learner.threads)
 
 
 def rollout(args: argparse.Namespace) -> int:
@@ -92,7 +92,7 @@ def evaluate(args: argparse.Namespace) -> int:
     setup_logging("eval", "0", run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))
     with output_to(log_path(run.logs, "eval", "0")):
-        from rollout_fleet.evaluate import run_eval
+        from rollout_fleet.node.evaluate import run_eval
 
         result = run_eval(config, model)
     write_json(run.path / "eval.json", result)

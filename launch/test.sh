@@ -22,6 +22,6 @@ step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step "pyright" pyright
 step "import contracts" lint-imports
-step "bare base install" bash launch/check_bare_install.sh
+step "bare base install" bash launch/dev/check_bare_install.sh
 step "tests" python -m pytest -rs --durations=15 "$@"
 printf '\n== all checks passed in %d s\n' "$SECONDS"

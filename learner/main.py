@@ -15,23 +15,23 @@ from pathlib import Path
 import msgspec
 
 from broker.connect import Access, BrokerConnection, connect
-from common.allocator import keep_freed_memory
-from common.config import Config
-from common.config_checks import check_config, fixed_address, resolve_paths
-from common.config_loading import load_config
+from common.config.checks import check_config, fixed_address, resolve_paths
+from common.config.loading import load_config
+from common.config.schema import Config
 from common.errors import BrokerUnreachable, SlipstreamError
-from common.lifecycle import alive, leave
 from common.metrics import MetricsWriter
-from common.run_dir import RunDir
-from learner.checkpointing import MODEL_FOLDER, CheckpointFolder
-from learner.lead import Lead
-from learner.process import RankProcess, guard, parse_arguments
-from learner.reporting import Reporter
-from learner.resume import Resume, find_start
-from learner.run_files import EventLog, write_record
-from learner.step_metrics import Totals
-from learner.task_stream import TaskStream
-from learner.tasks import TaskSource
+from common.process.lifecycle import alive, leave
+from common.process.malloc_tuning import keep_freed_memory
+from common.process.run_dir import RunDir
+from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder
+from learner.loop.lead_rank import Lead
+from learner.loop.learner_record import EventLog, write_record
+from learner.loop.resume import Resume, find_start
+from learner.loop.status_reporter import Reporter
+from learner.loop.step_metrics import Totals
+from learner.loop.task_source import TaskSource
+from learner.loop.task_stream import TaskStream
+from learner.rank_process import RankProcess, guard, parse_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def train(config: Config, run_dir: RunDir, process: RankProcess, parts: LeadPart
     """Load everything and run the loop; returns 'done' or 'drained'. Collective."""
     publisher = None
     if parts is not None:
-        from learner.publishing import create_publisher
+        from learner.publish.publisher import create_publisher
 
         parts.reporter.start()
         parts.reporter.set("starting", "loading the model")
@@ -115,8 +115,8 @@ def train(config: Config, run_dir: RunDir, process: RankProcess, parts: LeadPart
         parts.reporter.set_weights_address(publisher.start())
         parts.reporter.watch_publisher(lambda: publisher.stats().undelivered)
 
+    from learner.loop.trainer import Start, Trainer
     from learner.megatron.backend import MegatronBackend  # after the checks: it takes seconds to import
-    from learner.trainer import Start, Trainer
 
     backend = MegatronBackend.of(config)
     process.drain_on_signals()

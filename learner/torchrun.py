@@ -13,11 +13,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as run_torchrun
 
-from common.config_loading import load_either
+from common.config.loading import load_either
 from common.errors import EXIT_DONE, EXIT_FAILED
-from common.lifecycle import leave
-from common.run_dir import RunDir
-from learner.run_files import read_record
+from common.process.lifecycle import leave
+from common.process.run_dir import RunDir
+from learner.loop.learner_record import read_record
 
 
 def main(words: Sequence[str]) -> int:

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING
 
 from broker.connect import Access, NodeConnection, connect_node
 from broker.contract import RunInfo
-from common.allocator import keep_freed_memory
-from common.config import Config
-from common.credentials import curve_credentials, load_credential
+from common.config.schema import Config
 from common.errors import EXIT_DONE, BrokerUnreachable, SlipstreamError, UsageError
-from rollout_fleet.board import Board
-from rollout_fleet.drivers import build_driver
-from rollout_fleet.environments.host import EnvironmentHost
-from rollout_fleet.groups import GroupRunner
-from rollout_fleet.heartbeat import Heartbeat
-from rollout_fleet.node import Node, NodeParts
-from rollout_fleet.patience import Patience
-from rollout_fleet.places import AdaptiveLimit
+from common.process.malloc_tuning import keep_freed_memory
+from common.security.credentials import curve_credentials, load_credential
+from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
+from rollout_fleet.episode.driver_factory import build_driver
+from rollout_fleet.episode.group_runner import GroupRunner
+from rollout_fleet.node.broker_timeout import Patience
+from rollout_fleet.node.concurrency import AdaptiveLimit
+from rollout_fleet.node.heartbeat import Heartbeat
+from rollout_fleet.node.node import Node, NodeParts
+from rollout_fleet.node.node_status import Board
 
 if TYPE_CHECKING:
-    from rollout_fleet.engine import Engine
+    from rollout_fleet.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def run_node(config: Config, broker_address: str, node_id: str | None = None) ->
 
 async def _serve(config: Config, address: str, node_id: str) -> int:
     from common.weights.transports.registry import require
-    from rollout_fleet.engine import Engine
+    from rollout_fleet.engine.engine import Engine
 
     require(config.weights.transport)
     engine = Engine(config, seed=node_seed(config.run.seed, node_id))
@@ -91,7 +91,7 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
             return EXIT_DONE
         board.arrival.reached("engine")
         from common.weights.transports.registry import receivable
-        from rollout_fleet.weight_client import WeightClient
+        from rollout_fleet.weights.weight_client import WeightClient
 
         keys = curve_credentials(credentials)
         credential = load_credential(keys, "node", node_id) if keys else None

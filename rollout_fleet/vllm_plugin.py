@@ -1,6 +1,6 @@
 """Entry point of vLLM's general plugins; loaded in every vLLM process of this environment, sometimes twice."""
 
-from common.lifecycle import die_with_parent
+from common.process.lifecycle import die_with_parent
 
 BACKEND = "slipstream"  # name in vLLM's weight transfer registry
 _registered = False
@@ -16,18 +16,20 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rollout_fleet import vllm_compat, vllm_prefix
+    from rollout_fleet.engine.vllm_patches import compat, prefix_cache
 
-    vllm_compat.check_version()
-    WeightTransferEngineFactory.register_engine(BACKEND, "rollout_fleet.transfer", "SlipstreamTransferEngine")
+    compat.check_version()
+    WeightTransferEngineFactory.register_engine(
+        BACKEND, "rollout_fleet.weights.worker_extension", "SlipstreamTransferEngine"
+    )
     if current_platform.is_cpu():
-        vllm_compat.keep_cpu_linear_weights_live()
-        vllm_compat.keep_cpu_expert_weights_live()
-        vllm_compat.return_routed_experts_on_cpu()
-    if vllm_compat.in_engine_process():
+        compat.keep_cpu_linear_weights_live()
+        compat.keep_cpu_expert_weights_live()
+        compat.return_routed_experts_on_cpu()
+    if compat.in_engine_process():
         die_with_parent()
-        vllm_compat.flip_in_one_call()
-        vllm_compat.send_only_finished_outputs()
-        vllm_prefix.salt_by_version()
+        compat.flip_in_one_call()
+        compat.send_only_finished_outputs()
+        prefix_cache.salt_by_version()
     else:
-        vllm_compat.take_in_logprobs_at_once()
+        compat.take_in_logprobs_at_once()

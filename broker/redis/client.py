@@ -14,10 +14,10 @@ from broker.redis import reading
 from broker.redis.endpoint import endpoint
 from broker.redis.moves import Command
 from broker.redis.store_link import StoreLink
-from common.credentials import Role
 from common.errors import BrokerError
 from common.redis_address import parse_redis
 from common.rollouts import Task
+from common.security.credentials import Role
 
 OFFER_TASKS = 512  # in one move
 FETCH_GROUPS = 16  # payloads in one pipeline

@@ -1,4 +1,4 @@
--- Every atomic move of the Redis backend; broker/state.py is the reference for what each one does.
+-- Every atomic move of the Redis backend; broker/delivery/state.py is the reference for what each one does.
 --
 -- KEYS[1]  PREFIX..'state', where PREFIX is slipstream:{RUN}:STORE: (broker/redis/keys.py documents every key). All other
 --          keys are derived from PREFIX and share its hash tag, so they lie in one slot.
@@ -220,7 +220,7 @@ local function sweep()
 end
 if now >= st.due then sweep() end
 
--- Admission: broker/admission.py and common/staleness.py. `more` tasks are being leased besides the stored ones.
+-- Admission: broker/delivery/admission.py and common/staleness.py. `more` tasks are being leased besides the stored ones.
 local leased_now
 local function admits(serial, version, more)
   if version < 0 then return false end
@@ -730,7 +730,7 @@ if op == 'heartbeat' then
   else
     seen(node)
     local version = ARGV[7]
-    if tonumber(version) < tonumber(old[3]) and not old[4] then -- see broker/fleet.py: overtaken by a request, or true
+    if tonumber(version) < tonumber(old[3]) and not old[4] then -- see broker/delivery/nodes.py: overtaken by a request, or true
       version = old[3]
       call('HSET', key, 'in_doubt', 1)
     elseif old[4] then

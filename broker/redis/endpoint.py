@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from common.config_checks import is_loopback
+from common.config.checks import is_loopback
 from common.errors import UsageError
 from common.redis_address import RedisAddress, parse_redis
 

@@ -19,20 +19,20 @@ from typing import Any
 import msgspec
 
 from broker.contract import BrokerEvent
+from broker.journal.open_state import set_aside_store
+from broker.journal.status_files import SNAPSHOT_S
 from broker.main import keep_former_ledger, run_info
-from broker.memories import set_aside_store
 from broker.redis.checks import check_server
 from broker.redis.client import RedisClient
 from broker.redis.endpoint import endpoint
 from broker.redis.link import Link
 from broker.redis.moves import Command, Moves, StoreGone
 from broker.redis.run_store import RunStore, new_store
-from broker.snapshots import SNAPSHOT_S
-from common.config import Config
+from common.config.schema import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
-from common.lifecycle import DrainFlag
+from common.process.lifecycle import DrainFlag
+from common.process.run_dir import BrokerFile, RunDir, write_atomic
 from common.redis_address import with_run
-from common.run_dir import BrokerFile, RunDir, write_atomic
 
 logger = logging.getLogger(__name__)
 

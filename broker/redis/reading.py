@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from broker import waste
 from broker.contract import (
     BrokerEvent,
     BrokerStatus,
@@ -17,8 +16,9 @@ from broker.contract import (
     RunInfo,
     Waste,
 )
-from broker.fleet import reported
-from broker.learner_record import LearnerRecord
+from broker.delivery import waste
+from broker.delivery.learner_fencing import LearnerRecord
+from broker.delivery.nodes import reported
 from broker.redis.keys import Keys
 from broker.redis.moves import Command
 from common.rollouts import GroupMeta

@@ -7,19 +7,19 @@ from contextlib import contextmanager
 import msgspec
 
 from broker.contract import LEARNER_ENDED, LOST_AFTER_S
-from broker.kept_payload import KeptPayload
-from broker.recorded import RecordedGroup, RecordedSteps
+from broker.journal.recorded_groups import RecordedGroup, RecordedSteps
+from broker.journal.stored_payload import KeptPayload
 from broker.redis.client import RedisClient
 from broker.redis.endpoint import endpoint
 from broker.redis.keeper import Seen, only_keeper
 from broker.redis.moves import Command
 from broker.redis.reading import decode_meta, open_step, pairs
 from broker.redis.store_link import StoreLink
-from common.config import Config
+from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
+from common.process.run_dir import RunDir
 from common.redis_address import with_run
 from common.rollouts import Task
-from common.run_dir import RunDir
 
 ROLE = "learner"
 ASK_S = 5.0

@@ -22,8 +22,8 @@ from typing import Annotated
 
 import msgspec
 
-from common.bounds import Finite, Name, Text, Version
 from common.weights.layout import Layout
+from common.wire_types import Finite, Name, Text, Version
 
 Key = Annotated[str, msgspec.Meta(max_length=40)]  # a CURVE key, Z85; '' where there are no keys
 

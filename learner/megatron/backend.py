@@ -1,4 +1,4 @@
-"""The Megatron implementation of learner.backend.Backend."""
+"""The Megatron implementation of learner.loop.backend_protocol.Backend."""
 
 # ruff: noqa: E402
 import atexit
@@ -7,9 +7,9 @@ import gc
 _collecting = gc.isenabled()
 gc.disable()  # hundreds of thousands of objects that stay: walking them while they are made costs a second
 
-from learner.megatron import cpu_compat
+from learner.megatron.cpu import compat
 
-cpu_compat.enable()  # before the first import of megatron
+compat.enable()  # before the first import of megatron
 
 import logging
 from collections.abc import Iterator
@@ -21,13 +21,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from common.config import Config, LearnerConfig, ModelConfig, MoeConfig, SftConfig, SftLearnerConfig
-from common.layouts import document_multiple
-from learner.backend import LossFunction, Microbatch, StepResult
-from learner.megatron import parallel, verify
+from common.config.parallel_layout import document_multiple
+from common.config.schema import Config, LearnerConfig, ModelConfig, MoeConfig, SftConfig, SftLearnerConfig
+from learner.loop.backend_protocol import LossFunction, Microbatch, StepResult
+from learner.megatron import parallel
 from learner.megatron.checkpoint import Writer
-from learner.megatron.export import Exporter
-from learner.megatron.hf_folder import check_layout, read_config
+from learner.megatron.conversion import verify
+from learner.megatron.conversion.export import Exporter
+from learner.megatron.conversion.hf_folder import check_layout, read_config
 from learner.megatron.model import DTYPES, Model, build
 from learner.megatron.moe import Experts
 from learner.megatron.offload import Offload
@@ -53,7 +54,7 @@ class MegatronBackend:
         data_parallel_size: replicas.
         vocab_size: entries of the vocabulary.
         hidden_size: of the model.
-        routing_shape, document_multiple: see learner.backend.Backend.
+        routing_shape, document_multiple: see learner.loop.backend_protocol.Backend.
     """
 
     @classmethod
@@ -118,7 +119,7 @@ class MegatronBackend:
     def train_step(
         self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False
     ) -> StepResult:
-        """See learner.backend.Backend.train_step. Collective.
+        """See learner.loop.backend_protocol.Backend.train_step. Collective.
 
         Raises:
             SlipstreamError: the gradient norm is not finite; the weights are unchanged.

@@ -28,9 +28,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint import CheckpointException
 
-from common.config import ParallelConfig
+from common.config.schema import ParallelConfig
 from common.errors import SlipstreamError, UsageError
-from learner.megatron import durable, parallel
+from learner.megatron import parallel
+from learner.megatron.conversion import atomic_folder
 from learner.megatron.optimizer import Optimizer
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Save:
             common: what is the same on every rank.
             live: addresses of the storages that the next step changes.
         """
-        self.path, self.folder = path, durable.staging_path(path)
+        self.path, self.folder = path, atomic_folder.staging_path(path)
         self.results: list[Any] = []
         self.problem = ""
         # found by prepare_write_data, which starts a process to hold a queue otherwise
@@ -107,7 +108,7 @@ class Save:
         """Rank 0, when every rank has written: index and name. Raises OSError."""
         self._writer.finish(self._metadata, results)  # flushes what it writes
         save_config(self._config, str(self.folder))
-        durable.publish(self.path, unsynced=[self.folder / _INDEX])
+        atomic_folder.publish(self.path, unsynced=[self.folder / _INDEX])
 
 
 def _copied(bucket: Any, live: set[int]) -> Any:
@@ -154,7 +155,7 @@ class Writer:
         problem = ""
         if dist.get_rank() == 0:
             try:
-                durable.prepare(path)
+                atomic_folder.prepare(path)
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
         _raise_everywhere(path, problem)

@@ -13,11 +13,11 @@ import torch
 from megatron.bridge import AutoBridge
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from common.config import MoeConfig, ParallelConfig, Recompute
+from common.config.schema import MoeConfig, ParallelConfig, Recompute
 from common.errors import UsageError
-from learner.megatron import bridge_fixes, hf_folder, moe
-from learner.megatron.architectures import check_names
-from learner.megatron.bridges import mixtral as _mixtral  # noqa: F401  (registers itself)
+from learner.megatron import moe
+from learner.megatron.conversion import bridge_fixes, hf_folder
+from learner.megatron.conversion.architectures import check_names
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from common.config import MoeConfig
+from common.config.schema import MoeConfig
 from common.errors import UsageError
-from learner.backend import LossFunction, Microbatch, RoutingShape
+from learner.loop.backend_protocol import LossFunction, Microbatch, RoutingShape
 from learner.megatron import parallel
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.config import MemoryConfig
+from common.config.schema import MemoryConfig
 from learner.megatron.optimizer import Optimizer
 
 

@@ -10,7 +10,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from common.config import OptimizerConfig
+from common.config.schema import OptimizerConfig
 from common.errors import SlipstreamError
 from learner.megatron.model import Model
 

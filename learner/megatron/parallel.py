@@ -11,7 +11,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from common.config import ParallelConfig
+from common.config.schema import ParallelConfig
 
 _CONTROL_TIMEOUT = timedelta(days=7)  # the lead rank may wait that long for rollouts
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)

@@ -14,10 +14,10 @@ import torch
 from megatron.bridge import AutoBridge
 from torch import Tensor
 
-from common.config import LearnerConfig, ModelConfig, SftLearnerConfig
+from common.config.schema import LearnerConfig, ModelConfig, SftLearnerConfig
 from common.errors import UsageError
-from learner.backend import Microbatch
-from learner.megatron import hf_folder
+from learner.loop.backend_protocol import Microbatch
+from learner.megatron.conversion import hf_folder
 from learner.megatron.model import Model
 
 _PIECE_BYTES = 64 << 20

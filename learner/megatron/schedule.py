@@ -14,12 +14,12 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from common.config import ParallelConfig
-from learner.backend import LossFunction, LossOutput, Microbatch
+from common.config.schema import ParallelConfig
+from learner.loop.backend_protocol import LossFunction, LossOutput, Microbatch
 from learner.megatron import parallel
-from learner.megatron.head import Head
 from learner.megatron.moe import Experts
-from learner.megatron.places import Places
+from learner.megatron.output_head import Head
+from learner.megatron.pack_layout import Places
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from rollout_fleet.agents.parameters import BadRequest, check_parameters
 from rollout_fleet.environments.protocol import ToolCall
-from rollout_fleet.episodes import Sampling
-from rollout_fleet.rendering import Message
+from rollout_fleet.episode.driver import Sampling
+from rollout_fleet.episode.rendering import Message
 
 MODEL = "policy"  # the only one that is served
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from rollout_fleet.agents import api
 from rollout_fleet.environments.protocol import Budget, StopReason
-from rollout_fleet.episodes import Progress, Sampling, generate
-from rollout_fleet.rendering import Renderer
-from rollout_fleet.sampler_protocol import Generation, Sampler
-from rollout_fleet.tool_calls import Said, format_of, parse
-from rollout_fleet.trace import Trace
+from rollout_fleet.episode.driver import Progress, Sampling, generate
+from rollout_fleet.episode.rendering import Renderer
+from rollout_fleet.episode.sampler_protocol import Generation, Sampler
+from rollout_fleet.episode.token_record import Trace
+from rollout_fleet.episode.tool_calls import Said, format_of, parse
 
 Words = tuple[tuple[str, str, str], ...]
 

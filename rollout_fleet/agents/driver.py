@@ -16,14 +16,14 @@ from common.rollouts import Sample
 from rollout_fleet.agents.api import MODEL
 from rollout_fleet.agents.conversation import Conversation
 from rollout_fleet.agents.endpoint import Endpoint, Session
-from rollout_fleet.environments import frames
-from rollout_fleet.environments.host import EnvironmentHost
-from rollout_fleet.environments.processes import SPARE_S, ProcessHost
+from rollout_fleet.environments.isolation import ipc_frames
+from rollout_fleet.environments.isolation.process_host import SPARE_S, ProcessHost
+from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.environments.protocol import Budget, Limits, StopReason
-from rollout_fleet.episodes import EpisodeFailed, Progress, Sampling, checked_metrics, failure, finite
-from rollout_fleet.rendering import Renderer
-from rollout_fleet.sampler_protocol import Sampler
-from rollout_fleet.trace import Trace
+from rollout_fleet.episode.driver import EpisodeFailed, Progress, Sampling, checked_metrics, failure, finite
+from rollout_fleet.episode.rendering import Renderer
+from rollout_fleet.episode.sampler_protocol import Sampler
+from rollout_fleet.episode.token_record import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class AgentProcess:
         channel = await self._host.open(self._limits, self._wall_s)
         try:
             request = {"problem": problem, **keywords, **self._options}
-            return await channel.ask(frames.SMALL_BYTES, do="call", path=self._path, keywords=request)
+            return await channel.ask(ipc_frames.SMALL_BYTES, do="call", path=self._path, keywords=request)
         finally:
             channel.close()
 

@@ -18,7 +18,7 @@ from common.errors import SlipstreamError
 from rollout_fleet.agents import api
 from rollout_fleet.agents.conversation import Conversation
 from rollout_fleet.agents.parameters import CODE
-from rollout_fleet.episodes import EpisodeFailed
+from rollout_fleet.episode.driver import EpisodeFailed
 
 logger = logging.getLogger(__name__)
 

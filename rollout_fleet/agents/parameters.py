@@ -8,7 +8,7 @@ without their counterpart there and bias every ratio, so it is an error and not 
 import difflib
 from typing import Any
 
-from rollout_fleet.episodes import Sampling
+from rollout_fleet.episode.driver import Sampling
 
 CODE = "invalid_request_error"
 BENT = "it would change the distribution that is sampled from, which the learner computes again as it is"

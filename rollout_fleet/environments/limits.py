@@ -2,7 +2,7 @@
 
 from dataclasses import fields, replace
 
-from common.config import LimitsConfig
+from common.config.schema import LimitsConfig
 from rollout_fleet.environments.protocol import Limits
 
 

@@ -16,14 +16,14 @@ from common.errors import ConfigError
 from rollout_fleet.environments.protocol import Environment, Limits
 
 BUILT_IN = {
-    "addition": "rollout_fleet.environments.addition:Addition",
-    "frozen_lake": "rollout_fleet.environments.gymnasium_text:FrozenLake",
-    "gsm8k": "rollout_fleet.environments.gsm8k:Gsm8k",
-    "gymnasium": "rollout_fleet.environments.gymnasium_text:GymnasiumText",
-    "math": "rollout_fleet.environments.math_problem:MathProblem",
-    "number_guessing": "rollout_fleet.environments.number_guessing:NumberGuessing",
-    "openenv": "rollout_fleet.environments.openenv:OpenEnv",
-    "python_tool": "rollout_fleet.environments.python_tool:PythonTool",
+    "addition": "rollout_fleet.environments.builtin.addition:Addition",
+    "frozen_lake": "rollout_fleet.environments.adapters.gymnasium_text:FrozenLake",
+    "gsm8k": "rollout_fleet.environments.builtin.gsm8k:Gsm8k",
+    "gymnasium": "rollout_fleet.environments.adapters.gymnasium_text:GymnasiumText",
+    "math": "rollout_fleet.environments.builtin.math_problem:MathProblem",
+    "number_guessing": "rollout_fleet.environments.builtin.number_guessing:NumberGuessing",
+    "openenv": "rollout_fleet.environments.adapters.openenv:OpenEnv",
+    "python_tool": "rollout_fleet.environments.builtin.python_tool:PythonTool",
     "verifiers": "rollout_fleet.agents.verifiers_agent:agent",
 }
 KEY = "tasks.environment"

@@ -15,20 +15,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker import waste
-from broker.async_client import AsyncBrokerClient
-from broker.client import BrokerClient
 from broker.contract import LearnerBroker, LearnerReport, NodeBroker, NodeReport, RunInfo, Waste
-from broker.durable_state import DurableState
-from broker.event_log import EventLog
-from broker.journal import Journal
-from broker.memory import MemoryBroker
-from broker.recovery import recover
+from broker.delivery import waste
+from broker.delivery.event_log import EventLog
+from broker.delivery.in_process import MemoryBroker
+from broker.delivery.state import ALONE, DeliveryState
+from broker.journal.durable_state import DurableState
+from broker.journal.file_store.folder import StoreFolder, new_info
+from broker.journal.journal import Journal
+from broker.journal.recovery import recover
+from broker.messaging.async_client import AsyncBrokerClient
+from broker.messaging.sync_client import BrokerClient
 from broker.redis.async_client import AsyncRedisClient
 from broker.redis.client import RedisClient
-from broker.server import BrokerServer
-from broker.state import ALONE, DeliveryState
-from broker.store.folder import StoreFolder, new_info
+from broker.server.server import BrokerServer
 from common.errors import BrokerError
 from common.redis_address import with_run
 from common.rollouts import GroupMeta, Task

@@ -15,7 +15,7 @@ import torch
 from common.weights import messages, packing
 from common.weights.collectives import Group
 from common.weights.messages import Epoch
-from common.weights.receiving import Receiver
+from common.weights.receiver import Receiver
 from common.weights.transports.device import DeviceGroup
 from common.weights.transports.gloo import process_group
 from common.weights.transports.registry import open_group

@@ -21,7 +21,7 @@ from fault_redis import RedisUnderTest
 from broker.connect import Access, BrokerConnection, connect
 from broker.contract import LedgerEntry
 from common.errors import BrokerError, BrokerUnreachable
-from common.run_dir import RunDir
+from common.process.run_dir import RunDir
 
 PROGRAM = Path(__file__).with_name("fault_roles.py")
 WILD_CLOCK = Path(__file__).with_name("wild_clock")

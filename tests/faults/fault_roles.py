@@ -26,19 +26,27 @@ from broker.contract import LearnerReport
 from broker.main import run_broker
 from broker.redis.keeper import run_keeper
 from common.arrays import Array
-from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, StalenessConfig, TasksConfig
+from common.config.schema import (
+    BrokerConfig,
+    Config,
+    LearnerConfig,
+    ModelConfig,
+    RunConfig,
+    StalenessConfig,
+    TasksConfig,
+)
 from common.errors import SlipstreamError, UsageError
+from common.process.run_dir import write_atomic
 from common.rollouts import Sample, VersionRun, decode_group
-from common.run_dir import write_atomic
-from learner.task_stream import TaskStream
-from learner.tasks import TaskSource
-from rollout_fleet.board import Board
-from rollout_fleet.episodes import Progress
-from rollout_fleet.groups import GroupRunner
-from rollout_fleet.heartbeat import Heartbeat
-from rollout_fleet.node import Node, NodeParts
-from rollout_fleet.patience import Patience
-from rollout_fleet.sampler_protocol import EngineCounters, WeightsState
+from learner.loop.task_source import TaskSource
+from learner.loop.task_stream import TaskStream
+from rollout_fleet.episode.driver import Progress
+from rollout_fleet.episode.group_runner import GroupRunner
+from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
+from rollout_fleet.node.broker_timeout import Patience
+from rollout_fleet.node.heartbeat import Heartbeat
+from rollout_fleet.node.node import Node, NodeParts
+from rollout_fleet.node.node_status import Board
 
 logger = logging.getLogger("faults")
 
@@ -167,7 +175,7 @@ async def node(o: NodeOptions) -> int:
 
 
 class Learner:
-    """learner/lead.py's way with the broker, without a model: checkpoints every third step, and commits then."""
+    """The lead rank's way with the broker, without a model: checkpoints every third step, and commits then."""
 
     def __init__(self, o: LearnerOptions, broker: BrokerConnection) -> None:
         self._o, self._broker = o, broker

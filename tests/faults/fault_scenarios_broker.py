@@ -12,8 +12,8 @@ from fault_promise import trained_lines
 from fault_rig import Rig
 from fault_scenario import scenario
 
-from broker.async_client import AsyncBrokerClient
 from broker.contract import NodeReport
+from broker.messaging.async_client import AsyncBrokerClient
 from common.errors import BrokerError, BrokerUnreachable
 from common.rollouts import GroupMeta
 

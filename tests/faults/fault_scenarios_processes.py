@@ -8,7 +8,7 @@ from fault_scenario import scenario
 from fault_storm import rage
 
 from broker.contract import LedgerEntry
-from broker.recorded import recorded_steps
+from broker.journal.recorded_groups import recorded_steps
 from common.rollouts import decode_group
 
 LONG_STOP_S = 2.5 * LEASE_S

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from broker import floods
+from broker.guard import flood_guard
 from broker.main import run_broker
-from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
 
 MAX_MESSAGE_BYTES = 1 << 20
-floods.UNEXPLAINED_BYTES = 48 << 20
+flood_guard.UNEXPLAINED_BYTES = 48 << 20
 
 
 def broker(run_dir: str, credentials: str | None) -> int:
@@ -29,7 +29,7 @@ def broker(run_dir: str, credentials: str | None) -> int:
 
 
 def weights(run_dir: str, credentials: str | None) -> int:
-    from learner.publish_control import PublishControl
+    from learner.publish.control import PublishControl
 
     control = PublishControl("127.0.0.1", 0, 1 << 20, 20.0, credentials=credentials)
     place = Path(run_dir) / "weights.address"

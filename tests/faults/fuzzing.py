@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from broker import wire
 from broker.contract import LearnerReport, NodeReport
+from broker.messaging import wire
 from common.rollouts import GroupMeta, Task
 from common.weights import messages
 

@@ -23,12 +23,12 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
-from broker.async_client import AsyncBrokerClient
-from broker.client import BrokerClient
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport
-from broker.curve import secure_client
-from common.credentials import Credential, KeyFolder, load_credential
+from broker.messaging.async_client import AsyncBrokerClient
+from broker.messaging.sync_client import BrokerClient
 from common.rollouts import GroupMeta, Task
+from common.security.credentials import Credential, KeyFolder, load_credential
+from common.security.curve import secure_client
 from common.weights import messages
 from launch.keys import make
 

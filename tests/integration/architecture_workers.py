@@ -58,7 +58,7 @@ def job_load(folder: Path, spec: dict[str, Any]) -> None:
 
 def job_refused(folder: Path, spec: dict[str, Any]) -> None:
     """What loading says, with corrections of the bridge disabled or without."""
-    from learner.megatron import bridge_fixes, hf_folder, verify
+    from learner.megatron.conversion import bridge_fixes, hf_folder, verify
 
     modules = {"bridge_fixes": bridge_fixes, "hf_folder": hf_folder, "verify": verify}
     names = [name.split(".") for name in spec.get("disable", [])]

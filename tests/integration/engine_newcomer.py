@@ -7,9 +7,9 @@ from engine_rig import logprobs
 
 from common.errors import SlipstreamError
 from common.weights import messages, packing
-from common.weights.receiving import Receiver
-from rollout_fleet.staging import StagingFailed
-from rollout_fleet.weight_client import Flip
+from common.weights.receiver import Receiver
+from rollout_fleet.weights.staging_poll import StagingFailed
+from rollout_fleet.weights.weight_client import Flip
 
 
 class Buffer:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from common.config import (
+from common.config.schema import (
     Config,
     EngineConfig,
     LearnerConfig,
@@ -27,9 +27,9 @@ from common.config import (
     WeightsConfig,
 )
 from common.weights.messages import Canary
-from learner.publishing import WeightPublisher
-from rollout_fleet.engine import Engine
-from rollout_fleet.weight_client import WeightClient
+from learner.publish.publisher import WeightPublisher
+from rollout_fleet.engine.engine import Engine
+from rollout_fleet.weights.weight_client import WeightClient
 
 T = TypeVar("T")
 VOCABULARY = 100  # not a multiple of 64: vLLM pads the embedding

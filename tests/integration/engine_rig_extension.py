@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from rollout_fleet.transfer import WorkerExtension
+from rollout_fleet.weights.worker_extension import WorkerExtension
 
 
 class DamagingExtension(WorkerExtension):

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.lifecycle import die_with_parent
+from common.process.lifecycle import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import yaml
 
-from launch.quickstart_assets import main as build_assets
+from launch.quickstart.assets import main as build_assets
 
 COMMAND = [sys.executable, "-m", "launch.cli"]
 REPOSITORY = Path(__file__).resolve().parents[2]

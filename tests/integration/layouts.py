@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config import ParallelConfig
-from common.layouts import layers_per_stage
+from common.config.parallel_layout import layers_per_stage
+from common.config.schema import ParallelConfig
 
 LAYERS = 4  # of every model of the suite
 MODELS = {

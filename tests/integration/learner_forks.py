@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from common.lifecycle import die_with_parent, leave
+from common.process.lifecycle import die_with_parent, leave
 
 
 def main() -> None:

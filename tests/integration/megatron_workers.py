@@ -17,8 +17,8 @@ torch.set_num_threads(1)
 
 from safetensors.torch import save_file
 
-from common.config import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from learner.backend import LossOutput, Microbatch, StepResult
+from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from learner.loop.backend_protocol import LossOutput, Microbatch, StepResult
 from tests.integration import fork_rig
 
 VOCABULARY = 128

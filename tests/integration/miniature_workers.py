@@ -36,7 +36,7 @@ def job_model(folder: Path, spec: dict[str, Any]) -> None:
 
 def documents(behavior: list[np.ndarray] | None, supervised: bool, routing: tuple[int, int] | None = None) -> list[Any]:
     """Sixteen documents of 5 to 40 tokens, never token 0; with `routing` (MoE layers, experts) also a choice of two."""
-    from learner.packing import Document
+    from learner.batch.packing import Document
 
     random = np.random.default_rng(3)
     out = []
@@ -59,8 +59,8 @@ def documents(behavior: list[np.ndarray] | None, supervised: bool, routing: tupl
 
 def job_train(folder: Path, spec: dict[str, Any]) -> None:
     """Three steps on one batch, under the miniature's layout or on one rank, which also makes the behavior policy's."""
-    from learner.losses import cross_entropy, policy_loss
-    from learner.packing import build, plan
+    from learner.batch.packing import build, plan
+    from learner.loss.losses import cross_entropy, policy_loss
 
     small = miniature(spec["name"])
     backend = small.backend(folder, small.alone() if spec["alone"] else small.learner)

@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 
-from common.config import (
+from common.config.loading import load_either
+from common.config.parallel_layout import layers_per_stage
+from common.config.schema import (
     Config,
     LearnerConfig,
     ModelConfig,
@@ -22,9 +24,7 @@ from common.config import (
     SftConfig,
     SftLearnerConfig,
 )
-from common.config_loading import load_either
-from common.layouts import layers_per_stage
-from common.planning.architecture import read_architecture
+from launch.plan.model_shape import read_architecture
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 8

@@ -13,7 +13,7 @@ import torch
 
 from common.weights.collectives import GroupFactory
 from common.weights.transports.registry import open_group
-from learner.publishing import WeightPublisher
+from learner.publish.publisher import WeightPublisher
 from tests import forked
 from tests.integration import weight_plane_node
 

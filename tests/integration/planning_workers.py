@@ -12,7 +12,7 @@ from typing import Any
 import architecture_models
 import megatron_workers as rig
 
-from common.config import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
 
 
 def job_model(folder: Path, spec: dict[str, Any]) -> None:

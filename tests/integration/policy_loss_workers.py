@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.config import LossConfig
-from learner.backend import Microbatch
+from common.config.schema import LossConfig
+from learner.loop.backend_protocol import Microbatch
 from tests.integration import fork_rig, tiny_models
 from tests.integration.megatron_workers import _gradients as gradients
 
@@ -52,7 +52,7 @@ LOSSES = {
 
 def job_reference(folder: Path, spec: dict[str, Any]) -> None:
     """transformers, one document after the other, and all of them in one microbatch: nothing is divided."""
-    from learner.losses import policy_loss
+    from learner.loss.losses import policy_loss
 
     model = tiny_models.make(folder / "models" / "tied", "tied")
     packs = tiny_models.microbatches(0)
@@ -77,7 +77,7 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
 
 def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     """Every loss under one layout."""
-    from learner.losses import policy_loss
+    from learner.loss.losses import policy_loss
 
     backend = tiny_models.backend(folder, spec)
     packs = _given(tiny_models.microbatches(0), load_file(folder / "data.safetensors"))
@@ -96,7 +96,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
 
 def job_spoiled(folder: Path, spec: dict[str, Any]) -> None:
     """What a step says whose log-probabilities are gone."""
-    from learner.losses import policy_loss
+    from learner.loss.losses import policy_loss
 
     backend = tiny_models.backend(folder, spec)
     loss = policy_loss(LossConfig(), MAX_TOKENS)

@@ -13,7 +13,7 @@ import numpy as np
 from broker.connect import Access, connect_node
 from broker.contract import NodeReport
 from common.arrays import Array
-from common.lifecycle import die_with_parent
+from common.process.lifecycle import die_with_parent
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
 
 NEWEST = 1 << 20  # claims weights newer than any, so that admission lets it lease whatever is offered

@@ -39,7 +39,7 @@ def build(folder: Path, kind: str, layers: int = 2) -> Any:
     import torch
     import transformers
 
-    from launch.quickstart_assets import build_tokenizer
+    from launch.quickstart.assets import build_tokenizer
 
     transformers.utils.logging.disable_progress_bar()
     tokenizer = build_tokenizer()

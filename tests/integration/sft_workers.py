@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from common.config import ModelConfig, ParallelConfig, SftLearnerConfig
-from learner.losses import cross_entropy
-from learner.packing import microbatches_for
-from learner.sft_data import SftDataset, load_tokenizer
+from common.config.schema import ModelConfig, ParallelConfig, SftLearnerConfig
+from learner.batch.packing import microbatches_for
+from learner.loss.losses import cross_entropy
+from learner.sft.rows import SftDataset, load_tokenizer
 from tests.integration import fork_rig, sft_assets
 from tests.integration import megatron_workers as rig
 

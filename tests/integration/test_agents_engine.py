@@ -12,12 +12,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from engine_rig import Rig, logprobs
 
-from launch.quickstart_assets import build_tokenizer
+from launch.quickstart.assets import build_tokenizer
 from rollout_fleet.agents.driver import AgentDriver, AgentThread
-from rollout_fleet.environments.host import EnvironmentHost
+from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.environments.protocol import Budget, Limits
-from rollout_fleet.episodes import Sampling
-from rollout_fleet.rendering import Renderer
+from rollout_fleet.episode.driver import Sampling
+from rollout_fleet.episode.rendering import Renderer
 
 TEMPERATURE, TURN_TOKENS, TOLERANCE = 0.8, 12, 2e-4
 

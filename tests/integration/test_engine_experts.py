@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from engine_rig import END, VOCABULARY, Rig, logprobs
 
-from common.config import MoeConfig
+from common.config.schema import MoeConfig
 from common.errors import SlipstreamError
 from common.weights.messages import Canary
-from rollout_fleet.sampler_protocol import Generation
+from rollout_fleet.episode.sampler_protocol import Generation
 
 TOLERANCE = 3e-5
 

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engine_rig import job, make_model
 
 from common.errors import SlipstreamError
-from rollout_fleet.engine import Engine
+from rollout_fleet.engine.engine import Engine
 
 
 def test_a_shutdown_ends_requests_with_its_reason_and_is_not_read_as_the_death_of_the_engine(tmp_path: Path) -> None:

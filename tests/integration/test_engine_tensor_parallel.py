@@ -16,7 +16,7 @@ from engine_rig import Rig, logprobs, make_model
 
 from common.errors import SlipstreamError
 from common.weights.messages import Canary
-from rollout_fleet.sampler_protocol import Generation
+from rollout_fleet.episode.sampler_protocol import Generation
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,11 @@ from engine_rig import END, Rig, exported, logprobs
 
 from common.errors import SlipstreamError
 from common.weights.messages import Canary
-from rollout_fleet import engine, engine_weights
-from rollout_fleet.sampler_protocol import Generation
-from rollout_fleet.staging import StagingFailed
-from rollout_fleet.weight_client import Flip, ProofFailed, WeightClient
+from rollout_fleet.engine import engine
+from rollout_fleet.episode.sampler_protocol import Generation
+from rollout_fleet.weights import engine_weights
+from rollout_fleet.weights.staging_poll import StagingFailed
+from rollout_fleet.weights.weight_client import Flip, ProofFailed, WeightClient
 
 REQUESTS, TOKENS = 24, 400
 TOLERANCE = 3e-5

@@ -25,7 +25,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 VLLM = """
 import json, os, sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-from common.lifecycle import leave
+from common.process.lifecycle import leave
 from vllm import LLM, SamplingParams
 model, documents, temperature = sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3])
 engine = LLM(model=model, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64,

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from broker.client import BrokerClient
+from broker.messaging.sync_client import BrokerClient
 from common.metrics import StepMetrics, read_metrics
-from common.run_dir import RunDir
-from learner.dynamic_sampling import carries_signal
+from common.process.run_dir import RunDir
+from learner.batch.dynamic_sampling import carries_signal
 from tests.integration.recorded_node import recorded_group
 
 HERE = Path(__file__).parent
@@ -28,7 +28,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 BUILD = """
 import sys
 from pathlib import Path
-from launch.quickstart_assets import ModelShape, build_model
+from launch.quickstart.assets import ModelShape, build_model
 build_model(ModelShape(64, 128, 2, 4, 2, 16, 256, 0.05), 1, Path(sys.argv[1]))
 """
 BROKER = """
@@ -36,8 +36,8 @@ import sys
 from pathlib import Path
 import msgspec
 from broker.main import run_broker
-from common.config_loading import load_config
-from common.lifecycle import die_with_parent
+from common.config.loading import load_config
+from common.process.lifecycle import die_with_parent
 die_with_parent()
 config = load_config(Path(sys.argv[1]))
 sys.exit(run_broker(config, msgspec.json.encode(config)))

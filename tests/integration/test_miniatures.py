@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config_loading import load_either
-from common.layouts import layers_per_stage
+from common.config.loading import load_either
+from common.config.parallel_layout import layers_per_stage
 from tests.integration import fork_rig
 from tests.integration.miniatures import RANKS, ROOT, miniature
 

@@ -19,19 +19,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from broker.client import BrokerClient
 from broker.contract import LearnerReport, NodeStatus
+from broker.messaging.sync_client import BrokerClient
 from common.rollouts import Sample, Task, decode_group
-from launch.quickstart_assets import build
-from learner.publishing import WeightPublisher
+from launch.quickstart.assets import build
+from learner.publish.publisher import WeightPublisher
 
 GROUP_SIZE, PER_STEP, EOS = 4, 4, 1
 TOLERANCE = 2e-4
 
 ENVIRONMENT = """
 import asyncio
-from rollout_fleet.environments.addition import Addition
-from rollout_fleet.environments.number_guessing import NumberGuessing
+from rollout_fleet.environments.builtin.addition import Addition
+from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 
 
 class Mixed:

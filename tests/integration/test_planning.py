@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from common.config import ParallelConfig
-from common.planning.architecture import read_architecture
-from common.planning.memory import resident
-from common.planning.ranks import DENSE, SPARSE, Sizes, rank_groups, stage_chunks
-from common.planning.shards import chunk_parameters
-from common.planning.transfers import checkpoint_bytes
+from common.config.schema import ParallelConfig
+from launch.plan.model_shape import read_architecture
+from launch.plan.ranks import DENSE, SPARSE, Sizes, rank_groups, stage_chunks
+from launch.plan.shards import chunk_parameters
+from launch.plan.static_memory import resident
+from launch.plan.transfers import checkpoint_bytes
 
 WORKERS = Path(__file__).with_name("planning_workers.py")
 ROOT = Path(__file__).resolve().parents[2]

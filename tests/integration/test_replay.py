@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from broker.client import BrokerClient
 from broker.contract import LedgerEntry
+from broker.messaging.sync_client import BrokerClient
 from common.metrics import StepMetrics, read_metrics
-from common.run_dir import RunDir
+from common.process.run_dir import RunDir
 from tests.integration.test_learner_resume import (
     BROKER,
     ENVIRONMENT,

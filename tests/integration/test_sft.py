@@ -1,4 +1,4 @@
-"""`python -m learner.sft_main` as a real process: it learns, writes a model that loads, and refuses bad input."""
+"""`python -m learner.sft.main` as a real process: it learns, writes a model that loads, and refuses bad input."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ PAIRS = [("Q: 1+2=? A:", " =3"), ("Q: 40+2=? A:", " =42"), ("Q: 5+5=? A:", " 5+5
 BUILD = """
 import sys
 from pathlib import Path
-from launch.quickstart_assets import ModelShape, build_model
+from launch.quickstart.assets import ModelShape, build_model
 build_model(ModelShape(64, 128, 2, 4, 2, 16, 256, 0.05), 1, Path(sys.argv[1]))
 """
 
@@ -27,7 +27,7 @@ def python(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def sft(config: Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    words = ["--standalone", "--nproc-per-node", str(ranks), "-m", "learner.sft_main", "--config", str(config)]
+    words = ["--standalone", "--nproc-per-node", str(ranks), "-m", "learner.sft.main", "--config", str(config)]
     return python("-m", "learner.torchrun", *words)
 
 
@@ -97,6 +97,6 @@ def test_a_row_longer_than_the_bound_ends_with_code_2_and_names_the_key(tmp_path
 
 def test_a_bad_row_ends_with_code_2_before_the_model_is_loaded(tmp_path: Path, model: Path) -> None:
     config = write_config(tmp_path, model, '{"prompt": "a", "completion": "b"}\n{"question": "c"}\n')
-    done = python("-m", "learner.sft_main", "--config", str(config))
+    done = python("-m", "learner.sft.main", "--config", str(config))
     assert done.returncode == 2, done.stderr
     assert "rows.jsonl line 2" in done.stderr

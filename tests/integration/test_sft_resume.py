@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from common.metrics import SftMetrics, read_metrics
-from common.run_dir import RunDir, read_jsonl
+from common.process.run_dir import RunDir, read_jsonl
 from tests.integration import sft_assets
 from tests.integration.test_learner_resume import ENVIRONMENT, HERE, LIMIT_S, Job, process, wait_for
 
@@ -51,7 +51,7 @@ class WarmStart:
 
     def command(self, ranks: int) -> list[str]:
         command = [sys.executable, "-m", "learner.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
-        return [*command, "--shutdown-timeout", "300", "-m", "learner.sft_main", "--config", str(self.config)]
+        return [*command, "--shutdown-timeout", "300", "-m", "learner.sft.main", "--config", str(self.config)]
 
     def lines(self) -> list[SftMetrics]:
         return read_metrics(self.run.metrics, SftMetrics)
@@ -73,7 +73,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(HERE / "learner_forks.py"), "learner.sft_main"]
+    command = [sys.executable, str(HERE / "learner_forks.py"), "learner.sft.main"]
     with process(command, stdin=True) as server:
         yield server
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import zmq
 
-from common.credentials import KeyFolder
+from common.security.credentials import KeyFolder
 from common.weights import messages
 from common.weights.messages import Canary
 from common.weights.transports.gloo import GlooGroup

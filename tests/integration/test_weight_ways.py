@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.credentials import KeyFolder
+from common.security.credentials import KeyFolder
 from launch.keys import make
 from tests.integration.plane_rig import NodeProcess, Plane, until, weights
 

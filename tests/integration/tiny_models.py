@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from common.config import LearnerConfig, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from learner.backend import LossOutput, Microbatch
+from common.config.schema import LearnerConfig, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from learner.loop.backend_protocol import LossOutput, Microbatch
 
 VOCABULARY = 128
 TEMPERATURE = 0.7

@@ -13,14 +13,14 @@ from multiprocessing.reduction import DupFd
 
 import torch
 
-from common.credentials import load_credential
+from common.security.credentials import load_credential
 from common.weights import messages, packing
 from common.weights.collectives import Group
 from common.weights.messages import Epoch
-from common.weights.receiving import Receiver
+from common.weights.receiver import Receiver
 from common.weights.transports.registry import open_group, receivable
-from rollout_fleet.staging import StagingFailed
-from rollout_fleet.weight_client import Flip, ProofFailed, WeightClient
+from rollout_fleet.weights.staging_poll import StagingFailed
+from rollout_fleet.weights.weight_client import Flip, ProofFailed, WeightClient
 from tests.contract.transport_receiver import harm
 
 _events = -1  # file descriptor

@@ -16,9 +16,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
-from broker.event_log import EventLog
-from broker.state import DeliveryState
-from broker.tasks import Entry
+from broker.delivery.event_log import EventLog
+from broker.delivery.state import DeliveryState
+from broker.delivery.task_table import Entry
 from common.rollouts import GroupMeta, Task
 from common.staleness import due_step, window_end
 

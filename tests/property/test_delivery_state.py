@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
-from broker.event_log import EventLog
-from broker.state import ALONE, DeliveryState
+from broker.delivery.event_log import EventLog
+from broker.delivery.state import ALONE, DeliveryState
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
 

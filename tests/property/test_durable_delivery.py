@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from broker.contract import RunInfo
-from broker.durable_state import DurableState
-from broker.event_log import EventLog
-from broker.journal import Journal
-from broker.journaled import lasting
-from broker.recovery import Recovered, recover
-from broker.store.folder import StoreFolder, new_info
-from broker.store.payloads import StoredPayload
+from broker.delivery.event_log import EventLog
+from broker.journal.durable_state import DurableState
+from broker.journal.file_store.folder import StoreFolder, new_info
+from broker.journal.file_store.payloads import StoredPayload
+from broker.journal.journal import Journal
+from broker.journal.journaled_tables import lasting
+from broker.journal.recovery import Recovered, recover
 from tests.property.test_delivery_state import Delivery
 
 RETAIN_STEPS = 2

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
-from broker.durable_state import DurableState
-from broker.event_log import EventLog
-from broker.journal import SEGMENT_BYTES, Journal
-from broker.recovery import Recovered, recover
-from broker.store.folder import StoreFolder, new_info
+from broker.delivery.event_log import EventLog
+from broker.journal.durable_state import DurableState
+from broker.journal.file_store.folder import StoreFolder, new_info
+from broker.journal.journal import SEGMENT_BYTES, Journal
+from broker.journal.recovery import Recovered, recover
 from common.errors import UsageError
 from common.rollouts import GroupMeta, Task
 

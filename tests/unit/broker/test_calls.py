@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from broker.calls import Call, Calls
+from broker.messaging.pending_requests import Call, Calls
 
 
 def call(number: int) -> Call:

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from broker.contract import LearnerReport
+from broker.journal.file_store.folder import StoreFolder
+from broker.journal.open_state import Memory, open_memory
 from broker.main import run_info
-from broker.memories import Memory, open_memory
-from broker.store.folder import StoreFolder
-from common.config import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
+from common.config.schema import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
 from common.errors import UsageError
+from common.process.run_dir import RunDir
 from common.rollouts import Task
-from common.run_dir import RunDir
 from tests.redis_server import RedisServer
 from tests.unit.broker.test_redis_keeper import SAFE, keeper
 

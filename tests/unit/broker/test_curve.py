@@ -16,18 +16,18 @@ import msgspec
 import pytest
 import zmq
 
-from broker import wire
 from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, NodeReport, RunInfo
-from broker.curve import BROKEN_S, secure_client
-from broker.event_log import EventLog
-from broker.owners import NodeOwners
-from broker.roles import PERMITTED, Roles
-from broker.server import BrokerServer
-from broker.state import DeliveryState
-from common.credentials import Identity, KeyFolder, load_credential
+from broker.delivery.event_log import EventLog
+from broker.delivery.node_ownership import NodeOwners
+from broker.delivery.state import DeliveryState
+from broker.guard.authorization import PERMITTED, Roles
+from broker.messaging import wire
+from broker.server.server import BrokerServer
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.rollouts import GroupMeta, Task
+from common.security.credentials import Identity, KeyFolder, load_credential
+from common.security.curve import BROKEN_S, secure_client
 from launch.keys import make, revoke
 
 META = GroupMeta(version_min=0, version_max=0, reward_mean=0.5, sampled_tokens=10)

@@ -13,18 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from broker import main, memories
-from broker.async_client import AsyncBrokerClient
-from broker.client import BrokerClient
+from broker import main
 from broker.connect import Access, connect_node
 from broker.contract import LearnerReport, NodeReport
-from broker.server import BrokerServer
-from broker.store.errors import StoreCorrupt, StoreFailed
-from broker.store.writer import Writer
-from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
-from common.credentials import KeyFolder
+from broker.journal import open_state
+from broker.journal.file_store.errors import StoreCorrupt, StoreFailed
+from broker.journal.file_store.writer import Writer
+from broker.messaging.async_client import AsyncBrokerClient
+from broker.messaging.sync_client import BrokerClient
+from broker.server.server import BrokerServer
+from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.rollouts import GroupMeta, Task
+from common.security.credentials import KeyFolder
 from launch.keys import make
 
 META = GroupMeta(0, 0, 0.5, 10)
@@ -51,7 +52,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[BrokerServer]:
             super().__init__(*arguments, **named)  # type: ignore[arg-type]
             made.append(self)
 
-    monkeypatch.setattr(memories, "BrokerServer", Remembered)
+    monkeypatch.setattr(open_state, "BrokerServer", Remembered)
     return made
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import zmq
 
-from broker import floods
-from broker.floods import FloodGuard, own_memory, tcp_bytes, unread_bytes
+from broker.guard import flood_guard
+from broker.guard.flood_guard import FloodGuard, own_memory, tcp_bytes, unread_bytes
 
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
@@ -84,7 +84,7 @@ def is_cut(client: socket.socket) -> bool:
 
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floods, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(flood_guard, "PATIENCE_S", 0.0)
 
 
 @pytest.mark.usefixtures("no_patience")
@@ -141,7 +141,7 @@ def test_memory_that_held_groups_explain_cuts_nobody_off() -> None:
 
 def test_an_alert_waits_a_while_for_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     now = itertools.count(100.0, 1.0)
-    monkeypatch.setattr(floods.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(flood_guard.time, "monotonic", lambda: next(now))
     with rigged() as rig:
         client = rig.connect(0)
         cuts: list[int] = []

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from broker.contract import LEARNER_ENDED, LearnerReport, NodeReport, Waste
+from broker.journal.open_state import Memory, open_memory
 from broker.main import run_info
-from broker.memories import Memory, open_memory
-from common.config import Config, ModelConfig, RunConfig, TasksConfig
+from common.config.schema import Config, ModelConfig, RunConfig, TasksConfig
 from common.errors import BrokerError
 
 

@@ -9,18 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker import wire
 from broker.contract import LearnerReport, NodeReport, RunInfo
-from broker.deadlines import Deadlines
-from broker.event_log import EventLog
-from broker.fleet import MOST_NODES, Fleet
-from broker.handlers import Handlers
-from broker.pace import BURST_BYTES, BYTES_A_SECOND, Pace, answer_bytes
-from broker.parked import HEAP_SLACK, MOST_LEASES, ParkingLot
-from broker.refusals import KEPT_BYTES, KEPT_MESSAGES, LOGGED_A_MINUTE, Denied, Refusals, anonymous
-from broker.state import DeliveryState
-from broker.tasks import MOST_NODES_NAMED
-from broker.wire import WireError
+from broker.delivery.deadlines import Deadlines
+from broker.delivery.event_log import EventLog
+from broker.delivery.nodes import MOST_NODES, Fleet
+from broker.delivery.state import DeliveryState
+from broker.delivery.task_table import MOST_NODES_NAMED
+from broker.guard.observer_rate_limit import BURST_BYTES, BYTES_A_SECOND, Pace, answer_bytes
+from broker.guard.rejected_messages import KEPT_BYTES, KEPT_MESSAGES, LOGGED_A_MINUTE, Denied, Refusals, anonymous
+from broker.messaging import wire
+from broker.messaging.wire import WireError
+from broker.server.handlers import Handlers
+from broker.server.long_polls import HEAP_SLACK, MOST_LEASES, ParkingLot
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
 
@@ -83,7 +83,7 @@ def test_refusals_are_all_counted_but_logged_at_a_bounded_rate(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("broker.refusals.time.monotonic", lambda: now)
+    monkeypatch.setattr("broker.guard.rejected_messages.time.monotonic", lambda: now)
     state = new_state()
     refusals = Refusals(state)
     with caplog.at_level(logging.WARNING):

@@ -12,16 +12,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker import main, memories
-from broker.client import BrokerClient
+from broker import main
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport
-from broker.event_log import EventLog
-from broker.server import BrokerServer
-from broker.state import DeliveryState
-from common.config import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
-from common.credentials import KeyFolder
+from broker.delivery.event_log import EventLog
+from broker.delivery.state import DeliveryState
+from broker.journal import open_state
+from broker.messaging.sync_client import BrokerClient
+from broker.server.server import BrokerServer
+from common.config.schema import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
 from common.errors import UsageError
 from common.rollouts import GroupMeta, Task
+from common.security.credentials import KeyFolder
 from launch.keys import make
 
 
@@ -44,7 +45,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[BrokerServer]:
             super().__init__(*arguments, **named)
             made.append(self)
 
-    monkeypatch.setattr(memories, "BrokerServer", Remembered)
+    monkeypatch.setattr(open_state, "BrokerServer", Remembered)
     return made
 
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from broker import wire
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
-from broker.event_log import EventLog
-from broker.handlers import Handlers
-from broker.state import DeliveryState
-from broker.tasks import Entry, LeasedTasks
+from broker.delivery.event_log import EventLog
+from broker.delivery.state import DeliveryState
+from broker.delivery.task_table import Entry, LeasedTasks
+from broker.messaging import wire
+from broker.server.handlers import Handlers
 from common.rollouts import GroupMeta, Task
 
 NODES, GROUPS_PER_STEP, STALENESS, LEASE_S = 1000, 4, 1, 30.0

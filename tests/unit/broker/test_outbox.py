@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from broker import wire
-from broker.outbox import Outbox
+from broker.messaging import wire
+from broker.server.reply_batches import Outbox
 
 
 class Ends:

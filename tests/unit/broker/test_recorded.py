@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from broker.contract import StoredGroup
-from broker.recorded import recorded_steps
+from broker.journal.recorded_groups import recorded_steps
 from common.errors import UsageError
 from tests.unit.broker.durable_rig import Rig, meta
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from broker.contract import NodeReport
+from broker.journal.open_state import Memory, open_memory
+from broker.journal.recording import Recording, open_recording
 from broker.main import run_info
-from broker.memories import Memory, open_memory
-from broker.recording import Recording, open_recording
-from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
 from common.errors import UsageError
+from common.process.run_dir import RunDir
 from common.rollouts import GroupMeta, Task
-from common.run_dir import RunDir
 
 
 def job(folder: Path, retain_steps: int = 16) -> Config:

@@ -22,10 +22,10 @@ from broker.redis.checks import check_server
 from broker.redis.endpoint import endpoint
 from broker.redis.keeper import Keeper, Seen, only_keeper
 from broker.redis.link import Link
-from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
 from common.errors import BrokerUnreachable, UsageError
+from common.process.run_dir import RunDir
 from common.rollouts import GroupMeta, Task
-from common.run_dir import RunDir
 from tests.redis_server import RedisServer
 
 SAFE = {"appendonly": "yes", "appendfsync": "always"}
@@ -291,7 +291,7 @@ def test_a_second_keeper_of_a_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_slipstream_broker_runs_the_keeper_and_says_where(server: RedisServer, tmp_path: Path) -> None:
-    program = "import sys,msgspec;from common.config import Config;from broker.redis.keeper import run_keeper;"
+    program = "import sys,msgspec;from common.config.schema import Config;from broker.redis.keeper import run_keeper;"
     program += "d=sys.stdin.buffer.read();sys.exit(run_keeper(msgspec.json.decode(d,type=Config),d))"
     process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
     assert process.stdin is not None

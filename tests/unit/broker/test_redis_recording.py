@@ -7,21 +7,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from broker.client import BrokerClient
 from broker.contract import LearnerReport, NodeReport
+from broker.journal.recording import Recording, open_recording, preloaded
 from broker.main import run_info
-from broker.recording import Recording, open_recording, preloaded
+from broker.messaging.sync_client import BrokerClient
 from broker.redis.acl import acl_line
 from broker.redis.async_client import AsyncRedisClient
 from broker.redis.client import RedisClient
 from broker.redis.keeper import Keeper, only_keeper
-from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
 from common.errors import BrokerError, UsageError
+from common.process.run_dir import RunDir
 from common.redis_address import with_run
 from common.rollouts import GroupMeta, Task
-from common.run_dir import RunDir
 from launch.cli import main
-from launch.replay import serving
+from launch.replay.replay import serving
 from tests.redis_server import RedisServer
 
 META = GroupMeta(0, 1, 0.5, 8)

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 import zmq
 
-from broker import wire
-from broker.async_client import AsyncBrokerClient
-from broker.client import BrokerClient
 from broker.contract import LearnerReport, NodeReport, RunInfo
-from broker.event_log import EventLog
-from broker.server import BrokerServer
-from broker.state import DeliveryState
+from broker.delivery.event_log import EventLog
+from broker.delivery.state import DeliveryState
+from broker.messaging import wire
+from broker.messaging.async_client import AsyncBrokerClient
+from broker.messaging.sync_client import BrokerClient
+from broker.server.server import BrokerServer
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.rollouts import GroupMeta, Task
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from broker import snapshots
 from broker.contract import BrokerStatus, LedgerEntry, NodeReport, RunInfo
-from broker.deadlines import HEAP_SLACK, Deadlines
-from broker.event_log import EventLog
-from broker.snapshots import LINES, Snapshots
-from broker.state import DeliveryState
+from broker.delivery.deadlines import HEAP_SLACK, Deadlines
+from broker.delivery.event_log import EventLog
+from broker.delivery.state import DeliveryState
+from broker.journal import status_files
+from broker.journal.status_files import LINES, Snapshots
 from common.rollouts import GroupMeta, Task
 
 STEP = 50
@@ -66,7 +66,7 @@ def test_an_empty_ledger_is_an_empty_list(tmp_path: Path) -> None:
 
 def test_a_long_ledger_keeps_no_turn_of_the_loop_for_longer_than_a_part(tmp_path: Path) -> None:
     state = state_with(20 * LINES)
-    taken = Snapshots(tmp_path, state, Clock(snapshots.PART_S / 4))
+    taken = Snapshots(tmp_path, state, Clock(status_files.PART_S / 4))
     ticks = 0
     while not (tmp_path / "ledger.json").exists():
         taken.tick()
@@ -78,7 +78,7 @@ def test_a_long_ledger_keeps_no_turn_of_the_loop_for_longer_than_a_part(tmp_path
 
 def test_the_former_ledger_stays_until_the_next_is_complete_and_the_last_one_waits_for_nothing(tmp_path: Path) -> None:
     state = state_with(4 * LINES)
-    taken = Snapshots(tmp_path, state, Clock(snapshots.PART_S))
+    taken = Snapshots(tmp_path, state, Clock(status_files.PART_S))
     (tmp_path / "ledger.json").write_text("[]")
     taken.tick()
     assert ledger_in(tmp_path) == []
@@ -93,11 +93,11 @@ def test_a_disk_that_takes_no_snapshot_stops_nobody_and_the_next_one_is_tried(
     clock = Clock(1e-6)
     taken = Snapshots(tmp_path, state_with(2 * LINES), clock)
     with monkeypatch.context() as patch:
-        patch.setattr(snapshots.AtomicFile, "write", lambda self, data: (_ for _ in ()).throw(OSError(28, "full")))
+        patch.setattr(status_files.AtomicFile, "write", lambda self, data: (_ for _ in ()).throw(OSError(28, "full")))
         taken.tick()
     assert "snapshot not written" in caplog.text
     assert os.listdir(tmp_path) == []
-    clock.now_s += 2 * snapshots.SNAPSHOT_S
+    clock.now_s += 2 * status_files.SNAPSHOT_S
     taken.tick()
     assert len(ledger_in(tmp_path)) == 2 * LINES
 

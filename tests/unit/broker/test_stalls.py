@@ -15,7 +15,7 @@ from broker.contract import (
     RunInfo,
     StoreStatus,
 )
-from broker.stalls import Stall, explain, named
+from broker.diagnosis.stalls import Stall, explain, named
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20

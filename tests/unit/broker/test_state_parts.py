@@ -5,14 +5,14 @@ import random
 import msgspec
 import pytest
 
-from broker import moves
 from broker.contract import LOST_AFTER_S, BrokerEvent, LearnerReport, LedgerEntry, NodeReport
-from broker.deadlines import Deadlines
-from broker.event_log import RING_EVENTS, EventLog
-from broker.fleet import FORGET_AFTER_S, Fleet
-from broker.history import History
-from broker.learner_record import LearnerRecord
-from broker.tasks import TaskTable
+from broker.delivery.deadlines import Deadlines
+from broker.delivery.event_log import RING_EVENTS, EventLog
+from broker.delivery.finished_tasks import History
+from broker.delivery.learner_fencing import LearnerRecord
+from broker.delivery.nodes import FORGET_AFTER_S, Fleet
+from broker.delivery.task_table import TaskTable
+from broker.journal import records
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
 
@@ -227,9 +227,9 @@ def test_the_history_file_takes_a_few_bytes_a_task_and_gives_back_every_entry() 
         )
         for n in range(4096)
     ]
-    body = moves.encode_finished(entries)
-    assert moves.decode_finished(body) == entries
+    body = records.encode_finished(entries)
+    assert records.decode_finished(body) == entries
     assert len(body) < 30 * len(entries)
-    assert moves.decode_finished(msgspec.msgpack.encode({"entries": entries})) == entries, "as earlier stores have it"
+    assert records.decode_finished(msgspec.msgpack.encode({"entries": entries})) == entries, "as earlier stores have it"
     with pytest.raises(msgspec.DecodeError):
-        moves.decode_finished(msgspec.msgpack.encode(moves.FinishedTasks(packed=b"not zlib")))
+        records.decode_finished(msgspec.msgpack.encode(records.FinishedTasks(packed=b"not zlib")))

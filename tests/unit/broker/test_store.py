@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from broker.contract import LearnerReport, NodeReport
-from broker.store.errors import PayloadUnreadable, StoreCorrupt
-from broker.store.frames import BLOCK
-from broker.store.payloads import StoredPayload
+from broker.journal.file_store.errors import PayloadUnreadable, StoreCorrupt
+from broker.journal.file_store.frames import BLOCK
+from broker.journal.file_store.payloads import StoredPayload
 from common.errors import UsageError
 from tests.unit.broker.durable_rig import Rig, meta
 
@@ -386,8 +386,8 @@ def test_events_go_on_from_where_they_were(tmp_path: Path) -> None:
 def test_every_move_of_a_task_and_every_field_of_it_is_saved(tmp_path: Path) -> None:
     from dataclasses import fields
 
-    from broker.moves import SavedTask
-    from broker.tasks import Entry
+    from broker.delivery.task_table import Entry
+    from broker.journal.records import SavedTask
 
     begun_anew = {"leased_at", "deadline"}
     from_location = {"payload", "payload_bytes"}

@@ -1,6 +1,6 @@
 """Lease tokens."""
 
-from broker.tokens import POOL_TOKENS, TOKEN_BYTES, Tokens
+from broker.delivery.lease_tokens import POOL_TOKENS, TOKEN_BYTES, Tokens
 
 
 def test_tokens_are_random_hexadecimal_and_never_the_same() -> None:

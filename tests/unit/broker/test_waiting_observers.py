@@ -8,15 +8,16 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from broker import pace, wire
-from broker.client import BrokerClient
 from broker.contract import RunInfo
-from broker.event_log import EventLog
-from broker.gate import Gate
-from broker.refusals import Later
-from broker.server import BrokerServer
-from broker.state import DeliveryState
-from common.credentials import Identity
+from broker.delivery.event_log import EventLog
+from broker.delivery.state import DeliveryState
+from broker.guard import observer_rate_limit
+from broker.guard.rejected_messages import Later
+from broker.guard.request_guard import Gate
+from broker.messaging import wire
+from broker.messaging.sync_client import BrokerClient
+from broker.server.server import BrokerServer
+from common.security.credentials import Identity
 
 BUDGET = 3 << 20  # three answers with events
 
@@ -28,8 +29,8 @@ def new_state() -> DeliveryState:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerServer]:
-    monkeypatch.setattr(pace, "BURST_BYTES", BUDGET)
-    monkeypatch.setattr(pace, "BYTES_A_SECOND", BUDGET)
+    monkeypatch.setattr(observer_rate_limit, "BURST_BYTES", BUDGET)
+    monkeypatch.setattr(observer_rate_limit, "BYTES_A_SECOND", BUDGET)
     started = BrokerServer(new_state(), "tcp://127.0.0.1:0", 1 << 20)
     thread = threading.Thread(target=started.run)
     thread.start()
@@ -46,8 +47,8 @@ def test_an_observer_that_asks_without_a_pause_waits_and_is_answered(server: Bro
 
 
 def test_what_others_ask_does_not_hold_up_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "BURST_BYTES", BUDGET)
-    monkeypatch.setattr(pace, "BYTES_A_SECOND", 1)
+    monkeypatch.setattr(observer_rate_limit, "BURST_BYTES", BUDGET)
+    monkeypatch.setattr(observer_rate_limit, "BYTES_A_SECOND", 1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     gate = Gate(context, new_state())
     request = wire.AskEvents(id=1, after=-1)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker import wire
 from broker.contract import LearnerReport, NodeReport
+from broker.messaging import wire
 from common.rollouts import GroupMeta, Task
 
 META = GroupMeta(version_min=3, version_max=4, reward_mean=0.5, sampled_tokens=10)

@@ -7,7 +7,7 @@ import pytest
 
 FAULTS = """
 import resource, sys
-from common.allocator import keep_freed_memory
+from common.process.malloc_tuning import keep_freed_memory
 if sys.argv[1] != "default" and not keep_freed_memory(one_heap=sys.argv[1] == "one_heap"):
     sys.exit("not taken")
 def turn():

@@ -1,7 +1,7 @@
 """What follows from a config without looking at anything else."""
 
-from common.config import EngineConfig, RolloutConfig
-from launch.reference import DOCS, config_page, metrics_page
+from common.config.schema import EngineConfig, RolloutConfig
+from launch.dev.docs_reference import DOCS, config_page, metrics_page
 
 
 def test_concurrency_is_a_number_or_follows_the_engine() -> None:
@@ -13,6 +13,6 @@ def test_concurrency_is_a_number_or_follows_the_engine() -> None:
 
 
 def test_the_pages_of_keys_and_metrics_are_what_the_code_declares() -> None:
-    advice = "run python -m launch.reference"
+    advice = "run python -m launch.dev.docs_reference"
     assert (DOCS / "config.md").read_text() == config_page(), advice
     assert (DOCS / "metrics.md").read_text() == metrics_page(), advice

@@ -6,8 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.config import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, TasksConfig
-from common.config_checks import (
+from common.config.checks import (
     Reader,
     check_config,
     fixed_address,
@@ -16,10 +15,11 @@ from common.config_checks import (
     resolve_paths,
     split_address,
 )
-from common.config_loading import build_config
-from common.credentials import KeyFolder
+from common.config.loading import build_config
+from common.config.schema import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, TasksConfig
 from common.errors import ConfigError
 from common.redis_address import parse_redis, with_run
+from common.security.credentials import KeyFolder
 from launch.keys import make
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embeddings": 1024}

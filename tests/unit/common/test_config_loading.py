@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Config, SftConfig
-from common.config_loading import OVERRIDE, dump_yaml, key_paths, load_config, load_either, nearest
+from common.config.loading import OVERRIDE, dump_yaml, key_paths, load_config, load_either, nearest
+from common.config.schema import Config, SftConfig
 from common.errors import EXIT_USAGE, ConfigError, UsageError
 
 MINIMAL = """

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from common.files import move_aside, pretty_json
+from common.process.files import move_aside, pretty_json
 
 
 def test_what_is_moved_aside_gets_the_first_free_number_before_its_suffix(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.arrays import Array
-from common.kv_age import cache_ages
 from common.rollouts import Sample, VersionRun
+from learner.batch.kv_age import cache_ages
 
 
 def episode(turns: list[tuple[int, list[int]]]) -> Sample:

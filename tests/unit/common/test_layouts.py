@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from common.config import ParallelConfig
-from common.layouts import ModelShape, layers_per_stage, model_problems, world_problems
+from common.config.parallel_layout import ModelShape, layers_per_stage, model_problems, world_problems
+from common.config.schema import ParallelConfig
 
 DENSE = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 256}
 MIXED = {**DENSE, "num_experts": 8, "moe_intermediate_size": 48}

@@ -9,11 +9,12 @@ import time
 
 import pytest
 
-from common.lifecycle import SUPERVISOR_ENV, DrainFlag, alive
+from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag, alive
 
 WAIT_S = 20.0
 CHILD = (
-    "from common.lifecycle import {call}; {call}({arguments}); print('ready', flush=True); import time; time.sleep(60)"
+    "import time; from common.process.lifecycle import {call}; "
+    "{call}({arguments}); print('ready', flush=True); time.sleep(60)"
 )
 
 
@@ -94,7 +95,7 @@ def test_first_reason_stays(handlers):
 
 def test_second_signal_ends_the_process_after_the_hook():
     code = (
-        "import os, signal, sys, time; from common.lifecycle import DrainFlag\n"
+        "import os, signal, sys, time; from common.process.lifecycle import DrainFlag\n"
         "flag = DrainFlag.install(on_second=lambda: os.write(1, b'hook'))\n"
         "os.kill(os.getpid(), signal.SIGTERM); flag.wait(5); os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)"
     )

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from common.logs import last_lines, log_path, setup_logging
+from common.process.logs import last_lines, log_path, setup_logging
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_second_setup_replaces_the_first(root, tmp_path):
 
 def test_redirected_stderr_is_not_written_twice(tmp_path):
     code = (
-        "import logging, pathlib; from common.logs import setup_logging;"
+        "import logging, pathlib; from common.process.logs import setup_logging;"
         f"setup_logging('learner', '0', pathlib.Path({str(tmp_path)!r})); logging.getLogger('x').info('once')"
     )
     path = log_path(tmp_path, "learner", "0")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.config import (
+from common.config.schema import (
     Config,
     EngineConfig,
     LearnerConfig,
@@ -22,12 +22,12 @@ from common.config import (
     TasksConfig,
     WeightsConfig,
 )
-from common.planning.architecture import Architecture, read_architecture
-from common.planning.batch import batch_of, bubble, window_of
-from common.planning.ranks import Sizes
-from common.planning.transfers import checkpoint_bytes, engine_of, publish_of
 from common.rollouts import Group, Sample, VersionRun, encode_group
 from common.staleness import window_end
+from launch.plan.model_shape import Architecture, read_architecture
+from launch.plan.ranks import Sizes
+from launch.plan.step_shape import batch_of, bubble, window_of
+from launch.plan.transfers import checkpoint_bytes, engine_of, publish_of
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 RUN, MODEL = RunConfig(name="r", dir="r", steps=1), ModelConfig(path="m")
@@ -69,7 +69,7 @@ def batch(config: Config | SftConfig):
 
 
 def test_full_sequences_fill_microbatches_as_packing_does() -> None:
-    from learner.packing import Document, plan
+    from learner.batch.packing import Document, plan
 
     for length, ranks in ((1025, 4), (1500, 2), (4097, 1)):
         found = batch(job(max_model_len=length, world_size=ranks))

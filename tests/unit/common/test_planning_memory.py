@@ -2,11 +2,11 @@
 
 import pytest
 
-from common.config import MemoryConfig, ParallelConfig
-from common.planning.activations import activations, in_flight, layer_bytes, output_bytes
-from common.planning.architecture import Architecture, Attention, Experts, LatentAttention
-from common.planning.shards import Parameter, chunk_parameters, share
-from common.planning.weights import count
+from common.config.schema import MemoryConfig, ParallelConfig
+from launch.plan.activations import activations, in_flight, layer_bytes, output_bytes
+from launch.plan.model_shape import Architecture, Attention, Experts, LatentAttention
+from launch.plan.parameters import count
+from launch.plan.shards import Parameter, chunk_parameters, share
 
 H, A = 512, 8
 

@@ -10,7 +10,7 @@ import torch
 from common.weights import delta, packing
 from common.weights.layout import Layout, ranges
 from common.weights.messages import Epoch, Publish
-from common.weights.receiving import Receiver
+from common.weights.receiver import Receiver
 
 LAYOUT = Layout.of([("a", "bfloat16", (3000,)), ("b", "float32", (100,))])
 BUCKET = 256

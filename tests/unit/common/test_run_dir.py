@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.config import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, TasksConfig
-from common.config_loading import load_config
+from common.config.loading import load_config
+from common.config.schema import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, TasksConfig
 from common.errors import UsageError
-from common.run_dir import RunDir, differences, read_jsonl, source_revision, write_atomic, write_json
+from common.process.run_dir import RunDir, differences, read_jsonl, source_revision, write_atomic, write_json
 
 
 @pytest.fixture

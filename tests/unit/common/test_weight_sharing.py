@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from common.weights.sharing import SharedBuffers, attach
+from common.weights.shared_memory import SharedBuffers, attach
 from tests import forked
 
 SIZE = 4096 + 7

@@ -11,7 +11,7 @@ from common.weights import messages, packing
 from common.weights.collectives import bucket_timeout, reason_of
 from common.weights.layout import ALIGNMENT, Layout
 from common.weights.messages import Epoch, Publish
-from common.weights.receiving import Receiver, receive_buckets
+from common.weights.receiver import Receiver, receive_buckets
 
 NAMED = [("a", torch.arange(5.0)), ("b", torch.arange(6.0).view(2, 3) / 7), ("c", torch.tensor(2.5))]
 

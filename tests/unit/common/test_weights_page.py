@@ -3,7 +3,7 @@
 import json
 
 from bench.weights_page import BEGIN, END, PAGE, RESULTS, render
-from common.config import WeightsConfig
+from common.config.schema import WeightsConfig
 from common.weights.collectives import bucket_timeout
 
 
@@ -22,9 +22,9 @@ def test_the_results_were_measured_with_the_defaults_and_with_enough_rounds() ->
 def test_the_deadlines_on_the_page_are_those_of_the_code() -> None:
     text = PAGE.read_text()
     assert bucket_timeout(20.0) == 5.0 and "a quarter of `weights.timeout_s`" in text
-    from learner.publish_members import MAX_ATTEMPTS
-    from learner.publish_relay import PEER_FETCHES, PEER_WAIT_S
-    from rollout_fleet.weight_client import REJOIN_AFTER_S
+    from learner.publish.receivers import MAX_ATTEMPTS
+    from learner.publish.relay import PEER_FETCHES, PEER_WAIT_S
+    from rollout_fleet.weights.weight_client import REJOIN_AFTER_S
 
     assert f"{MAX_ATTEMPTS} attempts" in text
     assert f"{PEER_WAIT_S:g} s for a peer's answer" in text and f"{PEER_FETCHES} fetches at a time" in text

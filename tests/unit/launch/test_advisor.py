@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from launch.advisor import FEWEST, STEPS, Rates, advice_for, advise, rates_of
+from launch.report.advisor import FEWEST, STEPS, Rates, advice_for, advise, rates_of
 
 
 def lines(

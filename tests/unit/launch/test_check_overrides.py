@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import EXIT_DONE, EXIT_USAGE
-from launch.check_overrides import main
+from launch.quickstart.check_overrides import main
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,5 +42,5 @@ def test_a_bad_override_is_refused(config: str, override: str, expected: str, ca
 
 def test_the_quickstart_asks_before_it_makes_anything() -> None:
     script = (ROOT / "launch" / "quickstart.sh").read_text()
-    asked = script.index("launch.check_overrides configs/quickstart.yaml")
-    assert asked < script.index("launch.quickstart_assets --out")
+    asked = script.index("launch.quickstart.check_overrides configs/quickstart.yaml")
+    assert asked < script.index("launch.quickstart.assets --out")

@@ -257,8 +257,8 @@ def test_missing_package_is_explained(monkeypatch, job, capsys):
     def fail(_args):
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
 
-    monkeypatch.setitem(cli.HANDLERS, "up", "launch.up:command")
-    monkeypatch.setattr("launch.up.command", fail)
+    monkeypatch.setitem(cli.HANDLERS, "up", "launch.up.up:command")
+    monkeypatch.setattr("launch.up.up.command", fail)
     assert "launch/setup.sh" in refusal(capsys, "up", str(job))
 
 

@@ -12,16 +12,16 @@ import pytest
 import yaml
 
 from broker.contract import RunInfo
-from broker.event_log import EventLog
-from broker.server import BrokerServer
-from broker.state import DeliveryState
-from common.config_checks import fixed_address
-from common.credentials import KeyFolder
+from broker.delivery.event_log import EventLog
+from broker.delivery.state import DeliveryState
+from broker.server.server import BrokerServer
+from common.config.checks import fixed_address
 from common.errors import EXIT_USAGE
-from common.run_dir import RunDir, write_json
+from common.process.run_dir import RunDir, write_json
+from common.security.credentials import KeyFolder
 from launch.cli import main
 from launch.keys import make
-from launch.targets import load_job
+from launch.resolve_target import load_job
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 1024}
 

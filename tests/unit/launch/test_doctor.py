@@ -18,11 +18,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from broker.event_log import EventLog
+from broker.delivery.event_log import EventLog
+from broker.delivery.state import DeliveryState
 from broker.main import run_info
-from broker.server import BrokerServer
-from broker.state import DeliveryState
-from common.config import (
+from broker.server.server import BrokerServer
+from common.config.loading import dump_yaml
+from common.config.schema import (
     BrokerConfig,
     CheckpointConfig,
     Config,
@@ -34,16 +35,16 @@ from common.config import (
     TasksConfig,
     WeightsConfig,
 )
-from common.config_loading import dump_yaml
-from common.credentials import KeyFolder
 from common.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
-from common.run_dir import RunDir, write_json
-from launch import doctor, doctor_disk, doctor_files, doctor_machine, doctor_network, doctor_packages, doctor_run
+from common.process.run_dir import RunDir, write_json
+from common.security.credentials import KeyFolder
 from launch.cli import main
-from launch.findings import Finding
+from launch.doctor import disk, doctor, files, limits, network, runs
+from launch.doctor import packages as doctor_packages
+from launch.doctor.findings import Finding
+from launch.doctor.machine import Gpu, Machine, look
 from launch.keys import make
-from launch.machine import Gpu, Machine, look
-from learner.run_files import write_record
+from learner.loop.learner_record import write_record
 from tests.redis_server import RedisServer, free_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -127,7 +128,8 @@ def test_a_good_machine_and_config_have_no_problem(config: Config) -> None:
 
 
 def test_this_machine_is_looked_at_without_heavy_imports() -> None:
-    code = "import sys; from launch.machine import look; m = look(); assert m.cores and m.memory_bytes and m.packages;"
+    code = "import sys; from launch.doctor.machine import look; m = look();"
+    code += "assert m.cores and m.memory_bytes and m.packages;"
     code += "assert not {'torch', 'vllm', 'megatron'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert look().packages["msgspec"]
@@ -200,42 +202,42 @@ def test_more_ranks_than_devices_are_a_warning(config: Config) -> None:
 
 
 def test_threads_without_cores_of_their_own_are_a_warning(config: Config) -> None:
-    finding = only(doctor_machine.check_cores(machine(cores=2), of(config, "rollout", nodes=3)), "warning")
+    finding = only(limits.check_cores(machine(cores=2), of(config, "rollout", nodes=3)), "warning")
     assert finding.what.startswith("2 cores for 4 threads")
-    assert "pins" in only(doctor_machine.check_cores(GOOD, config), "fine").what
+    assert "pins" in only(limits.check_cores(GOOD, config), "fine").what
 
 
 def test_memory_is_compared_with_the_plan(config: Config) -> None:
     plan = doctor.plan_of(config)
     assert plan is not None
-    small = doctor_machine.check_memory(machine(memory_bytes=2 * GIB, available_bytes=GIB), config, plan)
+    small = limits.check_memory(machine(memory_bytes=2 * GIB, available_bytes=GIB), config, plan)
     assert "needed at least, 2.0 GiB" in only(small).what
-    busy = doctor_machine.check_memory(machine(available_bytes=2 * GIB), config, plan)
+    busy = limits.check_memory(machine(available_bytes=2 * GIB), config, plan)
     assert only(busy, "warning").why == "other processes hold what is missing"
-    assert found(doctor_machine.check_memory(GOOD, config, plan)) == []
-    assert doctor_machine.host_bytes(config, plan, gpus=True) < doctor_machine.host_bytes(config, plan, gpus=False)
+    assert found(limits.check_memory(GOOD, config, plan)) == []
+    assert limits.host_bytes(config, plan, gpus=True) < limits.host_bytes(config, plan, gpus=False)
 
 
 def test_a_container_with_little_shared_memory_is_named(config: Config) -> None:
     ranks = of(config, "learner", world_size=4)
-    assert "64 MiB, 256 needed" in only(doctor_machine.check_shm(machine(shm_bytes=64 << 20), ranks)).what
-    assert found(doctor_machine.check_shm(machine(shm_bytes=64 << 20), config)) == []
+    assert "64 MiB, 256 needed" in only(limits.check_shm(machine(shm_bytes=64 << 20), ranks)).what
+    assert found(limits.check_shm(machine(shm_bytes=64 << 20), config)) == []
 
 
 def test_open_files_are_compared_with_the_fleet(config: Config) -> None:
     many = of(config, "rollout", nodes=200)
-    assert "ulimit -n 4096" in only(doctor_machine.check_open_files(machine(open_files=(1024, 4096)), many)).mend
-    few = doctor_machine.check_open_files(machine(open_files=(512, 4096)), config)
+    assert "ulimit -n 4096" in only(limits.check_open_files(machine(open_files=(1024, 4096)), many)).mend
+    few = limits.check_open_files(machine(open_files=(512, 4096)), config)
     assert "64 nodes" in only(few, "warning").why
-    assert found(doctor_machine.check_open_files(machine(open_files=(-1, -1)), many)) == []
+    assert found(limits.check_open_files(machine(open_files=(-1, -1)), many)) == []
 
 
 def test_a_clock_that_was_never_set_or_is_not_kept_is_named(config: Config) -> None:
-    assert "years ago" in only(doctor_machine.check_clock(machine(now_s=1e6), config)).what
+    assert "years ago" in only(limits.check_clock(machine(now_s=1e6), config)).what
     far = of(config, "broker", address="tcp://10.0.0.1:5555")
     drifting = machine(clock_synchronised=False)
-    assert only(doctor_machine.check_clock(drifting, far), "warning").check == "clock"
-    assert found(doctor_machine.check_clock(drifting, config), "warning") == []  # one machine agrees with itself
+    assert only(limits.check_clock(drifting, far), "warning").check == "clock"
+    assert found(limits.check_clock(drifting, config), "warning") == []  # one machine agrees with itself
 
 
 # ---------------------------------------------------------------- the disk
@@ -244,20 +246,20 @@ def test_a_clock_that_was_never_set_or_is_not_kept_is_named(config: Config) -> N
 def test_a_full_disk_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = doctor.plan_of(config)
     for free, level in ((GIB, "problem"), (12 * GIB, "warning")):
-        monkeypatch.setattr(doctor_disk.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
-        finding = found(doctor_disk.check_disk(Path(config.run.dir), config, plan), level)[0]
+        monkeypatch.setattr(disk.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
+        finding = found(disk.check_disk(Path(config.run.dir), config, plan), level)[0]
         assert finding.check == "disk" and f"{free / GIB:.1f} GiB free" in finding.what
 
 
 def test_a_folder_that_cannot_be_written_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_disk.os, "access", lambda place, mode: False)
-    assert "cannot be written" in only(doctor_disk.check_disk(Path(config.run.dir), config, None)).what
+    monkeypatch.setattr(disk.os, "access", lambda place, mode: False)
+    assert "cannot be written" in only(disk.check_disk(Path(config.run.dir), config, None)).what
 
 
 def test_a_disk_in_memory_is_a_warning(config: Config) -> None:
-    if doctor_disk.file_system(Path("/dev/shm")) != "tmpfs":
+    if disk.file_system(Path("/dev/shm")) != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
-    findings = list(doctor_disk.check_disk(Path("/dev/shm/runs/demo"), config, None))
+    findings = list(disk.check_disk(Path("/dev/shm/runs/demo"), config, None))
     assert only((f for f in findings if f.check == "file system"), "warning").what == "/dev/shm is on a tmpfs"
 
 
@@ -265,20 +267,20 @@ def test_a_file_system_that_neither_syncs_nor_locks_is_named(config: Config, mon
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(doctor_disk.os, "fsync", refuse)
-    monkeypatch.setattr(doctor_disk.fcntl, "flock", refuse)
-    findings = found(doctor_disk.check_disk(Path(config.run.dir), config, None))
+    monkeypatch.setattr(disk.os, "fsync", refuse)
+    monkeypatch.setattr(disk.fcntl, "flock", refuse)
+    findings = found(disk.check_disk(Path(config.run.dir), config, None))
     assert [f.check for f in findings] == ["fsync", "locks"]
 
 
 def test_slow_syncs_matter_only_to_a_broker_that_waits_for_them(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_disk, "sync_seconds", lambda place: 0.2)
+    monkeypatch.setattr(disk, "sync_seconds", lambda place: 0.2)
     place = Path(config.run.dir)
-    assert "200.0 ms" in only(doctor_disk.check_disk(place, config, None), "warning").what
+    assert "200.0 ms" in only(disk.check_disk(place, config, None), "warning").what
     relaxed = of(config, "broker", durability="everysec")
-    assert found(doctor_disk.check_disk(place, relaxed, None), "warning") == []
+    assert found(disk.check_disk(place, relaxed, None), "warning") == []
 
 
 # ---------------------------------------------------------------- files
@@ -286,7 +288,7 @@ def test_slow_syncs_matter_only_to_a_broker_that_waits_for_them(
 
 def test_what_a_launch_would_refuse_is_a_problem(config: Config) -> None:
     missing = of(config, "tasks", dataset="/nowhere.jsonl", environment="no_such")
-    findings = found(doctor_files.check_config_and_files(missing, "job.yaml"))
+    findings = found(files.check_config_and_files(missing, "job.yaml"))
     assert [f.check for f in findings] == ["config", "environment"]
     assert "tasks.dataset: found /nowhere.jsonl" in findings[0].what
 
@@ -295,35 +297,35 @@ def test_weights_that_were_cut_off_are_found(config: Config) -> None:
     folder = Path(config.model.path)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    assert re.search(r"model\.safetensors: \d+ bytes, \d+ expected", only(doctor_files.check_model(folder)).what)
+    assert re.search(r"model\.safetensors: \d+ bytes, \d+ expected", only(files.check_model(folder)).what)
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    assert "pointer of git-lfs" in only(doctor_files.check_model(folder)).what
+    assert "pointer of git-lfs" in only(files.check_model(folder)).what
     file.write_bytes(b"\0" * 40)
-    assert "no safetensors file" in only(doctor_files.check_model(folder)).what
+    assert "no safetensors file" in only(files.check_model(folder)).what
 
 
 def test_shards_that_the_index_names_are_found_missing(config: Config) -> None:
     folder = Path(config.model.path)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
-    assert f"{folder} lacks model-2.safetensors" in only(doctor_files.check_model(folder)).what
+    assert f"{folder} lacks model-2.safetensors" in only(files.check_model(folder)).what
     index.write_text("{")
-    assert "cannot be read" in only(doctor_files.check_model(folder)).what
+    assert "cannot be read" in only(files.check_model(folder)).what
 
 
 def test_a_bad_line_in_the_middle_of_a_dataset_is_found(config: Config) -> None:
     file = Path(config.tasks.dataset)
     file.write_text('{"a": 1}\n' * 20 + "[1]\n")
-    assert "line 21 is none" in only(doctor_files.check_dataset("tasks.dataset", file, config)).what
+    assert "line 21 is none" in only(files.check_dataset("tasks.dataset", file, config)).what
     file.write_text('{"a": 1}\n\n' * 3)
-    assert "3 rows" in only(doctor_files.check_dataset("tasks.dataset", file, config), "warning").what
+    assert "3 rows" in only(files.check_dataset("tasks.dataset", file, config), "warning").what
 
 
 def test_keys_that_others_may_read_are_named(tmp_path: Path) -> None:
     make(KeyFolder(tmp_path / "keys"), ["node-0"])
-    assert found(doctor_files.check_permissions(tmp_path / "keys")) == []
+    assert found(files.check_permissions(tmp_path / "keys")) == []
     (tmp_path / "keys" / "learner.json").chmod(0o644)
-    finding = only(doctor_files.check_permissions(tmp_path / "keys"))
+    finding = only(files.check_permissions(tmp_path / "keys"))
     assert finding.mend == f"chmod 600 {tmp_path}/keys/learner.json"
 
 
@@ -333,16 +335,16 @@ def test_keys_that_others_may_read_are_named(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_named_with_its_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        finding = only(doctor_network.check_port(f"tcp://127.0.0.1:{port}"))
+        finding = only(network.check_port(f"tcp://127.0.0.1:{port}"))
         assert f":{port}: Address already in use" in finding.what
         assert str(os.getpid()) in finding.what
-    assert found(doctor_network.check_port(f"tcp://127.0.0.1:{port}")) == []
-    assert only(doctor_network.check_port("ipc:///no/such/folder/broker")).what == "/no/such/folder is no folder"
+    assert found(network.check_port(f"tcp://127.0.0.1:{port}")) == []
+    assert only(network.check_port("ipc:///no/such/folder/broker")).what == "/no/such/folder is no folder"
 
 
 def test_an_interface_that_is_not_here_is_named(config: Config) -> None:
     elsewhere = msgspec.structs.replace(config, weights=WeightsConfig(address="203.0.113.7"))
-    assert only(doctor_network.check_network(elsewhere, running=True)).check == "weights.address"
+    assert only(network.check_network(elsewhere, running=True)).check == "weights.address"
 
 
 @pytest.fixture
@@ -356,19 +358,19 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 def test_redis_is_asked_for_its_settings(config: Config, redis: RedisServer) -> None:
     job = of(config, "broker", backend="redis", address=redis.address)
-    assert found(doctor_network.check_redis(job)) == []
+    assert found(network.check_redis(job)) == []
     redis.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
-    assert "maxmemory-policy allkeys-lru, expected noeviction" in only(doctor_network.check_redis(job)).what
+    assert "maxmemory-policy allkeys-lru, expected noeviction" in only(network.check_redis(job)).what
     redis.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
     redis.ask("CONFIG", "SET", "appendonly", "no")
-    assert "appendonly no, expected yes" in only(doctor_network.check_redis(job)).what
+    assert "appendonly no, expected yes" in only(network.check_redis(job)).what
 
 
 def test_a_redis_that_is_away_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_network, "CONNECT_S", 0.3)
+    monkeypatch.setattr(network, "CONNECT_S", 0.3)
     address = f"redis://127.0.0.1:{free_port()}/0"
     job = of(config, "broker", backend="redis", address=address)
-    assert address.removeprefix("redis://").partition("/")[0] in only(doctor_network.check_redis(job)).what
+    assert address.removeprefix("redis://").partition("/")[0] in only(network.check_redis(job)).what
 
 
 # ---------------------------------------------------------------- the run
@@ -392,7 +394,7 @@ def test_what_a_killed_job_left_behind_is_named_and_harmless(config: Config, run
     write_record(run, 0, "running", 7)
     record = json.loads(run.learner_json.read_text())
     run.learner_json.write_text(json.dumps({**record, "pid": ended_pid()}))
-    findings, running = doctor_run.check_run(run, config)
+    findings, running = runs.check_run(run, config)
     assert not running
     texts = [f.what for f in found(findings, "warning")]
     assert "was left by broker" in texts[0] and "did not say how it ended" in texts[1]
@@ -402,13 +404,13 @@ def test_what_a_killed_job_left_behind_is_named_and_harmless(config: Config, run
 def test_a_broker_that_is_stopped_is_named_with_what_wakes_it(
     config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_run, "ANSWER_S", 0.3)
+    monkeypatch.setattr(runs, "ANSWER_S", 0.3)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         os.kill(process.pid, signal.SIGSTOP)
         write_json(run.broker_json, {"pid": process.pid, "address": "ipc:///nobody/here", "started_s": 0.0})
-        until(lambda: doctor_run.process_state(process.pid) == "stopped")
-        finding = only(doctor_run.check_run(run, config)[0])
+        until(lambda: runs.process_state(process.pid) == "stopped")
+        finding = only(runs.check_run(run, config)[0])
         assert "does not answer (stopped)" in finding.what
         assert finding.mend == f"kill -CONT {process.pid}"
     finally:
@@ -426,17 +428,17 @@ def until(condition: object, timeout_s: float = 20.0) -> None:
 def test_the_holder_of_a_lock_is_named(config: Config, run: RunDir) -> None:
     with (run.path / "up.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        finding = only(doctor_run.check_run(run, config)[0])
+        finding = only(runs.check_run(run, config)[0])
     assert finding.what == f"{run.path}/up.lock is held by process {os.getpid()}"
-    assert found(doctor_run.check_run(run, config)[0]) == []
+    assert found(runs.check_run(run, config)[0]) == []
 
 
 def test_roles_without_a_broker_are_named(config: Config, run: RunDir) -> None:
     words = [sys.executable, "-c", "import time; time.sleep(60)", "rollout", str(run.config)]
     process = subprocess.Popen(words)
     try:
-        until(lambda: doctor_run.processes_of(run))
-        finding = only(doctor_run.check_run(run, config)[0])
+        until(lambda: runs.processes_of(run))
+        finding = only(runs.check_run(run, config)[0])
         assert finding.what == f"processes of this run without a broker: {process.pid} (rollout)"
     finally:
         process.kill()
@@ -445,7 +447,7 @@ def test_roles_without_a_broker_are_named(config: Config, run: RunDir) -> None:
 
 def test_a_folder_with_another_run_is_named(config: Config, run: RunDir) -> None:
     other = of(config, "run", seed=5)
-    assert "run.seed was 0 and now is 5" in only(doctor_run.check_run(run, other)[0]).what
+    assert "run.seed was 0 and now is 5" in only(runs.check_run(run, other)[0]).what
 
 
 def test_a_running_job_is_explained(config: Config, run: RunDir) -> None:
@@ -456,11 +458,11 @@ def test_a_running_job_is_explained(config: Config, run: RunDir) -> None:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        findings, running = doctor_run.check_run(run, config)
+        findings, running = runs.check_run(run, config)
         assert running
         finding = only(findings)
         assert finding.what.startswith("everyone waits for a learner: none has attached")
-        assert finding.mend == doctor_run.ADVICE["no_learner"]
+        assert finding.mend == runs.ADVICE["no_learner"]
     finally:
         server.stop()
         thread.join(10)
@@ -470,7 +472,7 @@ def test_there_is_advice_for_every_kind_of_stall() -> None:
     page = (ROOT / "docs" / "stalls.md").read_text()
     table = page[page.index("| kind |") :]
     kinds = {kind for line in table.splitlines()[2:] for kind in re.findall(r"`(\w+)`", line.split("|")[1])}
-    assert kinds == set(doctor_run.ADVICE)
+    assert kinds == set(runs.ADVICE)
 
 
 # ---------------------------------------------------------------- the command

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UsageError
-from common.run_dir import RunDir
+from common.process.run_dir import RunDir
 from launch import export
 
 

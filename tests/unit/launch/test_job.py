@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 import pytest
 
-from common.config import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
-from common.lifecycle import DrainFlag
-from common.run_dir import RunDir
-from launch.job import Job, JobFailed
-from launch.supervisor import RoleSpec
+from common.config.schema import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
+from common.process.lifecycle import DrainFlag
+from common.process.run_dir import RunDir
+from launch.up.job import Job, JobFailed
+from launch.up.supervisor import RoleSpec
 
 
 def make_config(run_dir: Path) -> Config:

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.credentials import (
+from common.errors import UsageError
+from common.security.credentials import (
     Credential,
     Identity,
     KeyFolder,
@@ -18,7 +19,6 @@ from common.credentials import (
     load_credential,
     load_server,
 )
-from common.errors import UsageError
 from launch.cli import main
 from launch.keys import make, revoke
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.marked import replaced
+from launch.dev.doc_markers import replaced
 
 
 def test_what_stands_between_the_marks_is_replaced_and_nothing_else() -> None:

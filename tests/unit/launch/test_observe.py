@@ -12,19 +12,19 @@ import pytest
 from rich.console import Console
 
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport, NodeStatus, RunInfo, Waste
-from broker.event_log import EventLog
+from broker.delivery.event_log import EventLog
+from broker.delivery.state import DeliveryState
 from broker.main import run_info
-from broker.server import BrokerServer
-from broker.state import DeliveryState
-from common.config import Config, ModelConfig, RunConfig, TasksConfig
+from broker.server.server import BrokerServer
+from common.config.schema import Config, ModelConfig, RunConfig, TasksConfig
 from common.errors import EXIT_FAILED
-from common.run_dir import RunDir, write_json
-from launch import waste_view
+from common.process.run_dir import RunDir, write_json
 from launch.cli import main
-from launch.metrics_tail import MetricsTail, mean
-from launch.observe import Observation, as_json, observe
-from launch.view import plain_line, render_live, render_status, sparkline
-from launch.words import duration
+from launch.observe import waste_view
+from launch.observe.formatting import duration
+from launch.observe.metrics_tail import MetricsTail, mean
+from launch.observe.rendered_view import plain_line, render_live, render_status, sparkline
+from launch.observe.run_view import Observation, as_json, observe
 
 RUN_INFO = RunInfo("demo", "/runs/demo", 4, 1, 3, 60.0, 1 << 20, b"{}")
 LEARNER = LearnerReport(11, 0, "waiting", 7, "groups for step 7: 1 of 4 ready", 2.5)

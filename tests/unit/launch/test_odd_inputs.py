@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from common.errors import EXIT_FAILED
-from common.lifecycle import alive
-from common.planning.architecture import UnknownArchitecture, read_architecture
-from launch import doctor_files
-from launch.advisor import advice_for
+from common.process.lifecycle import alive
 from launch.cli import main
+from launch.doctor import files
+from launch.plan.model_shape import UnknownArchitecture, read_architecture
+from launch.report.advisor import advice_for
 
 
 @pytest.mark.parametrize(
@@ -23,13 +23,13 @@ def test_a_header_that_describes_no_tensors_is_said(tmp_path: Path, header: obje
     data = json.dumps(header).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(struct.pack("<Q", len(data)) + data)
-    assert "its header does not describe tensors" in doctor_files.broken_weights(file)
+    assert "its header does not describe tensors" in files.broken_weights(file)
 
 
 @pytest.mark.parametrize("index", ["[]", "5", '{"weight_map": {"a": 1, "b": "x"}}', '{"weight_map": {"a": []}}', "{}"])
 def test_an_index_that_names_no_files_is_said(tmp_path: Path, index: str) -> None:
-    (tmp_path / doctor_files.INDEX).write_text(index)
-    missing, reason = doctor_files.missing_shards(tmp_path)
+    (tmp_path / files.INDEX).write_text(index)
+    missing, reason = files.missing_shards(tmp_path)
     assert not missing and "cannot be read" in reason
 
 

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from launch.cli import main
-from launch.plan import as_json, make_review
-from launch.plan_page import WIDTH, page
+from launch.plan.page import WIDTH, page
+from launch.plan.plan import as_json, make_review
 
 ROOT = Path(__file__).parents[3]
 NAMED = {
@@ -199,9 +199,8 @@ def test_a_job_of_several_machines_is_told_that_sockets_bind_to_loopback(here: P
 
 
 def test_planning_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, launch.plan, launch.plan_page; print([m for m in ('torch','vllm','megatron') if m in sys.modules])"
-    )
+    code = "import sys, launch.plan.plan, launch.plan.page; "
+    code += "print([m for m in ('torch','vllm','megatron') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import quickstart_assets as assets
+from launch.quickstart import assets as assets
 
 TEXTS = [
     string.printable[:95] + "\n",

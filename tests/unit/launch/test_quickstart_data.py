@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from launch.quickstart_data import (
+from launch.quickstart.problems import (
     AdditionPlan,
     GuessingPlan,
     addition_demonstration,
@@ -17,8 +17,8 @@ from launch.quickstart_data import (
     guessing_demonstrations,
     guessing_problems,
 )
-from rollout_fleet.environments.addition import Addition
-from rollout_fleet.environments.number_guessing import NumberGuessing
+from rollout_fleet.environments.builtin.addition import Addition
+from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 from rollout_fleet.environments.protocol import Action
 
 SMALL = AdditionPlan(train=300, held_out=100, clean=400, sloppy=400)

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from common.config import Config
-from common.config_loading import key_paths
-from launch.reference import config_page, metrics_page
+from common.config.loading import key_paths
+from common.config.schema import Config
+from launch.dev.docs_reference import config_page, metrics_page
 
 
 @pytest.fixture(scope="module")

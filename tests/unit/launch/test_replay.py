@@ -6,20 +6,20 @@ import msgspec
 import pytest
 
 from broker.contract import LearnerReport, RunInfo
-from broker.memory import MemoryLearner
-from broker.recorded import RecordedGroup
-from broker.recording import Recording, open_recording, preloaded
-from broker.store.folder import StoreFolder, new_info
-from common.config import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
-from common.config_loading import load_config
+from broker.delivery.in_process import MemoryLearner
+from broker.journal.file_store.folder import StoreFolder, new_info
+from broker.journal.recorded_groups import RecordedGroup
+from broker.journal.recording import Recording, open_recording, preloaded
+from common.config.loading import load_config
+from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
 from common.errors import UsageError
 from common.metrics import StepMetrics
+from common.process.run_dir import RunDir
 from common.rollouts import GroupMeta, Task
-from common.run_dir import RunDir
 from launch.cli import main, parse
-from launch.replay import check_progress
-from launch.replay_compare import ReplayedStep, compare, line, summary
-from launch.replay_plan import plan_replay
+from launch.replay.choice import plan_replay
+from launch.replay.compare import ReplayedStep, compare, line, summary
+from launch.replay.replay import check_progress
 
 RUN_INFO = RunInfo("demo", "/runs/demo", 2, 1, 3, 60.0, 1 << 20)
 

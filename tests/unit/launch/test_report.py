@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Config, ModelConfig, RunConfig, StalenessConfig, TasksConfig
+from common.config.schema import Config, ModelConfig, RunConfig, StalenessConfig, TasksConfig
 from common.errors import EXIT_FAILED, EXIT_USAGE
-from common.run_dir import RunDir, write_json
+from common.process.run_dir import RunDir, write_json
 from launch.cli import main
-from launch.learner_record import finished
-from launch.metrics_tail import MetricsTail
-from launch.report import first_above, format_figure
+from launch.observe.metrics_tail import MetricsTail
+from launch.report.report import first_above, format_figure
+from launch.up.run_finished import finished
 
 STEPS = 20
 

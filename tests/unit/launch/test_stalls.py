@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 
 from broker.contract import BrokerStatus, LearnerReport, NodeReport, NodeStatus, RunInfo
-from broker.stalls import Stall
-from common.config import Config, ModelConfig, RunConfig, TasksConfig
-from common.run_dir import RunDir, write_json
-from launch import stalls
+from broker.diagnosis.stalls import Stall
+from common.config.schema import Config, ModelConfig, RunConfig, TasksConfig
+from common.process.run_dir import RunDir, write_json
 from launch.cli import main
-from launch.metrics_tail import MetricsTail
-from launch.observe import Observation, observe
-from launch.view import render_live, render_status
+from launch.observe import stall_text
+from launch.observe.metrics_tail import MetricsTail
+from launch.observe.rendered_view import render_live, render_status
+from launch.observe.run_view import Observation, observe
 
 LEARNER = LearnerReport(11, 0, "waiting", 7, "groups", 2.5, step=7, groups_missing=4)
 
@@ -58,7 +58,7 @@ def test_a_broker_that_does_not_answer_is_what_everyone_waits_for(run: RunDir) -
     write_json(run.status_json, status_of())
     write_json(run.broker_json, {"pid": os.getpid(), "address": "ipc:///nobody/listens/here", "started_s": 0.0})
     os.utime(run.status_json, (1.0, 1.0))
-    (stall,) = stalls.stalls_of(observe(run, timeout_s=0.2))
+    (stall,) = stall_text.stalls_of(observe(run, timeout_s=0.2))
     assert (stall.kind, stall.who) == ("broker_away", "everyone")
     assert stall.waits_for.startswith("the broker at tcp://127.0.0.1:5, which does not answer (broker not reachable: ")
     assert stall.since_s is not None and stall.since_s > 1e9
@@ -66,22 +66,24 @@ def test_a_broker_that_does_not_answer_is_what_everyone_waits_for(run: RunDir) -
 
 def test_a_redis_server_that_is_away_is_named_as_one() -> None:
     status = msgspec.structs.replace(status_of(), address="redis://db:6379/0?run=demo")
-    (stall,) = stalls.stalls_of(Observation(status, live=False, note="away; last known", unreachable=True, age_s=3.0))
+    (stall,) = stall_text.stalls_of(
+        Observation(status, live=False, note="away; last known", unreachable=True, age_s=3.0)
+    )
     assert stall.waits_for == "the Redis server at redis://db:6379/0?run=demo, which does not answer (away)"
 
 
 def test_a_broker_that_ended_is_a_stall_only_while_the_learner_has_work() -> None:
-    (stall,) = stalls.stalls_of(Observation(status_of(), live=False, note="broker 10 has ended"))
+    (stall,) = stall_text.stalls_of(Observation(status_of(), live=False, note="broker 10 has ended"))
     assert (stall.kind, stall.since_s) == ("broker_gone", None)
     done = status_of(msgspec.structs.replace(LEARNER, state="done"))
-    assert stalls.stalls_of(Observation(done, live=False, note="broker 10 has ended")) == []
+    assert stall_text.stalls_of(Observation(done, live=False, note="broker 10 has ended")) == []
 
 
 def test_sentences_agree_with_who_waits() -> None:
-    assert stalls.sentence(Stall("k", "node-0", "weights", 3.0, "they come")) == (
+    assert stall_text.sentence(Stall("k", "node-0", "weights", 3.0, "they come")) == (
         "node-0 waits for weights, since 3.0 s; until: they come"
     )
-    assert stalls.sentence(Stall("k", "a and b", "room", None, "x")) == "a and b wait for room; until: x"
+    assert stall_text.sentence(Stall("k", "a and b", "room", None, "x")) == "a and b wait for room; until: x"
 
 
 def test_status_shows_who_waits_for_whom(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,9 +108,9 @@ def test_the_live_view_has_the_first_stalls(run: RunDir) -> None:
 
 
 def test_of_many_stalls_the_first_are_shown_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    many = [Stall("k", f"w{i}", "x", None, "y") for i in range(stalls.SHOWN + 3)]
-    monkeypatch.setattr(sys.modules["launch.stalls"], "stalls_of", lambda seen: many)
-    assert "and 3 more" in text_of(stalls.page(Observation(status_of(), live=True)))
+    many = [Stall("k", f"w{i}", "x", None, "y") for i in range(stall_text.SHOWN + 3)]
+    monkeypatch.setattr(sys.modules["launch.observe.stall_text"], "stalls_of", lambda seen: many)
+    assert "and 3 more" in text_of(stall_text.page(Observation(status_of(), live=True)))
 
 
 def test_status_ends_with_the_advisors_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

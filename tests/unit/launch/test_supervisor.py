@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.lifecycle import alive
-from launch import supervisor as module
-from launch.cores import plan_cores
-from launch.supervisor import RoleSpec, Supervisor, describe_exit
+from common.process.lifecycle import alive
+from launch.up import supervisor as module
+from launch.up.core_pinning import plan_cores
+from launch.up.supervisor import RoleSpec, Supervisor, describe_exit
 
 WAIT_S = 20.0
 DRAINING = (
@@ -179,11 +179,11 @@ def test_cores_bind_a_role_and_child_cores_its_children(supervisor, tmp_path):
 
 def test_roles_end_when_the_supervisor_is_killed(tmp_path):
     role = (
-        "from common.lifecycle import join_supervisor; join_supervisor()\n"
+        "from common.process.lifecycle import join_supervisor; join_supervisor()\n"
         "print('ready', flush=True); import time; time.sleep(60)"
     )
     code = (
-        "import sys, time, pathlib\nfrom launch.supervisor import RoleSpec, Supervisor\n"
+        "import sys, time, pathlib\nfrom launch.up.supervisor import RoleSpec, Supervisor\n"
         "supervisor = Supervisor(lambda *_: None)\n"
         f"specs = [RoleSpec(n, [sys.executable, '-c', {role!r}], pathlib.Path({str(tmp_path)!r}) / n) for n in 'ab']\n"
         "print(*[supervisor.start(s).pid for s in specs], flush=True)\ntime.sleep(60)"

@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from common.config import ModelConfig, RunConfig, SftConfig, SftTasksConfig
-from common.run_dir import RunDir
+from common.config.schema import ModelConfig, RunConfig, SftConfig, SftTasksConfig
+from common.process.run_dir import RunDir
 from launch.cli import main
-from learner.run_files import write_record
+from learner.loop.learner_record import write_record
 
 STEPS = 20
 
@@ -51,7 +51,7 @@ def test_a_running_warm_start_says_how_far_it_is(run, capsys):
 def test_one_that_was_killed_is_told_from_one_that_runs(run, capsys, monkeypatch):
     train(run, 7)
     write_record(run, 0, "running", 0)
-    monkeypatch.setattr("launch.warm_start.alive", lambda pid: False)
+    monkeypatch.setattr("launch.observe.sft_status.alive", lambda pid: False)
     assert status(run, capsys)["learner"]["state"] == "gone"
     assert main(["status", str(run.path)]) == 0
     assert "gone, step 7 of 20" in (out := capsys.readouterr().out)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.config import Config
+from common.config.schema import Config
 
 BASE: dict[str, dict[str, Any]] = {
     "run": {"name": "test", "dir": "unset", "steps": 4},

@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo, StoredGroup
-from broker.memory import MemoryBroker, MemoryLearner
+from broker.delivery.in_process import MemoryBroker, MemoryLearner
 from common.arrays import Array
-from common.config import Config
+from common.config.schema import Config
 from common.errors import SlipstreamError
 from common.metrics import MetricsWriter
+from common.process.run_dir import RunDir
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
-from common.run_dir import RunDir
 from common.weights.messages import Canary
-from learner.backend import LossFunction, Microbatch, StepResult
-from learner.checkpointing import MODEL_FOLDER, CheckpointFolder
-from learner.lead import Lead
-from learner.publisher_protocol import PublishReceipt, PublishStats
-from learner.reporting import Reporter
-from learner.run_files import EventLog, next_incarnation, write_record
-from learner.step_metrics import Totals
-from learner.task_stream import TaskStream
-from learner.tasks import TaskSource
-from learner.trainer import Start, Trainer
+from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder
+from learner.loop.backend_protocol import LossFunction, Microbatch, StepResult
+from learner.loop.lead_rank import Lead
+from learner.loop.learner_record import EventLog, next_incarnation, write_record
+from learner.loop.status_reporter import Reporter
+from learner.loop.step_metrics import Totals
+from learner.loop.task_source import TaskSource
+from learner.loop.task_stream import TaskStream
+from learner.loop.trainer import Start, Trainer
+from learner.publish.protocol import PublishReceipt, PublishStats
 
 VOCAB = 12
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.config import LossConfig
-from learner.backend import Microbatch
+from common.config.schema import LossConfig
+from learner.loop.backend_protocol import Microbatch
 
 CLIP = {"ppo_clip": (0.2, 0.28), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4), "dppo_tv": (0.2, 0.2)}
 CORRECTION = {

@@ -6,8 +6,8 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 
-from common.config import LossConfig
-from learner.advantages import ADVANTAGES, STD_EPS, GroupRewards, dr_grpo, grpo, reinforce_pp, rloo
+from common.config.schema import LossConfig
+from learner.loss.advantages import ADVANTAGES, STD_EPS, GroupRewards, dr_grpo, grpo, reinforce_pp, rloo
 
 WITHIN_GROUPS = [grpo, dr_grpo, rloo]
 

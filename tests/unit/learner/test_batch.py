@@ -9,10 +9,10 @@ import pytest
 
 from broker.contract import StoredGroup
 from common.arrays import Array
-from common.config import Config
+from common.config.schema import Config
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
-from learner.backend import RoutingShape
-from learner.batch import BadGroup, assemble, decode, expired_groups, length_deciles
+from learner.batch.batch import BadGroup, assemble, decode, expired_groups, length_deciles
+from learner.loop.backend_protocol import RoutingShape
 
 
 def sample(

@@ -7,12 +7,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from common.config import Config
+from common.config.schema import Config
 from common.errors import SlipstreamError
-from common.run_dir import RunDir
-from learner import checkpointing
-from learner.checkpointing import CheckpointFolder, TrainerState
-from learner.task_stream import StreamState
+from common.process.run_dir import RunDir
+from learner.checkpoint import folder as checkpointing
+from learner.checkpoint.folder import CheckpointFolder, TrainerState
+from learner.loop.task_stream import StreamState
 
 MakeConfig = Callable[..., Config]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import SlipstreamError
-from learner.checkpointing import CheckpointFolder, TrainerState
-from learner.task_stream import StreamState
+from learner.checkpoint.folder import CheckpointFolder, TrainerState
+from learner.loop.task_stream import StreamState
 
 
 def state(version: int) -> TrainerState:

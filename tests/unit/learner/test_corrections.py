@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config import LossConfig
-from common.loss_bounds import CORRECTION_BOUNDS
-from learner.corrections import CORRECTIONS, Corrected, veto
-from learner.divergence import KL_ESTIMATORS, k1, k2, k3
-from learner.proximal import PROXIMALS, loglinear
-from learner.ratios import Documents
-from learner.reductions import REDUCTIONS
+from common.config.loss_defaults import CORRECTION_BOUNDS
+from common.config.schema import LossConfig
+from learner.loss.corrections import CORRECTIONS, Corrected, veto
+from learner.loss.kl_estimators import KL_ESTIMATORS, k1, k2, k3
+from learner.loss.proximal import PROXIMALS, loglinear
+from learner.loss.ratios import Documents
+from learner.loss.reductions import REDUCTIONS
 
 LENGTHS = (3, 2)
 MASK = [True, True, False, True, True]

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from learner.corrections import Corrected
-from learner.diagnostics import ratio_quantile, token_counts, token_sums
+from learner.loss.corrections import Corrected
+from learner.loss.token_diagnostics import ratio_quantile, token_counts, token_sums
 
 MASK = torch.tensor([True, True, True, False, True])
 DRIFT = torch.tensor([0.5, -1.0, 2.0, 0.0, 0.0], dtype=torch.float64)

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.config import Config
+from common.config.schema import Config
 from common.metrics import StepMetrics, read_metrics
+from common.process.run_dir import RunDir, read_jsonl
 from common.rollouts import Group, encode_group
-from common.run_dir import RunDir, read_jsonl
-from learner.dynamic_sampling import carries_signal, without_signal
+from learner.batch.dynamic_sampling import carries_signal, without_signal
 
 MakeConfig = Callable[..., Config]
 STEPS, SIZE = 6, 2

@@ -7,11 +7,11 @@ from types import ModuleType
 import pytest
 
 from broker.contract import StoredGroup
-from broker.memory import MemoryBroker
-from common.config import Config
+from broker.delivery.in_process import MemoryBroker
+from common.config.schema import Config
 from common.errors import UsageError
 from common.metrics import StepMetrics, read_metrics
-from common.run_dir import RunDir
+from common.process.run_dir import RunDir
 
 
 def test_a_store_that_lost_what_the_checkpoint_was_trained_on_is_refused_before_it_is_trained_on_again(

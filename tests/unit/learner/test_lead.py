@@ -4,8 +4,8 @@ from collections.abc import Callable
 from types import ModuleType
 
 from broker.contract import BrokerStatus, NodeReport, NodeStatus, RunInfo
-from common.config import Config
-from learner.lead import StallMeter
+from common.config.schema import Config
+from learner.loop.lead_rank import StallMeter
 
 
 def status(*nodes: tuple[str, int, float]) -> BrokerStatus:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config import LossConfig
-from common.loss_checks import loss_problems
-from learner.backend import LossFunction, LossOutput, Microbatch
-from learner.losses import cross_entropy, policy_loss
+from common.config.loss_checks import loss_problems
+from common.config.schema import LossConfig
+from learner.loop.backend_protocol import LossFunction, LossOutput, Microbatch
+from learner.loss.losses import cross_entropy, policy_loss
 from tests.unit.learner.loss_reference import Case, double, reference_loss
 
 MAX_TOKENS = 7

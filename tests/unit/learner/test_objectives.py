@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config import LossConfig
-from common.loss_bounds import CLIP_BOUNDS
-from learner.objectives import OBJECTIVES, PolicyTokens, Surrogate, cispo, dppo_tv, gspo, ppo_clip
-from learner.ratios import Documents
+from common.config.loss_defaults import CLIP_BOUNDS
+from common.config.schema import LossConfig
+from learner.loss.objectives import OBJECTIVES, PolicyTokens, Surrogate, cispo, dppo_tv, gspo, ppo_clip
+from learner.loss.ratios import Documents
 
 
 def tensor(*values: float) -> Tensor:

@@ -6,10 +6,10 @@ import torch
 from common.weights import delta, packing
 from common.weights.layout import Layout
 from common.weights.messages import Epoch
-from learner.publish_delta import Deltas
-from learner.publish_members import Member
-from learner.publish_snapshot import BufferPool, Snapshot
-from learner.publish_transfer import new_transfer
+from learner.publish.delta import Deltas
+from learner.publish.receivers import Member
+from learner.publish.snapshot import BufferPool, Snapshot
+from learner.publish.transfer import new_transfer
 
 LAYOUT = Layout.of([("a", "bfloat16", (4096,))])
 BUCKET = 1024

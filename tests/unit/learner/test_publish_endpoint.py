@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import zmq
 
-from broker.curve import secure_client
-from common.credentials import Credential, KeyFolder, load_credential
+from common.security.credentials import Credential, KeyFolder, load_credential
+from common.security.curve import secure_client
 from common.weights import messages
 from launch.keys import make, revoke
-from learner.publish_endpoint import Endpoint
-from rollout_fleet import weight_client
-from rollout_fleet.weight_client import WeightClient
+from learner.publish.control_socket import Endpoint
+from rollout_fleet.weights import weight_client
+from rollout_fleet.weights.weight_client import WeightClient
 
 WAIT_S = 20.0
 JOIN = messages.Join("n0", 1)

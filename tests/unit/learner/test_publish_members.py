@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from learner.publish_members import MAX_ATTEMPTS, RETURN_AFTER, Member, after_failure, split
+from learner.publish.receivers import MAX_ATTEMPTS, RETURN_AFTER, Member, after_failure, split
 
 
 def member(name: str, version: int = 3, settled: bool = True, **changes: Any) -> Member:

@@ -10,11 +10,11 @@ import torch
 
 from common.weights import packing
 from common.weights.messages import Epoch, Serving
-from learner.publish_groups import Groups
-from learner.publish_members import Member
-from learner.publish_relay import PEER_FETCHES, Relays
-from learner.publish_snapshot import Snapshot, SnapshotMaker
-from learner.publish_transfer import Transfer, new_transfer
+from learner.publish.collective_groups import Groups
+from learner.publish.receivers import Member
+from learner.publish.relay import PEER_FETCHES, Relays
+from learner.publish.snapshot import Snapshot, SnapshotMaker
+from learner.publish.transfer import Transfer, new_transfer
 
 KEY = "k" * 40
 

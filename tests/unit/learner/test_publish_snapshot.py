@@ -3,7 +3,7 @@
 import torch
 
 from common.weights import packing
-from learner.publish_snapshot import SnapshotMaker
+from learner.publish.snapshot import SnapshotMaker
 
 
 def test_weights_are_rounded_to_the_engines_dtype_and_expert_biases_are_not() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from learner.publish_waiting import Undelivered, undelivered
+from learner.publish.undelivered import Undelivered, undelivered
 
 
 @dataclass

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from broker.contract import LearnerReport
 from common.errors import BrokerUnreachable
-from learner.publish_waiting import Undelivered
-from learner.reporting import SHOWN_DELIVERIES, Reporter
+from learner.loop.status_reporter import SHOWN_DELIVERIES, Reporter
+from learner.publish.undelivered import Undelivered
 
 LIMIT_S = 10.0
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import UsageError
-from learner.sft_data import SftDataset, load_tokenizer
+from learner.sft.rows import SftDataset, load_tokenizer
 
 EOS = 1
 

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from broker.contract import RunInfo
-from broker.memory import MemoryBroker, MemoryLearner
-from common.config import Config
+from broker.delivery.in_process import MemoryBroker, MemoryLearner
+from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
-from common.run_dir import BrokerFile, RunDir, write_json
-from learner.checkpointing import CheckpointFolder, TrainerState
+from common.process.run_dir import BrokerFile, RunDir, write_json
+from learner.checkpoint.folder import CheckpointFolder, TrainerState
+from learner.loop.learner_record import next_incarnation, read_record, write_record
+from learner.loop.status_reporter import Reporter
+from learner.loop.task_stream import StreamState
 from learner.main import find_broker, prepare_lead
-from learner.reporting import Reporter
-from learner.run_files import next_incarnation, read_record, write_record
-from learner.task_stream import StreamState
 
 MakeConfig = Callable[..., Config]
 

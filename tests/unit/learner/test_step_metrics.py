@@ -7,8 +7,8 @@ import pytest
 
 from broker.contract import NodeReport
 from common.errors import SlipstreamError
-from learner.backend import StepResult
-from learner.step_metrics import LossFigures, check_finite, engine_metrics
+from learner.loop.backend_protocol import StepResult
+from learner.loop.step_metrics import LossFigures, check_finite, engine_metrics
 
 
 def result(tokens: int = 4, by_age: tuple[list[float], list[float]] | None = None, **sums: float) -> StepResult:

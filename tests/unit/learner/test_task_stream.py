@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from broker.contract import Attached
-from learner.task_stream import StreamState, TaskStream
-from learner.tasks import TaskSource
+from learner.loop.task_source import TaskSource
+from learner.loop.task_stream import StreamState, TaskStream
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UsageError
-from learner.tasks import TaskSource, read_rows
+from learner.loop.task_source import TaskSource, read_rows
 
 
 def dataset(folder: Path, rows: int = 10) -> Path:

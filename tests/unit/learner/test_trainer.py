@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from broker.contract import Waste
-from common.config import Config
+from common.config.schema import Config
 from common.errors import HopelessError, UsageError
 from common.metrics import StepMetrics, read_metrics
+from common.process.run_dir import RunDir
 from common.rollouts import Group, encode_group
-from common.run_dir import RunDir
 
 MakeConfig = Callable[..., Config]
 
@@ -27,7 +27,7 @@ def final_table(config: Config) -> np.ndarray:
 
 
 def event_kinds(config: Config) -> list[str]:
-    from common.run_dir import read_jsonl
+    from common.process.run_dir import read_jsonl
 
     return [event["kind"] for event in read_jsonl(RunDir(config.run.dir).events)]
 

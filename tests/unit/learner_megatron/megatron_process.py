@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from learner.megatron import cpu_compat
+from learner.megatron.cpu import compat
 
-cpu_compat.enable()
+compat.enable()
 
 import megatron.core.parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -17,10 +17,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from transformers import Qwen3Config
 
-from common.config import OptimizerConfig
+from common.config.schema import OptimizerConfig
 from common.errors import UsageError
-from learner.megatron import bridge_fixes
-from learner.megatron.cpu_attention import SDPACoreAttention
+from learner.megatron.conversion import bridge_fixes
+from learner.megatron.cpu.attention import SDPACoreAttention
 from learner.megatron.optimizer import learning_rate
 
 LENGTHS = (5, 40, 1, 17, 16, 33, 2)
@@ -119,15 +119,15 @@ def test_a_rotary_embedding_that_megatron_cannot_be_given_is_refused() -> None:
 
 
 def test_torch_is_left_alone_and_megatron_sees_its_own_view() -> None:
-    cpu_compat.enable()  # a second call does nothing
+    compat.enable()  # a second call does nothing
     assert torch is sys.modules["torch"]
-    assert not isinstance(torch, cpu_compat._View)
-    assert isinstance(mpu.torch, cpu_compat._View)
+    assert not isinstance(torch, compat._View)
+    assert isinstance(mpu.torch, compat._View)
     assert torch.zeros(1).type() == "torch.FloatTensor"
     assert "transformer_engine" not in sys.modules
 
 
 def test_another_version_of_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cpu_compat.VERIFIED, "megatron-core", "0.15.0")
+    monkeypatch.setitem(compat.VERIFIED, "megatron-core", "0.15.0")
     with pytest.raises(UsageError, match=r"needs megatron-core 0\.15\.0, found 0\.16\.1"):
-        cpu_compat._check_versions()
+        compat._check_versions()

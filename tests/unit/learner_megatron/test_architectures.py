@@ -3,9 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.architectures import SUPPORTED
+from common.config.supported_models import SUPPORTED
 from common.errors import UsageError
-from learner.megatron.architectures import check_architecture, check_names
+from learner.megatron.conversion.architectures import check_architecture, check_names
 
 FOLDER = Path("/models/some")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from common.config import ParallelConfig
+from common.config.schema import ParallelConfig
 from common.errors import UsageError
-from learner.megatron.hf_folder import check_layout, give_rope_theta, read_config
+from learner.megatron.conversion.hf_folder import check_layout, give_rope_theta, read_config
 
 
 def model(**changes: Any) -> SimpleNamespace:

@@ -132,7 +132,7 @@ def test_no_tokens_give_no_logprobs() -> None:
 
 _RANK = """
 import sys, torch, torch.distributed as dist
-from common.lifecycle import leave
+from common.process.lifecycle import leave
 from learner.megatron.logprobs import logprobs_and_entropy, logprobs_of
 torch.set_num_threads(1)
 rank, where = int(sys.argv[1]), sys.argv[2]

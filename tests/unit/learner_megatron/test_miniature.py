@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from common.config import ParallelConfig
-from learner.megatron import miniature
+from common.config.schema import ParallelConfig
+from learner.megatron.conversion import tiny_model
 
 LLAMA3 = {
     **{"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -47,7 +47,7 @@ KEPT = (
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_what_the_translation_reads_is_kept(kind: str) -> None:
     config = CONFIGS[kind]()
-    small = miniature.config_of(config, ParallelConfig())
+    small = tiny_model.config_of(config, ParallelConfig())
     for name in KEPT:
         assert getattr(small, name, None) == getattr(config, name, None), name
     assert (
@@ -69,7 +69,7 @@ def test_what_the_translation_reads_is_kept(kind: str) -> None:
     ids=["tp8-pp16", "vpp2", "ep32", "etp2"],
 )
 def test_the_layout_divides_every_size(kind: str, parallel: ParallelConfig) -> None:
-    small = miniature.config_of(CONFIGS[kind](), parallel)
+    small = tiny_model.config_of(CONFIGS[kind](), parallel)
     for size in (small.num_attention_heads, small.num_key_value_heads, small.vocab_size, small.intermediate_size):
         assert size % parallel.tensor == 0
     assert small.num_hidden_layers % (parallel.pipeline * parallel.virtual_pipeline) == 0
@@ -80,17 +80,17 @@ def test_the_layout_divides_every_size(kind: str, parallel: ParallelConfig) -> N
 
 
 def test_a_mixture_of_layer_kinds_stays_one() -> None:
-    small = miniature.config_of(qwen2_mixed(), ParallelConfig())
+    small = tiny_model.config_of(qwen2_mixed(), ParallelConfig())
     assert set(small.layer_types) == {"full_attention", "sliding_attention"}
-    deep = miniature.config_of(deepseek_v3(), ParallelConfig())
+    deep = tiny_model.config_of(deepseek_v3(), ParallelConfig())
     assert 0 < deep.first_k_dense_replace < deep.num_hidden_layers
     assert deep.n_routed_experts // deep.n_group > deep.num_experts_per_tok // deep.topk_group
 
 
 def test_the_model_is_small_the_same_each_time_and_not_trivial() -> None:
-    config = miniature.config_of(qwen3_moe(), ParallelConfig())
+    config = tiny_model.config_of(qwen3_moe(), ParallelConfig())
     before = torch.get_rng_state()
-    one, two = miniature.new_model(config).state_dict(), miniature.new_model(config).state_dict()
+    one, two = tiny_model.new_model(config).state_dict(), tiny_model.new_model(config).state_dict()
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
     assert sum(tensor.numel() for tensor in one.values()) < 2e6

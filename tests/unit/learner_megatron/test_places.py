@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config import ParallelConfig
-from common.layouts import document_multiple
-from learner.megatron.places import Places, pack_multiple
+from common.config.parallel_layout import document_multiple
+from common.config.schema import ParallelConfig
+from learner.megatron.pack_layout import Places, pack_multiple
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from launch.quickstart_assets import build_tokenizer
+from launch.quickstart.assets import build_tokenizer
 
 # Qwen3 in short: earlier turns lose their reasoning, tool answers travel as user turns, a think block may start a turn
 QWEN = """

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from broker.contract import HeartbeatReply, LearnerReport, NodeBroker, NodeReport, RunInfo
 from common.rollouts import Task, VersionRun
-from rollout_fleet.environments.host import EnvironmentHost
+from rollout_fleet.environments.isolation.placement import ThreadStage
+from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.environments.protocol import Budget, Limits
-from rollout_fleet.environments.stage import ThreadStage
-from rollout_fleet.episodes import EpisodeDriver, Sampling
-from rollout_fleet.rendering import Renderer, Tokenizer
-from rollout_fleet.sampler_protocol import EngineCounters, FinishReason, Generation, WeightsState
+from rollout_fleet.episode.driver import EpisodeDriver, Sampling
+from rollout_fleet.episode.rendering import Renderer, Tokenizer
+from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, WeightsState
 
 EOS = 0
 

@@ -28,12 +28,12 @@ from common.rollouts import Sample, VersionRun
 from rollout_fleet.agents.driver import AgentDriver, AgentProcess
 from rollout_fleet.agents.verifiers_agent import agent
 from rollout_fleet.environments import registry
-from rollout_fleet.environments.openenv import OpenEnv
-from rollout_fleet.environments.processes import ProcessHost
+from rollout_fleet.environments.adapters.openenv import OpenEnv
+from rollout_fleet.environments.isolation.process_host import ProcessHost
 from rollout_fleet.environments.protocol import Budget, Limits
-from rollout_fleet.episodes import Sampling
-from rollout_fleet.rendering import Renderer
-from rollout_fleet.sampler_protocol import Generation
+from rollout_fleet.episode.driver import Sampling
+from rollout_fleet.episode.rendering import Renderer
+from rollout_fleet.episode.sampler_protocol import Generation
 
 HERE = Path(__file__).parent
 INT_PARSING = {

@@ -16,11 +16,11 @@ from common.errors import SlipstreamError
 from common.rollouts import Group, Sample, VersionRun, decode_group, encode_group
 from rollout_fleet.agents.driver import AgentDriver, AgentProcess, AgentThread
 from rollout_fleet.environments import registry
-from rollout_fleet.environments.processes import ProcessHost
+from rollout_fleet.environments.isolation.process_host import ProcessHost
 from rollout_fleet.environments.protocol import Budget, Limits
-from rollout_fleet.episodes import Sampling
-from rollout_fleet.rendering import Renderer
-from rollout_fleet.sampler_protocol import Generation
+from rollout_fleet.episode.driver import Sampling
+from rollout_fleet.episode.rendering import Renderer
+from rollout_fleet.episode.sampler_protocol import Generation
 
 Agent = Callable[..., Awaitable[Any]]
 LIMITS = Limits(cpu_s=20, memory_mib=2048)

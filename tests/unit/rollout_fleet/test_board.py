@@ -4,9 +4,9 @@ import pytest
 from fleet_fakes import run_info
 
 from broker.contract import GroupWork, Waste
-from rollout_fleet.board import Board, explain
-from rollout_fleet.patience import BrokerLost, Patience
-from rollout_fleet.sampler_protocol import EngineCounters, WeightsState
+from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
+from rollout_fleet.node.broker_timeout import BrokerLost, Patience
+from rollout_fleet.node.node_status import Board, explain
 
 HELD = WeightsState(version=12, incarnation=0, waiting_on="")
 

@@ -8,13 +8,13 @@ from fleet_fakes import CharacterTokenizer, ScriptedSampler, in_turn, make_drive
 
 from common.rollouts import Sample
 from rollout_fleet.environments import registry
-from rollout_fleet.environments.gymnasium_text import FrozenLake, GymnasiumText
-from rollout_fleet.environments.math_problem import MathProblem, judge
-from rollout_fleet.environments.processes import ProcessHost, ProcessStage
+from rollout_fleet.environments.adapters.gymnasium_text import FrozenLake, GymnasiumText
+from rollout_fleet.environments.builtin.math_problem import MathProblem, judge
+from rollout_fleet.environments.isolation.placement import takes_group_seed
+from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Chat
-from rollout_fleet.environments.stage import takes_group_seed
-from rollout_fleet.episodes import EpisodeDriver, Sampling
-from rollout_fleet.rendering import Renderer
+from rollout_fleet.episode.driver import EpisodeDriver, Sampling
+from rollout_fleet.episode.rendering import Renderer
 
 
 def play(environment: type, said: list[str], problem: dict[str, Any], **options: Any) -> tuple[Sample, list[str]]:
@@ -55,8 +55,8 @@ def test_a_row_without_an_answer_names_what_is_expected() -> None:
 
 def test_math_is_judged_in_a_process_of_its_own_where_an_endless_answer_ends() -> None:
     assert MathProblem.LIMITS.process and MathProblem.PRELOAD == ("math_verify",)
-    host = ProcessHost(("rollout_fleet.environments.math_problem", *MathProblem.PRELOAD))
-    path = "rollout_fleet.environments.math_problem:MathProblem"
+    host = ProcessHost(("rollout_fleet.environments.builtin.math_problem", *MathProblem.PRELOAD))
+    path = "rollout_fleet.environments.builtin.math_problem:MathProblem"
     stage = ProcessStage(path, {}, MathProblem.LIMITS, 60.0, host, shares_seed=False)
     sampler = ScriptedSampler(in_turn(say("\\boxed{9^{9^{9^{9}}}}"), say("\\boxed{\\frac{3}{6}}")))
     driver = EpisodeDriver(

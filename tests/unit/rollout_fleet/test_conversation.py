@@ -12,9 +12,9 @@ from common.rollouts import VersionRun
 from rollout_fleet.agents import api
 from rollout_fleet.agents.conversation import Conversation
 from rollout_fleet.environments.protocol import Budget, StopReason
-from rollout_fleet.episodes import EpisodeFailed, Progress, Sampling
-from rollout_fleet.rendering import Renderer
-from rollout_fleet.sampler_protocol import Generation
+from rollout_fleet.episode.driver import EpisodeFailed, Progress, Sampling
+from rollout_fleet.episode.rendering import Renderer
+from rollout_fleet.episode.sampler_protocol import Generation
 
 ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 

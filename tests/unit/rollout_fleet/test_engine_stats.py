@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_fleet.engine_stats import StepClock
+from rollout_fleet.engine.scheduler_stats import StepClock
 
 
 class Steps:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from rollout_fleet.environments.host import EnvironmentHost
+from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 
 
 def test_many_calls_at_once_each_get_their_own_answer_from_the_other_thread() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rollout_fleet.environments.addition import Addition
-from rollout_fleet.environments.number_guessing import NumberGuessing
+from rollout_fleet.environments.builtin.addition import Addition
+from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 from rollout_fleet.environments.protocol import Action, StepResult
 
 

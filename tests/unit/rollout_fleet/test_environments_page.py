@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 from fleet_fakes import ScriptedSampler, in_turn, make_driver, say
 
-from common.config import LimitsConfig
+from common.config.schema import LimitsConfig
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.protocol import Limits, StopReason
 

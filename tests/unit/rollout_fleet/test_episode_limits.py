@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from fleet_fakes import EOS, ScriptedSampler, addition_task, in_turn, make_driver, run, say
 
-from common.config import LimitsConfig
+from common.config.schema import LimitsConfig
 from common.rollouts import Sample
 from rollout_fleet.environments.limits import limits_of
 from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
-from rollout_fleet.groups import GroupProgress, GroupRunner
+from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner
 
 
 class Base:

@@ -11,11 +11,11 @@ from fleet_fakes import EOS, CharacterTokenizer, ScriptedSampler, in_turn, make_
 
 from common.errors import SlipstreamError
 from common.rollouts import Group, Sample, VersionRun, decode_group, encode_group
-from rollout_fleet.environments.addition import Addition
-from rollout_fleet.environments.number_guessing import NumberGuessing
+from rollout_fleet.environments.builtin.addition import Addition
+from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 from rollout_fleet.environments.protocol import Action, Budget, StepResult
-from rollout_fleet.episodes import Progress
-from rollout_fleet.sampler_protocol import Generation
+from rollout_fleet.episode.driver import Progress
+from rollout_fleet.episode.sampler_protocol import Generation
 
 SUM = {"question": "1+2", "answer": "3"}
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from fleet_fakes import ScriptedSampler, add, make_driver, new_host, run, say
 
-from common.config import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
 from common.errors import ConfigError, UsageError
 from common.rollouts import Sample
-from rollout_fleet import evaluate as module
-from rollout_fleet.environments.addition import Addition
-from rollout_fleet.episodes import Sampling
+from rollout_fleet.environments.builtin.addition import Addition
+from rollout_fleet.episode.driver import Sampling
+from rollout_fleet.node import evaluate as module
 
 PROBLEMS = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(10)]
 

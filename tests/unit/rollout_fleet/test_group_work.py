@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from fleet_fakes import addition_task
 
 from broker.contract import Lease
-from rollout_fleet.episodes import Progress
-from rollout_fleet.group_work import REPORTED, oldest_work, work_of
-from rollout_fleet.groups import GroupProgress
+from rollout_fleet.episode.driver import Progress
+from rollout_fleet.episode.group_runner import GroupProgress
+from rollout_fleet.node.group_progress import REPORTED, oldest_work, work_of
 
 
 @dataclass

@@ -8,9 +8,9 @@ from fleet_fakes import ScriptedSampler, add, addition_task, make_driver, run, s
 
 from common.errors import SlipstreamError
 from common.rollouts import Task, VersionRun
-from rollout_fleet.environments.addition import Addition
+from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.protocol import Action, StepResult
-from rollout_fleet.groups import GroupProgress, GroupRunner, RolledOut
+from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner, RolledOut
 
 
 def roll(runner: GroupRunner, *tasks: Task) -> list[RolledOut]:

@@ -8,10 +8,10 @@ import pytest
 from fleet_fakes import CharacterTokenizer, ScriptedSampler, in_turn, make_driver, run, say
 
 from common.rollouts import Sample
-from rollout_fleet.environments.gsm8k import PROMPT, Gsm8k, final_number, gold_number
+from rollout_fleet.environments.builtin.gsm8k import PROMPT, Gsm8k, final_number, gold_number
 from rollout_fleet.environments.protocol import Action, Chat, StepResult
 from rollout_fleet.environments.registry import resolve
-from rollout_fleet.rendering import Renderer
+from rollout_fleet.episode.rendering import Renderer
 
 ROW = {
     "question": "Natalia sold clips to 48 friends in April, and half as many in May. How many altogether?",
@@ -106,7 +106,7 @@ def test_the_prompt_goes_through_the_chat_template() -> None:
 
 
 def test_the_tokenizer_of_transformers_takes_the_chat() -> None:
-    from launch.quickstart_assets import build_tokenizer
+    from launch.quickstart.assets import build_tokenizer
 
     tokenizer: Any = build_tokenizer()
     tokenizer.chat_template = (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout_fleet.engine_weights import EngineWeights
+from rollout_fleet.weights.engine_weights import EngineWeights
 
 
 class Core:

@@ -7,7 +7,7 @@ import time
 import pytest
 from fleet_fakes import new_host, run, until
 
-from rollout_fleet.environments import host as host_module
+from rollout_fleet.environments.isolation import thread_host as host_module
 
 
 async def thread_name() -> str:

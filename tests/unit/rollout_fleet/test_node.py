@@ -21,17 +21,17 @@ from fleet_fakes import (
 )
 
 from broker.contract import Waste
-from broker.memory import MemoryBroker
+from broker.delivery.in_process import MemoryBroker
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from common.rollouts import decode_group
-from rollout_fleet import node
-from rollout_fleet.board import Board
-from rollout_fleet.environments.addition import Addition
-from rollout_fleet.groups import GroupRunner
-from rollout_fleet.heartbeat import Heartbeat
-from rollout_fleet.node import Node, NodeParts
-from rollout_fleet.patience import BrokerLost, Patience
-from rollout_fleet.places import LOOKS, AdaptiveLimit
+from rollout_fleet.environments.builtin.addition import Addition
+from rollout_fleet.episode.group_runner import GroupRunner
+from rollout_fleet.node import node
+from rollout_fleet.node.broker_timeout import BrokerLost, Patience
+from rollout_fleet.node.concurrency import LOOKS, AdaptiveLimit
+from rollout_fleet.node.heartbeat import Heartbeat
+from rollout_fleet.node.node import Node, NodeParts
+from rollout_fleet.node.node_status import Board
 
 
 class Site:

@@ -8,7 +8,7 @@ from openai.resources.chat.completions import Completions as Chats
 from openai.resources.completions import Completions
 
 from rollout_fleet.agents.parameters import NEUTRAL, SERVED, WITHOUT_EFFECT, BadRequest, check_parameters
-from rollout_fleet.episodes import Sampling
+from rollout_fleet.episode.driver import Sampling
 
 JOB = Sampling(temperature=0.7)
 NAMED = {"type": "function", "function": {"name": "add"}}

@@ -14,11 +14,11 @@ import pytest
 from fleet_fakes import CharacterTokenizer, ScriptedSampler, say
 
 from common.rollouts import Sample
-from rollout_fleet.environments.processes import ProcessHost, ProcessStage
+from rollout_fleet.environments.isolation.placement import StageFailed
+from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Limits
-from rollout_fleet.environments.stage import StageFailed
-from rollout_fleet.episodes import EpisodeDriver, Sampling
-from rollout_fleet.rendering import Renderer
+from rollout_fleet.episode.driver import EpisodeDriver, Sampling
+from rollout_fleet.episode.rendering import Renderer
 
 LIMITS = Limits(process=True, reset_s=60.0, step_s=30.0, cpu_s=1, memory_mib=512, observation_chars=10_000)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed
 
-from rollout_fleet.ranks import Ranks
+from rollout_fleet.weights.tensor_parallel import Ranks
 
 _dist: Any = distributed
 WAIT_S = 60

@@ -6,7 +6,7 @@ from torch import nn
 
 from common.weights import packing
 from common.weights.layout import Layout
-from rollout_fleet import readback
+from rollout_fleet.weights import weight_proof
 
 
 class Fused(nn.Module):
@@ -47,7 +47,7 @@ def published(model: Model) -> tuple[Layout, torch.Tensor]:
 def test_what_the_parameters_hold_has_the_published_checksum() -> None:
     model = Model()
     layout, flat = published(model)
-    assert readback.checksum(model, layout) == packing.checksum(flat)
+    assert weight_proof.checksum(model, layout) == packing.checksum(flat)
 
 
 @pytest.mark.parametrize("row", [0, 8, 11])
@@ -56,7 +56,7 @@ def test_one_changed_element_of_any_part_changes_it(row: int) -> None:
     layout, flat = published(model)
     with torch.no_grad():
         model.attn.qkv_proj.weight[row, 3] += 1e-6
-    assert readback.checksum(model, layout) != packing.checksum(flat)
+    assert weight_proof.checksum(model, layout) != packing.checksum(flat)
 
 
 def test_padded_rows_do_not_matter() -> None:
@@ -64,19 +64,19 @@ def test_padded_rows_do_not_matter() -> None:
     layout, flat = published(model)
     with torch.no_grad():
         model.embed.weight[50:] = float("nan")
-    assert readback.checksum(model, layout) == packing.checksum(flat)
+    assert weight_proof.checksum(model, layout) == packing.checksum(flat)
 
 
 def test_a_tensor_without_a_parameter_is_named() -> None:
     layout = Layout.of([("attn.o_proj.weight", "float32", (4, 4))])
-    with pytest.raises(readback.Unreadable, match=r"attn\.o_proj\.weight was published"):
-        readback.checksum(Model(), layout)
+    with pytest.raises(weight_proof.Unreadable, match=r"attn\.o_proj\.weight was published"):
+        weight_proof.checksum(Model(), layout)
 
 
 def test_another_dtype_or_shape_is_no_proof() -> None:
     for entry in (("embed.weight", "bfloat16", (50, 4)), ("embed.weight", "float32", (65, 4))):
-        with pytest.raises(readback.Unreadable, match=r"embed\.weight was published as"):
-            readback.checksum(Model(), Layout.of([entry]))
+        with pytest.raises(weight_proof.Unreadable, match=r"embed\.weight was published as"):
+            weight_proof.checksum(Model(), Layout.of([entry]))
 
 
 class Experts(nn.Module):
@@ -114,7 +114,7 @@ def test_every_expert_is_read_out_of_the_stacked_and_padded_ones() -> None:
     with torch.no_grad():
         model.experts.routed_experts.w13_weight[:, [5, 11]] = float("nan")
         model.experts.routed_experts.w2_weight[:, :, 5] = float("nan")
-    assert readback.checksum(model, layout) == packing.checksum(flat)
+    assert weight_proof.checksum(model, layout) == packing.checksum(flat)
 
 
 @pytest.mark.parametrize(
@@ -125,15 +125,15 @@ def test_one_changed_element_of_any_expert_changes_it(name: str, place: tuple[in
     layout, flat = published_experts(model)
     with torch.no_grad():
         getattr(model.experts.routed_experts, name)[place] += 1e-6
-    assert readback.checksum(model, layout) != packing.checksum(flat)
+    assert weight_proof.checksum(model, layout) != packing.checksum(flat)
 
 
 def test_an_expert_too_many_or_too_large_is_no_proof() -> None:
     model = Sparse()
-    with pytest.raises(readback.Unreadable, match=r"experts\.0\.w1\.weight was published as"):
-        readback.checksum(model, Layout.of([("experts.0.w1.weight", "float32", (7, 4))]))
-    with pytest.raises(readback.Unreadable, match=r"experts\.3\.w2\.weight was published"):
-        readback.checksum(model, Layout.of([("experts.3.w2.weight", "float32", (4, 5))]))
+    with pytest.raises(weight_proof.Unreadable, match=r"experts\.0\.w1\.weight was published as"):
+        weight_proof.checksum(model, Layout.of([("experts.0.w1.weight", "float32", (7, 4))]))
+    with pytest.raises(weight_proof.Unreadable, match=r"experts\.3\.w2\.weight was published"):
+        weight_proof.checksum(model, Layout.of([("experts.3.w2.weight", "float32", (4, 5))]))
 
 
 class Indices:
@@ -166,15 +166,17 @@ def test_every_worker_proves_its_shard_and_a_changed_bit_is_named_with_the_worke
     whole = dict(packing.view(flat, layout))
     for rank in range(size):
         model = shard(rank, size, whole)
-        readback.check_shard(model, layout, flat, rank, size)
+        weight_proof.check_shard(model, layout, flat, rank, size)
         with torch.no_grad():
             model.attn.qkv_proj.weight[-1, 0] *= -1
-        with pytest.raises(readback.Unreadable, match=rf"worker {rank} of {size} holds another shard of attn\.v_proj"):
-            readback.check_shard(model, layout, flat, rank, size)
+        with pytest.raises(
+            weight_proof.Unreadable, match=rf"worker {rank} of {size} holds another shard of attn\.v_proj"
+        ):
+            weight_proof.check_shard(model, layout, flat, rank, size)
 
 
 def test_a_worker_with_the_shard_of_another_one_does_not_prove_it() -> None:
     layout, flat = published(Model())
     model = shard(1, 2, dict(packing.view(flat, layout)))
-    with pytest.raises(readback.Unreadable, match=r"worker 0 of 2"):
-        readback.check_shard(model, layout, flat, 0, 2)
+    with pytest.raises(weight_proof.Unreadable, match=r"worker 0 of 2"):
+        weight_proof.check_shard(model, layout, flat, 0, 2)

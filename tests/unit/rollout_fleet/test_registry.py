@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from rollout_fleet.environments.addition import Addition
+from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.registry import BUILT_IN, check_libraries, resolve
 
 SOURCE = """

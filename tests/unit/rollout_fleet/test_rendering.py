@@ -9,8 +9,8 @@ from fleet_fakes import ScriptedSampler, make_driver
 
 from common.rollouts import VersionRun
 from rollout_fleet.environments.protocol import Action, Chat, StepResult
-from rollout_fleet.rendering import MARK, Renderer
-from rollout_fleet.sampler_protocol import Generation
+from rollout_fleet.episode.rendering import MARK, Renderer
+from rollout_fleet.episode.sampler_protocol import Generation
 
 TOOLS = '[{"type": "function", "function": {"name": "add"}}]'
 

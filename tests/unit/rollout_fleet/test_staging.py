@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from common.weights.receiving import StagingStatus
-from rollout_fleet.staging import FIRST_POLL_S, LAST_POLL_S, StagingFailed, next_poll_s, until_staged
+from common.weights.receiver import StagingStatus
+from rollout_fleet.weights.staging_poll import FIRST_POLL_S, LAST_POLL_S, StagingFailed, next_poll_s, until_staged
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from chat_tokenizers import LLAMA, QWEN
 
 from rollout_fleet.environments.protocol import ToolCall
-from rollout_fleet.tool_calls import MOST_CALLS, format_of, parse
+from rollout_fleet.episode.tool_calls import MOST_CALLS, format_of, parse
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = ToolCall("add", '{"a": 1}')

@@ -9,11 +9,11 @@ from chat_tokenizers import QWEN, with_template
 from fleet_fakes import ScriptedSampler, make_driver
 
 from common.rollouts import Sample, VersionRun
+from rollout_fleet.environments.builtin.python_tool import PythonTool
+from rollout_fleet.environments.isolation.sandbox import run_python
 from rollout_fleet.environments.protocol import Budget
-from rollout_fleet.environments.python_tool import PythonTool
-from rollout_fleet.environments.sandbox import run_python
 from rollout_fleet.environments.tools import OUTPUT_CHARS, Tool, ToolEnvironment
-from rollout_fleet.sampler_protocol import Generation
+from rollout_fleet.episode.sampler_protocol import Generation
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 

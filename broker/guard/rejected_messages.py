@@ -1,0 +1,97 @@
+"""What becomes of messages that are refused: counted, logged at a bounded rate, the first ones kept to look at."""
+
+import hashlib
+import logging
+import time
+from pathlib import Path
+
+import msgspec
+
+from broker.delivery.state import DeliveryState
+from broker.messaging.wire import WireError
+
+logger = logging.getLogger(__name__)
+
+LOGGED_A_MINUTE = 20
+KEPT_MESSAGES = 32  # in RUN/quarantine, over all brokers of the run
+KEPT_BYTES = 64 << 10  # of each header
+
+
+class Denied(WireError):
+    """A request that its sender may not make."""
+
+
+class Later(WireError):
+    """A request that its sender may make, but not now: it is told to wait, and asks again."""
+
+
+class KeptMessage(msgspec.Struct, frozen=True):
+    """RUN/quarantine/N.json, beside the first bytes of the header in N.bin."""
+
+    time_s: float
+    client: str
+    reason: str
+    header_bytes: int
+    payloads: int
+
+
+class Refusals:
+    """The one place where a refusal leaves traces.
+
+    Args:
+        state: whose counters and events tell of them.
+        quarantine: folder for what did not decode; None keeps nothing.
+    """
+
+    def __init__(self, state: DeliveryState, quarantine: Path | None = None) -> None:
+        self._state, self._folder = state, quarantine
+        self._kept = _highest(quarantine)
+        self._minute, self._logged, self._silent = 0.0, 0, 0
+
+    def note(self, client: bytes, error: WireError, header: bytes, payloads: int) -> None:
+        """Count a refusal; log it, and keep the message if it may be one of the first that did not decode."""
+        self._state.refused_messages += 1
+        who = anonymous(client)
+        if isinstance(error, Denied):
+            self._state.denied_requests += 1
+        else:
+            self._keep(who, str(error), header, payloads)
+        self._log(who, str(error)[:500])
+
+    def _log(self, who: str, reason: str) -> None:
+        now = time.monotonic()
+        if now - self._minute > 60:
+            if self._silent:
+                logger.warning("%d more refused messages were not logged one by one", self._silent)
+            self._minute, self._logged, self._silent = now, 0, 0
+        if self._logged >= LOGGED_A_MINUTE:
+            self._silent += 1
+            return
+        self._logged += 1
+        count = self._state.refused_messages
+        logger.warning("refused message %d from %s: %s", count, who, reason)
+        self._state.event_log.add("refused_message", client=who, reason=reason, count=count)
+
+    def _keep(self, who: str, reason: str, header: bytes, payloads: int) -> None:
+        if self._folder is None or self._kept >= KEPT_MESSAGES:
+            return
+        self._kept += 1
+        self._state.quarantined_messages += 1
+        about = KeptMessage(time.time(), who, reason, len(header), payloads)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / f"{self._kept}.bin").write_bytes(header[:KEPT_BYTES])
+            (self._folder / f"{self._kept}.json").write_bytes(msgspec.json.encode(about))
+        except OSError as error:
+            logger.error("a refused message could not be kept: %s", error)
+
+
+def anonymous(client: bytes) -> str:
+    """A name for a connection in logs and events: whoever knew its real id could take its place."""
+    return hashlib.blake2b(client, digest_size=6).hexdigest()
+
+
+def _highest(folder: Path | None) -> int:
+    if folder is None or not folder.is_dir():
+        return 0
+    return max((int(file.stem) for file in folder.glob("*.json") if file.stem.isdigit()), default=0)

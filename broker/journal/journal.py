@@ -1,0 +1,191 @@
+"""The journal of a delivery state: moves go in, the store's thread makes them durable, held replies learn of it.
+
+One turn of the broker's loop: moves are recorded as they happen; `end_turn` sends them off and gives the sequence
+number that every promise made in this turn waits for.
+"""
+
+import logging
+import os
+import time
+from typing import cast
+
+from broker.contract import StoreStatus
+from broker.journal import records
+from broker.journal.durable_state import DurableState
+from broker.journal.file_store.errors import StoreFailed
+from broker.journal.file_store.folder import StoreFolder
+from broker.journal.file_store.payloads import StoredPayload
+from broker.journal.file_store.writer import Record, Roll, Sync, Writer
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 128 << 20
+STATISTICS_S = 1.0
+CLOSE_S = 30.0
+
+
+class Journal:
+    """Records nothing until `begin`, so that a state can be replayed into existence with it.
+
+    Args:
+        folder: locked by this process.
+        seed: of the store's checksums.
+        sync: when records count as durable.
+        segment_bytes: a new segment begins, with a snapshot, when one has grown to this.
+    """
+
+    def __init__(self, folder: StoreFolder, seed: int, sync: Sync, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._folder, self._seed, self._segment_bytes = folder, seed, segment_bytes
+        self._sync: Sync = sync
+        self._writer: Writer | None = None
+        self._state: DurableState | None = None
+        self._seq = self._written_bytes = self._history_bytes = 0
+        self._marks: records.Marks | None = None
+        self._statistics: records.Statistics | None = None
+        self._statistics_at = 0.0
+        self._last_acknowledged = 0
+        self._pending = False
+        self._told_stuck = ""
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def begin(self, state: DurableState, seq: int, first_segment: int, history_bytes: int) -> None:
+        """Record from now on, behind `seq`; the first segment opens with a snapshot."""
+        self._state, self._seq, self._history_bytes = state, seq, history_bytes
+        self._writer = Writer(self._folder.path, self._seed, self._sync, first_segment, seq, self._notify)
+        self._writer.start()
+        self._roll(state)
+
+    # ---------------------------------------------------------------- recording
+
+    def record(self, move: records.Move) -> None:
+        """Recorder."""
+        if self._writer is not None:
+            self._put(self._writer, records.encode(move))
+
+    def record_group(self, move: records.Move, payload: object) -> StoredPayload:
+        """Recorder; `payload` is anything with a buffer."""
+        stored = StoredPayload(self._folder.path, self._seed)
+        if self._writer is not None:
+            view = memoryview(cast(bytes, payload))
+            self._put(self._writer, records.encode(move), view, stored)
+        return stored
+
+    def end_turn(self) -> int:
+        """Send off what was recorded; returns the sequence number of the last record.
+
+        Raises:
+            StoreFailed: nothing can be made durable any more.
+        """
+        writer, state = self._writer, self._state
+        if writer is None or state is None:
+            return self._seq
+        if writer.failure is not None:
+            raise StoreFailed(f"{self._folder.path} cannot be written: {writer.failure}") from writer.failure
+        self._tell_if_stuck(state, writer.stuck)
+        self._record_values(state)
+        if self._pending:
+            self._pending = False
+            if self._written_bytes >= self._segment_bytes:
+                self._roll(state)
+            writer.kick()
+        return self._seq
+
+    # ---------------------------------------------------------------- how far it is
+
+    @property
+    def acknowledged(self) -> int:
+        """Sequence number up to which records are as durable as was asked for."""
+        return self._writer.acknowledged if self._writer is not None else self._last_acknowledged
+
+    @property
+    def stuck(self) -> str:
+        """Why nothing can be written at the moment; '' when it can."""
+        return self._writer.stuck if self._writer is not None else ""
+
+    def status(self) -> StoreStatus:
+        """The store as a person wants to see it; `recovery_s` is for whoever recovered it to add."""
+        sync_s = self._writer.sync_s if self._writer is not None else 0.0
+        return StoreStatus(self._folder.size_bytes(), round(sync_s, 5), stuck=self.stuck)
+
+    def fileno(self) -> int:
+        """Readable when `acknowledged` or `stuck` has changed since `noticed`."""
+        return self._wake
+
+    def noticed(self) -> None:
+        """Reset `fileno`."""
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return
+
+    def close(self) -> bool:
+        """Write everything, mark the end, let go of the folder; returns whether all of it is on the disk."""
+        whole = True
+        if self._writer is not None:
+            if not self._writer.stuck:
+                self.record(records.Closed())
+            whole = self._writer.close(CLOSE_S)
+            self._last_acknowledged = self._writer.acknowledged
+            if not whole:
+                logger.error("%s could not be written to its end; nothing beyond was acknowledged", self._folder.path)
+            self._writer = None
+            if whole:  # otherwise the thread may still have something to say
+                os.close(self._wake)
+        self._folder.unlock()
+        return whole
+
+    # ---------------------------------------------------------------- inside
+
+    def _put(
+        self, writer: Writer, body: bytes, payload: memoryview | None = None, stored: StoredPayload | None = None
+    ) -> None:
+        self._seq += 1
+        self._written_bytes += len(body) + (len(payload) if payload is not None else 0)
+        self._pending = True
+        writer.put(Record(self._seq, body, payload, stored))
+
+    def _tell_if_stuck(self, state: DurableState, stuck: str) -> None:
+        if stuck and not self._told_stuck:
+            state.event_log.add("store_full", reason=stuck)
+        elif self._told_stuck and not stuck:
+            state.event_log.add("store_writable")
+        self._told_stuck = stuck
+
+    def _record_values(self, state: DurableState) -> None:
+        """What was promised at once, statistics now and then."""
+        marks, now = state.marks(), time.monotonic()
+        if marks != self._marks:
+            self._marks = marks
+            self.record(marks)
+        if now >= self._statistics_at:
+            self._statistics_at = now + STATISTICS_S
+            statistics = state.statistics()
+            if statistics != self._statistics:
+                self._statistics = statistics
+                self.record(statistics)
+
+    def _roll(self, state: DurableState) -> None:
+        """Go on in a new segment; the older ones that hold nothing that may still be wanted are removed."""
+        assert self._writer is not None
+        captured = state.capture()
+        grown = self._history_bytes
+
+        def prepare() -> bytes:
+            nonlocal grown
+            grown = self._history_bytes
+            if captured.finished:
+                body = records.encode_finished(captured.finished)
+                grown = self._folder.append_history(grown, body, self._seed)
+            return records.encode(captured.snapshot(grown))
+
+        def finished(segment: int) -> None:
+            self._history_bytes = grown
+            self._folder.keep_only(captured.segments() | {segment})
+
+        self._seq += 1
+        self._written_bytes = 0
+        self._writer.put(Roll(self._seq, prepare, finished))
+        self._writer.kick()
+
+    def _notify(self) -> None:
+        os.eventfd_write(self._wake, 1)

@@ -1,0 +1,132 @@
+"""What a broker remembers when it starts: nothing, or what RUN/store holds; as broker.durability says."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from broker.contract import BrokerEvent, RunInfo
+from broker.delivery.event_log import EventLog
+from broker.delivery.lease_tokens import Tokens
+from broker.delivery.state import DeliveryState
+from broker.journal.durable_state import DurableState
+from broker.journal.file_store.folder import StoreFolder, StoreInfo, new_info
+from broker.journal.journal import Journal
+from broker.journal.recovery import Recovered, former_events, recover
+from broker.server.server import BrokerServer
+from common.config.schema import BrokerConfig, Config
+from common.errors import UsageError
+from common.process.files import move_aside
+from common.process.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+NOTHING = Recovered()
+
+
+@dataclass
+class Memory:
+    """A delivery state, and where it is kept; `journal` is None when it is kept nowhere."""
+
+    state: DeliveryState
+    journal: Journal | None = None
+    folder: StoreFolder | None = None
+    info: StoreInfo | None = None
+    found: Recovered = NOTHING
+
+    @property
+    def recovered(self) -> bool:
+        """Whether this goes on where another broker ended."""
+        return self.found.records > 0
+
+    def close(self) -> None:
+        """Let go of the store; a no-op when the server has done so."""
+        if self.journal is not None:
+            self.journal.close()
+
+
+def open_memory(config: Config, run: RunInfo, write_event: Callable[[BrokerEvent], None]) -> Memory:
+    """The state that this broker begins with.
+
+    Raises:
+        UsageError: another broker holds the store, or it is damaged.
+    """
+    run_dir = RunDir(config.run.dir)
+    durability = config.broker.durability
+    if durability == "memory":
+        set_aside_store(run_dir, "broker.durability is memory")
+        _set_aside_redis(run_dir)
+        return Memory(DeliveryState(run, time.monotonic, Tokens(), EventLog(write_event), os.getpid()))
+    folder = StoreFolder(run_dir.store)
+    folder.lock()
+    try:
+        _set_aside_redis(run_dir)
+        info = folder.info()
+        if info is None:
+            info = new_info(config.run.name)
+            folder.write_info(info)
+        journal = Journal(folder, info.seed, durability)
+        events = EventLog(write_event, earlier=former_events(run_dir.events) if folder.segments() else ())
+
+        def make_state(journal: Journal) -> DurableState:
+            return DurableState(
+                run,
+                time.monotonic,
+                Tokens(),
+                events,
+                journal,
+                config.broker.retain_steps,
+                os.getpid(),
+                info.store_id,
+            )
+
+        state, found = recover(folder, info, journal, make_state)
+    except BaseException:
+        folder.unlock()
+        raise
+    return Memory(state, journal, folder, info, found)
+
+
+def bind(memory: Memory, config: BrokerConfig, on_tick: Callable[[], None], quarantine: Path) -> BrokerServer:
+    """The server of this state; where a free port is asked for, the one of the last time if it can be had.
+
+    Raises:
+        UsageError: the address is refused or in use.
+    """
+    info = memory.info
+    arguments = (config.max_message_bytes, on_tick, config.credentials, quarantine, memory.journal)
+    server = None
+    former_port = info.address.rpartition(":")[2] if info is not None else ""
+    if former_port.isdigit() and config.address.endswith(":0"):
+        try:
+            server = BrokerServer(memory.state, config.address.removesuffix("0") + former_port, *arguments)
+        except UsageError as error:
+            logger.warning("%s; taking another port, which running nodes and learners do not know", error)
+    if server is None:
+        server = BrokerServer(memory.state, config.address, *arguments)
+    if info is not None and memory.folder is not None and info.address != server.address:
+        memory.folder.write_info(msgspec.structs.replace(info, address=server.address))
+    return server
+
+
+def set_aside_store(run_dir: RunDir, why: str) -> None:
+    """A store that a broker without one passes by would be of yesterday when it is opened again: it gets a number."""
+    if not run_dir.store.exists():
+        return
+    folder = StoreFolder(run_dir.store)
+    folder.lock()
+    folder.unlock()
+    logger.warning("%s: the run's store was moved to %s", why, move_aside(run_dir.store))
+
+
+def _set_aside_redis(run_dir: RunDir) -> None:
+    """Likewise the name of a store in Redis; the keeper then refuses that store and does not go on with it."""
+    if run_dir.redis_json.exists():
+        logger.warning(
+            "broker.backend is zeromq: what named the run's store in Redis was moved to %s",
+            move_aside(run_dir.redis_json),
+        )

@@ -1,0 +1,67 @@
+"""Requests under way on one asynchronous connection, and the one timer that reminds of those without an answer."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from broker.messaging import wire
+
+TIMER_STEP_S = 0.01  # reminders this close come together, so that many calls without an answer cost few timers
+NEVER = float("inf")
+
+
+@dataclass(slots=True)
+class Call:
+    """A request under way: repeated until answered, or given up at `end` (event loop time)."""
+
+    id: int
+    frames: list[bytes]
+    limit_s: float
+    end: float
+    future: "asyncio.Future[wire.SingleReply]"
+    remind_at: float = 0.0
+    connected: bool = False
+    lease_for: str = ""  # the node that asks for leases
+
+
+class Calls:
+    """Calls by id. `remind` is called for each that is still here at its `remind_at`.
+
+    One timer serves all: nearly every call is answered long before, and a timer for each would cost more than the
+    rest of its bookkeeping.
+    """
+
+    def __init__(self, remind: Callable[[Call], None]) -> None:
+        self.by_id: dict[int, Call] = {}
+        self._remind = remind
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+
+    def remind_at(self, call: Call, when: float) -> None:
+        """Come back to `call` at event loop time `when`, unless it has left by then."""
+        call.remind_at = when
+        if self._timer is None or when < self._timer_at:
+            self._set_timer(when)
+
+    def close(self) -> None:
+        """No more reminders."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _set_timer(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = when
+        self._timer = asyncio.get_running_loop().call_at(when, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        for call in [c for c in self.by_id.values() if c.remind_at <= now]:
+            if call.id in self.by_id:
+                call.remind_at = NEVER
+                self._remind(call)
+        next_at = min((c.remind_at for c in self.by_id.values()), default=NEVER)
+        if next_at < NEVER and (self._timer is None or next_at < self._timer_at):
+            self._set_timer(max(next_at, now + TIMER_STEP_S))

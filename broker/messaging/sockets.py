@@ -1,0 +1,116 @@
+"""Where the broker listens, and the one module that knows ZeroMQ's socket options."""
+
+import errno
+import socket as posix_socket
+from pathlib import Path
+
+import zmq
+
+from broker.messaging.bind_address import bindable, check_address
+from common.errors import UsageError
+from common.security.credentials import Credential
+from common.security.curve import HANDSHAKE_MS, CurveServer, Handshakes, secure_client
+
+COPY_BYTES = 256 << 10  # up to here copying a frame costs less than telling pyzmq's own thread when it was sent
+HEADER_BYTES_FLOOR = 1 << 20  # a header may always be this large
+
+
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, max_frame_bytes: int, curve: CurveServer | None = None
+) -> zmq.Socket[bytes]:
+    """A ROUTER socket bound to `address`; its real address is in LAST_ENDPOINT.
+
+    Raises:
+        UsageError: when the address is not allowed (beyond loopback without `curve`), in use or cannot be bound.
+    """
+    check_address(address, curve is not None)
+    if address.startswith("ipc://") and _ipc_in_use(address.removeprefix("ipc://")):
+        raise _in_use(address)  # ZeroMQ itself would take a living broker's path over
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to a client that is gone raises
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects keeps its identity
+    router.setsockopt(zmq.RCVHWM, 64)  # per client: what a slow broker does not read waits at the sender
+    router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    _set_heartbeats(router)
+    router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    if curve is not None:
+        curve.secure(router)
+    try:
+        where = bindable(address)
+        router.setsockopt(zmq.IPV6, int("[" in where))
+        router.bind(where)
+    except UsageError:
+        router.close()
+        raise
+    except zmq.ZMQError as error:
+        router.close()
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            raise _in_use(address) from error
+        raise UsageError(f"broker.address: cannot listen on {address}: {error}") from error
+    return router
+
+
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    identity: bytes,
+    max_frame_bytes: int,
+    credential: Credential | None = None,
+) -> tuple[zmq.Socket[bytes], Handshakes]:
+    """A DEALER socket to the broker that queues nothing while there is no connection, and how connecting goes.
+
+    Close the second before the first.
+    """
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.ROUTING_ID, identity)
+    dealer.setsockopt(zmq.IMMEDIATE, 1)
+    dealer.copy_threshold = COPY_BYTES
+    dealer.setsockopt(zmq.RECONNECT_IVL, 50)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    dealer.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    dealer.setsockopt(zmq.IPV6, int("[" in address))
+    _set_heartbeats(dealer)
+    if credential is not None:
+        secure_client(dealer, credential, credential.server_public)
+    handshakes = Handshakes(dealer, f"the broker at {address}", credential)
+    try:
+        dealer.connect(address)
+    except zmq.ZMQError as error:
+        handshakes.close()
+        dealer.close()
+        raise UsageError(f"broker address {address!r} cannot be used: {error}") from error
+    return dealer, handshakes
+
+
+def frame_limit(max_message_bytes: int) -> int:
+    """Bytes above which ZeroMQ cuts the connection; up to there, the sender is told what was wrong."""
+    return 2 * max(max_message_bytes, HEADER_BYTES_FLOOR)
+
+
+def _set_heartbeats(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
+
+
+def _ipc_in_use(path: str) -> bool:
+    target = "\0" + path[1:] if path.startswith("@") else path
+    if not path.startswith("@") and not Path(path).exists():
+        return False
+    with posix_socket.socket(posix_socket.AF_UNIX, posix_socket.SOCK_STREAM) as probe:
+        probe.settimeout(2.0)
+        try:
+            probe.connect(target)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError as error:
+            raise UsageError(f"broker.address: cannot listen on ipc://{path}: {error}") from error
+    return True
+
+
+def _in_use(address: str) -> UsageError:
+    return UsageError(
+        f"broker.address: {address} is in use; stop the process that listens there (another broker?), "
+        "or choose another address, for example tcp://127.0.0.1:0 for a free port"
+    )

@@ -1,0 +1,101 @@
+"""Requests that wait for something to happen: leases for tasks, takes for ready groups."""
+
+import heapq
+from dataclasses import dataclass
+
+from broker.messaging.wire import AskLease, Take
+
+Key = tuple[bytes, int]  # client, request id
+MOST_LEASES = 8  # parked requests of one node; a client that behaves has one, besides those that it cancels
+HEAP_SLACK = 1024  # deadlines of requests that are no longer parked
+
+
+@dataclass(slots=True)
+class ParkedLease:
+    client: bytes
+    request: AskLease
+
+
+@dataclass(slots=True)
+class ParkedTake:
+    client: bytes
+    request: Take
+
+
+class ParkingLot:
+    """Parked requests in order of arrival, each with a deadline in monotonic seconds."""
+
+    def __init__(self) -> None:
+        self.leases: dict[Key, ParkedLease] = {}
+        self.takes: dict[Key, ParkedTake] = {}
+        self._by_node: dict[str, dict[Key, None]] = {}  # oldest first
+        self._deadlines: list[tuple[float, Key]] = []
+
+    def park_take(self, client: bytes, request: Take, deadline: float) -> list[ParkedTake]:
+        """Keep a take, in place of every other; returns those. A repetition of a parked one changes nothing."""
+        key = (client, request.id)
+        if key in self.takes:
+            return []
+        replaced = list(self.takes.values())
+        self.takes = {key: ParkedTake(client, request)}
+        self._push(deadline, key)
+        return replaced
+
+    def park_lease(self, client: bytes, request: AskLease, deadline: float) -> list[ParkedLease]:
+        """Keep a lease request, in place of those that another process sent for the same node; returns those.
+
+        And in place of the node's oldest ones when there are too many.
+        """
+        key = (client, request.id)
+        if key in self.leases:
+            return []
+        parked = self._by_node.get(request.node_id, {})
+        others = [k for k in parked if k[0] != client]
+        own = [k for k in parked if k[0] == client]
+        others += own[: max(0, len(own) - MOST_LEASES + 1)]
+        replaced = [self.leases[k] for k in others]
+        for other in others:
+            self.drop(other)
+        self.leases[key] = ParkedLease(client, request)
+        self._by_node.setdefault(request.node_id, {})[key] = None
+        self._push(deadline, key)
+        return replaced
+
+    def drop(self, key: Key) -> ParkedLease | ParkedTake | None:
+        """Remove and return a parked request; None when it is not parked."""
+        lease = self.leases.pop(key, None)
+        if lease is None:
+            return self.takes.pop(key, None)
+        keys = self._by_node[lease.request.node_id]
+        del keys[key]
+        if not keys:
+            del self._by_node[lease.request.node_id]
+        return lease
+
+    def of_node(self, node_id: str) -> list[Key]:
+        """Lease requests parked for a node."""
+        return list(self._by_node.get(node_id, ()))
+
+    def everything(self) -> list[ParkedLease | ParkedTake]:
+        """All that is parked."""
+        return [*self.leases.values(), *self.takes.values()]
+
+    def overdue(self, now: float) -> list[ParkedLease | ParkedTake]:
+        """Remove and return the requests whose deadline is at or before `now`."""
+        found: list[ParkedLease | ParkedTake] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            parked = self.drop(heapq.heappop(self._deadlines)[1])
+            if parked is not None:
+                found.append(parked)
+        return found
+
+    def next_deadline(self) -> float | None:
+        """Earliest time at which something may be overdue."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _push(self, deadline: float, key: Key) -> None:
+        """Watch a deadline; those of requests that were answered or cancelled meanwhile do not pile up."""
+        if len(self._deadlines) > 2 * (len(self.leases) + len(self.takes)) + HEAP_SLACK:
+            self._deadlines = [item for item in self._deadlines if item[1] in self.leases or item[1] in self.takes]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, key))

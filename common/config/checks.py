@@ -1,0 +1,350 @@
+"""Checks of a config that need more than one key, or a look at the disk. No torch, no engine, no network.
+
+`check_config` raises the first ConfigError; `resolve_paths` makes the folders absolute first, so that every role
+means the same place whatever directory it is started in.
+"""
+
+import ipaddress
+import json
+import shutil
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Literal, TypeVar, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from common.config.loss_checks import loss_problems
+from common.config.parallel_layout import ModelShape, Problem, document_multiple, model_problems, world_problems
+from common.config.schema import Config, LearnerConfig, MoeConfig, SftConfig
+from common.config.supported_models import architecture_problems
+from common.errors import ConfigError
+from common.redis_address import is_redis, parse_redis, with_run
+from common.security.credentials import check_credentials, curve_credentials
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
+LEASE_HEARTBEATS = 3
+MODEL_HINT = (
+    "names of a hub are not downloaded: `hf download NAME --local-dir FOLDER`; launch/quickstart.sh makes those of "
+    "the quickstart, `slipstream sft` the one of a warm start"
+)
+Reader = Literal["all", "broker", "learner", "node"]
+FILES: dict[Reader, frozenset[str]] = {  # keys that name files, and who reads them: only there must they exist
+    "all": frozenset(
+        {"model.path", "tasks.dataset", "tasks.eval_dataset", "learner.loss.reference", "tasks.limits.python"}
+    ),
+    "broker": frozenset(),
+    "learner": frozenset({"model.path", "tasks.dataset", "learner.loss.reference"}),
+    "node": frozenset({"model.path", "tasks.limits.python"}),
+}
+C = TypeVar("C", Config, SftConfig)
+
+
+def resolve_paths(config: C) -> C:
+    """The same config with absolute folders and datasets; relative ones start at the current folder."""
+    changed = {
+        "run": msgspec.structs.replace(config.run, dir=_absolute(config.run.dir)),
+        "model": msgspec.structs.replace(config.model, path=_absolute(config.model.path)),
+    }
+    tasks = msgspec.structs.replace(config.tasks, dataset=_absolute(config.tasks.dataset))
+    held_out = getattr(tasks, "eval_dataset", None)
+    if held_out is not None:
+        tasks = msgspec.structs.replace(tasks, eval_dataset=_absolute(held_out))
+    learner = config.learner
+    if isinstance(learner, LearnerConfig) and learner.loss.reference is not None:
+        loss = msgspec.structs.replace(learner.loss, reference=_absolute(learner.loss.reference))
+        learner = msgspec.structs.replace(learner, loss=loss)
+    broker = getattr(config, "broker", None)
+    if broker is not None and broker.credentials is not None:
+        changed["broker"] = msgspec.structs.replace(broker, credentials=_absolute(broker.credentials))
+    return msgspec.structs.replace(config, tasks=tasks, learner=learner, **changed)
+
+
+def check_config(config: Config | SftConfig, file: str, reader: Reader = "all") -> None:
+    """Raise ConfigError on the first thing in `config` that cannot work together.
+
+    Args:
+        config: as loaded.
+        file: named in the message.
+        reader: the role that is about to start here; files that only others read may be missing.
+    """
+    for problem in problems(config, reader):
+        raise ConfigError(file, *problem)
+
+
+def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Problem]:
+    """Everything that does not fit, the most basic first."""
+    read = FILES[reader]
+    yield from world_problems(config.learner.world_size, config.learner.parallel)
+    yield from _moe(config)
+    shape = (yield from _model_folder(config.model.path)) if "model.path" in read else None
+    if shape is not None:
+        yield from architecture_problems(shape.get)
+        yield from model_problems(ModelShape.of(shape.get), config.learner.parallel)
+        yield from _experts(shape, config.learner.moe)
+    if "tasks.dataset" in read:
+        yield from _dataset("tasks.dataset", config.tasks.dataset)
+    if isinstance(config, SftConfig):
+        return
+    if config.tasks.eval_dataset is not None and "tasks.eval_dataset" in read:
+        yield from _dataset("tasks.eval_dataset", config.tasks.eval_dataset)
+    python = config.tasks.limits.python
+    if python is not None and "tasks.limits.python" in read and shutil.which(python) is None:
+        yield "tasks.limits.python", "a Python interpreter", f"{python}, which cannot be run", None
+    yield from loss_problems(config.learner.loss)
+    if config.learner.dynamic_sampling and config.learner.loss.advantage == "reinforce_pp":
+        hint = "rewards are compared over the batch, so groups whose rewards are all equal do carry signal"
+        yield "learner.dynamic_sampling", "false with learner.loss.advantage: reinforce_pp", "true", hint
+    loss = config.learner.loss
+    drops = loss.correction == "mis" or loss.correction_normalize or loss.correction_veto is not None
+    if config.learner.moe.balance == "aux_loss" and drops:
+        expected = "bias or none with correction mis, correction_normalize or correction_veto"
+        hint = "what these leave out is known after the forward pass only: the auxiliary loss would get an odd weight"
+        yield "learner.moe.balance", expected, "aux_loss", hint
+    if config.learner.loss.reference is not None and "learner.loss.reference" in read:
+        yield from _reference(Path(config.learner.loss.reference))
+    yield from _rollout(config, shape)
+    yield from _staleness(config)
+    yield from _network(config)
+    if shape is not None and config.learner.moe.replay_routing:
+        yield from _routing_bytes(config, shape)
+
+
+def split_address(address: str) -> tuple[str, int | None]:
+    """(host, port) of 'tcp://HOST:PORT', ('', None) of 'ipc://PATH'; raises ValueError saying what was expected."""
+    parts = urlsplit(address)
+    if parts.scheme == "ipc" and parts.netloc + parts.path:
+        return "", None
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or port is None or parts.path or parts.query:
+        raise ValueError("expected tcp://HOST:PORT or ipc://PATH")
+    return parts.hostname, port
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether a host to listen on means every interface, so that nobody can connect to it by that name."""
+    return host in ("0.0.0.0", "::", "*")
+
+
+def broker_host(config: Config) -> tuple[str, bool]:
+    """(host, whether connections are encrypted) of broker.address; '' for a socket file. Raises ValueError."""
+    address = config.broker.address
+    if config.broker.backend == "redis":
+        at = parse_redis(with_run(address, config.run.name))
+        return at.host, at.scheme == "rediss"
+    return split_address(address)[0], config.broker.credentials is not None
+
+
+def fixed_address(config: Config) -> str | None:
+    """broker.address when it says where to connect to; None when only RUN/broker.json does.
+
+    The embedded broker writes that file: a port that it picked, or this machine's name for one that listens everywhere.
+    A Redis server is where the config says, and the address that is returned names the run.
+    """
+    if config.broker.backend == "redis":
+        return with_run(config.broker.address, config.run.name)
+    host, port = split_address(config.broker.address)
+    return None if port == 0 or is_wildcard(host) else config.broker.address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address stays on this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve())
+
+
+def _reference(folder: Path) -> Iterator[Problem]:
+    missing = [name for name in ("config.json", "*.safetensors") if not any(folder.glob(name))]
+    if missing:
+        yield "learner.loss.reference", "a Hugging Face model folder", f"{folder} without {missing[0]}", None
+
+
+def _model_folder(path: str) -> Generator[Problem, None, dict[str, object] | None]:
+    folder = Path(path)
+    key, expected = "model.path", "a Hugging Face model folder"
+    if not folder.is_dir():
+        found = f"{path}, which is a file" if folder.is_file() else f"{path}, which does not exist"
+        yield key, expected, found, MODEL_HINT
+        return None
+    if not (folder / "config.json").is_file():
+        yield key, f"{expected} with config.json", f"{path} without one", None
+        return None
+    try:
+        loaded: object = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        yield key, f"{expected} with a readable config.json", str(error), None
+        return None
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        yield key, f"{expected} with a tokenizer ({', '.join(TOKENIZER_FILES[:2])}, ...)", f"{path} without one", None
+    if not any(folder.glob("*.safetensors")):
+        yield key, f"{expected} with weights (*.safetensors)", f"{path} without any", None
+    if not isinstance(loaded, dict):
+        yield key, f"{expected} with a JSON object in config.json", type(loaded).__name__, None
+        return None
+    return cast("dict[str, object]", loaded)
+
+
+def _moe(config: Config | SftConfig) -> Iterator[Problem]:
+    moe = config.learner.moe
+    if moe.replay_routing and isinstance(config, SftConfig):
+        yield "learner.moe.replay_routing", "false in a warm start", "true", "no engine has routed these tokens before"
+    if moe.freeze_router and moe.balance != "none":
+        yield (
+            "learner.moe.balance",
+            "none with learner.moe.freeze_router",
+            moe.balance,
+            "a frozen router balances nothing",
+        )
+
+
+def _experts(shape: dict[str, object], moe: MoeConfig) -> Iterator[Problem]:
+    if ModelShape.of(shape.get).experts:
+        return
+    used = {"freeze_router": moe.freeze_router, "balance": moe.balance != "none", "replay_routing": moe.replay_routing}
+    for key in [name for name, value in used.items() if value]:
+        yield f"learner.moe.{key}", "its default, since the model has no experts", "another value", None
+
+
+def _routing_bytes(config: Config, shape: dict[str, object]) -> Iterator[Problem]:
+    """A group's routing must fit into the message that brings it."""
+    layers, chosen = _number(shape, "num_hidden_layers") or 0, _number(shape, "num_experts_per_tok") or 0
+    longest, size = config.rollout.engine.max_model_len, config.rollout.group_size
+    needed = 2 * size * longest * layers * chosen
+    if needed > config.broker.max_message_bytes:
+        hint = f"learner.moe.replay_routing: {size} samples x {longest} tokens x {layers} layers x {chosen} experts"
+        found = str(config.broker.max_message_bytes)
+        yield "broker.max_message_bytes", f"more than {needed} for the routing of a group", found, hint
+
+
+def _dataset(key: str, path: str) -> Iterator[Problem]:
+    file = Path(path)
+    if not file.is_file():
+        yield key, "a JSONL file", f"{path}, which does not exist", None
+        return
+    with file.open("rb") as lines:
+        first = next((line for line in lines if line.strip()), b"")
+    try:
+        row: object = json.loads(first) if first else None
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        found = f"the first line of {path}: {first[:60].decode('utf-8', 'replace').strip() or 'nothing'}"
+        yield key, "a JSON object on every line", found, None
+
+
+def _rollout(config: Config, shape: dict[str, object] | None) -> Iterator[Problem]:
+    rollout, engine = config.rollout, config.rollout.engine
+    advantage = config.learner.loss.advantage
+    if rollout.group_size == 1 and advantage != "reinforce_pp":
+        hint = "a group of one has nothing to be compared with: every advantage would be zero"
+        yield "rollout.group_size", f"at least 2 with learner.loss.advantage: {advantage}", "1", hint
+    if rollout.max_tokens >= engine.max_model_len:
+        expected = f"less than rollout.engine.max_model_len ({engine.max_model_len}), which holds the prompt too"
+        yield "rollout.max_tokens", expected, str(rollout.max_tokens), None
+    positions = _number(shape or {}, "max_position_embeddings")
+    if positions and engine.max_model_len > positions:
+        expected = f"at most the model's max_position_embeddings ({positions})"
+        yield "rollout.engine.max_model_len", expected, str(engine.max_model_len), None
+    longest = engine.max_model_len - 1  # a sequence trains one place fewer than it has tokens
+    multiple = document_multiple(config.learner.parallel)
+    padded = -(-longest // multiple) * multiple
+    if config.learner.micro_batch_tokens < padded:
+        rounded = f", rounded up to a multiple of {multiple} for learner.parallel.context," if multiple > 1 else ""
+        least = f"at least rollout.engine.max_model_len - 1{rounded} ({padded})"
+        expected = f"{least}, or a long sample could not be trained on"
+        yield "learner.micro_batch_tokens", expected, str(config.learner.micro_batch_tokens), None
+    if config.weights.canary_tokens > longest:
+        expected = f"at most rollout.engine.max_model_len - 1 ({longest})"
+        yield "weights.canary_tokens", expected, str(config.weights.canary_tokens), None
+    if rollout.concurrency_bounds[1] < rollout.group_size:
+        expected = f"at least rollout.group_size ({rollout.group_size}), or no group could finish"
+        yield "rollout.concurrency", expected, str(rollout.concurrency), None
+    if rollout.temperature < LOWEST_TEMPERATURE:
+        hint = "below it sampling is greedy and log-probabilities say nothing"
+        yield "rollout.temperature", f"at least {LOWEST_TEMPERATURE}", str(rollout.temperature), hint
+    if rollout.top_p < 1:
+        hint = "the sampler's log-probabilities would be those of a cut distribution: importance ratios come out biased"
+        yield "rollout.top_p", "1 in training", str(rollout.top_p), hint
+    heads = _number(shape or {}, "num_attention_heads")
+    if heads and heads % engine.tensor_parallel:
+        expected = f"a divisor of the model's {heads} attention heads"
+        yield "rollout.engine.tensor_parallel", expected, str(engine.tensor_parallel), None
+
+
+def _staleness(config: Config) -> Iterator[Problem]:
+    limit = config.staleness.max + 1
+    if config.weights.publish_every > limit:
+        hint = "nodes would wait for weights that the learner only makes from their groups"
+        found = str(config.weights.publish_every)
+        yield "weights.publish_every", f"at most staleness.max + 1 = {limit}", found, hint
+
+
+def _network(config: Config) -> Iterator[Problem]:
+    broker = config.broker
+    try:
+        host, encrypted = broker_host(config)
+    except ValueError as error:
+        hint = "port 0 picks a free one" if broker.backend == "zeromq" else "docs/redis.md has examples"
+        if broker.backend == "zeromq" and is_redis(broker.address):
+            hint = "set broker.backend: redis"
+        yield "broker.address", str(error).removeprefix("expected "), repr(broker.address), hint
+        return
+    if broker.credentials is not None:
+        problem = check_credentials(broker.credentials, broker.backend)
+        if problem is not None:
+            yield "broker.credentials", "the folder of `slipstream keys DIR`, or a file of it", problem, None
+    elif host and not is_loopback(host):
+        local = "redis://127.0.0.1:6379/0" if broker.backend == "redis" else "tcp://127.0.0.1:5555"
+        expected = f"a loopback address such as {local} while broker.credentials is not set"
+        makes = "`slipstream keys DIR` makes keys for broker.credentials"
+        if broker.backend == "redis":
+            makes = "docs/redis.md says which passwords and certificates broker.credentials holds"
+        hint = f"other interfaces need authentication: {makes}"
+        yield "broker.address", expected, repr(broker.address), hint
+    if broker.backend == "redis" and host and not is_loopback(host) and not encrypted:
+        hint = "passwords and rollouts would cross the network in plain text"
+        yield "broker.address", "rediss://HOST:PORT/DB (TLS) beyond this machine", repr(broker.address), hint
+    yield from _weights_address(config)
+    if broker.lease_s < LEASE_HEARTBEATS * broker.heartbeat_s:
+        expected = f"at least {LEASE_HEARTBEATS} x broker.heartbeat_s ({broker.heartbeat_s})"
+        yield "broker.lease_s", expected, str(broker.lease_s), "a node that breathes must not lose its leases"
+    longest = broker.lease_s + config.rollout.sample_timeout_s
+    if broker.max_lease_s < longest:
+        expected = f"at least broker.lease_s + rollout.sample_timeout_s ({longest:g})"
+        yield "broker.max_lease_s", expected, f"{broker.max_lease_s:g}", "an episode that may go on keeps its lease"
+    if broker.max_message_bytes > broker.max_bytes:
+        expected = f"at most broker.max_bytes ({broker.max_bytes})"
+        yield "broker.max_message_bytes", expected, str(broker.max_message_bytes), None
+
+
+def _weights_address(config: Config) -> Iterator[Problem]:
+    weights, address = config.weights, config.weights.address
+    if is_loopback(address):
+        return
+    if weights.transport == "relay" and curve_credentials(config.broker.credentials) is not None:
+        if is_wildcard(address):
+            hint = "nodes are told this address"
+            yield "weights.address", "an address of this machine that the nodes reach", repr(address), hint
+        return
+    hint = (
+        "the collectives that carry weights have no authentication; weights.transport: relay has, "
+        "with the keys of `slipstream keys DIR` as broker.credentials"
+    )
+    yield "weights.address", "a loopback address such as 127.0.0.1", repr(address), hint
+
+
+def _number(shape: dict[str, object], name: str) -> int | None:
+    value = shape.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

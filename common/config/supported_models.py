@@ -1,0 +1,35 @@
+"""The architectures that are proven to load, compute and come back as in transformers; no torch here.
+
+tests/integration/test_architectures.py is the proof; docs/models.md says what is refused and why.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+from common.config.parallel_layout import Problem
+
+SUPPORTED = (
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+
+
+def architecture_problems(value: Callable[[str], object]) -> Iterator[Problem]:
+    """Why Megatron cannot be trusted with a model.
+
+    Args:
+        value: looks a name of config.json up, and answers None where there is none.
+    """
+    named = value("architectures")
+    first = cast("Sequence[object]", named)[0] if isinstance(named, list | tuple) and named else None
+    if first is not None and first not in SUPPORTED:
+        yield "model.path", f"one of {', '.join(SUPPORTED)}", f"{first} in config.json", "docs/models.md says why"
+    if value("quantization_config"):
+        found = "quantised ones (quantization_config in config.json)"
+        yield "model.path", "weights in bfloat16 or float32", found, "Megatron-Bridge drops their scales"

@@ -1,0 +1,204 @@
+"""The run folder: its paths, atomic files, and the question whether a config belongs to it."""
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from common.config.loading import dump_yaml, load_either
+from common.config.schema import Config, SftConfig
+from common.errors import SlipstreamError, UsageError
+from common.process import files
+from common.process.files import pretty_json
+
+# May change when a run is continued: they say how fast or how long, not what is computed.
+CHANGEABLE = (
+    "run.dir", "run.steps", "run.max_restarts", "tasks.eval_dataset", "learner.threads", "learner.checkpoint",
+    "rollout.nodes", "rollout.concurrency", "rollout.sample_timeout_s", "rollout.threads", "rollout.engine",
+    "broker", "weights.transport", "weights.overlap", "weights.address", "weights.timeout_s", "weights.bucket_mib",
+    "telemetry",
+)  # fmt: skip
+
+
+class BrokerFile(msgspec.Struct, frozen=True):
+    """RUN/broker.json, written by the broker when its socket is bound."""
+
+    pid: int
+    address: str
+    started_s: float  # Unix time
+
+
+class RunDir:
+    """Names of everything below RUN; reads and writes the small JSON files there."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.run_json = self.path / "run.json"
+        self.broker_json = self.path / "broker.json"
+        self.status_json = self.path / "status.json"
+        self.store = self.path / "store"  # of the embedded broker
+        self.redis_json = self.path / "redis.json"  # which store in Redis is this run's
+        self.ledger_json = self.path / "ledger.json"
+        self.learner_json = self.path / "learner.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.logs = self.path / "logs"
+        self.report = self.path / "report"
+
+    def broker(self) -> BrokerFile | None:
+        """The broker's address and pid; None while no broker has written them or the file is unreadable."""
+        try:
+            return msgspec.json.decode(self.broker_json.read_bytes(), type=BrokerFile)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def prepare(self, config: Config | SftConfig) -> None:
+        """Create the folder and write the resolved config.yaml and run.json.
+
+        Raises:
+            UsageError: the folder holds a run of a config that does not agree with this one, or cannot be written.
+            SlipstreamError: the disk is full.
+        """
+        self.check_agrees(config)
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.config, dump_yaml(config).encode())
+            if not self.run_json.exists():
+                write_json(self.run_json, describe_origin(config.run.name))
+        except OSError as error:
+            kind = SlipstreamError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
+            raise kind(f"run.dir: {self.path} cannot be written: {error}") from error
+
+    def check_agrees(self, config: Config | SftConfig) -> None:
+        """Raise UsageError, naming the keys, when RUN/config.yaml computes something else than `config`."""
+        if not self.config.exists():
+            return
+        before = load_either(self.config)
+        if type(before) is not type(config):
+            kind = "a warm start (sft)" if isinstance(before, SftConfig) else "an RL job"
+            raise UsageError(f"{self.path} already holds {kind}; choose another run.dir")
+        differing = [
+            f"{key} was {old!r} and now is {new!r}"
+            for key, old, new in differences(msgspec.to_builtins(before), msgspec.to_builtins(config))
+            if not any(key == c or key.startswith(c + ".") for c in CHANGEABLE)
+        ]
+        if differing:
+            shown = "; ".join(differing[:3]) + ("; ..." if len(differing) > 3 else "")
+            raise UsageError(f"{self.path} holds a run of another config: {shown}; choose another run.dir or remove it")
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> Iterator[tuple[str, object, object]]:
+    """(dotted key, old value, new value) of every leaf in which two nested mappings differ."""
+    for name in [*old, *(n for n in new if n not in old)]:
+        key = f"{at}.{name}" if at else name
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from differences(cast("dict[str, Any]", a), cast("dict[str, Any]", b), key)
+        elif a != b:
+            yield key, a, b
+
+
+class AtomicFile:
+    """A file that takes the place of `path` when it is complete; a reader sees the old or the new content."""
+
+    def __init__(self, path: Path, mode: int = 0o644) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._mode = path, mode
+        handle, self._temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        self._file = os.fdopen(handle, "wb")
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+
+    def finish(self, sync: bool = True) -> None:
+        """Replace `path`; `sync`: only when the content has reached the disk, and so has then the new name."""
+        self._file.flush()
+        if sync:
+            os.fsync(self._file.fileno())
+        self._file.close()
+        os.chmod(self._temporary, self._mode)
+        os.replace(self._temporary, self._path)
+        if sync:
+            files.sync(self._path.parent)
+
+    def discard(self) -> None:
+        """Leave `path` as it is."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        Path(self._temporary).unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, data: bytes, mode: int = 0o644, *, sync: bool = True) -> None:
+    """Replace `path` so that a reader sees the old or the new content, never a part.
+
+    With `sync` the new content stays when the machine loses power after this.
+    """
+    file = AtomicFile(path, mode)
+    try:
+        file.write(data)
+        file.finish(sync)
+    except BaseException:
+        file.discard()
+        raise
+
+
+def write_json(path: Path, value: object) -> None:
+    """Atomically write anything that msgspec encodes, indented for people."""
+    write_atomic(path, pretty_json(value))
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Complete JSON objects of a JSONL file, in order; nothing when the file does not exist."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                loaded = json.loads(line)
+            except ValueError:
+                continue  # the last line of a running job, or what a crash left
+            if isinstance(loaded, dict):
+                yield cast("dict[str, Any]", loaded)
+
+
+def describe_origin(name: str) -> dict[str, str | float | bool | None]:
+    """Which source, Python and host a run was started with."""
+    revision, modified = source_revision()
+    return {
+        "name": name,
+        "started_s": time.time(),
+        "host": socket.gethostname(),
+        "python": sys.version.split()[0],
+        "source_revision": revision,
+        "source_modified": modified,
+    }
+
+
+def source_revision() -> tuple[str | None, bool]:
+    """(git commit of this source tree, whether tracked files are modified); (None, False) outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None, False
+    try:
+        head = _git(root, "rev-parse", "HEAD")
+        return head, bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None, False
+
+
+def _git(root: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()

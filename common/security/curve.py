@@ -1,0 +1,218 @@
+"""CURVE on ZeroMQ sockets: which keys are let in, who a message is from, and why a handshake failed.
+
+The broker and the learner's control socket are CURVE servers; every client proves its key in the handshake, before
+any message of it is read. ZeroMQ then attaches the proven key to every message of the connection.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, cast
+
+import zmq
+import zmq.auth.thread
+from zmq.utils.monitor import recv_monitor_message
+
+from common.errors import UsageError
+from common.security.credentials import Credential, Identity, KeyFolder, Role, ServerKeys, load_allowed
+
+logger = logging.getLogger(__name__)
+
+ZAP_DOMAIN = "slipstream"
+HANDSHAKE_MS = 10_000  # a connection that has not proven its key by then is closed
+BROKEN_HANDSHAKES, BROKEN_S = 5, 3.0  # in a row, and how long, before the other side is said to hold another key
+
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_OUTCOMES = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class KeyRing:
+    """The allowed keys of a key folder, read again whenever the file has changed. Any thread may ask."""
+
+    def __init__(self, path: str | Path, roles: Collection[Role]) -> None:
+        """Only keys of `roles` are let in. Raises UsageError when the list cannot be read."""
+        self._path, self._roles = path, frozenset(roles)
+        self._file = KeyFolder(path).allowed
+        self._lock = threading.Lock()
+        self._signature = self._stat()
+        self._keys = self._load()
+
+    def identity(self, public: str | bytes) -> Identity | None:
+        """Whose key this is now; None when it is not let in (any more)."""
+        return self._keys.get(public.decode("ascii", "replace") if isinstance(public, bytes) else public)
+
+    def refresh(self) -> None:
+        """Read the list again if it has changed; one that cannot be read leaves the last good one in force."""
+        with self._lock:
+            signature = self._stat()
+            if signature == self._signature:
+                return
+            self._signature = signature
+            try:
+                before, self._keys = self._keys, self._load()
+            except UsageError as error:
+                logger.error("the list of allowed keys stays as it was: %s", error)
+                return
+        added = [i.name for key, i in self._keys.items() if key not in before]
+        removed = [i.name for key, i in before.items() if key not in self._keys]
+        logger.info("allowed keys: added %s, removed %s", added or "none", removed or "none")
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """What pyzmq asks for every connection that wants in."""
+        try:
+            self.refresh()
+            return self.identity(key) is not None
+        except Exception:  # whatever it is, it must not end the thread that lets clients in
+            logger.exception("a key could not be checked")
+            return False
+
+    def _load(self) -> dict[str, Identity]:
+        return {key: i for key, i in load_allowed(self._path).items() if i.role in self._roles}
+
+    def _stat(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._file.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+class _Keys(Protocol):
+    @property
+    def public(self) -> str: ...
+
+    @property
+    def secret(self) -> str: ...
+
+
+class CurveServer:
+    """Lets only the keys of a ring into the CURVE sockets of one context.
+
+    One a context: it owns the context's ZAP endpoint and a thread that serves it. Close it after its sockets and
+    before its context.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", keys: ServerKeys | Credential, ring: KeyRing) -> None:
+        self.ring = ring
+        self._keys: _Keys = keys
+        self._authenticator = zmq.auth.thread.ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=ring)
+
+    def secure(self, socket: "zmq.Socket[Any]") -> None:
+        """Before `bind`: only clients with a key of the ring get in, and nobody when the ring's thread is gone."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def sender(self, frame: zmq.Frame) -> Identity | None:
+        """Who sent the message that `frame` belongs to; None when its key has been revoked since it connected."""
+        try:
+            public = frame.get("User-Id")
+        except (zmq.ZMQError, KeyError):
+            return None
+        return self.ring.identity(str(public))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._authenticator.stop()
+
+    def __enter__(self) -> "CurveServer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def secure_client(socket: "zmq.Socket[Any]", credential: Credential, server_public: str) -> None:
+    """Before `connect`: prove `credential` to the server, and let it prove that it holds `server_public`."""
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, credential.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, credential.secret.encode())
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server_public.encode())
+
+
+_PROVEN: set[tuple[str, str]] = set()  # (server, public key) of all clients of this process that ever got in
+
+
+class Handshakes:
+    """What became of a client socket's attempts to connect."""
+
+    def __init__(self, socket: "zmq.Socket[Any]", server: str, credential: Credential | None) -> None:
+        """Before `connect`. `server` names the other side in messages."""
+        self._socket, self._server, self._credential = socket, server, credential
+        place = f"inproc://handshakes-{secrets.token_hex(8)}"
+        socket.monitor(place, _OUTCOMES)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shadow=cast(Any, socket).context.underlying)
+        self._events = context.socket(zmq.PAIR)  # never an asyncio one
+        self._events.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's own thread
+        self._events.connect(place)
+        self._broken, self._broken_since = 0, 0.0
+        self._proven = (server, credential.public) in _PROVEN if credential is not None else False
+        self._refusal = ""
+
+    def refusal(self) -> str:
+        """Why the other side will not have this client, '' while nothing speaks against it. Never waits."""
+        while self._events.poll(0):
+            message = cast("dict[str, Any]", recv_monitor_message(self._events, zmq.NOBLOCK))
+            self._note(int(message["event"]), int(message["value"]))
+        return self._refusal
+
+    def suspicion(self) -> str:
+        """What `refusal` would say if connections went on breaking as they did, '' when none broke. Never waits."""
+        return self.refusal() or (self._another_key() if self._broken else "")
+
+    def proven(self) -> None:
+        """The two sides know each other: connections that break from now on are not about keys."""
+        if not self._proven and self._credential is not None:
+            self._proven = True
+            _PROVEN.add((self._server, self._credential.public))
+
+    def close(self) -> None:
+        """Stop watching; before the socket is closed."""
+        self._socket.monitor(None, 0)
+        self._events.close(linger=0)
+
+    def _note(self, event: int, value: int) -> None:
+        who = self._credential
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._broken, self._refusal = 0, ""
+            self.proven()
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            name = f"of {who.role} {who.name!r}" if who is not None else "of this client"
+            self._refusal = (
+                f"{self._server} refused this key: the credential {name} is not in its list of allowed keys; "
+                "`slipstream keys DIR` adds one"
+            )
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # ZeroMQ does not try again after this
+            self._refusal = self._mismatch(value)
+        elif event == _FAILED and who is not None and not self._proven:
+            self._broken += 1
+            self._broken_since = time.monotonic() if self._broken == 1 else self._broken_since
+            if self._broken >= BROKEN_HANDSHAKES and time.monotonic() - self._broken_since >= BROKEN_S:
+                self._refusal = self._another_key()
+
+    def _another_key(self) -> str:
+        who = self._credential
+        assert who is not None
+        return (
+            f"{self._server} refused this key: it does not hold the server key that the credential of "
+            f"{who.role} {who.name!r} names (are both from one key folder?), or it only forwards connections "
+            "to something that is down"
+        )
+
+    def _mismatch(self, value: int) -> str:
+        if value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            return f"{self._server} does not speak the same protocol (ZMTP error {value:#x}); is it a broker?"
+        if self._credential is None:
+            return (
+                f"{self._server} asks for a key and this client has none; set broker.credentials, or --credentials DIR"
+            )
+        return f"{self._server} has no keys and this client wants proof; both sides need broker.credentials"

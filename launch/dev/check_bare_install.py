@@ -1,0 +1,47 @@
+"""Run by check_bare_install.sh inside an environment that has only the base dependencies."""
+
+import importlib
+import importlib.util
+import pkgutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LIMIT_S = 1.0
+ATTEMPTS = 3
+ABSENT = ("torch", "vllm", "megatron", "transformers", "matplotlib", "redis")
+NEEDS_EXTRA = {"launch.report.plots", "launch.dev.check_bare_install"}  # matplotlib; this script
+NEEDS_TORCH = ("common.weights",)
+
+
+def main() -> int:
+    """Exit code 1 with a reason on the first thing that does not hold."""
+    present = [name for name in ABSENT if importlib.util.find_spec(name) is not None]
+    if present:
+        print(f"not a bare install: {', '.join(present)} can be imported")
+        return 1
+    imported = 0
+    for package in ("common", "broker", "launch"):
+        for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            if module.name in NEEDS_EXTRA or module.name.startswith(NEEDS_TORCH):
+                continue
+            importlib.import_module(module.name)
+            imported += 1
+    command = Path(sys.executable).with_name("slipstream")
+    best = min(_seconds([str(command), "--help"]) for _ in range(ATTEMPTS))
+    print(f"{imported} modules import without {', '.join(ABSENT)}; slipstream --help takes {best:.2f} s")
+    if best > LIMIT_S:
+        print(f"slipstream --help must take less than {LIMIT_S} s")
+        return 1
+    return 0
+
+
+def _seconds(command: list[str]) -> float:
+    begun = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    sys.exit(main())

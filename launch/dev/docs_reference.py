@@ -1,0 +1,128 @@
+"""Writes docs/config.md and docs/metrics.md from the declarations in common/: python -m launch.dev.docs_reference.
+
+A key's meaning is the comment behind its field in common/config/schema.py, or in the lines above it; a metric says
+its own.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from common.config import schema as schema
+from common.metrics import SftMetrics, StepMetrics, declarations
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+CONFIG_HEAD = """# Config keys
+
+Written by `python -m launch.dev.docs_reference` from `common/config/schema.py`; do not edit.
+A config is one YAML file, complete by itself; `section.key=value` words behind it override single keys.
+Unknown keys are refused with the nearest valid name, wrong values with what was expected.
+Relative paths begin in the folder in which the command is started. A run keeps its resolved
+config in `RUN/config.yaml`.
+"""
+SFT_HEAD = """
+## slipstream sft
+
+A warm start has `run`, `model` and `telemetry` as above; under `learner` it has `world_size`, `threads`,
+`micro_batch_tokens`, `parallel`, `memory`, `moe`, `optimizer` and `checkpoint` as above, and these:
+
+"""
+METRICS_HEAD = """# Metrics
+
+Written by `python -m launch.dev.docs_reference` from `common/metrics.py`; do not edit.
+`RUN/metrics.jsonl` has one JSON line per optimizer step; `slipstream report` draws it.
+*Tokens* are sampled tokens unless said otherwise. *Over steps* says how several steps become one figure.
+[algorithms.md](algorithms.md) names the signs of trouble, [waste.md](waste.md) the
+kinds of waste.
+"""
+
+
+def comments(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Field name to the comment behind it, or to the comment lines above it."""
+    out: dict[str, str] = {}
+    above: list[str] = []
+    for line in inspect.getsource(kind).splitlines():
+        field = re.match(r"    (\w+): .*?(?:  # (.*))?$", line)
+        if field:
+            out[field[1]] = field[2] or " ".join(above)
+        above = [*above, line.strip("# ")] if line.startswith("    # ") else []
+    return out
+
+
+def kind_of(hint: Any) -> str:
+    """A field's type in words: 'integer >= 1', 'gloo, nccl or relay', ..."""
+    if get_origin(hint) is Annotated:
+        inner, *metas = get_args(hint)
+        bounds = [(">=", "ge"), (">", "gt"), ("<=", "le")]
+        limits = [f"{sign} {value:g}" for m in metas for sign, key in bounds if (value := getattr(m, key)) is not None]
+        return " ".join([kind_of(inner), ", ".join(limits)]).strip()
+    if get_origin(hint) is Literal:
+        *most, last = (f"`{choice}`" for choice in get_args(hint))
+        return f"{', '.join(most)} or {last}" if most else last
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(kind_of(part) for part in get_args(hint) if part is not type(None))
+    if get_origin(hint) is dict:
+        return "a mapping"
+    return {int: "integer", float: "number", str: "text", bool: "true, false"}[hint]
+
+
+def default_of(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return "needed"
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()  # type: ignore[misc]
+    if value is None:
+        return "unset"
+    return f"`{msgspec.json.encode(value).decode()}`".replace('"', "")
+
+
+def config_rows(kind: type[msgspec.Struct], prefix: str, only: frozenset[str] | None = None) -> Iterator[str]:
+    """One row a key of the struct, nested ones behind it."""
+    said, hints = comments(kind), inspect.get_annotations(kind)
+    for field in msgspec.structs.fields(kind):
+        name = f"{prefix}{field.name}"
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            if only is None or field.type is schema.CheckpointConfig:
+                yield from config_rows(field.type, f"{name}.")
+        elif only is None or field.name in only:
+            yield f"| `{name}` | {kind_of(hints[field.name])} | {default_of(field)} | {_cell(said[field.name])} |"
+
+
+def table(head: tuple[str, ...], rows: list[str]) -> str:
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]) + "\n"
+
+
+def config_page() -> str:
+    head = ("key", "value", "default", "means")
+    parts = [CONFIG_HEAD]
+    for section in msgspec.structs.fields(schema.Config):
+        assert isinstance(section.type, type)
+        parts.append(f"\n## {section.name}\n\n{table(head, list(config_rows(section.type, f'{section.name}.')))}")
+    tasks = list(config_rows(schema.SftTasksConfig, "tasks."))
+    learner = list(config_rows(schema.SftLearnerConfig, "learner.", frozenset({"sequences_per_step"})))
+    every = schema.SftLearnerConfig().checkpoint
+    learner = [row for row in learner if ".checkpoint." not in row]
+    closing = f"\nIts checkpoints have the defaults `every: {every.every}` and `keep: {every.keep}`.\n"
+    return "".join(parts) + SFT_HEAD + table(head, tasks + learner) + closing
+
+
+def metrics_page() -> str:
+    head = ("metric", "unit", "over steps", "means")
+    parts = [METRICS_HEAD]
+    for title, kind in (("A step of reinforcement learning", StepMetrics), ("A step of a warm start", SftMetrics)):
+        rows = [f"| `{d.name}` | {d.unit} | {d.reduction} | {_cell(d.description)} |" for d in declarations(kind)]
+        parts.append(f"\n## {title}\n\n{table(head, rows)}")
+    return "".join(parts)
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text.replace("|", "\\|"))
+
+
+if __name__ == "__main__":
+    (DOCS / "config.md").write_text(config_page())
+    (DOCS / "metrics.md").write_text(metrics_page())

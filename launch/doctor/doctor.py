@@ -1,0 +1,118 @@
+"""slipstream doctor [CONFIG|RUN]: what this machine can run, what is missing for a config, why a job stands still.
+
+Needs neither torch nor a GPU. Every finding says what, why it matters and how to mend it; docs/doctor.md lists them.
+Exit codes: 0 nothing in the way (warnings may be there), 1 a problem, 2 bad usage.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from common.config.checks import resolve_paths
+from common.config.loading import load_either
+from common.config.parallel_layout import ModelShape, model_problems, world_problems
+from common.config.schema import Config, SftConfig
+from common.errors import EXIT_DONE, EXIT_FAILED, SlipstreamError, UsageError
+from common.process.run_dir import RunDir
+from launch.doctor import packages
+from launch.doctor.disk import check_disk
+from launch.doctor.files import check_config_and_files
+from launch.doctor.findings import Finding
+from launch.doctor.limits import check_machine
+from launch.doctor.machine import Machine, look
+from launch.doctor.network import check_network
+from launch.doctor.runs import check_run
+from launch.plan.facts import Plan, make_plan
+from launch.plan.model_shape import UnknownArchitecture, read_architecture
+from launch.plan.plan import read_model
+from rollout_fleet.node.node import LOOKAHEAD_GROUPS
+
+GPUS_PER_NODE = 8
+SIGNS = {"problem": ("✗", "red"), "warning": ("!", "yellow"), "fine": ("✓", "green")}
+
+
+def command(args: argparse.Namespace) -> int:
+    """Print what was found; exit code 1 when there is a problem."""
+    config, file = _config_of(args.target, args.overrides)
+    machine = look()
+    findings = list(examine(machine, args.role or packages.role_of(machine), config, file))
+    if args.json:
+        print(json.dumps([msgspec.to_builtins(finding) for finding in findings]))
+    else:
+        show(findings)
+    return EXIT_FAILED if any(f.level == "problem" for f in findings) else EXIT_DONE
+
+
+def examine(machine: Machine, role: str, config: Config | SftConfig | None, file: str) -> Iterable[Finding]:
+    """Every finding: the machine, then the config, then its run.
+
+    Args:
+        role: whose packages are compared with the pins: cpu, learner, rollout or base.
+        config: with absolute paths; None: the machine alone.
+        file: the config's name in messages.
+    """
+    plan = None if config is None else plan_of(config)
+    yield from packages.check_python(machine)
+    yield from packages.check_packages(machine, role, packages.pins_of(role))
+    yield from packages.check_torch(machine, config)
+    yield from check_machine(machine, config, plan)
+    if config is None:
+        return
+    yield from check_config_and_files(config, file)
+    run = RunDir(config.run.dir)
+    yield from check_disk(run.path, config, plan)
+    found, running = check_run(run, config)
+    if isinstance(config, Config):
+        yield from check_network(config, running)
+    yield from found
+
+
+def plan_of(config: Config | SftConfig) -> Plan | None:
+    """The plan that memory and disk are compared with; None when layout or model do not allow one."""
+    learner = config.learner
+    try:
+        document = read_model(Path(config.model.path))
+        shape = ModelShape.of(document.get)
+        if [*world_problems(learner.world_size, learner.parallel), *model_problems(shape, learner.parallel)]:
+            return None
+        return make_plan(config, read_architecture(document), GPUS_PER_NODE, LOOKAHEAD_GROUPS)
+    except (SlipstreamError, UnknownArchitecture):
+        return None
+
+
+def show(findings: Iterable[Finding]) -> None:
+    """Problems and warnings with reasons, the rest in a line each."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    counts = dict.fromkeys(SIGNS, 0)
+    for finding in findings:
+        sign, colour = SIGNS[finding.level]
+        counts[finding.level] += 1
+        console.print(Text.assemble((f"{sign} {finding.check}: ", colour), finding.what), soft_wrap=True)
+        if finding.level != "fine":
+            console.print(f"    why:  {finding.why}", soft_wrap=True, markup=False)
+            console.print(f"    mend: {finding.mend}", soft_wrap=True, markup=False)
+    plural = "" if counts["problem"] == 1 else "s"
+    console.print(f"{counts['problem']} problem{plural}, {counts['warning']} warnings, {counts['fine']} fine")
+
+
+def _config_of(target: str | None, overrides: list[str]) -> tuple[Config | SftConfig | None, str]:
+    """The config that CONFIG or RUN names, without the checks of a launch, and its name.
+
+    Raises:
+        UsageError: it cannot be read, or is neither a config nor the folder of a run.
+    """
+    if target is None:
+        if overrides:
+            raise UsageError(f"{overrides[0]} overrides a key of no config; name one: slipstream doctor CONFIG")
+        return None, ""
+    path = Path(target)
+    file = path / "config.yaml" if path.is_dir() else path
+    if not file.is_file():
+        raise UsageError(f"{target} is neither a config file nor the folder of a run with its config.yaml")
+    return resolve_paths(load_either(file, overrides)), str(file)

@@ -1,0 +1,178 @@
+"""Doctor: the files that a config names: the model's weights, the dataset, credentials."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from common.config.checks import problems
+from common.config.schema import Config, SftConfig
+from common.errors import ConfigError
+from common.security.credentials import KeyFolder
+from launch.doctor.findings import Finding, fine, problem, warning
+from rollout_fleet.environments import registry
+
+INDEX = "model.safetensors.index.json"
+MOST_HEADER_BYTES = 100 << 20
+LFS = b"version https://git-lfs"
+READ_BYTES = 64 << 20  # of a dataset, at most
+GET_AGAIN = "get it again: `hf download NAME --local-dir FOLDER`"
+
+
+def check_config_and_files(config: Config | SftConfig, file: str) -> Iterator[Finding]:
+    """What a launch would refuse, and what it would not notice before it is late."""
+    refused = list(problems(config))
+    for key, expected, found, hint in refused:
+        yield problem(
+            "config",
+            f"{file}: {key}: found {found}",
+            f"expected {expected}",
+            hint or f"set {key} in the config, or after it as {key}=VALUE",
+        )
+    if isinstance(config, Config):
+        yield from _environment(config, file)
+    if not refused:
+        yield fine("config", f"{file} passes the checks of a launch")
+    yield from check_model(Path(config.model.path))
+    yield from check_dataset("tasks.dataset", Path(config.tasks.dataset), config)
+    if isinstance(config, Config) and config.broker.credentials is not None:
+        yield from check_permissions(Path(config.broker.credentials))
+
+
+def _environment(config: Config, file: str) -> Iterator[Finding]:
+    try:
+        found = registry.resolve(config.tasks.environment, config.tasks.options, file)
+        registry.check_libraries(found, config.tasks.environment, config.tasks.limits.python, file)
+    except ConfigError as error:
+        why, mend = f"expected {error.expected}", error.hint or "install it where the rollout nodes run"
+        yield problem("environment", f"{error.key}: {error.found}", why, mend)
+
+
+def check_model(folder: Path) -> Iterator[Finding]:
+    """Every safetensors file is whole, and every one that the index names is there."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return  # said by the config's checks
+    broken = [f"{file.name}: {reason}" for file in files if (reason := broken_weights(file))]
+    missing, reason = missing_shards(folder)
+    if reason:
+        yield problem("model", reason, "weights cannot be found by name", GET_AGAIN)
+    if missing:
+        what = f"{folder} lacks {', '.join(missing[:4])}" + (
+            f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        )
+        yield problem("model", what, f"{INDEX} says that tensors are in them", GET_AGAIN)
+    if broken:
+        yield problem("model", "; ".join(broken[:4]), "a download that was cut off, most likely", GET_AGAIN)
+    if not (reason or missing or broken):
+        size = sum(file.stat().st_size for file in files) / (1 << 30)
+        yield fine("model", f"{len(files)} file{'s' * (len(files) > 1)} of weights, {size:.2f} GiB, all whole")
+
+
+def broken_weights(file: Path) -> str:
+    """Why a safetensors file cannot be whole, from its header and its size; '' when it can."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            start = opened.read(8)
+            if (start + opened.read(len(LFS) - 8)) == LFS:
+                return "a pointer of git-lfs, not the file (git lfs pull)"
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
+                return f"no safetensors file of {size:,} bytes"
+            opened.seek(8)
+            header: object = json.loads(opened.read(length))
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {error}"
+    try:
+        tensors = msgspec.convert(header, dict[str, dict[str, object]])
+        ends = [
+            msgspec.convert(t["data_offsets"], tuple[int, int])[1] for n, t in tensors.items() if n != "__metadata__"
+        ]
+    except (KeyError, msgspec.ValidationError) as error:
+        return f"its header does not describe tensors: {error}"
+    expected = 8 + length + max(ends, default=0)
+    return "" if size == expected else f"{size:,} bytes, {expected:,} expected"
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """Which file holds a tensor, by the tensor's name."""
+
+    weight_map: dict[str, str]
+
+
+def missing_shards(folder: Path) -> tuple[list[str], str]:
+    """(files that the index names and that are not there, why the index cannot be read)."""
+    index = folder / INDEX
+    if not index.is_file():
+        return [], ""
+    try:
+        found = msgspec.json.decode(index.read_bytes(), type=_Index)
+    except (OSError, msgspec.DecodeError) as error:
+        return [], f"{index} cannot be read: {error}"
+    return sorted(name for name in set(found.weight_map.values()) if not (folder / name).is_file()), ""
+
+
+def check_dataset(key: str, file: Path, config: Config | SftConfig) -> Iterator[Finding]:
+    """Every line is a JSON object, and a step finds enough of them."""
+    if not file.is_file():
+        return  # said by the config's checks
+    try:
+        rows, bad, whole = count_rows(file)
+    except OSError as error:
+        yield problem("dataset", f"{key}: {error}", "the learner reads it", f"chmod +r {file}")
+        return
+    wanted = config.learner.groups_per_step if isinstance(config, Config) else config.learner.sequences_per_step
+    shown = f"{rows:,} rows" + ("" if whole else f" in the first {READ_BYTES >> 20} MiB")
+    if bad:
+        why = "a task is one JSON object on a line of its own"
+        yield problem("dataset", f"{key}: {file} line {bad} is none", why, "mend or remove the line")
+    elif rows < wanted and whole:
+        why = f"a step takes {wanted}, so each would see some of them twice"
+        yield warning("dataset", f"{key}: {shown}", why, "more rows, or a smaller learner.groups_per_step")
+    else:
+        yield fine("dataset", f"{key}: {shown}")
+
+
+def count_rows(file: Path) -> tuple[int, int, bool]:
+    """(rows, number of the first line that is no JSON object or 0, whether the file was read to its end)."""
+    rows, read = 0, 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            read += len(line)
+            if line.strip():
+                try:
+                    row: object = json.loads(line)
+                except ValueError:
+                    row = None
+                if not isinstance(row, dict):
+                    return rows, number, False
+                rows += 1
+            if read > READ_BYTES:
+                return rows, 0, False
+    return rows, 0, True
+
+
+def check_permissions(place: Path) -> Iterator[Finding]:
+    """Secret keys are their owner's alone."""
+    if not place.exists():
+        return  # said by the config's checks
+    folder = KeyFolder(place)
+    files = [place] if place.is_file() else [folder.server, *folder.client_files()]
+    secret = [file for file in files if file.exists()]
+    if place.is_dir():
+        secret += [file for file in place.iterdir() if file.suffix == ".password"]
+    open_to_all = [file for file in secret if file.stat().st_mode & 0o077]
+    unreadable = [file for file in secret if not os.access(file, os.R_OK)]
+    if open_to_all:
+        named = ", ".join(str(file) for file in open_to_all[:4])
+        why = "who reads a key can speak in the name of its role"
+        mend = f"chmod 600 {' '.join(str(file) for file in open_to_all)}"
+        yield problem("credentials", f"others may read {named}", why, mend)
+    if unreadable:
+        named = ", ".join(str(file) for file in unreadable[:4])
+        yield problem("credentials", f"{named} cannot be read", "the role cannot prove who it is", "chown it")
+    if not open_to_all and not unreadable:
+        yield fine("credentials", f"{len(secret)} files, their owner's alone")

@@ -1,0 +1,141 @@
+"""What this machine has, read without importing torch, vLLM or Megatron."""
+
+import ctypes
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+from launch.up.core_pinning import available_cores
+
+NVIDIA_SMI_S = 10.0
+CLOCK_UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts that checks judge by; tests make their own.
+
+    Attributes:
+        memory_bytes, available_bytes: of the host, or of this container's limit.
+        shm_bytes: size of /dev/shm; 0 when there is none.
+        open_files: soft and hard limit of this process.
+        packages: installed distributions, lower case, with versions.
+        torch_cuda: CUDA version that torch was built for; None: a CPU build, or no torch.
+        clock_synchronised: None when the kernel does not say.
+    """
+
+    python: tuple[int, int, int] = (3, 11, 0)
+    cores: int = 1
+    memory_bytes: int = 0
+    available_bytes: int = 0
+    shm_bytes: int = 0
+    open_files: tuple[int, int] = (1024, 1024)
+    packages: Mapping[str, str] = field(default_factory=dict)
+    torch_cuda: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    now_s: float = 0.0
+    clock_synchronised: bool | None = None
+
+
+def look() -> Machine:
+    """This machine."""
+    memory = psutil.virtual_memory()
+    limit = min(memory.total, _cgroup_limit() or memory.total)
+    return Machine(
+        python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
+        cores=len(available_cores()),
+        memory_bytes=limit,
+        available_bytes=min(memory.available, limit),
+        shm_bytes=_size_of("/dev/shm"),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        packages=_packages(),
+        torch_cuda=_torch_cuda(),
+        gpus=_gpus(),
+        now_s=time.time(),
+        clock_synchronised=_clock_synchronised(),
+    )
+
+
+def _packages() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:
+            found.setdefault(name.lower().replace("_", "-"), distribution.version)
+    return found
+
+
+def _torch_cuda() -> str | None:
+    """From torch/version.py, because importing torch takes seconds."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        lines = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("cuda"):
+            value = line.partition("=")[2].strip().strip("'\"")
+            return None if value in ("", "None") else value
+    return None
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [line.rpartition(",") for line in done.stdout.splitlines()]
+    return tuple(Gpu(name.strip(), int(mib) << 20) for name, _, mib in rows if mib.strip().isdigit())
+
+
+def _cgroup_limit() -> int | None:
+    for path in CGROUP_LIMITS:
+        try:
+            text = Path(path).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            return int(text)
+    return None
+
+
+def _size_of(path: str) -> int:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return 0
+    return found.f_blocks * found.f_frsize
+
+
+def _clock_synchronised() -> bool | None:
+    """Whether a time server keeps the clock, as adjtimex(2) says."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        state = libc.adjtimex(ctypes.create_string_buffer(512))  # modes 0: only read
+    except (OSError, AttributeError):
+        return None
+    return None if state < 0 else state != CLOCK_UNSYNCHRONISED

@@ -1,0 +1,187 @@
+"""Doctor: what a run folder holds already: a job that runs, one that stands still, and what killed ones left behind."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from broker.diagnosis.stalls import Stall
+from common.config.schema import Config, SftConfig
+from common.errors import SlipstreamError, UsageError
+from common.process.lifecycle import alive
+from common.process.run_dir import RunDir
+from launch.doctor.findings import Finding, fine, problem, warning
+from launch.observe.run_view import Observation, observe
+from launch.observe.stall_text import STOPPING, sentence, stalls_of
+from learner.loop.learner_record import read_record
+
+LOCKS = ("up.lock", "keeper.lock", "store/lock")
+LONG_S = 60.0  # a wait of this length is worth a warning
+ANSWER_S = 3.0
+
+# What helps with a wait that goes on, by its kind; the wait itself says what would end it.
+ADVICE = {
+    "store": "make room on the disk of run.dir",
+    "full": "a larger broker.max_bytes, a smaller learner.checkpoint.every, or a smaller staleness.max",
+    "no_node": "start nodes; RUN/logs/rollout-*.log says why earlier ones ended",
+    "no_learner": "start the learner; RUN/logs/learner-0.log says why an earlier one ended",
+    "learner_silent": "look at the learner's process: stopped (kill -CONT), out of memory (dmesg), a rank that hangs",
+    "learner_failed": "RUN/logs/learner-0.log",
+    "learner_drained": "`slipstream up CONFIG` or `slipstream learner CONFIG`",
+    "learner_starting": "model.verify=false saves the forward check; a large model is read from the disk first",
+    "learner_checkpointing": "learner.checkpoint.asynchronous, a larger learner.checkpoint.every, or a faster disk",
+    "learner_publishing": "a larger weights.publish_every",
+    "groups": "more nodes, a larger rollout.concurrency, a smaller rollout.max_tokens; `status` has the advisor's line",
+    "broadcast": "look at the node that is named: stopped, swapping, or cut off; it is ejected by itself",
+    "window": "a larger staleness.max or fewer nodes: the learner is what is slow; `status` has the advisor's line",
+    "weights": "the broadcast's line says who holds it up; weights.timeout_s bounds it",
+    "tasks": "nothing, for a moment; for long: the learner's line",
+    "node_waits": "the learner's line",
+    "quarantined": "the node's log; memory errors of the machine; learner and node from the same release",
+    "node_gone": "the node's log; dmesg for the out-of-memory killer; the network between node and broker",
+    "starting": "the node's log; the first start of an engine compiles",
+    "flipping": "the node's log",
+    "draining": "nothing: groups that run get ten seconds",
+    "environment": "the environment: what does it wait for? rollout.sample_timeout_s bounds an episode",
+    "straggler": "a smaller rollout.max_tokens or rollout.max_turns; staleness.expired=mask does not wait for it",
+    "broker_away": "the broker's process and its log, or the Redis server",
+    "broker_gone": "`slipstream up CONFIG`",
+}
+
+
+def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], bool]:
+    """(findings, whether a broker of this run answers)."""
+    if not run.path.is_dir():
+        return [fine("run", f"{run.path} does not exist yet")], False
+    found: list[Finding] = []
+    try:
+        run.check_agrees(config)
+    except UsageError as error:
+        mend = "another run.dir, or remove the folder"
+        found.append(problem("run", str(error), "a run goes on with what it began with", mend))
+    seen = _observed(run)
+    running = seen is not None and seen.live
+    if seen is not None and (seen.live or seen.unreachable):
+        found += stall_findings(seen)
+    found += [*_stale_broker(run, seen), *_held_locks(run, running), *_left_over(run, running), *_learner_gone(run)]
+    if not found:
+        found.append(fine("run", f"{run.path}: nothing in the way"))
+    return found, running
+
+
+def stall_findings(seen: Observation) -> list[Finding]:
+    """A finding for each wait of a running job."""
+    found: list[Finding] = []
+    for stall in stalls_of(seen):
+        found.append(_of_stall(stall))
+    return found or [fine("run", f"runs, broker {seen.status.pid} at {seen.status.address}; nobody waits for long")]
+
+
+def _of_stall(stall: Stall) -> Finding:
+    mend = ADVICE.get(stall.kind, "docs/stalls.md")
+    if stall.kind in STOPPING:
+        return problem("stall", sentence(stall), "the job does not get on", mend)
+    if (stall.since_s or 0.0) > LONG_S:
+        return warning("stall", sentence(stall), "that is long", mend)
+    return fine("stall", sentence(stall))
+
+
+def _observed(run: RunDir) -> Observation | None:
+    try:
+        return observe(run, ANSWER_S)
+    except SlipstreamError:
+        return None
+
+
+def _stale_broker(run: RunDir, seen: Observation | None) -> Iterator[Finding]:
+    file = run.broker()
+    if file is None or (seen is not None and seen.live):
+        return
+    if alive(file.pid):
+        state = process_state(file.pid)
+        what = f"broker {file.pid} at {file.address} does not answer{f' ({state})' if state else ''}"
+        mend = f"kill -CONT {file.pid}" if state == "stopped" else f"RUN/logs/broker-0.log; then kill {file.pid}"
+        yield problem("run", what, "a second broker is kept out while it lives", mend)
+    else:
+        what = f"{run.broker_json} was left by broker {file.pid}, which is gone"
+        why = "it was killed; learner and nodes that are started by hand would wait for it"
+        yield warning("run", what, why, "nothing: `slipstream up` and `slipstream broker` replace it")
+
+
+def _held_locks(run: RunDir, running: bool) -> Iterator[Finding]:
+    if running:
+        return
+    for name in LOCKS:
+        path = run.path / name
+        if is_locked(path):
+            pid = lock_holder(path)
+            what = f"{path} is held by process {pid or 'unknown (of another user or machine)'}"
+            mend = f"stop process {pid}" if pid else f"fuser {path} as root"
+            yield problem("run", what, "another job works on this folder, or what is left of one", mend)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process holds flock on a file."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def lock_holder(path: Path) -> int | None:
+    """Process that holds flock on a file, from /proc/locks; None when it is not visible."""
+    inode = path.stat().st_ino
+    try:
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        words = line.split()
+        if "FLOCK" in words and "->" not in words and words[5].rpartition(":")[2] == str(inode):
+            return int(words[4]) if int(words[4]) > 0 else None
+    return None
+
+
+def _left_over(run: RunDir, running: bool) -> Iterator[Finding]:
+    """Learners and nodes of this run without a broker."""
+    if running:
+        return
+    left = processes_of(run)
+    if left:
+        named = ", ".join(f"{pid} ({role})" for pid, role in left[:6])
+        why = "they hold memory and cores, and would join the next job of this folder"
+        yield problem("run", f"processes of this run without a broker: {named}", why, f"kill {left[0][0]}, ...")
+
+
+def processes_of(run: RunDir) -> list[tuple[int, str]]:
+    """(pid, role) of processes on this machine whose command line names RUN/config.yaml."""
+    config, found = os.fspath(run.config.resolve()), []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        words = process.info["cmdline"] or []
+        if config in words and process.info["pid"] != os.getpid() and "doctor" not in words:
+            found.append(
+                (process.info["pid"], next((r for r in ("learner", "rollout", "broker") if r in words), "role"))
+            )
+    return found
+
+
+def _learner_gone(run: RunDir) -> Iterator[Finding]:
+    record = read_record(run)
+    if record is not None and record.state == "running" and not alive(record.pid):
+        what = f"learner {record.pid} did not say how it ended"
+        why = f"it was killed at version {record.policy_version} or later (or runs on another machine)"
+        yield warning("run", what, why, "`slipstream up CONFIG` goes on from the newest checkpoint")
+
+
+def process_state(pid: int) -> str:
+    """'stopped' and the like; '' when it is not known."""
+    try:
+        return psutil.Process(pid).status()
+    except psutil.Error:
+        return ""

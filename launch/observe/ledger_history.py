@@ -1,0 +1,46 @@
+"""One ledger out of those that the brokers of one run left behind: a run stopped and continued has several.
+
+Every broker numbers its tasks from 0. What an earlier one had not handed to a step that lasted is offered again by the
+next one and is no part of the record; what it had is, and a step that a later learner did not repeat is committed,
+since learners continue from durable checkpoints only. So every step stands here once, with the groups it was made of.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from broker.contract import LedgerEntry
+from common.process.run_dir import RunDir
+
+COMMITTED = "committed"
+
+
+def former_ledgers(run: RunDir) -> list[list[LedgerEntry]]:
+    """RUN/ledger-1.json, ledger-2.json, ...: those of earlier brokers, oldest first; raises msgspec.DecodeError."""
+    found: list[list[LedgerEntry]] = []
+    while (path := run.path / f"ledger-{len(found) + 1}.json").exists():
+        found.append(msgspec.json.decode(path.read_bytes(), type=list[LedgerEntry]))
+    return found
+
+
+def whole_ledger(former: Sequence[list[LedgerEntry]], newest: list[LedgerEntry]) -> list[LedgerEntry]:
+    """The run's ledger, ascending by serial; serials go on from broker to broker, with gaps where tasks came again."""
+    ledgers = [*former, newest]
+    entries: list[LedgerEntry] = []
+    offset = 0
+    for index, ledger in enumerate(ledgers):
+        repeated_from = min(
+            (e.step for later in ledgers[index + 1 :] for e in later if e.step is not None), default=None
+        )
+        for entry in ledger:
+            numbered = msgspec.structs.replace(entry, serial=entry.serial + offset)
+            if index == len(ledgers) - 1:
+                entries.append(numbered)
+            elif entry.step is None:
+                continue
+            elif repeated_from is None:
+                entries.append(numbered)  # nobody has gone on yet: as it was left
+            elif entry.step < repeated_from:
+                entries.append(msgspec.structs.replace(numbered, state=COMMITTED))
+        offset += max((entry.serial + 1 for entry in ledger), default=0)
+    return entries

@@ -1,0 +1,189 @@
+"""What a person sees of a run: the live view of `up` and `top`, the table of `status`, and the plain line."""
+
+import itertools
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from broker.contract import NodeStatus
+from broker.diagnosis.join_times import newest
+from common.config.schema import Config
+from common.process.run_dir import RunDir
+from launch.observe import failures_view, stall_text, waste_view
+from launch.observe.formatting import duration
+from launch.observe.metrics_tail import MetricsTail, mean
+from launch.observe.run_view import Observation, learner_state
+from launch.report.advisor import Advice, advice_for
+
+BARS = "▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 48
+COLOURS = {
+    "training": "green", "generating": "green", "publishing": "green", "checkpointing": "green", "done": "green",
+    "waiting": "yellow", "starting": "yellow", "joining": "yellow", "flipping": "yellow", "replaying": "yellow",
+    "draining": "yellow", "drained": "yellow", "silent": "red", "lost": "red", "gone": "red", "failed": "red",
+    "quarantined": "red", "absent": "red",
+}  # fmt: skip
+
+
+def render_live(config: Config, seen: Observation | None, tail: MetricsTail, notes: Sequence[str]) -> RenderableType:
+    """The whole live view: progress, who waits on what, and the newest events."""
+    parts: list[RenderableType] = [progress(config, seen, tail)]
+    parts.append(processes(seen) if seen else Text("waiting for the broker to answer", "yellow"))
+    parts.extend(stall_text.lines(seen) if seen else [])
+    parts.extend(Text(note, "dim") for note in notes[-4:])
+    return Group(*parts)
+
+
+def render_status(run: RunDir, seen: Observation, advice: Advice | None = None) -> RenderableType:
+    """The answer to `slipstream status`."""
+    parts: list[RenderableType] = [Text(f"{seen.status.run.name}  {run.path}", "bold")]
+    if not seen.live:
+        parts.append(Text(seen.note, "yellow"))
+    parts.append(processes(seen))
+    if joined := newest(seen.status.nodes):
+        parts.append(Text(f"newest node: {joined}", "dim"))
+    parts.append(stall_text.page(seen))
+    parts.append(waste_view.table(seen.status))
+    if failed := failures_view.sentence(failures_view.whole(seen.status, run)):
+        parts.append(Text(failed, "yellow"))
+    if advice is not None:
+        parts.append(Text(f"advice: {advice.text}"))
+    return Group(*parts)
+
+
+def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> RenderableType:
+    """Reward, version, staleness, rates and times of the newest steps."""
+    last = tail.lines[-1] if tail.lines else {}
+    done = int(last.get("policy_version", 0))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column()
+    grid.add_row(
+        config.run.name, f"step {done}/{config.run.steps}  {_bar(done / config.run.steps)}  {_eta(config, tail)}"
+    )
+    rewards = tail.series("reward_mean")
+    if rewards:
+        recent = mean(rewards[-10:]) or 0.0
+        grid.add_row("reward", f"{rewards[-1]:.3f}  last ten {recent:.3f}  {sparkline(rewards)}")
+        grid.add_row(
+            "staleness",
+            f"mean {last.get('staleness_mean', 0):.2f}  max {last.get('staleness_max', 0)} of {config.staleness.max} "
+            f"allowed  expired tokens {sum(tail.series('tokens_expired')):.0f}",
+        )
+        grid.add_row("step", step_times(tail))
+        grid.add_row("policy", f"entropy {last.get('entropy', 0):.3f}  ratio max {last.get('ratio_max', 1):.2f}  "
+                     f"gradient norm {last.get('grad_norm', 0):.3f}")  # fmt: skip
+    if seen is not None:
+        rate = sum(node.report.tokens_per_s for node in seen.status.nodes if node.alive)
+        grid.add_row("generation", f"{rate:,.0f} tokens/s  {seen.status.tokens_generated_total:,} in all")
+        if lost := waste_view.sentence(seen.status):
+            grid.add_row("wasted", lost)
+    if advice := advice_for(tail.lines, config.staleness.max):
+        grid.add_row("advice", advice.text)
+    return grid
+
+
+def processes(seen: Observation) -> RenderableType:
+    """One row per process: state, version, what it waits for and since when."""
+    status, live = seen.status, seen.live
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    for name in ("process", "pid", "state", "version", "since", "waiting on"):
+        table.add_column(name, no_wrap=name != "waiting on", justify="right" if name in ("pid", "version") else "left")
+    learner = status.learner
+    if learner is None:
+        table.add_row("learner", "-", _state("absent"), "-", "", "a learner to start" if live else "")
+    else:
+        state = learner_state(learner, status.learner_last_seen_s, live)
+        since = status.learner_last_seen_s if state == "silent" else learner.since_s
+        row = ["learner", str(learner.pid), _state(state), str(learner.policy_version), duration(since)]
+        table.add_row(*row, learner.waiting_on)
+    stuck = status.store.stuck if status.store is not None else ""
+    held = (
+        stuck or f"{status.groups_ready} groups ready, {status.groups_leased} leased, {status.groups_pending} pending"
+    )
+    ended = Text("unreachable", "yellow") if seen.unreachable else Text("ended", "dim")
+    broker_state = Text("serving", "green") if live else ended
+    table.add_row("broker", str(status.pid), broker_state, "", "", held)
+    for node in status.nodes:
+        table.add_row(*_node_row(node))
+    return table
+
+
+def plain_line(config: Config, seen: Observation | None, tail: MetricsTail) -> str:
+    """The same in one line, for logs."""
+    last = tail.lines[-1] if tail.lines else {}
+    parts = [f"step {int(last.get('policy_version', 0))}/{config.run.steps}"]
+    if last:
+        parts.append(f"reward {last.get('reward_mean', 0):.3f}")
+        parts.append(f"staleness {last.get('staleness_mean', 0):.2f} max {last.get('staleness_max', 0)}")
+    if seen is None:
+        return "  ".join([*parts, "broker: no answer yet"])
+    status = seen.status
+    rate = sum(node.report.tokens_per_s for node in status.nodes if node.alive)
+    parts.append(f"{rate:,.0f} tokens/s")
+    if status.learner is None:
+        parts.append("learner: absent")
+    else:
+        state = learner_state(status.learner, status.learner_last_seen_s, seen.live)
+        parts.append(f"learner: {_with_reason(state, status.learner.waiting_on)} {duration(status.learner.since_s)}")
+    parts.append(f"groups: {status.groups_ready} ready {status.groups_leased} leased")
+    for node in status.nodes:
+        state = node.report.state if node.alive else "gone"
+        parts.append(
+            f"{node.report.node_id}: {_with_reason(state, node.report.waiting_on)} v{node.report.policy_version}"
+        )
+    return "  ".join(parts)
+
+
+def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
+    """Values as bars between their own minimum and maximum; more values than `width` are averaged."""
+    if not values:
+        return ""
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(values), max(values)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((v - low) * scale)] for v in values)
+
+
+def step_times(tail: MetricsTail) -> str:
+    """Where the time of the last ten steps went."""
+    step_s = mean(tail.series("step_s")[-10:]) or 0.0
+    idle_s = mean(tail.series("learner_idle_s")[-10:]) or 0.0
+    share = idle_s / step_s if step_s else 0.0
+    publish_s = mean(tail.series("publish_s")[-10:]) or 0.0
+    stall_s = mean(tail.series("generation_stall_s")[-10:]) or 0.0
+    return f"{step_s:.2f} s, {share:.0%} waiting for groups  publish {publish_s:.2f} s  flip stall {stall_s:.3f} s"
+
+
+def _node_row(node: NodeStatus) -> list[str | Text]:
+    report = node.report
+    state = report.state if node.alive else "gone"
+    since = duration(report.since_s + node.last_seen_s if node.alive else node.last_seen_s)
+    work = f"{node.leases} leases, {report.tokens_per_s:,.0f} tokens/s"
+    detail = f"{report.waiting_on}  ({work})" if report.waiting_on else work
+    return [report.node_id, str(report.pid), _state(state), str(report.policy_version), since, detail]
+
+
+def _state(state: str) -> Text:
+    return Text(state, COLOURS.get(state, ""))
+
+
+def _with_reason(state: str, waiting_on: str) -> str:
+    return f"{state} ({waiting_on})" if waiting_on else state
+
+
+def _bar(fraction: float, width: int = 24) -> str:
+    filled = round(max(0.0, min(1.0, fraction)) * width)
+    return "█" * filled + "░" * (width - filled)
+
+
+def _eta(config: Config, tail: MetricsTail) -> str:
+    step_s = mean(tail.series("step_s")[-10:])
+    if step_s is None:
+        return ""
+    left = config.run.steps - int(tail.lines[-1].get("policy_version", 0))
+    return f"{duration(max(0, left) * step_s)} left" if left > 0 else "finishing"

@@ -1,0 +1,69 @@
+"""Who waits for whom, in the words of `status`, `top` and `doctor`; docs/stalls.md explains every kind."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from broker.contract import LEARNER_ENDED
+from broker.diagnosis.stalls import Stall, explain
+from common.redis_address import is_redis
+from launch.observe.formatting import duration
+from launch.observe.run_view import Observation
+
+SHOWN = 12
+STOPPING = frozenset(
+    ("store", "no_learner", "learner_silent", "learner_failed", "no_node", "broker_away", "broker_gone", "quarantined")
+)  # kinds that a person has to do something about
+
+
+def stalls_of(seen: Observation) -> list[Stall]:
+    """What `broker.diagnosis.stalls.explain` finds while the broker answers, else that it does not."""
+    if seen.live:
+        return explain(seen.status)
+    learner, address = seen.status.learner, seen.status.address
+    if seen.unreachable:
+        what = "the Redis server" if is_redis(address) else "the broker"
+        waits = f"{what} at {address}, which does not answer ({seen.note.partition(';')[0]})"
+        release = "it answers again: nodes bear it for a minute, and what was acknowledged is kept"
+        return [Stall("broker_away", "everyone", waits, seen.age_s, release)]
+    if learner is not None and learner.state in LEARNER_ENDED:
+        return []
+    release = "`slipstream up CONFIG` goes on with the run, or `slipstream broker CONFIG` for the broker alone"
+    return [Stall("broker_gone", "everyone", "the broker, which has ended before the learner was done", None, release)]
+
+
+def as_json(stalls: Sequence[Stall]) -> list[dict[str, Any]]:
+    """The form of `status --json`."""
+    return [msgspec.to_builtins(stall) for stall in stalls]
+
+
+def sentence(stall: Stall) -> str:
+    """'node-0 waits for weights, since 3.0 s; until: version 4 reaches it'."""
+    several = " and " in stall.who or stall.who == "nodes"
+    since = f", since {duration(stall.since_s)}" if stall.since_s is not None else ""
+    return f"{stall.who} wait{'' if several else 's'} for {stall.waits_for}{since}; until: {stall.release}"
+
+
+def moving(seen: Observation) -> str:
+    """What is said of a living job that nothing holds up."""
+    alive = sum(node.alive for node in seen.status.nodes)
+    learner = seen.status.learner
+    return f"The learner is {learner.state if learner else 'absent'}; {alive} node{'' if alive == 1 else 's'} alive."
+
+
+def page(seen: Observation) -> RenderableType:
+    """Every stall, for `status`; what goes on when there is none."""
+    found = stalls_of(seen)
+    if not found:
+        return Text(moving(seen) if seen.live else "")
+    more = [Text(f"and {len(found) - SHOWN} more; --json has all", "dim")] if len(found) > SHOWN else []
+    return Group(*lines(seen, SHOWN), *more)
+
+
+def lines(seen: Observation, most: int = 3) -> list[RenderableType]:
+    """The first stalls, a sentence each."""
+    stalls = stalls_of(seen)
+    return [Text(sentence(s), "red" if s.kind in STOPPING else "yellow") for s in stalls[:most]]

@@ -1,0 +1,75 @@
+"""What a run has wasted, in the words of `status`, `top` and `report`; docs/waste.md has the reasons."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from broker.contract import WASTE_REASONS, BrokerStatus, Waste
+from broker.delivery import waste
+
+SHOWN_NODES = 16
+
+
+def whole(status: BrokerStatus) -> dict[str, Waste]:
+    """Of all nodes and the learner, by reason."""
+    learner = status.learner.waste if status.learner is not None else {}
+    return waste.merged((status.waste, learner))
+
+
+def as_json(wasted: Mapping[str, Waste]) -> dict[str, dict[str, float]]:
+    """Every reason, also those under which nothing was lost."""
+    found = {reason: wasted.get(reason, Waste()) for reason in WASTE_REASONS}
+    return {name: {"tokens": spent.tokens, "seconds": spent.seconds} for name, spent in found.items()}
+
+
+def sentence(status: BrokerStatus) -> str:
+    """'1,200 tokens (8% of those generated): 1,000 filtered, 200 lost'; '' when nothing was lost."""
+    wasted = whole(status)
+    tokens = waste.tokens(wasted)
+    if not tokens:
+        return ""
+    share = (
+        f" ({tokens / status.tokens_generated_total:.0%} of those generated)" if status.tokens_generated_total else ""
+    )
+    by_size = sorted(((w.tokens, reason) for reason, w in wasted.items() if w.tokens), reverse=True)
+    return f"{tokens:,} tokens{share}: " + ", ".join(f"{count:,} {reason}" for count, reason in by_size)
+
+
+def table(status: BrokerStatus) -> RenderableType:
+    """Tokens and seconds by reason for the run, and for each node that wasted something."""
+    rows = [("all", whole(status))]
+    rows += [(node.report.node_id, node.waste) for node in status.nodes if any(map(_counts, node.waste.values()))]
+    if status.learner is not None and waste.tokens(status.learner.waste):
+        rows.append(("learner", status.learner.waste))
+    shown = [reason for reason in WASTE_REASONS if _counts(rows[0][1].get(reason, Waste()))]
+    if not shown:
+        return Text("nothing wasted", "dim")
+    grid = Table(box=None, pad_edge=False, padding=(0, 2))
+    for name in ("wasted", *shown):
+        grid.add_column(name, no_wrap=True, justify="left" if name == "wasted" else "right")
+    for name, wasted in rows[: SHOWN_NODES + 1]:
+        grid.add_row(name, *(_cell(wasted.get(reason, Waste())) for reason in shown))
+    more = len(rows) - SHOWN_NODES - 1
+    return Group(grid, Text(f"and {more} more; --json has all", "dim")) if more > 0 else grid
+
+
+def of_report(last: Mapping[str, Any]) -> dict[str, Any]:
+    """From a metrics line: what was lost by its end, {'tokens_lost': 120, 'seconds_lost': 60.5, ...}."""
+    found: dict[str, Any] = {}
+    for reason in WASTE_REASONS:
+        for unit in ("tokens", "seconds"):
+            if last.get(f"{unit}_wasted_{reason}"):
+                found[f"{unit}_{reason}"] = last[f"{unit}_wasted_{reason}"]
+    return found
+
+
+def _counts(spent: Waste) -> bool:
+    return spent.tokens > 0 or spent.seconds >= 0.05
+
+
+def _cell(spent: Waste) -> str:
+    parts = ([f"{spent.tokens:,}"] if spent.tokens else []) + ([f"{spent.seconds:,.1f} s"] if spent.seconds else [])
+    return ", ".join(parts) or "-"

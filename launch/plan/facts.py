@@ -1,0 +1,142 @@
+"""Everything that a config fixes before anything runs, from the config and the model's config.json alone."""
+
+import msgspec
+
+from common.config.schema import Config, SftConfig
+from launch.plan.activations import Activations, activations
+from launch.plan.model_shape import Architecture
+from launch.plan.parameters import count, count_active
+from launch.plan.ranks import GroupKind, Sizes, group_kinds, stage_chunks
+from launch.plan.static_memory import ITEM_BYTES, Resident, resident
+from launch.plan.step_shape import Batch, Window, batch_of, window_of
+from launch.plan.transfers import Engine, Publish, checkpoint_bytes, engine_of, publish_of
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """One rank of a pipeline stage; bytes.
+
+    Attributes:
+        layers: [first, one past the last] of each virtual stage.
+        training: on the device at the peak of forward and backward.
+        updating: on the device during the optimizer step.
+        waiting: on the device between steps.
+        host: kept in host memory; offloaded gradients are not, they start at zero.
+    """
+
+    layers: list[tuple[int, int]]
+    embedding: bool
+    output: bool
+    resident: Resident
+    activations: Activations
+    training: int
+    updating: int
+    waiting: int
+    host: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.training, self.updating)
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    bytes: int
+    kept: int  # checkpoints on the disk at once, the one being written included
+
+
+class RlPart(msgspec.Struct, frozen=True):
+    """What only an RL job has."""
+
+    window: Window
+    publish: Publish
+    engine: Engine
+    nodes: int
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A planned job.
+
+    Attributes:
+        parameters, active_parameters: of the whole model.
+        groups: process groups of the learner.
+        stages: one entry per pipeline stage.
+    """
+
+    name: str
+    dtype: str
+    model: Architecture
+    parameters: int
+    active_parameters: int
+    sizes: Sizes
+    gpus_per_node: int
+    groups: list[GroupKind]
+    stages: list[Stage]
+    batch: Batch
+    checkpoint: Checkpoint
+    rl: RlPart | None
+
+    @property
+    def fullest(self) -> Stage:
+        """The stage whose ranks need the most device memory."""
+        return max(self.stages, key=lambda stage: stage.peak)
+
+
+def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: int, lookahead_groups: int) -> Plan:
+    """Plan a config whose layout fits the model (common.config.parallel_layout has no problem with it).
+
+    Args:
+        gpus_per_node: consecutive learner ranks on one machine.
+        lookahead_groups: that a rollout node leases beyond its concurrency.
+    """
+    learner = config.learner
+    sizes = Sizes.of(learner.world_size, learner.parallel)
+    batch = batch_of(config, sizes)
+    rl = None
+    if isinstance(config, Config):
+        window = window_of(config, model, lookahead_groups)
+        rl = RlPart(window, publish_of(config, model), engine_of(config, model), config.rollout.nodes)
+    return Plan(
+        name=config.run.name,
+        dtype=config.model.dtype,
+        model=model,
+        parameters=count(model),
+        active_parameters=count_active(model),
+        sizes=sizes,
+        gpus_per_node=gpus_per_node,
+        groups=group_kinds(sizes, gpus_per_node, model.experts is not None),
+        stages=_stages(config, model, sizes, batch.microbatches),
+        batch=batch,
+        checkpoint=Checkpoint(checkpoint_bytes(model, config.model.dtype), learner.checkpoint.keep + 1),
+        rl=rl,
+    )
+
+
+def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, microbatches: int) -> list[Stage]:
+    learner, dtype = config.learner, config.model.dtype
+    parallel, memory = learner.parallel, learner.memory
+    chunks = stage_chunks(model.layers, parallel)
+    held = resident(model, parallel, sizes, dtype)
+    tokens, item = learner.micro_batch_tokens, ITEM_BYTES[dtype]
+    flowing = activations(model, parallel, memory, tokens, microbatches, item)
+    reference = isinstance(config, Config) and config.learner.loss.kl_coefficient > 0
+    out: list[Stage] = []
+    for i, (r, a) in enumerate(zip(held, flowing, strict=True)):
+        training = r.parameters + r.gradients + a.total + (0 if memory.offload_optimizer else r.optimizer)
+        host = r.parameters if reference else 0
+        host += r.optimizer if memory.offload_optimizer else 0
+        host += r.parameters if memory.offload_parameters else 0
+        out.append(
+            Stage(
+                layers=[(layers.start, layers.stop) for layers in chunks[i]],
+                embedding=i == 0,
+                output=i == len(chunks) - 1,
+                resident=r,
+                activations=a,
+                training=training,
+                updating=r.parameters + r.gradients + r.optimizer,
+                waiting=(0 if memory.offload_parameters else r.parameters)
+                + (0 if memory.offload_gradients else r.gradients)
+                + (0 if memory.offload_optimizer else r.optimizer),
+                host=host,
+            )
+        )
+    return out

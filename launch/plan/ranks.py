@@ -1,0 +1,113 @@
+"""Which ranks work together, in Megatron's order tp-cp-ep-dp-pp, and which layers each pipeline stage has.
+
+Megatron numbers the ranks twice: for the dense part of the model, rank = t + T (c + C (d + D p)), and for the experts,
+rank = t' + T' (e + E (d' + D' p)). Letters are tensor, context, data and pipeline coordinates, capitals their sizes;
+T' is expert_tensor, and D' what remains for expert-data parallelism.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+
+import msgspec
+
+from common.config.parallel_layout import layers_per_stage
+from common.config.schema import ParallelConfig
+
+DENSE = ("tensor", "context", "data", "pipeline")
+SPARSE = ("expert_tensor", "expert", "expert_data", "pipeline")
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """Sizes of all kinds of groups; `data` and `expert_data` are what the world leaves."""
+
+    world: int
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+    expert_tensor: int
+    expert: int
+    expert_data: int
+
+    @classmethod
+    def of(cls, world: int, parallel: ParallelConfig) -> "Sizes":
+        """For a world that the layout divides (common.config.parallel_layout.world_problems)."""
+        p = parallel
+        return cls(
+            world=world,
+            tensor=p.tensor,
+            context=p.context,
+            data=world // p.model_ranks,
+            pipeline=p.pipeline,
+            expert_tensor=p.expert_tensor,
+            expert=p.expert,
+            expert_data=world // (p.pipeline * p.expert * p.expert_tensor),
+        )
+
+    @property
+    def dense_shards(self) -> int:
+        """Ranks that share the optimizer states of dense parameters: data x context."""
+        return self.data * self.context
+
+
+class GroupKind(msgspec.Struct, frozen=True):
+    """All groups of one kind; together they hold every rank once."""
+
+    name: str
+    size: int
+    groups: tuple[tuple[int, ...], ...]
+    nodes: int  # that the widest of them spans
+
+
+def group_kinds(sizes: Sizes, gpus_per_node: int, with_experts: bool) -> list[GroupKind]:
+    """Every kind of process group of a layout.
+
+    Args:
+        gpus_per_node: consecutive ranks on one machine.
+        with_experts: whether the model has any; without, the expert groups are of no interest.
+    """
+    dense = [("tensor",), ("context",), ("pipeline",), ("data",), ("data", "context")]
+    kinds = [(axes, DENSE) for axes in dense]
+    if with_experts:
+        kinds += [(axes, SPARSE) for axes in [("expert_tensor",), ("expert",), ("expert_data",)]]
+    out: list[GroupKind] = []
+    for axes, order in kinds:
+        groups = tuple(rank_groups(sizes, axes, order))
+        nodes = max(len({rank // gpus_per_node for rank in group}) for group in groups)
+        out.append(GroupKind(" x ".join(axes), len(groups[0]), groups, nodes))
+    return out
+
+
+def rank_groups(sizes: Sizes, axes: tuple[str, ...], order: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+    """Groups of the ranks that differ only in `axes`; members and groups ascend.
+
+    Args:
+        axes: of `order`.
+        order: DENSE or SPARSE, the fastest coordinate first.
+    """
+    lengths = [getattr(sizes, name) for name in order]
+    strides = [prod(lengths[:i]) for i in range(len(order))]
+    inside = [i for i, name in enumerate(order) if name in axes]
+    outside = [i for i, name in enumerate(order) if name not in axes]
+
+    def offsets(which: list[int]) -> list[int]:
+        ranges = [range(lengths[i]) for i in reversed(which)]
+        return [sum(c * strides[i] for c, i in zip(at, reversed(which), strict=True)) for at in product(*ranges)]
+
+    members = offsets(inside)
+    for base in offsets(outside):
+        yield tuple(base + offset for offset in members)
+
+
+def stage_chunks(layers: int, parallel: ParallelConfig) -> list[list[range]]:
+    """[pipeline rank][virtual stage] -> layer numbers from 0; raises as layers_per_stage does."""
+    sizes = layers_per_stage(layers, parallel)
+    virtual = parallel.virtual_pipeline
+    chunks: list[list[range]] = [[] for _ in sizes]
+    at = 0
+    for _ in range(virtual):
+        for stage, size in enumerate(sizes):
+            chunks[stage].append(range(at, at + size // virtual))
+            at += size // virtual
+    return chunks

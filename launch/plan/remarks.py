@@ -1,0 +1,132 @@
+"""What a person should know about a plan that no check refuses: each remark is one sentence or two."""
+
+from collections.abc import Iterator
+
+from common.config.schema import Config, SftConfig
+from launch.plan.facts import Plan, RlPart
+
+GIB = 1 << 30
+DEVICES = {"80 GB": 79.6 * GIB, "141 GB": 139.8 * GIB}  # H100 and H200 as the driver reports them
+HEADROOM = 0.10  # left for the CUDA context, communication buffers and fragmentation
+FAST_LINK = 12.5e9  # bytes/s of a 100 Gb/s link
+BUBBLE = 0.15
+UNEVEN = 1.15
+
+
+def remarks(config: Config | SftConfig, plan: Plan) -> list[str]:
+    """In the order of the page: groups, memory, pipeline, window, weight plane, engines."""
+    out = [*_groups(plan), *_memory(config, plan), *_pipeline(config, plan), *_experts(config, plan)]
+    if isinstance(config, Config) and plan.rl is not None:
+        out += [*_window(config, plan.rl), *_publish(config, plan.rl), *_engines(config, plan.rl)]
+    return out
+
+
+def fits(needed: int, device: float) -> bool:
+    """Whether that many bytes leave the headroom free on a device."""
+    return needed <= device * (1 - HEADROOM)
+
+
+def _groups(plan: Plan) -> Iterator[str]:
+    names = {"tensor": "TP", "context": "CP", "expert": "EP", "expert_tensor": "ETP"}
+    costs = {
+        "tensor": "every layer waits for its collectives; a tensor-parallel group belongs on one node",
+        "expert_tensor": "every expert layer waits for its collectives",
+        "context": "every layer gathers keys and values across them",
+        "expert": "every expert layer sends its tokens across them twice, forward and backward",
+    }
+    for kind in plan.groups:
+        if kind.name in costs and kind.nodes > 1:
+            where = f"{names[kind.name]} {kind.size} spans {kind.nodes} nodes of {plan.gpus_per_node}"
+            yield f"{where}: {costs[kind.name]}."
+    if plan.sizes.dense_shards == 1 and plan.sizes.world > 1:
+        yield "Data x context parallelism is 1: nothing shards the optimizer states of the dense parameters."
+
+
+def _memory(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
+    memory, stage = config.learner.memory, plan.fullest
+    too_small = [name for name, size in DEVICES.items() if not fits(stage.peak, size)]
+    if too_small:
+        advice: list[str] = []
+        if not memory.offload_optimizer and fits(stage.training - stage.resident.optimizer, DEVICES["80 GB"]):
+            advice.append("learner.memory.offload_optimizer")
+        if memory.recompute != "full" and stage.activations.layers > stage.peak / 10:
+            advice.append("learner.memory.recompute: full")
+        advice.append("more ranks")
+        peak = f"{stage.peak / GIB:.1f} GiB with {HEADROOM:.0%} left free"
+        yield f"The fullest rank does not fit a GPU of {' or '.join(too_small)} ({peak}); {', or '.join(advice)}."
+    host = sum(s.host for s in plan.stages) / len(plan.stages) * plan.gpus_per_node
+    if host:
+        yield f"Offloading takes about {host / GIB:.0f} GiB of host memory on a node of {plan.gpus_per_node} ranks."
+    if memory.recompute == "selective":
+        yield "Selective recomputation drops the attention matrix; flash attention never keeps it, so little is saved."
+    if not config.learner.parallel.sequence and config.learner.parallel.tensor > 1:
+        yield "Without sequence parallelism every tensor-parallel rank keeps norms and residuals whole."
+
+
+def _pipeline(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
+    batch, parallel = plan.batch, config.learner.parallel
+    if batch.bubble > BUBBLE:
+        unit = "groups_per_step" if isinstance(config, Config) else "sequences_per_step"
+        yield (
+            f"With {batch.microbatches} microbatches per step the pipeline idles {batch.bubble:.0%} of the time; a "
+            f"larger learner.{unit}, a smaller micro_batch_tokens or learner.parallel.virtual_pipeline fills it."
+        )
+    if parallel.pipeline == 1:
+        return
+    sizes = [sum(stage.resident.elements.values()) for stage in plan.stages]
+    if max(sizes) > UNEVEN * min(sizes):
+        heavy, light = sizes.index(max(sizes)), sizes.index(min(sizes))
+        yield (
+            f"Stage {heavy} has {max(sizes) / min(sizes):.2f} times the parameters of stage {light}; "
+            "learner.parallel.first_stage_layers and last_stage_layers move layers."
+        )
+
+
+def _experts(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
+    experts = plan.model.experts
+    if experts is None:
+        return
+    here = experts.count // plan.sizes.expert
+    yield (
+        f"A rank has {here} of {experts.count} experts and computes {experts.per_token} times its own tokens when the "
+        "load is even; the experts' activations are counted so and grow with the imbalance."
+    )
+    if config.learner.moe.balance == "none" and not config.learner.moe.freeze_router:
+        yield "Routers train without balancing; learner.moe.balance or freeze_router keeps the load even."
+
+
+def _window(config: Config, rl: RlPart) -> Iterator[str]:
+    window, broker = rl.window, config.broker
+    if window.bytes > broker.max_bytes:
+        yield (
+            f"A full window of longest samples is {window.bytes / GIB:.1f} GiB, more than broker.max_bytes "
+            f"({broker.max_bytes / GIB:.1f} GiB): nodes would wait before the staleness bound makes them."
+        )
+    if window.group_bytes > broker.max_message_bytes:
+        yield f"A group of longest samples is {window.group_bytes / GIB:.1f} GiB, more than broker.max_message_bytes."
+
+
+def _publish(config: Config, rl: RlPart) -> Iterator[str]:
+    publish = rl.publish
+    if publish.bytes_per_s > FAST_LINK:
+        yield (
+            f"A publish of {publish.bytes / GIB:.0f} GiB within weights.timeout_s ({config.weights.timeout_s:g} s) "
+            f"needs {publish.bytes_per_s / 1e9:.1f} GB/s; a link of 100 Gb/s carries {FAST_LINK / 1e9}."
+        )
+    if publish.bytes > 64 * GIB:
+        yield (
+            f"Every published version is one flat buffer of {publish.bytes / GIB:.0f} GiB in the host memory of the "
+            "learner's first rank and of every node."
+        )
+
+
+def _engines(config: Config, rl: RlPart) -> Iterator[str]:
+    engine, settings = rl.engine, config.rollout.engine
+    for name, size in DEVICES.items():
+        tokens = engine.cache_tokens(size, settings.gpu_memory_utilization)
+        if tokens < settings.max_model_len:
+            yield (
+                f"An engine of {engine.devices} device{'s' if engine.devices > 1 else ''} holds "
+                f"{engine.weight_bytes / GIB:.1f} GiB of weights per device, which leaves a GPU of {name} cache for "
+                f"{tokens:,} tokens; one sequence may need {settings.max_model_len:,}."
+            )

@@ -1,0 +1,72 @@
+"""What leaves the learner's GPUs: publishes of the weight plane, checkpoints, and what an engine must hold."""
+
+import msgspec
+
+from common.config.schema import Config
+from common.weights.layout import Layout
+from launch.plan.model_shape import Architecture, Attention
+from launch.plan.parameters import count, hf_tensors
+from launch.plan.static_memory import ADAM_BYTES, ITEM_BYTES
+
+MIB = 1 << 20
+MAIN_PARAMETER_BYTES = 4  # saved with the optimizer, whatever the model's dtype
+
+
+class Publish(msgspec.Struct, frozen=True):
+    """One policy version on its way to the nodes.
+
+    Attributes:
+        bytes: of the flat buffer, which the lead rank and every node hold in host memory.
+        buckets: that it travels in.
+        bytes_per_s: at which a publish just ends within weights.timeout_s.
+    """
+
+    bytes: int
+    buckets: int
+    tensors: int
+    bytes_per_s: float
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """One vLLM engine's memory, per device.
+
+    Attributes:
+        weight_bytes: of its share of the weights.
+        cache_bytes_per_token: of the key-value cache.
+    """
+
+    devices: int
+    weight_bytes: int
+    cache_bytes_per_token: float
+
+    def cache_tokens(self, device_bytes: float, utilization: float) -> int:
+        """Tokens whose keys and values fit beside the weights; 0 when the weights do not fit."""
+        return max(0, int((device_bytes * utilization - self.weight_bytes) / self.cache_bytes_per_token))
+
+
+def publish_of(config: Config, model: Architecture) -> Publish:
+    """The weight plane's flat buffer for this model."""
+    layout = Layout.of([(name, config.model.dtype, shape) for name, shape in hf_tensors(model)])
+    return Publish(
+        bytes=layout.total_bytes,
+        buckets=len(layout.buckets(config.weights.bucket_mib * MIB)),
+        tensors=len(layout.entries),
+        bytes_per_s=layout.total_bytes / config.weights.timeout_s,
+    )
+
+
+def checkpoint_bytes(model: Architecture, dtype: str) -> int:
+    """Of one checkpoint: parameters, float32 main parameters and Adam's two states."""
+    return count(model) * (ITEM_BYTES[dtype] + MAIN_PARAMETER_BYTES + ADAM_BYTES)
+
+
+def engine_of(config: Config, model: Architecture) -> Engine:
+    """What one of the fleet's engines holds; keys and values have the model's dtype."""
+    devices, item = config.rollout.engine.tensor_parallel, ITEM_BYTES[config.model.dtype]
+    a = model.attention
+    if isinstance(a, Attention):
+        heads = max(a.kv_heads, devices)  # vLLM copies a key-value head where there are fewer than devices
+        per_layer = 2 * heads * a.head_dim / devices
+    else:
+        per_layer = a.kv_rank + a.rope_dim  # the compressed form, whole on every device
+    return Engine(devices, count(model) * item // devices, per_layer * model.layers * item)

@@ -1,0 +1,188 @@
+"""Everything the quickstart starts from: a random model with its tokenizer, problems and demonstrations.
+
+python -m launch.quickstart.assets --out runs/assets [--seed N] [--preset tiny|long]
+
+OUT/model/                      Hugging Face folder, Qwen3 architecture, random weights, character tokenizer
+OUT/addition/train.jsonl        problems;  held_out.jsonl: others;  sft.jsonl: demonstrations, in order
+OUT/number_guessing/...         the same for the number game (its held-out problems are all its numbers)
+OUT/assets.json                 what this was built from; the same request again does nothing
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.quickstart import problems as data
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, EOS, BOS, UNKNOWN = "<pad>", "<eos>", "<bos>", "<unk>"
+VOCABULARY = 128
+FORMAT = 1  # raise when what is built changes in a way that the presets do not show
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A dense Qwen3 with tied embeddings."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    positions: int
+    initializer_range: float
+
+
+@dataclass(frozen=True)
+class Preset:
+    model: ModelShape
+    addition: data.AdditionPlan
+    guessing: data.GuessingPlan
+
+
+PRESETS = {
+    # 0.3 M parameters, answers of about 30 tokens
+    "tiny": Preset(ModelShape(128, 256, 2, 4, 2, 32, 1024, 0.044), data.AdditionPlan(), data.GuessingPlan()),
+    # 5 M parameters, answers of 92 tokens in the mean and at most 384
+    "long": Preset(
+        ModelShape(256, 1024, 5, 8, 4, 32, 1024, 0.03),
+        data.AdditionPlan(digits=34, median_digits=7.2, spread=0.8, clean=38400, sloppy=3200),
+        data.GuessingPlan(),
+    ),
+}
+
+
+def alphabet() -> dict[str, int]:
+    """Token to id: three special tokens, newline and printable ASCII, then fillers up to 128."""
+    tokens = [PAD, EOS, BOS, "\n", *map(chr, range(32, 127)), UNKNOWN]
+    tokens += [f"<|{i}|>" for i in range(len(tokens), VOCABULARY)]
+    return {token: i for i, token in enumerate(tokens)}
+
+
+def build_tokenizer() -> "PreTrainedTokenizerFast":
+    """One token per character; encode and decode are exact inverses on the alphabet."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel(alphabet(), unk_token=UNKNOWN))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=EOS,
+        bos_token=BOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(shape: ModelShape, seed: int, folder: Path) -> None:
+    """Write a Hugging Face folder: config, random float32 weights, tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    ids = alphabet()
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.positions,
+        initializer_range=shape.initializer_range,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        pad_token_id=ids[PAD],
+        eos_token_id=ids[EOS],
+        bos_token_id=ids[BOS],
+        dtype="float32",
+    )
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config).float()
+    model.generation_config.do_sample = True
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+
+
+def write_datasets(preset: Preset, seed: int, folder: Path) -> None:
+    """The JSONL files of both tasks."""
+    rng = random.Random(f"addition {seed}")
+    held_out, train, others = data.addition_pairs(preset.addition, rng)
+    addition, guessing = folder / "addition", folder / "number_guessing"
+    _write(addition / "held_out.jsonl", map(data.addition_problem, held_out))
+    _write(addition / "train.jsonl", map(data.addition_problem, train))
+    _write(addition / "sft.jsonl", data.addition_demonstrations(preset.addition, others, rng))
+    rng = random.Random(f"number guessing {seed}")
+    _write(guessing / "held_out.jsonl", data.guessing_problems(preset.guessing))
+    _write(guessing / "train.jsonl", data.guessing_problems(preset.guessing))
+    _write(guessing / "sft.jsonl", data.guessing_demonstrations(preset.guessing, rng))
+
+
+def _write(path: Path, rows: Iterable[data.Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def build(out: Path, seed: int, preset_name: str) -> bool:
+    """Build everything into `out`, all or nothing; False when it is there already from the same request.
+
+    Raises:
+        FileExistsError: `out` holds something that this builder did not make.
+    """
+    preset = PRESETS[preset_name]
+    request = {"format": FORMAT, "seed": seed, "preset": preset_name, "plan": dataclasses.asdict(preset)}
+    stamp = {**request, "digest": hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()}
+    manifest = out / "assets.json"
+    if manifest.exists() and json.loads(manifest.read_text()).get("digest") == stamp["digest"]:
+        return False
+    if out.exists() and not manifest.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} exists and has no assets.json: give another folder, or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        build_model(preset.model, seed, work / "model")
+        write_datasets(preset, seed, work)
+        (work / "assets.json").write_text(json.dumps(stamp, indent=1) + "\n")
+        work.chmod(0o755)
+        if out.exists():
+            shutil.rmtree(out)
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return True
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m launch.quickstart.assets", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/assets"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
+    arguments = parser.parse_args(argv)
+    try:
+        made = build(arguments.out, arguments.seed, arguments.preset)
+    except FileExistsError as error:
+        parser.error(str(error))
+    print(f"{arguments.out}: {'built' if made else 'already there'} (seed {arguments.seed}, {arguments.preset})")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

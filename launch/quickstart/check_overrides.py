@@ -1,0 +1,42 @@
+"""python -m launch.quickstart.check_overrides CONFIG [key=value ...]: refuse bad overrides before minutes of work.
+
+For launch/quickstart.sh, which makes the model and the datasets first: those in CONFIG need not be there yet, those
+named by an override must. Exit code 0 when all is well, else 2 and one line on stderr that says what is wrong.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.config.checks import problems
+from common.config.loading import load_config
+from common.errors import EXIT_DONE, ConfigError, UsageError
+
+MADE_LATER = ("model.path", "tasks.dataset", "tasks.eval_dataset")
+
+
+def main(words: Sequence[str]) -> int:
+    """Exit code; `words` are the config file and its overrides."""
+    file, *overrides = words
+    try:
+        check(file, overrides)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return EXIT_DONE
+
+
+def check(file: str, overrides: Sequence[str]) -> None:
+    """Raise UsageError on the first thing that `slipstream up` would refuse once the model and the datasets exist."""
+    from rollout_fleet.environments import registry
+
+    config = load_config(Path(file), overrides)
+    named = {word.partition("=")[0] for word in overrides}
+    for problem in problems(config):
+        if problem[0] in named or problem[0] not in MADE_LATER:
+            raise ConfigError(file, *problem)
+    registry.resolve(config.tasks.environment, config.tasks.options, file)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

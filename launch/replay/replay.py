@@ -1,0 +1,134 @@
+"""slipstream replay RUN: a learner trains recorded steps of a run again, offline, to see where a loss went wrong.
+
+RUN/store or Redis  ->  a broker in this process, its steps preloaded as taken  ->  the learner, in its own run folder
+"""
+
+import argparse
+import threading
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from os import getpid
+
+from broker.contract import LearnerReport
+from broker.delivery.state import DeliveryState
+from broker.journal.recording import Recording, open_recording, preloaded
+from broker.main import run_info
+from broker.server.server import BrokerServer
+from common.config.schema import Config
+from common.errors import EXIT_DONE, EXIT_USAGE, SlipstreamError, UsageError
+from common.metrics import StepMetrics, read_metrics
+from common.process.lifecycle import DrainFlag
+from common.process.logs import last_lines, log_path
+from common.process.run_dir import BrokerFile, RunDir, write_json
+from launch.replay.choice import Replay, plan_replay
+from launch.replay.compare import ReplayedStep, ReplayReport, compare, line, summary
+from launch.resolve_target import config_of, find_run
+from launch.roles import role_command
+from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit
+
+POLL_S = 0.1
+STUCK_S = 60.0
+DRAIN_S = 330.0
+LOG_LINES_SHOWN = 15
+
+
+def command(args: argparse.Namespace) -> int:
+    """Replay and compare; returns the exit code."""
+    original = find_run(args.run)
+    config = config_of(original)
+    if config is None:
+        raise UsageError(f"{original.path} is not the folder of an RL job: it has no groups to replay")
+    with open_recording(original, config) as recording:
+        plan = plan_replay(original, config, recording, args.first, args.last, args.out, args.overrides)
+        steps: list[ReplayedStep] = []
+        try:
+            run_replay(plan, recording, steps)
+        finally:  # also of a learner that failed, as one does that replays the step in which the run failed
+            write_report(plan, args.overrides, steps)
+    print(f"{summary(steps)}; model, metrics and replay.json are in {plan.run.path}")
+    return EXIT_DONE
+
+
+def write_report(plan: Replay, overrides: list[str], steps: list[ReplayedStep]) -> None:
+    """OUT/replay.json."""
+    checkpoint = str(plan.checkpoint) if plan.checkpoint else None
+    original = str(plan.original.path.resolve())
+    write_json(
+        plan.run.path / "replay.json",
+        ReplayReport(original, plan.first, plan.last, checkpoint, list(overrides), steps),
+    )
+
+
+def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) -> None:
+    """Train the steps; appends and prints each as it is done.
+
+    Raises:
+        SlipstreamError: the learner failed, waits in vain, or was stopped.
+    """
+    flag = DrainFlag.install()
+    plan.run.prepare(plan.config)
+    if plan.checkpoint is not None:
+        plan.run.checkpoints.mkdir(exist_ok=True)
+        (plan.run.checkpoints / plan.checkpoint.name).symlink_to(plan.checkpoint.resolve())
+    print(f"replaying steps {plan.first} to {plan.last} of {plan.original.path} in {plan.run.path}")
+    originals = {found.step: found for found in read_metrics(plan.original.metrics, StepMetrics)}
+    state = preloaded(run_info(plan.config, b""), recording, plan.steps)
+    supervisor = Supervisor(_quiet)
+    with serving(state, plan.config, plan.run):
+        log = log_path(plan.run.logs, "learner", "0")
+        learner = supervisor.start(RoleSpec("learner", role_command(["learner", str(plan.run.config)]), log))
+        try:
+            while not (ended := bool(supervisor.poll())) and not flag.wait(POLL_S):
+                _show_new(plan.run, originals, steps)
+                check_progress(state.learner.report)
+            _show_new(plan.run, originals, steps)
+            if not ended:
+                raise SlipstreamError(f"{flag.reason}: the replay was stopped after {len(steps)} steps")
+        finally:
+            supervisor.stop(["learner"], DRAIN_S)
+    _check_end(learner)
+
+
+@contextmanager
+def serving(state: DeliveryState, config: Config, run: RunDir) -> Generator[None]:
+    """While active, a broker with `state` serves the run's learner."""
+    server = BrokerServer(state, config.broker.address, config.broker.max_message_bytes)
+    thread = threading.Thread(target=server.run, name="broker", daemon=True)
+    thread.start()
+    write_json(run.broker_json, BrokerFile(getpid(), server.address, time.time()))
+    try:
+        yield
+    finally:
+        run.broker_json.unlink(missing_ok=True)
+        server.stop()
+        thread.join()
+
+
+def check_progress(report: LearnerReport | None) -> None:
+    """Raise UsageError when the learner waits for groups that nobody will make."""
+    if report is not None and report.state in ("waiting", "replaying") and report.since_s > STUCK_S:
+        raise UsageError(
+            f"step {report.step} waits for groups that its recording does not have ({report.waiting_on}): with these "
+            "overrides it gives groups back or leaves some out, and there is no node to make others"
+        )
+
+
+def _show_new(run: RunDir, originals: Mapping[int, StepMetrics], steps: list[ReplayedStep]) -> None:
+    for found in read_metrics(run.metrics, StepMetrics)[len(steps) :]:
+        steps.append(compare(originals.get(found.step), found))
+        print(line(steps[-1]), flush=True)
+
+
+def _check_end(role: Role) -> None:
+    if role.exit_code == EXIT_DONE:
+        return
+    shown = last_lines(role.spec.log, LOG_LINES_SHOWN)
+    if role.exit_code == EXIT_USAGE and shown:
+        raise UsageError(f"learner: {shown[-1]}")
+    lines = "".join(f"\n  {text}" for text in shown)
+    raise SlipstreamError(f"the learner failed: {describe_exit(role.exit_code)}; the end of {role.spec.log}:{lines}")
+
+
+def _quiet(kind: str, detail: Mapping[str, object]) -> None:
+    """Nothing of what the supervisor tells is news here: the learner's end is looked at."""

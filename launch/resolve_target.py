@@ -1,0 +1,87 @@
+"""From what a person typed, CONFIG or RUN, to a checked config and a run folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from common.config.checks import Reader, check_config, resolve_paths
+from common.config.loading import build_config, load_config, load_either
+from common.config.schema import Config, SftConfig
+from common.errors import UsageError
+from common.process.run_dir import RunDir
+
+
+def load_job(
+    path: str, overrides: Sequence[str] = (), environment: bool = False, reader: Reader = "all"
+) -> tuple[Config, RunDir]:
+    """A checked RL config with absolute paths, and its run folder.
+
+    Args:
+        environment: also import the environment, for the commands whose Python environment must have it.
+        reader: the role that starts here; files that only others read may be missing.
+
+    Raises:
+        UsageError: ConfigError when a key is wrong.
+    """
+    return checked(load_config(Path(path), overrides), path, environment, reader)
+
+
+def checked(config: Config, file: str, environment: bool = True, reader: Reader = "all") -> tuple[Config, RunDir]:
+    """Resolve the paths, check everything that needs no heavy import; `file` is named in errors."""
+    config = resolve_paths(config)
+    check_config(config, file, reader)
+    if environment:
+        from rollout_fleet.environments import registry
+
+        found = registry.resolve(config.tasks.environment, config.tasks.options, file)
+        registry.check_libraries(found, config.tasks.environment, config.tasks.limits.python, file)
+    return config, RunDir(config.run.dir)
+
+
+def load_sft(path: str, overrides: Sequence[str] = ()) -> tuple[SftConfig, RunDir]:
+    """A checked warm-start config with absolute paths, and its run folder."""
+    config = resolve_paths(load_config(Path(path), overrides, SftConfig))
+    check_config(config, path)
+    return config, RunDir(config.run.dir)
+
+
+def need_broker_library(config: Config) -> None:
+    """Raise UsageError when this Python lacks what broker.backend takes; asked before the run folder is made."""
+    if config.broker.backend == "redis":
+        from broker.redis.endpoint import redis_module
+
+        redis_module("redis.connection")
+
+
+def find_run(word: str) -> RunDir:
+    """RUN as a folder, or the run.dir of a config file; raises UsageError when neither exists."""
+    path = Path(word)
+    if path.is_dir():
+        run = RunDir(path)
+        if not run.config.exists() and not run.metrics.exists() and not run.broker_json.exists():
+            raise UsageError(f"{word} is not the folder of a run: it has no config.yaml")
+        return run
+    if path.is_file():
+        run = RunDir(resolve_paths(load_either(path)).run.dir)
+        if not run.path.is_dir():
+            raise UsageError(f"{word} names the run folder {run.path}, which does not exist yet")
+        return run
+    raise UsageError(f"{word} is neither the folder of a run nor a config file")
+
+
+def config_of(run: RunDir) -> Config | None:
+    """The resolved RL config in a run folder; None when there is none or it is a warm start's."""
+    if not run.config.exists():
+        return None
+    config = load_either(run.config)
+    return config if isinstance(config, Config) else None
+
+
+def joined_config(data: bytes, address: str, overrides: Sequence[str]) -> Config:
+    """The job's config as the broker at `address` handed it out, with this node's overrides."""
+    try:
+        document = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise UsageError(f"the broker at {address} has no readable config: {error}") from None
+    return build_config(document, f"the config of the broker at {address}", overrides)

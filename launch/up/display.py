@@ -1,0 +1,84 @@
+"""Where the view goes: redrawn in place on a terminal, a line every few seconds anywhere else."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from common.config.schema import Config
+from launch.observe.metrics_tail import MetricsTail
+from launch.observe.run_view import Observation
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+PLAIN_EVERY_S = 3.0
+NOTES_KEPT = 50
+
+
+class Display(Protocol):
+    """Shows a running job."""
+
+    def show(self, seen: Observation | None) -> None:
+        """Draw the newest observation, if it is time to."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something happened that a person should see."""
+        ...
+
+
+@contextmanager
+def open_display(config: Config, tail: MetricsTail, plain: bool) -> Iterator[Display]:
+    """The live view when stdout is a terminal, else lines."""
+    if plain or not sys.stdout.isatty():
+        yield PlainDisplay(config, tail)
+        return
+    from rich.live import Live
+
+    with Live(auto_refresh=False) as live:
+        yield LiveDisplay(config, tail, live)
+
+
+class PlainDisplay:
+    """One line every PLAIN_EVERY_S seconds, when something changed."""
+
+    def __init__(self, config: Config, tail: MetricsTail) -> None:
+        self._config, self._tail = config, tail
+        self._next = 0.0
+        self._last = ""
+
+    def show(self, seen: Observation | None) -> None:
+        """See Display."""
+        if time.monotonic() < self._next:
+            return
+        from launch.observe.rendered_view import plain_line
+
+        line = plain_line(self._config, seen, self._tail)
+        if line != self._last:
+            print(line, flush=True)
+            self._last, self._next = line, time.monotonic() + PLAIN_EVERY_S
+
+    def note(self, text: str) -> None:
+        """See Display."""
+        print(text, flush=True)
+
+
+class LiveDisplay:
+    """Redraws a rich view in place."""
+
+    def __init__(self, config: Config, tail: MetricsTail, live: "Live") -> None:
+        self._config, self._tail, self._live = config, tail, live
+        self._notes: deque[str] = deque(maxlen=NOTES_KEPT)
+
+    def show(self, seen: Observation | None) -> None:
+        """See Display."""
+        from launch.observe.rendered_view import render_live
+
+        self._live.update(render_live(self._config, seen, self._tail, list(self._notes)), refresh=True)
+
+    def note(self, text: str) -> None:
+        """See Display."""
+        self._notes.append(text)

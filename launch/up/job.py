@@ -1,0 +1,233 @@
+"""All roles of a job on this machine, from the first start to the last end.
+
+broker  ->  learner (torchrun)  and  nodes       started in this order, each in a process group of its own
+done    :   the learner ends, the nodes leave by themselves, the broker writes the ledger and ends
+Ctrl-C  :   nodes return their leases, the learner writes a checkpoint, the broker writes the ledger and ends
+failure :   the same, after saying which role failed, how, and where its log is
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from common.config.schema import Config
+from common.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, SlipstreamError
+from common.process.lifecycle import DrainFlag
+from common.process.logs import last_lines, log_path
+from common.process.run_dir import RunDir
+from launch.observe.broker_access import running_broker
+from launch.observe.metrics_tail import MetricsTail, mean
+from launch.observe.run_view import Observation, observe
+from launch.roles import role_command, thread_environment
+from launch.up.core_pinning import available_cores, plan_cores
+from launch.up.display import Display, open_display
+from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit
+from learner.loop.learner_record import read_record
+
+BROKER_START_S = 30.0
+NODES_LEAVE_S = 30.0  # after the job is done, before they are told to
+DRAIN_S = 330.0  # a node's episodes in flight, or a learner's step and checkpoint
+BROKER_END_S = 30.0
+POLL_S = 0.1
+ANSWER_S = 1.0
+LOG_LINES_SHOWN = 15
+
+
+class JobFailed(SlipstreamError):
+    """A role failed for good; says which, how, and where its log is."""
+
+    def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class Job:
+    """One run of all roles on this machine."""
+
+    def __init__(self, config: Config, run: RunDir) -> None:
+        self.config, self.run_dir = config, run
+        self.tail = MetricsTail(run.metrics)
+        self.supervisor = Supervisor(self._on_event)
+        self.nodes = [f"node-{i}" for i in range(config.rollout.nodes)]
+        self._display: Display | None = None
+        self._started = time.monotonic()
+        self._show_at = 0.0
+
+    def run(self, plain: bool) -> int:
+        """Start everything, watch it, stop everything; returns the exit code, raises JobFailed."""
+        flag = DrainFlag.install(on_second=self.supervisor.kill_all)
+        try:
+            with open_display(self.config, self.tail, plain) as self._display:
+                self._display.note(f"run folder {self.run_dir.path}, logs in {self.run_dir.logs}")
+                done = False
+                try:
+                    self._start(flag)
+                    done = self._watch(flag)
+                except JobFailed as failure:  # said before the others are stopped, which may take a while
+                    self._note(f"{str(failure).splitlines()[0]}; stopping the job")
+                    raise
+                finally:
+                    self._stop(done)
+            print(self._summary(done))
+            return EXIT_DONE
+        finally:
+            self.supervisor.kill_all()
+
+    # ------------------------------------------------------------ start
+
+    def _start(self, flag: DrainFlag) -> None:
+        """Broker first, since it says where it listens; then the learner and the nodes."""
+        config, logs = self.config, self.run_dir.logs
+        threads = config.rollout.threads
+        learner_threads = config.learner.world_size * config.learner.threads
+        plan = plan_cores(available_cores(), learner_threads, [threads] * len(self.nodes))
+        restarts = config.run.max_restarts
+        broker = self._spec("broker", ["broker"], log_path(logs, "broker", "0"))
+        keeps = config.broker.backend != "zeromq" or config.broker.durability != "memory"  # others could not go on
+        self.supervisor.start(replace(broker, max_restarts=restarts if keeps else 0))
+        if not self._await_broker(flag):
+            return
+        learner = self._spec("learner", ["learner"], log_path(logs, "learner", "0"))
+        self.supervisor.start(replace(learner, cores=plan.learner, max_restarts=restarts))
+        for name, cores in zip(self.nodes, plan.nodes, strict=True):
+            node = self._spec(name, ["rollout", "--node-id", name], log_path(logs, "rollout", name))
+            env = thread_environment(threads)
+            self.supervisor.start(replace(node, child_cores=cores, max_restarts=restarts, env=env))
+
+    def _spec(self, name: str, words: Sequence[str], log: Path) -> RoleSpec:
+        command = role_command([words[0], str(self.run_dir.config), *words[1:]])
+        return RoleSpec(name, command, log)
+
+    def _await_broker(self, flag: DrainFlag) -> bool:
+        """Wait until the broker has written its address; False when told to stop meanwhile."""
+        deadline = time.monotonic() + BROKER_START_S
+        while running_broker(self.run_dir) is None:
+            for role in self.supervisor.poll():
+                raise self._failure(role)
+            if time.monotonic() > deadline:
+                raise JobFailed(f"the broker did not come up within {BROKER_START_S:g} s; log: {self._log('broker')}")
+            if flag.wait(POLL_S):
+                return False
+        return True
+
+    # ------------------------------------------------------------ watch
+
+    def _watch(self, flag: DrainFlag) -> bool:
+        """Until the learner is done (True) or the job is to stop (False); raises JobFailed."""
+        while not flag.wait(POLL_S):
+            for role in self.supervisor.poll():
+                if role.spec.name == "learner" and role.exit_code == 0:
+                    return self._learner_ended()
+                self._check_end(role)
+            self._show()
+        self._note(f"{flag.reason}: stopping; again to kill everything at once")
+        return False
+
+    def _learner_ended(self) -> bool:
+        """A learner ends with exit code 0 when the job is done, and when someone told it to stop."""
+        record = read_record(self.run_dir)
+        if record is not None and record.state == "done":
+            return True
+        self._note("the learner was told to stop; stopping the job")
+        return False
+
+    def _check_end(self, role: Role) -> None:
+        """Raise JobFailed when the job cannot go on without a role that is not coming back."""
+        name = role.spec.name
+        if name in ("learner", "broker"):
+            raise self._failure(role)
+        if role.exit_code == 0:
+            self._note(f"{name} was told to leave")
+        elif any(self._may_still_work(node) for node in self.nodes):
+            self._note(f"{name} failed for good ({describe_exit(role.exit_code)}); the job goes on without it")
+        else:
+            raise self._failure(role)
+
+    def _may_still_work(self, name: str) -> bool:
+        role = self.supervisor.roles.get(name)
+        return role is not None and (role.running or role.restart_at is not None)
+
+    def _failure(self, role: Role) -> JobFailed:
+        """The error for a role that is not coming back."""
+        name, log = role.spec.name, role.spec.log
+        lines = last_lines(log, LOG_LINES_SHOWN)
+        if role.exit_code == EXIT_USAGE and lines:
+            return JobFailed(f"{name}: {lines[-1]}", EXIT_USAGE)
+        tries = f" after {role.restarts} restarts" if role.restarts else ""
+        shown = "".join(f"\n  {line}" for line in lines)
+        how = describe_exit(role.exit_code)
+        return JobFailed(f"{name} failed{tries}: {how}; the end of its log, {log}:{shown}")
+
+    def _show(self) -> None:
+        if time.monotonic() < self._show_at or self._display is None:
+            return
+        self.tail.update()
+        self._display.show(self._observe())
+        self._show_at = time.monotonic() + self.config.telemetry.refresh_s
+
+    def _observe(self) -> Observation | None:
+        try:
+            return observe(self.run_dir, ANSWER_S)
+        except SlipstreamError:
+            return None
+
+    # ------------------------------------------------------------ stop
+
+    def _stop(self, done: bool) -> None:
+        """Learner and nodes together, then the broker; whatever does not end in time is killed."""
+        if done:
+            self._await_nodes()
+        self.supervisor.stop([*self.nodes, "learner"], DRAIN_S)
+        self._show_at = 0.0
+        self._show()  # the last look while the broker still answers
+        self.supervisor.stop(["broker"], BROKER_END_S)
+
+    def _await_nodes(self) -> None:
+        """Nodes hear from the broker that the learner is done and leave by themselves."""
+        self.supervisor.stopping = True
+        deadline = time.monotonic() + NODES_LEAVE_S
+        while any(self.supervisor.roles[name].running for name in self.nodes) and time.monotonic() < deadline:
+            self.supervisor.poll()
+            self._show()
+            time.sleep(POLL_S)
+
+    def _summary(self, done: bool) -> str:
+        self.tail.update()
+        rewards = self.tail.series("reward_mean")
+        steps = int(self.tail.lines[-1].get("policy_version", 0)) if self.tail.lines else 0
+        took = time.monotonic() - self._started
+        head = "done" if done else "stopped; the same command goes on from the last checkpoint"
+        parts = [f"{head}: {steps} of {self.config.run.steps} steps, {took:.0f} s"]
+        if rewards:
+            parts.append(f"reward {mean(rewards[:5]):.3f} (first 5 steps) to {mean(rewards[-10:]):.3f} (last 10)")
+        if done:
+            parts.append(f"model in {self.run_dir.model}")
+        return "; ".join(parts)
+
+    # ------------------------------------------------------------ events
+
+    def _on_event(self, kind: str, detail: Mapping[str, object]) -> None:
+        """Into RUN/events.jsonl, and to the person when it is no routine."""
+        line = {"time_s": time.time(), "kind": f"role_{kind}", "detail": detail, "source": "supervisor"}
+        try:
+            with self.run_dir.events.open("ab", buffering=0) as file:
+                file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:  # a full disk must not end the one who restarts the others
+            self._note(f"events.jsonl cannot be written: {error.strerror}")
+        role, code = detail.get("role"), detail.get("exit_code")
+        if kind == "crashed":
+            how = describe_exit(code if isinstance(code, int) else None)
+            self._note(f"{role}: {how}; restarting in {detail.get('restart_in_s')} s, log {self._log(str(role))}")
+        elif kind in ("restarted", "killed"):
+            self._note(f"{role}: {kind}")
+
+    def _note(self, text: str) -> None:
+        if self._display is not None:
+            self._display.note(f"{time.strftime('%H:%M:%S')} {text}")
+
+    def _log(self, name: str) -> str:
+        return os.fspath(self.supervisor.roles[name].spec.log)

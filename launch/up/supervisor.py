@@ -1,0 +1,224 @@
+"""Start, watch, restart and stop the processes of a job on this machine. Knows nothing of what they do.
+
+Every child leads a process group of its own, so a terminal's Ctrl-C reaches only the supervisor, which decides
+the order. Children end with the supervisor even when it is killed with -9 (common/process/lifecycle.py); what a child
+started itself is remembered and ended with it.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from common.errors import EXITS_FOR_GOOD
+from common.process.lifecycle import SUPERVISOR_ENV
+
+SCAN_EVERY_S = 1.0
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 10.0
+Sink = Callable[[str, Mapping[str, object]], None]
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """How to run one process.
+
+    Attributes:
+        name: 'broker', 'learner', 'node-0', ...
+        argv: command line.
+        log: file that gets its stdout and stderr, appended.
+        env: added to the environment.
+        cores: CPU cores that it and its children may use; None leaves them free.
+        child_cores: cores of the processes that it starts, while it stays free itself.
+        max_restarts: times it is started again after a crash; never after one of EXITS_FOR_GOOD.
+    """
+
+    name: str
+    argv: Sequence[str]
+    log: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    cores: frozenset[int] | None = None
+    child_cores: frozenset[int] | None = None
+    max_restarts: int = 0
+
+
+class Role:
+    """One supervised process and the processes that it started."""
+
+    def __init__(self, spec: RoleSpec) -> None:
+        self.spec = spec
+        self.restarts = 0
+        self.exit_code: int | None = None  # of the last process that ended
+        self.restart_at: float | None = None  # monotonic
+        self._process: subprocess.Popen[bytes] | None = None
+        self._descendants: dict[int, psutil.Process] = {}
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process; None while there is none."""
+        return self._process.pid if self._process is not None and self.exit_code is None else None
+
+    @property
+    def running(self) -> bool:
+        return self.pid is not None
+
+    def start(self) -> None:
+        """Start the process; raises OSError when the command does not exist."""
+        self.spec.log.parent.mkdir(parents=True, exist_ok=True)
+        env = {**os.environ, **self.spec.env, SUPERVISOR_ENV: str(os.getpid())}
+        with self.spec.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                list(self.spec.argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, process_group=0
+            )
+        self.exit_code, self.restart_at = None, None
+        self._descendants = {}
+        if self.spec.cores is not None:
+            with contextlib.suppress(OSError):  # it may have ended already
+                os.sched_setaffinity(self._process.pid, self.spec.cores)
+
+    def poll(self) -> bool:
+        """True once, when the process has ended since the last call; what it left behind is killed."""
+        if self._process is None or self.exit_code is not None:
+            return False
+        code = self._process.poll()
+        if code is None:
+            return False
+        self.exit_code = code
+        self._kill_descendants()
+        return True
+
+    def scan(self) -> None:
+        """Remember which processes this one started, and pin them to `child_cores`."""
+        if self.running and self._process is not None:
+            with contextlib.suppress(psutil.Error):
+                for child in psutil.Process(self._process.pid).children(recursive=True):
+                    self._descendants.setdefault(child.pid, child)
+                    if self.spec.child_cores is not None:
+                        pin(child.pid, self.spec.child_cores)
+
+    def terminate(self) -> None:
+        """SIGTERM to the process alone: it drains and tells its own children."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to the process, its group and everything that it started."""
+        if self.pid is not None and self._process is not None:
+            self.scan()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.exit_code = self._process.wait(timeout=10)
+        self._kill_descendants()
+
+    def _kill_descendants(self) -> None:
+        for child in self._descendants.values():
+            with contextlib.suppress(psutil.Error):  # psutil compares creation times: a reused pid is left alone
+                child.kill()
+        self._descendants = {}
+
+
+class Supervisor:
+    """Roles in the order in which they were started.
+
+    Args:
+        sink: told of everything that happens, as (kind, details): started, crashed, restarting, gave_up, ...
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self.roles: dict[str, Role] = {}
+        self.stopping = False
+        self._sink = sink
+        self._scanned = 0.0
+
+    def start(self, spec: RoleSpec) -> Role:
+        """Start a process and watch it from now on."""
+        role = Role(spec)
+        self.roles[spec.name] = role
+        role.start()
+        self._sink("started", {"role": spec.name, "pid": role.pid, "log": str(spec.log)})
+        return role
+
+    def poll(self) -> list[Role]:
+        """Notice ends, schedule and do restarts; returns roles that ended just now and will not come back."""
+        now = time.monotonic()
+        if now - self._scanned >= SCAN_EVERY_S:
+            self._scanned = now
+            for role in self.roles.values():
+                role.scan()
+        ended = [role for role in self.roles.values() if role.poll() and not self._plan_restart(role, now)]
+        for role in self.roles.values():
+            if role.restart_at is not None and now >= role.restart_at and not self.stopping:
+                role.restarts += 1
+                role.start()
+                details = {"role": role.spec.name, "pid": role.pid, "restart": role.restarts}
+                self._sink("restarted", details)
+        return ended
+
+    def stop(self, names: Sequence[str], timeout_s: float) -> list[str]:
+        """SIGTERM to these roles, wait for them, kill what is left; returns the names that had to be killed."""
+        self.stopping = True
+        roles = [self.roles[name] for name in names if name in self.roles]
+        for role in roles:
+            role.restart_at = None
+            role.scan()
+            role.terminate()
+        deadline = time.monotonic() + timeout_s
+        while any(role.running for role in roles) and time.monotonic() < deadline:
+            for role in roles:
+                self._notice_end(role)
+            time.sleep(0.02)
+        late = [role for role in roles if role.running]
+        for role in late:
+            role.kill()
+            self._sink("killed", {"role": role.spec.name, "after_s": timeout_s})
+        return [role.spec.name for role in late]
+
+    def kill_all(self) -> None:
+        """End everything now."""
+        self.stopping = True
+        for role in self.roles.values():
+            role.kill()
+
+    def _notice_end(self, role: Role) -> None:
+        if role.poll():
+            self._sink("ended", {"role": role.spec.name, "exit_code": role.exit_code})
+
+    def _plan_restart(self, role: Role, now: float) -> bool:
+        """Whether a role that just ended will be started again."""
+        code, name = role.exit_code, role.spec.name
+        if code == 0 or self.stopping:
+            self._sink("ended", {"role": name, "exit_code": code})
+            return False
+        if code in EXITS_FOR_GOOD or role.restarts >= role.spec.max_restarts:
+            self._sink("gave_up", {"role": name, "exit_code": code, "restarts": role.restarts})
+            return False
+        wait_s = min(FIRST_BACKOFF_S * 2**role.restarts, LONGEST_BACKOFF_S)
+        role.restart_at = now + wait_s
+        self._sink("crashed", {"role": name, "exit_code": code, "restart_in_s": wait_s})
+        return True
+
+
+def pin(pid: int, cores: frozenset[int]) -> None:
+    """Bind every thread of a process to `cores`; threads that it starts later inherit that."""
+    with contextlib.suppress(OSError):  # it may end at any moment
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(thread), cores)
+
+
+def describe_exit(code: int | None) -> str:
+    """An exit code in words: 'exit code 1', 'killed by SIGKILL'."""
+    if code is None:
+        return "still running"
+    if code < 0:
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
+    return f"exit code {code}"

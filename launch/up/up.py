@@ -1,0 +1,51 @@
+"""slipstream up CONFIG: the whole job on this machine. This module decides whether to run it; job.py runs it."""
+
+import argparse
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from common.errors import EXIT_DONE, UsageError
+from common.process.run_dir import RunDir
+from launch.observe.broker_access import running_broker
+from launch.resolve_target import load_job, need_broker_library
+from launch.up.job import Job
+from launch.up.run_finished import finished
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the job to its end, or until it is told to stop; the same command continues a stopped one."""
+    config, run = load_job(args.config, args.overrides, environment=True)
+    run.check_agrees(config)
+    need_broker_library(config)
+    with only_one(run):
+        if finished(run, config):
+            print(f"{run.path} is finished: {config.run.steps} steps, the model is in {run.model}")
+            return EXIT_DONE
+        address = running_broker(run)
+        if address is not None:
+            raise UsageError(f"{run.path}: a broker already runs at {address}; stop that job first")
+        run.prepare(config)
+        for stale in (run.broker_json, run.status_json):
+            stale.unlink(missing_ok=True)
+        return Job(config, run).run(args.plain)
+
+
+@contextmanager
+def only_one(run: RunDir) -> Iterator[None]:
+    """Hold RUN/up.lock, which the kernel releases when this process ends; raises UsageError when another holds it."""
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"run.dir: {run.path} cannot be created: {error}") from None
+    with (run.path / "up.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise UsageError(f"{run.path}: another `slipstream up` (pid {file.read().strip()}) runs this job") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

@@ -1,0 +1,209 @@
+"""Documents to microbatches: no padding, equal work per data-parallel rank, bounded size.
+
+    documents --plan--> for each rank the same number of microbatches, each a list of document numbers
+              --build--> Microbatch tensors of this rank
+
+Every rank plans for all ranks from the same documents, so nothing needs to be communicated. A document of L
+tokens takes L - 1 places (inputs x[:-1], targets x[1:]), counted as the backend computes them: rounded up to
+Backend.document_multiple, which is 1 without context parallelism.
+
+Work is balanced by what a document of p places costs a transformer of hidden size h,
+
+    cost(p) = p + p^2 / (12 h)
+
+in units of one token's matrix products: 24 h^2 floating-point operations per layer and token, against 2 p h for
+causal attention (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Only for p near 12 h does the square matter.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common.errors import UsageError
+from learner.loop.backend_protocol import Microbatch
+
+Plan = list[list[list[int]]]  # [rank][microbatch] -> document numbers
+
+
+@dataclass(frozen=True)
+class Document:
+    """One token sequence to train on; every [L] array belongs to the token at the same index.
+
+    Attributes:
+        tokens: [L] int32, L >= 2.
+        loss_mask: [L] uint8, 1 where the token trains; the first token never does, nothing predicts it.
+        behavior_logprobs: [L] float32, or None in supervised tuning.
+        staleness: [L] int32, or None in supervised tuning.
+        routed_experts: [L, MoE layers, experts per token] int16, -1 where unknown, or None.
+        advantage: of the whole document.
+        name: for error messages.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    behavior_logprobs: np.ndarray | None = None
+    staleness: np.ndarray | None = None
+    advantage: float = 0.0
+    name: str = ""
+    routed_experts: np.ndarray | None = None
+
+    @property
+    def places(self) -> int:
+        """Targets of the document: one less than its tokens."""
+        return len(self.tokens) - 1
+
+
+def counted_places(places: np.ndarray, multiple: int) -> np.ndarray:
+    """What documents of `places` take in a microbatch: [n] int64, rounded up to `multiple`."""
+    return -(-places // multiple) * multiple
+
+
+def cost(places: np.ndarray, hidden_size: int) -> np.ndarray:
+    """Work of documents of `places`, in tokens: [n] float64. Without a hidden size attention counts for nothing."""
+    linear = places.astype(np.float64)
+    return linear + linear**2 / (12 * hidden_size) if hidden_size else linear
+
+
+def plan(
+    documents: Sequence[Document],
+    ranks: int,
+    micro_batch_tokens: int,
+    key: str,
+    multiple: int = 1,
+    hidden_size: int = 0,
+) -> Plan:
+    """Distribute documents over `ranks` data-parallel ranks and as few microbatches as fit.
+
+    Longest first into the cheapest microbatch with room (Graham's LPT rule), with more microbatches when there is
+    none; then microbatches are dealt out so that the ranks' totals are close. Unless the bound turns a document away
+    from the cheapest microbatch, ranks differ by no more than the most expensive document. Without a hidden size that
+    never happens. Deterministic. A microbatch may be empty when there are fewer documents than microbatches.
+
+    Args:
+        documents: what to place; at least 2 tokens each.
+        ranks: data-parallel size.
+        micro_batch_tokens: bound on the places of one microbatch, over all its context-parallel ranks.
+        key: config key of the bound, for the error.
+        multiple: what places of a document are rounded up to; Backend.document_multiple.
+        hidden_size: of the model, for the cost of attention; 0 balances by places alone.
+
+    Raises:
+        UsageError: a document is longer than the bound.
+    """
+    places = counted_places(np.array([document.places for document in documents], dtype=np.int64), multiple)
+    if len(places) and places.max() > micro_batch_tokens:
+        longest = int(places.argmax())
+        padded = f" (padded to a multiple of {multiple} for learner.parallel.context)" if multiple > 1 else ""
+        raise UsageError(
+            f"{documents[longest].name or f'document {longest}'} needs {places[longest]} tokens{padded} in one "
+            f"microbatch, but {key} is {micro_batch_tokens}; raise {key} or shorten the sequences"
+        )
+    order = np.lexsort((np.arange(len(places)), -places)).tolist()
+    sizes, costs = places.tolist(), cost(places, hidden_size).tolist()
+    crowded = int((places * 2 > micro_batch_tokens).sum())  # no two of these share a microbatch
+    count = max(1, -(-int(places.sum()) // (ranks * micro_batch_tokens)), -(-crowded // ranks))
+    while (bins := _fill(order, sizes, costs, ranks * count, micro_batch_tokens)) is None:
+        count = max(count + 1, count * 21 // 20)
+    return _deal(bins, costs, ranks)
+
+
+def _fill(order: list[int], sizes: list[int], costs: list[float], count: int, bound: int) -> list[list[int]] | None:
+    """Place documents in `order` into `count` bins, each into the cheapest with room; None when there is none."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    used = [0] * count
+    heap = [(0.0, i) for i in range(count)]
+    for document in order:
+        full: list[tuple[float, int]] = []
+        while heap and used[heap[0][1]] + sizes[document] > bound:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        load, i = heap[0]
+        bins[i].append(document)
+        used[i] += sizes[document]
+        heapq.heapreplace(heap, (load + costs[document], i))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return bins
+
+
+def _deal(bins: list[list[int]], costs: list[float], ranks: int) -> Plan:
+    """Most expensive bins first, one to each rank per round, the most expensive of a round to the least loaded rank.
+
+    So microbatches that ranks compute at the same time are alike, and totals differ by no more than bins do.
+    Documents keep their order within a bin.
+    """
+    weights = [sum(costs[d] for d in bin_) for bin_ in bins]
+    by_load = sorted(range(len(bins)), key=lambda i: (-weights[i], i))
+    dealt: Plan = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for lap in range(0, len(bins), ranks):
+        seats = sorted(range(ranks), key=lambda rank: (loads[rank], rank))
+        for rank, i in zip(seats, by_load[lap : lap + ranks], strict=True):
+            dealt[rank].append(sorted(bins[i]))
+            loads[rank] += weights[i]
+    return dealt
+
+
+def build(documents: Sequence[Document], microbatches: list[list[int]]) -> list[Microbatch]:
+    """Tensors of one rank's part of a plan, on the CPU; an empty microbatch becomes a filler that trains nothing."""
+    return [_pack([documents[i] for i in numbers] or [FILLER]) for numbers in microbatches]
+
+
+def microbatches_for(
+    documents: Sequence[Document],
+    rank: int,
+    ranks: int,
+    micro_batch_tokens: int,
+    key: str = "learner.micro_batch_tokens",
+    multiple: int = 1,
+    hidden_size: int = 0,
+) -> list[Microbatch]:
+    """Plan for all data-parallel ranks and build those of `rank`; see `plan` for what it raises."""
+    return build(documents, plan(documents, ranks, micro_batch_tokens, key, multiple, hidden_size)[rank])
+
+
+FILLER = Document(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.uint8), name="filler")
+
+
+def _pack(documents: list[Document]) -> Microbatch:
+    lengths = [document.places for document in documents]
+    total = sum(lengths)
+    starts = np.cumsum([0, *lengths[:-1]])
+    tokens = np.concatenate([document.tokens[:-1] for document in documents]).astype(np.int64)
+    targets = np.concatenate([document.tokens[1:] for document in documents]).astype(np.int64)
+    mask = np.concatenate([document.loss_mask[1:] for document in documents]).astype(np.float32)
+    behavior = np.concatenate([_tail(d.behavior_logprobs, d.places, np.float32) for d in documents])
+    staleness = np.concatenate([_tail(d.staleness, d.places, np.int32) for d in documents])
+    advantages = np.repeat(np.array([document.advantage for document in documents], dtype=np.float32), lengths)
+    return Microbatch(
+        tokens=torch.from_numpy(tokens),
+        targets=torch.from_numpy(targets),
+        positions=torch.from_numpy(np.arange(total, dtype=np.int64) - np.repeat(starts, lengths)),
+        document_lengths=tuple(lengths),
+        loss_mask=torch.from_numpy(mask),
+        advantages=torch.from_numpy(advantages),
+        behavior_logprobs=torch.from_numpy(behavior),
+        staleness=torch.from_numpy(staleness),
+        routed_experts=_routing(documents),
+    )
+
+
+def _routing(documents: list[Document]) -> torch.Tensor | None:
+    """[T, MoE layers, experts per token] of the inputs, -1 in documents that have none; None when none has any."""
+    shape = next((d.routed_experts.shape[1:] for d in documents if d.routed_experts is not None), None)
+    if shape is None:
+        return None
+    rows = [
+        np.full((d.places, *shape), -1, dtype=np.int16) if d.routed_experts is None else d.routed_experts[:-1]
+        for d in documents
+    ]
+    return torch.from_numpy(np.concatenate(rows))
+
+
+def _tail(values: np.ndarray | None, places: int, dtype: type) -> np.ndarray:
+    """[places] values of the targets, zeros when there are none."""
+    return np.zeros(places, dtype=dtype) if values is None else values[1:].astype(dtype)

@@ -1,0 +1,46 @@
+"""`python -m learner.checkpoint.export_main --config FILE --checkpoint DIR --out DIR`: a Hugging Face folder.
+
+One process, whatever layout wrote the checkpoint: it builds the model on one rank, loads the weights alone, and writes
+them beside the configuration and tokenizer of model.path.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.config.checks import resolve_paths
+from common.config.loading import load_either
+from common.process.lifecycle import leave
+from common.process.run_dir import RunDir
+from learner.checkpoint.folder import MODEL_FOLDER
+from learner.rank_process import RankProcess, guard
+
+logger = logging.getLogger(__name__)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Write the folder, complete or not at all; raises SlipstreamError (exit code 1) or UsageError (exit code 2)."""
+    parser = argparse.ArgumentParser(prog="python -m learner.checkpoint.export_main")
+    parser.add_argument("--config", type=Path, required=True, help="the run's config.yaml")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="RUN/checkpoints/step-N")
+    parser.add_argument("--out", type=Path, required=True, help="new folder")
+    words = parser.parse_args(arguments)
+    config = resolve_paths(load_either(words.config))
+    RankProcess.start("export", RunDir(words.config.parent), config.learner.threads, config.telemetry.log_level)
+
+    from learner.megatron.conversion.convert import write_hugging_face  # after the checks: it takes seconds to import
+
+    write_hugging_face(config.model, words.checkpoint / MODEL_FOLDER, words.out)
+    logger.info("%s is written to %s", words.checkpoint, words.out)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code of the process; errors are logged."""
+    return guard(run, sys.argv[1:] if arguments is None else arguments)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,269 @@
+"""The lead rank's side of the training loop: broker, tasks, publisher, status and what the run leaves on disk.
+
+Other ranks have no Lead; they learn what to do from the commands that the trainer broadcasts.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from broker.contract import BrokerStatus, LearnerBroker, ObserverBroker, StoredGroup
+from common.config.schema import Config
+from common.errors import HopelessError, SlipstreamError
+from common.metrics import MetricsWriter, StepMetrics
+from common.rollouts import Group
+from learner.batch.batch import BadGroup, decode, expired_groups
+from learner.batch.dynamic_sampling import most_replaced, without_signal
+from learner.checkpoint.folder import CheckpointFolder, TrainerState
+from learner.loop.backend_protocol import RoutingShape
+from learner.loop.learner_record import EventLog
+from learner.loop.rank_commands import Command, Drain, Fail, Train, Wait
+from learner.loop.resume import check_not_behind, check_not_forgotten
+from learner.loop.status_reporter import Reporter
+from learner.loop.task_stream import TaskStream
+from learner.publish.protocol import Publisher
+
+logger = logging.getLogger(__name__)
+
+TAKE_WAIT_S = 1.0  # bound on one turn of the loop without a batch, so that no rank waits longer in a broadcast
+DEAD_STEPS = 3  # steps' worth of tasks that may die without one step in between, before the run stops
+BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
+
+
+class LeadBroker(LearnerBroker, ObserverBroker, Protocol):
+    """What the lead asks of its broker client."""
+
+
+class StallMeter:
+    """Seconds of paused generation over all nodes, from running totals of nodes that come and go."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] | None = None
+
+    def advance(self, status: BrokerStatus) -> float:
+        """Seconds since the last call; 0 at the first, whatever earlier learners have caused."""
+        now = {f"{n.report.node_id}/{n.report.pid}": n.report.generation_stall_s for n in status.nodes}
+        before, self._seen = self._seen, now if self._seen is None else {**self._seen, **now}
+        if before is None:
+            return 0.0
+        return sum(max(0.0, total - before.get(node, 0.0)) for node, total in now.items())
+
+
+class Lead:
+    """What only one rank does. Every wait here is bounded by TAKE_WAIT_S or the broker client's own deadline."""
+
+    def __init__(
+        self,
+        config: Config,
+        broker: LeadBroker,
+        publisher: Publisher,
+        tasks: TaskStream,
+        checkpoints: CheckpointFolder,
+        metrics: MetricsWriter,
+        events: EventLog,
+        reporter: Reporter,
+        stop_requested: Callable[[], str | None],
+        vocab_size: int,
+        routing: RoutingShape | None,
+    ) -> None:
+        """`stop_requested` returns why the job should drain, None while it should not."""
+        self.config = config
+        self.broker = broker
+        self.publisher = publisher
+        self.tasks = tasks
+        self.checkpoints = checkpoints
+        self.metrics = metrics
+        self.events = events
+        self.reporter = reporter
+        self.stop_requested = stop_requested
+        self.vocab_size, self.routing = vocab_size, routing
+        self.status: BrokerStatus | None = None
+        self.groups: list[Group] = []  # decoded, of the newest Train command
+        self.regenerated = 0  # groups given back by the step that is being gathered
+        self._missing = config.learner.groups_per_step  # groups that the step still waits for
+        self._replaced = 0  # filtered groups of the step that others are taken for
+        self._bad: Counter[int] = Counter()
+        self._stalls = StallMeter()
+        self._ejections = 0
+        self._replays_below = 0
+        self._dead_at_last_take = 0
+
+    def attach(self, version: int) -> None:
+        """Say to the broker that this incarnation trains from `version` on; everything before is durable."""
+        report = self.reporter.snapshot()
+        attached = self.broker.attach(report)
+        check_not_behind(version, attached.committed_step)
+        if not self.tasks.attach(attached):
+            self.events.add("tasks_renumbered", step=version)
+            logger.warning("the broker knows less than the checkpoint; tasks not yet consumed are offered again")
+        if version > 0:
+            self.broker.commit(version - 1)  # the last learner may have been killed just before it
+        if attached.committed_step < version - 1:
+            check_not_forgotten(version, self.tasks.consumed, self.broker.ledger())
+        status = self.broker.status()
+        self._dead_at_last_take = status.groups_dead
+        self._replays_below = version + status.steps_taken
+        if self._replays_below > version:
+            logger.info("steps %d to %d replay the groups they had", version, self._replays_below - 1)
+
+    def next_command(self, step: int) -> Command:
+        """What every rank does now: blocks for at most TAKE_WAIT_S plus broker round trips."""
+        if reason := self.stop_requested():
+            logger.info("draining: %s", reason)
+            return Drain()
+        stats = self.publisher.stats()
+        if stats.fatal:
+            return Fail(f"no node may generate with version {step}: {stats.fatal}", hopeless=not stats.crashed)
+        try:
+            taken = self._gather(step)
+        except SlipstreamError as error:
+            return Fail(str(error), hopeless=isinstance(error, HopelessError))
+        return Wait() if taken is None else Train(step, taken)
+
+    def _gather(self, step: int) -> list[StoredGroup] | None:
+        """Offer tasks, take groups, give back what cannot be trained on; None: not enough groups yet.
+
+        Raises:
+            HopelessError: tasks only die, or a group stays unusable.
+            SlipstreamError: the broker is gone, or refuses.
+        """
+        status = self.refresh()
+        self._check_deaths(status)
+        self._offer(step, status)
+        self._explain(step)
+        in_order = self.config.staleness.expired == "wait"
+        taken = self.broker.take(step, self.config.learner.groups_per_step, TAKE_WAIT_S, in_order)
+        if taken is None:
+            return None
+        self._dead_at_last_take = status.groups_dead
+        usable, refused = self._decode(taken)
+        flat = without_signal(usable) if self.config.learner.dynamic_sampling else []
+        if self.config.staleness.expired == "regenerate":
+            trained = [group for group in usable if group.serial not in flat]
+            refused += expired_groups(trained, step, self.config.staleness.max)
+        if refused:
+            self.broker.regenerate(step, refused)
+            self.regenerated += len(refused)
+            self.events.add("groups_regenerated", step=step, groups=len(refused), first_serial=min(refused))
+            return None
+        if not self._filter(step, flat, len(taken)):
+            return None
+        if step < self._replays_below:
+            self.events.add("replay", step=step, groups=len(taken))
+        self.groups = usable
+        self.tasks.consume([group.serial for group in taken])
+        self._missing, self._replaced = self.config.learner.groups_per_step, 0
+        return taken
+
+    def _filter(self, step: int, flat: list[int], taken: int) -> bool:
+        """Tell the broker which groups the step trains nothing on; returns whether it has all that it may take."""
+        size = self.config.learner.groups_per_step
+        if flat:
+            self.broker.filter(step, flat, most_replaced(size))
+        self._replaced = min(len(flat), most_replaced(size))
+        self._missing = size + self._replaced - taken
+        if self._missing <= 0 and flat and len(flat) == taken:
+            self.events.add("step_without_signal", step=step, groups=taken)
+            logger.warning("step %d trains nothing: in each of %d groups all rewards are equal", step, taken)
+        return self._missing <= 0
+
+    def _check_deaths(self, status: BrokerStatus) -> None:
+        """Raise HopelessError when tasks do nothing but die, as when every episode of the environment fails."""
+        died = status.groups_dead - self._dead_at_last_take
+        if died < DEAD_STEPS * self.config.learner.groups_per_step:
+            return
+        last = max((e for e in self.broker.ledger() if e.state == "dead"), key=lambda e: e.serial)
+        raise HopelessError(
+            f"{died} tasks died since the last step, each after {self.config.tasks.max_attempts} failed attempts; "
+            f"the last was task {last.serial}: {last.reason}"
+        )
+
+    def _offer(self, step: int, status: BrokerStatus) -> None:
+        """Keep the window full: B(k + 1) tasks that may be leased and, while the broker counts with us, B more.
+
+        Never more than the rest of the run consumes, so every group that is generated becomes a step's. Filtered
+        groups that the current step replaces are offered anew, one for one.
+        """
+        size = self.config.learner.groups_per_step
+        ahead = self.config.staleness.max + (1 if self.tasks.renumbered else 2)
+        wanted = size * min(ahead, self.config.run.steps - step)
+        missing = wanted - (self.tasks.outstanding - status.groups_dead - self._replaced)
+        if missing > 0:
+            self.broker.offer(self.tasks.next(missing))
+
+    def _decode(self, taken: list[StoredGroup]) -> tuple[list[Group], list[int]]:
+        """(usable groups, serials of the others).
+
+        Raises:
+            HopelessError: a task came back unusable BAD_GROUP_ATTEMPTS times.
+        """
+        usable: list[Group] = []
+        refused: list[int] = []
+        for stored in taken:
+            try:
+                usable.append(decode(stored, self.vocab_size, self.config.rollout.group_size, self.routing))
+            except BadGroup as error:
+                logger.error("%s; it is generated again", error)
+                self.events.add("bad_group", serial=error.serial, node=error.node_id, reason=error.reason)
+                self._bad[error.serial] += 1
+                if self._bad[error.serial] >= BAD_GROUP_ATTEMPTS:
+                    raise HopelessError(f"unusable {BAD_GROUP_ATTEMPTS} times: {error}") from None
+                refused.append(error.serial)
+        return usable, refused
+
+    def _explain(self, step: int) -> None:
+        """Say what the loop waits for, and who unblocks it."""
+        status = self.status
+        if status is None:
+            return
+        live = [node for node in status.nodes if node.alive]
+        text = f"groups for step {step}: {min(status.groups_ready, self._missing)} of {self._missing} ready, "
+        if self._replaced:
+            text += f"in place of {self._replaced} without signal, "
+        if not live:
+            text += "no node is connected"
+        elif not status.groups_leased and (idle := live[0].report).state != "generating":
+            text += f"none being generated: {idle.node_id} is {idle.state}"
+            text += f" ({idle.waiting_on})" if idle.waiting_on else ""
+        else:
+            text += f"{status.groups_leased} being generated by {len(live)} node{'s' * (len(live) > 1)}"
+        state = "replaying" if step < self._replays_below else "waiting"
+        self.reporter.set(state, text, policy_version=step, groups_missing=self._missing)
+
+    def refresh(self) -> BrokerStatus:
+        """The broker's status as of now, kept for `stall_s` and `nodes_live`."""
+        self.status = self.broker.status()
+        return self.status
+
+    def finish_checkpoint(self, state: TrainerState) -> None:
+        """Make a written checkpoint complete and durable, and only then let the broker forget its groups."""
+        self.metrics.sync()
+        path = self.checkpoints.finish(state)
+        self.events.add("checkpoint", version=state.policy_version, path=str(path))
+        self.broker.commit(state.policy_version - 1)
+
+    def stall_s(self) -> float:
+        """Seconds of generation paused for flips since the last call, over all nodes."""
+        return self._stalls.advance(self.status) if self.status else 0.0
+
+    def nodes_live(self) -> int:
+        return sum(node.alive for node in self.status.nodes) if self.status else 0
+
+    def record(self, line: StepMetrics) -> None:
+        """Append the step's metrics line, and an event when nodes were ejected since the last one."""
+        self.metrics.write(line)
+        ejections = self.publisher.stats().ejections
+        if ejections > self._ejections:
+            self.events.add("ejection", step=line.step, nodes=ejections - self._ejections)
+            self._ejections = ejections
+        self.regenerated = 0
+
+    def close(self, state: str, version: int, reason: str = "") -> None:
+        """Tell the broker how it ended (done, drained or failed) and release everything."""
+        self.reporter.set(state, reason or f"{state} at version {version}", policy_version=version)
+        self.events.add("learner_stopped", state=state, step=version, reason=reason)
+        self.publisher.close()
+        self.reporter.stop()
+        self.metrics.close()
+        self.events.close()

@@ -1,0 +1,132 @@
+"""Keeps the broker informed of what the learner does, from a thread, so that a long train step is no silence."""
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from broker.contract import Delivery, LearnerReport, Waste
+from common.errors import SlipstreamError
+from learner.publish.undelivered import Undelivered
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+SHOWN_DELIVERIES = 16
+
+
+class ReportSink(Protocol):
+    """The part of a broker client that the reporter uses, on a connection of its own."""
+
+    def report(self, report: LearnerReport) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Reporter:
+    """Sends the newest LearnerReport about once a second and at every change of state."""
+
+    def __init__(self, connect: Callable[[], ReportSink]) -> None:
+        self._connect = connect
+        self._report = LearnerReport(os.getpid(), 0, "starting", 0, instance=secrets.token_hex(8))
+        self._undelivered: Callable[[], Sequence[Undelivered]] = tuple
+        self._since = time.monotonic()
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="learner-reporter", daemon=True)
+
+    def take_over(self, incarnation: int, policy_version: int) -> None:
+        """Say that this is the learner now: from then on the broker refuses every request of another one.
+
+        Raises:
+            BrokerError: another process of this incarnation is alive, or a later one has come.
+            BrokerUnreachable: no broker, within its deadline.
+        """
+        with self._lock:
+            self._report = msgspec.structs.replace(
+                self._report, incarnation=incarnation, policy_version=policy_version, step=policy_version
+            )
+        client = self._connect()
+        try:
+            client.report(self.snapshot())
+        finally:
+            client.close()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def snapshot(self) -> LearnerReport:
+        """The report as of now."""
+        missing, now = self._undelivered(), time.perf_counter()
+        oldest = [Delivery(m.node_id, m.version, m.stage, now - m.since) for m in missing[:SHOWN_DELIVERIES]]
+        with self._lock:
+            return msgspec.structs.replace(
+                self._report,
+                since_s=time.monotonic() - self._since,
+                deliveries=oldest,
+                deliveries_waiting=len(missing),
+            )
+
+    def watch_publisher(self, undelivered: Callable[[], Sequence[Undelivered]]) -> None:
+        """Reports say from now on which nodes wait for a version; called from the reporting thread."""
+        self._undelivered = undelivered
+
+    def set(self, state: str, waiting_on: str = "", policy_version: int | None = None, groups_missing: int = 0) -> None:
+        """Change state; `since_s` starts over only when `state` is another one."""
+        with self._lock:
+            if state != self._report.state:
+                self._since = time.monotonic()
+                self._changed.set()
+            version = self._report.policy_version if policy_version is None else policy_version
+            self._report = msgspec.structs.replace(
+                self._report,
+                state=state,
+                waiting_on=waiting_on,
+                policy_version=version,
+                step=version,
+                groups_missing=groups_missing,
+            )
+
+    def set_waste(self, waste: dict[str, Waste]) -> None:
+        """What the learner itself wasted since step 0, by reason."""
+        with self._lock:
+            self._report = msgspec.structs.replace(self._report, waste=waste)
+
+    def set_weights_address(self, address: str) -> None:
+        """From now on nodes learn from the broker where the weight plane listens."""
+        with self._lock:
+            self._report = msgspec.structs.replace(self._report, weights_address=address)
+        self._changed.set()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Send the last state and end the thread; waits for a sending that is under way, at most `timeout_s`."""
+        self._stopping.set()
+        self._changed.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        client: ReportSink | None = None
+        warned = False
+        while True:
+            last = self._stopping.is_set()
+            try:
+                client = client or self._connect()
+                client.report(self.snapshot())
+                warned = False
+            except SlipstreamError as error:
+                if not warned:
+                    logger.warning("cannot report to the broker: %s", error)
+                    warned = True
+            if last:
+                break
+            self._changed.wait(INTERVAL_S)
+            self._changed.clear()
+        if client is not None:
+            client.close()

@@ -1,0 +1,117 @@
+"""Which tasks are offered to the broker, and which of them no step has consumed yet.
+
+The broker numbers tasks 0, 1, 2, ... (serials); the dataset numbers its tasks likewise (positions, task_source.py).
+They are the same as long as the broker remembers the run. A broker that starts with an empty memory
+under a learner that resumes counts from 0 again, and its store has another id than the one that the checkpoint names;
+then the positions that were offered but never consumed come first, and each position is still consumed once.
+"""
+
+import msgspec
+
+from broker.contract import Attached
+from common.rollouts import Task
+from learner.loop.task_source import TaskSource
+
+
+class StreamState(msgspec.Struct, frozen=True, kw_only=True):
+    """The stream in a checkpoint. Fields are only ever appended.
+
+    Attributes:
+        next_serial: the next task gets this number at the broker.
+        cursor: next position of the dataset that was never offered.
+        backlog: positions to offer before that.
+        outstanding: serial -> position of what was offered and not consumed.
+        renumbered: a broker lost its memory, serials are lower than positions.
+        store_id: of the broker's store that these serials belong to; '' in checkpoints from before there was one.
+    """
+
+    next_serial: int = 0
+    cursor: int = 0
+    backlog: list[int] = []
+    outstanding: dict[int, int] = {}
+    renumbered: bool = False
+    store_id: str = ""
+
+
+class TaskStream:
+    """Offers tasks in order and keeps count; the lead rank's, not thread-safe."""
+
+    def __init__(self, source: TaskSource, state: StreamState | None = None) -> None:
+        state = state or StreamState()
+        self._source = source
+        self._next_serial = state.next_serial
+        self._cursor = state.cursor
+        self._backlog = list(state.backlog)
+        self._outstanding = dict(state.outstanding)
+        self.renumbered = state.renumbered
+        self._store_id = state.store_id
+
+    @property
+    def outstanding(self) -> int:
+        """Tasks offered that no step has consumed, dead ones included."""
+        return len(self._outstanding)
+
+    def attach(self, attached: Attached) -> bool:
+        """Agree with the broker on the next serial. Returns False when it lost its memory, or the newest part of it.
+
+        What the broker has seen after the checkpoint was offered in the order in which it would be offered now, so
+        the stream walks on to it; also where an earlier learner from the same checkpoint met the new store before.
+        A store that knows fewer serials than the checkpoint lost what it had not synced (broker.durability: everysec,
+        and a power cut): only what it lost is offered again.
+        """
+        known = not self._store_id or attached.store_id == self._store_id
+        behind = attached.next_serial < self._next_serial
+        if known and behind and self._store_id:
+            self._forget(attached.next_serial)
+        elif not known or behind:
+            self._forget(0)
+        self._store_id = attached.store_id
+        while self._next_serial < attached.next_serial:
+            self._advance()
+        return known and not behind
+
+    def _forget(self, first: int) -> None:
+        """The broker no longer knows the serials from `first` on."""
+        lost = [serial for serial in self._outstanding if serial >= first]
+        self._backlog = sorted([*(self._outstanding.pop(serial) for serial in lost), *self._backlog])
+        self._next_serial = first
+        self.renumbered = True
+
+    def next(self, count: int) -> list[Task]:
+        """The next `count` tasks to offer, under the broker's serials."""
+        tasks: list[Task] = []
+        for _ in range(count):
+            serial, position = self._advance()
+            tasks.append(msgspec.structs.replace(self._source.task(position), serial=serial))
+        return tasks
+
+    def consume(self, serials: list[int]) -> None:
+        """A step trains on these."""
+        for serial in serials:
+            self._outstanding.pop(serial, None)
+
+    def consumed(self, serial: int) -> bool:
+        """Whether a step has trained on it, or filtered it."""
+        return serial < self._next_serial and serial not in self._outstanding
+
+    def state(self) -> StreamState:
+        return StreamState(
+            next_serial=self._next_serial,
+            cursor=self._cursor,
+            backlog=list(self._backlog),
+            outstanding=dict(self._outstanding),
+            renumbered=self.renumbered,
+            store_id=self._store_id,
+        )
+
+    def _advance(self) -> tuple[int, int]:
+        """(serial, position) of the next task, counted as offered."""
+        if self._backlog:
+            position = self._backlog.pop(0)
+        else:
+            position = self._cursor
+            self._cursor += 1
+        serial = self._next_serial
+        self._next_serial += 1
+        self._outstanding[serial] = position
+        return serial, position

@@ -1,0 +1,117 @@
+"""Off-policy corrections: what becomes of the weight w = exp(proximal_logprobs - behavior_logprobs).
+
+The weight is the token's own (`correction_level: token`), the product over the loss tokens of its document
+(`sequence`) or their geometric mean (`geometric`).
+
+Adding one: write a function of (log_weights, documents, config), add it to CORRECTIONS and its name to
+`common.config.schema.LossConfig.correction`, its bounds to `common.config.loss_defaults.CORRECTION_BOUNDS`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from common.config.loss_defaults import correction_bounds
+from common.config.schema import LossConfig
+from learner.loss.ratios import Documents, bounded_exp
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """What a correction makes of every token's weight.
+
+    Attributes:
+        weights: [T] factor of the token's objective.
+        truncated: [T] bool, where the weight was moved to a bound.
+        rejected: [T] bool, where it was set to 0 because it was out of bounds.
+        counted: [T] bool, tokens that means are taken over.
+    """
+
+    weights: Tensor
+    truncated: Tensor
+    rejected: Tensor
+    counted: Tensor
+
+
+# (log of the tokens' weights [T] without gradient, 0 outside the loss; documents; config) -> Corrected
+Correction = Callable[[Tensor, Documents, LossConfig], Corrected]
+
+
+def none(log_weights: Tensor, documents: Documents, config: LossConfig) -> Corrected:
+    """No correction: every token counts 1, however far the policy has moved since it was sampled."""
+    nowhere = torch.zeros_like(documents.mask)
+    return Corrected(torch.ones_like(log_weights), nowhere, nowhere, documents.mask)
+
+
+def tis(log_weights: Tensor, documents: Documents, config: LossConfig) -> Corrected:
+    """Truncated importance sampling: clamp(w, correction_low, correction_cap), of tokens or of documents.
+
+    Ionides, Truncated Importance Sampling (2008), section 2; for the mismatch between sampler and trainer Yao et al.,
+    Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (2025). Truncation from above bounds the
+    variance; small weights stay, so tokens that the policy has left fade out.
+    """
+    low, cap = correction_bounds(config)
+    raw = bounded_exp(at_level(log_weights, documents, config.correction_level))
+    weights = raw.clamp(low, cap)
+    return Corrected(weights, weights != raw, torch.zeros_like(documents.mask), documents.mask)
+
+
+def icepop(log_weights: Tensor, documents: Documents, config: LossConfig) -> Corrected:
+    """The token's weight where the level's ratio is within [correction_low, correction_cap], else 0.
+
+    IcePop, Ring-1T (arXiv 2510.18855), the masking function M of its objective, for tokens. With ratios of
+    documents it is NeMo-RL's seq-mask-tis: a document stays or goes as a whole, its tokens keep their own weights. What
+    is rejected still counts in the mean, as in both.
+    """
+    low, cap = correction_bounds(config)
+    ratio = bounded_exp(at_level(log_weights, documents, config.correction_level))
+    rejected = (ratio < low) | (ratio > cap)
+    weights = torch.where(rejected, torch.zeros_like(ratio), bounded_exp(log_weights))
+    return Corrected(weights, torch.zeros_like(rejected), rejected, documents.mask)
+
+
+def mis(log_weights: Tensor, documents: Documents, config: LossConfig) -> Corrected:
+    """Masked importance sampling: the level's ratio itself where it is within the bounds, else out of the loss.
+
+    Liu, Li et al., When Speed Kills Stability (2025), sequence and geometric masks; as slime implements it, what is
+    rejected does not count in the mean either.
+    """
+    low, cap = correction_bounds(config)
+    ratio = bounded_exp(at_level(log_weights, documents, config.correction_level))
+    rejected = (ratio < low) | (ratio > cap)
+    weights = torch.where(rejected, torch.zeros_like(ratio), ratio)
+    return Corrected(weights, torch.zeros_like(rejected), rejected, documents.mask & ~rejected)
+
+
+def at_level(log_weights: Tensor, documents: Documents, level: str) -> Tensor:
+    """[T] logarithm of the ratio that the level compares with its bounds."""
+    if level == "token":
+        return log_weights
+    per_document = documents.sums(log_weights) if level == "sequence" else documents.means(log_weights)
+    return documents.spread(per_document)
+
+
+def veto(corrected: Corrected, log_weights: Tensor, documents: Documents, least: float) -> tuple[Corrected, Tensor]:
+    """Take documents out of the loss that hold a loss token of weight below `least`, whatever the correction says.
+
+    slime's and verl's veto: one token that the policy would hardly ever write makes the whole sample unusable.
+
+    Returns:
+        what is left, and [T] bool, the tokens of the vetoed documents.
+    """
+    impossible = (log_weights < math.log(least)).to(log_weights.dtype)
+    vetoed = documents.spread(documents.sums(impossible) > 0)
+    kept = replace(
+        corrected,
+        weights=torch.where(vetoed, torch.zeros_like(corrected.weights), corrected.weights),
+        truncated=corrected.truncated & ~vetoed,
+        rejected=corrected.rejected & ~vetoed,
+        counted=corrected.counted & ~vetoed,
+    )
+    return kept, vetoed
+
+
+CORRECTIONS: dict[str, Correction] = {"none": none, "tis": tis, "icepop": icepop, "mis": mis}

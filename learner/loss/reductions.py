@@ -1,0 +1,87 @@
+"""What a sum over tokens is divided by: the reductions of the loss.
+
+A reduction gives every token a share of the sum, and the microbatch's part of the denominator; the backend adds both
+over all microbatches of all data-parallel ranks before it divides, so the result does not depend on packing.
+
+Adding one: write a function of a Count, add it to REDUCTIONS and its name to `LossConfig.reduction`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from learner.loss.ratios import Documents
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a reduction sees.
+
+    Attributes:
+        documents: of the microbatch.
+        counted: [T] float, 1 for tokens that means are taken over, else 0.
+        worth: [T] float, what a token adds to the denominator: `counted`, or under `correction_normalize` its weight.
+        max_tokens: sampled tokens that an episode may have, rollout.max_tokens.
+        normalized: whether `worth` are weights.
+    """
+
+    documents: Documents
+    counted: Tensor
+    worth: Tensor
+    max_tokens: int
+    normalized: bool
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A reduction of one microbatch.
+
+    Attributes:
+        share: [T] factor of the token's term in the sum, or None for 1.
+        denominator: scalar.
+    """
+
+    share: Tensor | None
+    denominator: Tensor
+
+
+Reduction = Callable[[Count], Reduced]
+
+
+def token_mean(count: Count) -> Reduced:
+    """Every token of the global batch weighs the same: DAPO (arXiv 2503.14476), section 3.3."""
+    return Reduced(None, count.worth.sum())
+
+
+def sequence_mean(count: Count) -> Reduced:
+    """Every document weighs the same, whatever its length: GRPO (arXiv 2402.03300), equation 3.
+
+    Documents without a counted token are left out.
+    """
+    share = _share_of_document(count)
+    return Reduced(share, (share * count.worth).sum())
+
+
+def fixed_length(count: Count) -> Reduced:
+    """The sum over tokens, divided by documents x rollout.max_tokens: a token's weight depends on no length.
+
+    Dr. GRPO (arXiv 2503.20783), section 3.2 and its listing. Documents without any loss token are left out. Under
+    `correction_normalize` a document counts with the mean weight of its tokens.
+    """
+    if count.normalized:
+        return Reduced(None, count.max_tokens * (_share_of_document(count) * count.worth).sum())
+    return Reduced(None, count.max_tokens * (count.documents.counts > 0).sum().to(count.worth.dtype))
+
+
+def _share_of_document(count: Count) -> Tensor:
+    """[T] 1 / counted tokens of the token's document, 0 for tokens that do not count."""
+    tokens = count.documents.sums(count.counted)
+    return count.counted / count.documents.spread(tokens).clamp(min=1)
+
+
+REDUCTIONS: dict[str, Reduction] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "fixed_length": fixed_length,
+}

@@ -1,0 +1,97 @@
+"""What is measured of a microbatch's tokens besides the loss: sums and counts that add over microbatches and ranks.
+
+Quantiles do not add, so the ratios exp(logprobs - behavior_logprobs) are counted in fixed bins, of equal width in
+x = sign(l) log(1 + |l| / 1e-3), l the log-ratio. A quantile read from the counts is right to half a bin: 4 % of
+|l|, or 4e-5 nat if that is more, up to |l| = 20.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from learner.loss.corrections import Corrected
+from learner.loss.ratios import LOG_BOUND, bounded_exp
+
+LINEAR_BELOW = 1e-3  # |log-ratio| up to which bins are of about equal width
+HALF_BINS = 120  # on either side of the bin around 0
+BIN_WIDTH = math.log1p(LOG_BOUND / LINEAR_BELOW) / HALF_BINS
+AGE_CLASSES = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))  # staleness, first and last of each class
+HIGHEST_AGE = 9
+
+
+def token_sums(
+    mask: Tensor, drift: Tensor, corrected: Corrected, vetoed: Tensor | None, clipped: Tensor
+) -> dict[str, Tensor]:
+    """Scalar sums over loss tokens, in the dtype of `drift`.
+
+    `ratio` (current over behavior policy), `mismatch` (|log of it|), `weight` and `weight_squared` (of the corrected
+    weights), and counts of tokens: `correction_clipped` (weight truncated), `correction_masked` (weight set to 0, veto
+    apart), `vetoed`, `objective_clipped`.
+
+    Args:
+        mask: [T] bool.
+        drift: [T] logprobs - behavior_logprobs without gradient, 0 outside the loss.
+        corrected: after the veto.
+        vetoed: [T] bool, or None without a veto.
+        clipped: [T] bool, of the objective.
+    """
+    flags = {
+        "correction_clipped": corrected.truncated,
+        "correction_masked": corrected.rejected,
+        "vetoed": torch.zeros_like(mask) if vetoed is None else vetoed,
+        "objective_clipped": clipped,
+    }
+    numbers = {
+        "ratio": bounded_exp(drift),
+        "mismatch": drift.abs(),
+        "weight": corrected.weights,
+        "weight_squared": corrected.weights.square(),
+    }
+    rows = torch.stack([*numbers.values(), *(flag.to(drift.dtype) for flag in flags.values())])
+    return dict(zip([*numbers, *flags], (rows * mask).sum(1).unbind(), strict=True))
+
+
+def token_counts(mask: Tensor, drift: Tensor, staleness: Tensor | None) -> dict[str, Tensor]:
+    """Vectors: `ratio_bins` [241] counts of loss tokens; by class of age [6] `mismatch_by_age` and `tokens_by_age`.
+
+    Arguments as in `token_sums`; staleness: [T] int, None counts as 0.
+    """
+    ones = mask.to(drift.dtype)
+    drift = drift.nan_to_num(0.0, LOG_BOUND, -LOG_BOUND)  # the loss tells of NaN; here it would be no place
+    x = drift.sign() * torch.log1p(drift.abs().clamp(max=LOG_BOUND) / LINEAR_BELOW)
+    place = (x / BIN_WIDTH).round().long() + HALF_BINS
+    age = torch.zeros_like(place) if staleness is None else _age_classes(staleness.device)[_clamped(staleness)]
+    return {
+        "ratio_bins": ones.new_zeros(2 * HALF_BINS + 1).index_add_(0, place, ones),
+        "mismatch_by_age": ones.new_zeros(len(AGE_CLASSES)).index_add_(0, age, drift.abs() * ones),
+        "tokens_by_age": ones.new_zeros(len(AGE_CLASSES)).index_add_(0, age, ones),
+    }
+
+
+def _clamped(staleness: Tensor) -> Tensor:
+    return staleness.clamp(0, HIGHEST_AGE).long()
+
+
+@lru_cache
+def _age_classes(device: torch.device) -> Tensor:
+    """[10] int64, the class of every staleness up to the highest that is told apart."""
+    lasts = [HIGHEST_AGE if last is None else last for _, last in AGE_CLASSES]
+    classes = [n for n, (first, _) in enumerate(AGE_CLASSES) for _ in range(first, lasts[n] + 1)]
+    return torch.tensor(classes, device=device)
+
+
+def ratio_quantile(counts: Sequence[float], share: float) -> float:
+    """The ratio that `share` of the tokens do not exceed, from `ratio_bins`; 0 of no tokens."""
+    left = share * sum(counts)
+    if left <= 0:
+        return 0.0
+    step = -HALF_BINS - 1
+    for count in counts:
+        step += 1
+        left -= count
+        if left <= 0:
+            break
+    return math.exp(math.copysign(LINEAR_BELOW * math.expm1(abs(step) * BIN_WIDTH), step))

@@ -1,0 +1,94 @@
+"""Megatron chunks to Hugging Face tensors and folders."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from learner.megatron import parallel
+from learner.megatron.conversion import atomic_folder
+from learner.megatron.model import Model
+
+SHARD_BYTES = 4 << 30
+_WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+
+
+class Exporter:
+    """Streams the current weights in Hugging Face terms."""
+
+    def __init__(self, model: Model, chunks: list[Any]) -> None:
+        self.model, self.chunks = model, chunks
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of every parameter, on every rank, in the same order each time. Collective.
+
+        A tensor may share memory with the parameter: copy what must outlive the next optimizer step.
+        """
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:  # else the shards of other ranks are those before the last step
+                chunk.start_param_sync(force_sync=True)
+        yield from self.model.bridge.export_hf_weights(
+            self.model.chunks,
+            cpu=False,
+            show_progress=False,
+            conversion_tasks=self.model.tasks,
+            merge_adapter_weights=False,
+        )
+
+    def save(self, source: Path, path: Path) -> None:
+        """A folder like `source` with the current weights, complete or absent. Collective."""
+        writer = dist.get_rank() == 0
+        shards: list[dict[str, Tensor]] = [{}]
+        files: list[tuple[Path, list[str]]] = []
+        staging = atomic_folder.prepare(path) if writer else path
+        size = 0
+
+        def flush() -> None:
+            file = staging / f"part-{len(files)}.safetensors"
+            save_file(shards[0], file, metadata={"format": "pt"})
+            file.chmod(0o644)  # safetensors leaves it readable by the owner alone
+            files.append((file, list(shards[0])))
+            shards[0] = {}
+
+        total = 0
+        for name, tensor in self.tensors():
+            if not writer:
+                continue
+            n = tensor.numel() * tensor.element_size()
+            if size + n > SHARD_BYTES and shards[0]:
+                flush()
+                size = 0
+            shards[0][name] = tensor.detach().to("cpu", copy=True).contiguous()
+            size += n
+            total += n
+        if writer:
+            flush()
+            _name_shards(staging, files, total)
+            _copy_others(source, staging)
+            atomic_folder.publish(path)
+        parallel.barrier()
+
+
+def _name_shards(folder: Path, files: list[tuple[Path, list[str]]], total_bytes: int) -> None:
+    if len(files) == 1:
+        files[0][0].rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for i, (file, names) in enumerate(files, 1):
+        name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        file.rename(folder / name)
+        weight_map.update(dict.fromkeys(names, name))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def _copy_others(source: Path, folder: Path) -> None:
+    """Configuration, tokenizer, chat template, custom code: everything but the weights, byte for byte."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix not in _WEIGHT_FILES and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, folder / file.name)

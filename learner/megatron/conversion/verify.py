@@ -1,0 +1,184 @@
+"""The forward check at load: Megatron's log-probabilities against Hugging Face's, before anything is trained.
+
+Megatron-Bridge translates some configurations wrongly without an error (bridge_fixes.py has those that are known).
+`check_translation` builds a miniature of the model's configuration through the same path and layout; on the CPU in
+float32, where the two agree to rounding. `check_weights` compares the model itself if it is small: rank 0 then runs
+it a second time, in transformers on the CPU.
+"""
+
+import gc
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
+
+from common.config.schema import ParallelConfig
+from common.errors import SlipstreamError, UsageError
+from learner.loop.backend_protocol import Microbatch
+from learner.megatron import parallel
+from learner.megatron.conversion import hf_folder, tiny_model
+from learner.megatron.model import Model
+
+logger = logging.getLogger(__name__)
+
+SMALL_BYTES = 512 << 20  # a folder with at most so many bytes of weights is compared as it is
+DOCUMENTS = (96, 33, 7)  # places; packed, so that documents must not see each other
+# This share of the tokens must agree: near ties between experts may send a few elsewhere.
+SHARE = 0.9
+FLOOR_CPU, FLOOR_CUDA = 1e-3, 5e-2  # of a difference, in nats; CUDA multiplies float32 as TF32 and has other kernels
+ROUNDING = 4.0  # times the error that Hugging Face itself makes in the model's dtype
+
+Build = Callable[[Path, Any, torch.dtype, ParallelConfig], Model]
+LogProbs = Callable[[list[Microbatch], float], list[Tensor]]
+Forward = Callable[[Model], LogProbs]
+
+
+class _Expected(msgspec.Struct):
+    """What Hugging Face computes, and the largest difference that passes."""
+
+    logprobs: list[float]
+    limit: float
+
+
+def check_translation(
+    path: Path, config: Any, dtype: torch.dtype, layout: ParallelConfig, build: Build, forward: Forward
+) -> None:
+    """Compare a miniature of `config` under `layout`. Collective, after parallel.initialize.
+
+    Args:
+        path: of the model, for the message.
+        config: its transformers configuration.
+        dtype: of the model; the miniature has it too where there is CUDA.
+        layout: the miniature has as many layers on each stage.
+        build: learner.megatron.model.build.
+        forward: gives the log-probability function of a built model.
+
+    Raises:
+        UsageError: they differ.
+    """
+    layout = msgspec.structs.replace(layout, first_stage_layers=None, last_stage_layers=None)
+    kind = dtype if torch.cuda.is_available() else torch.float32
+    tracker, state, random = get_cuda_rng_tracker(), get_cuda_rng_tracker().get_states(), torch.get_rng_state()
+    small = tiny_model.config_of(config, layout)
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        expected = _miniature(Path(folder), small, kind)
+        try:
+            model = build(Path(folder), hf_folder.read_config(Path(folder)), kind, layout)
+        except UsageError as error:
+            raise UsageError(str(error).replace(folder, f"{path} (a miniature of it)")) from None
+        found = forward(model)([_documents(small.vocab_size)], 1.0)[0]
+        del model
+    gc.collect()
+    tracker.set_states(state)  # the model that follows starts as if there had been none
+    torch.set_rng_state(random)
+    _judge(path, config, "a miniature of it", found, expected)
+
+
+def check_weights(path: Path, config: Any, dtype: torch.dtype, logprobs: LogProbs) -> None:
+    """Compare the loaded model itself if its folder has at most SMALL_BYTES of weights. Collective.
+
+    Args:
+        path: the model's folder.
+        config: its transformers configuration.
+        dtype: that it was loaded in.
+        logprobs: of the loaded model, as learner.loop.backend_protocol.Backend's.
+
+    Raises:
+        UsageError: they differ.
+    """
+    if sum(file.stat().st_size for file in path.glob("*.safetensors")) > SMALL_BYTES:
+        return
+
+    def compute() -> bytes:
+        transformers.utils.logging.disable_progress_bar()
+        model = getattr(transformers, config.architectures[0]).from_pretrained(path, dtype=torch.float32).eval()
+        return msgspec.msgpack.encode(_expected(model, dtype))
+
+    expected = msgspec.msgpack.decode(_of_rank_0(compute), type=_Expected)
+    _judge(path, config, "it", logprobs([_documents(config.vocab_size)], 1.0)[0], expected)
+
+
+def _miniature(folder: Path, config: Any, dtype: torch.dtype) -> _Expected:
+    """Put the same miniature into every rank's own `folder`."""
+    names = ("config.json", "model.safetensors")
+
+    def compute() -> bytes:
+        transformers.utils.logging.disable_progress_bar()
+        model = tiny_model.new_model(config)
+        model.save_pretrained(folder)
+        return msgspec.msgpack.encode(([(folder / name).read_bytes() for name in names], _expected(model, dtype)))
+
+    files, expected = msgspec.msgpack.decode(_of_rank_0(compute), type=tuple[list[bytes], _Expected])
+    for name, data in zip(names, files, strict=True):
+        (folder / name).write_bytes(data)
+    return expected
+
+
+def _of_rank_0(compute: Callable[[], bytes]) -> bytes:
+    """Rank 0's result on every rank; its failure too, or the others would wait. Collective."""
+    if torch.distributed.get_rank() == 0:
+        try:
+            return parallel.broadcast_bytes(compute())
+        except Exception:
+            parallel.broadcast_bytes(b"")
+            raise
+    data = parallel.broadcast_bytes(None)
+    if not data:
+        raise SlipstreamError("rank 0 could not run the model in Hugging Face transformers; its log says why")
+    return data
+
+
+def _documents(vocabulary: int) -> Microbatch:
+    random = torch.Generator().manual_seed(11)
+    documents = [torch.randint(vocabulary, (n + 1,), generator=random) for n in DOCUMENTS]
+    zero = torch.zeros(sum(DOCUMENTS))
+    return Microbatch(
+        tokens=torch.cat([d[:-1] for d in documents]),
+        targets=torch.cat([d[1:] for d in documents]),
+        positions=torch.cat([torch.arange(n) for n in DOCUMENTS]),
+        document_lengths=DOCUMENTS,
+        loss_mask=torch.ones_like(zero),
+        advantages=zero,
+        behavior_logprobs=zero,
+    )
+
+
+@torch.no_grad()
+def _logprobs(model: Any, batch: Microbatch) -> Tensor:
+    rows = [
+        model(tokens[None]).logits[0].float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+        for tokens, targets in zip(batch.tokens.split(DOCUMENTS), batch.targets.split(DOCUMENTS), strict=True)
+    ]
+    return torch.cat(rows)
+
+
+def _expected(model: Any, dtype: torch.dtype) -> _Expected:
+    batch = _documents(model.config.vocab_size)
+    exact = _logprobs(model, batch)
+    limit = FLOOR_CUDA if torch.cuda.is_available() else FLOOR_CPU
+    if dtype != torch.float32:
+        limit += ROUNDING * _difference(_logprobs(model.to(dtype), batch), exact)
+    return _Expected(exact.tolist(), limit)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    return (found - expected).abs().double().quantile(SHARE).item()
+
+
+def _judge(path: Path, config: Any, what: str, found: Tensor, expected: _Expected) -> None:
+    difference = _difference(found, torch.tensor(expected.logprobs))
+    logger.debug("forward check of %s: difference %.2g, limit %.2g", what, difference, expected.limit)
+    if difference <= expected.limit:
+        return
+    raise UsageError(
+        f"model.path: {path}: Megatron computes {config.architectures[0]} otherwise than Hugging Face: "
+        f"log-probabilities of {what} differ by {difference:.2g} (limit {expected.limit:.2g}; the {SHARE:.0%} quantile "
+        f"over {len(found)} tokens); it would be trained wrongly. model.verify: false loads it all the same"
+    )

@@ -1,0 +1,199 @@
+"""Core attention without Transformer Engine: torch's SDPA, causal, documents packed end to end (THD).
+
+Takes the place of TEDotProductAttention in a layer spec. Layouts are Megatron's own: sbhd, q [s, b, heads, dim];
+thd, q [t, heads, dim] with document bounds in PackedSeqParams.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_SHORTEST_WIDTH = 16  # documents up to this long share one group
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Documents of like length that share one batched kernel call.
+
+    Attributes:
+        queries: [documents * width of queries] int64, places of this rank.
+        keys: [documents * width of keys] int64, places of the keys of all context ranks, one rank after another.
+        documents: how many.
+        seen: [documents, 1, width of queries, width of keys] bool, what a query attends to; None: causal.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    documents: int
+    seen: Tensor | None
+
+
+class AttentionPlan:
+    """How a pack's documents are grouped by length into padded batches; made once per microbatch.
+
+    Documents of like power-of-two length share one batched kernel call. Right padding is invisible under a causal
+    mask, so only the gather and the scatter need the true lengths. Under context parallelism this rank has the queries
+    of two chunks of each document, and the keys of whole documents, gathered from all ranks (pack_layout.py).
+
+    Args:
+        lengths: of the documents over all context ranks; multiples of 2 * contexts if there are several.
+        contexts: context-parallel ranks.
+        rank: this one.
+        window: tokens to the left that a query sees besides itself; None: all.
+    """
+
+    def __init__(self, lengths: list[int], contexts: int = 1, rank: int = 0, window: int | None = None) -> None:
+        if contexts > 1 and any(n % (2 * contexts) for n in lengths):
+            raise ValueError(f"documents must be padded to a multiple of {2 * contexts}")
+        grouped: dict[int, list[tuple[int, int]]] = {}
+        at = 0
+        for n in lengths:
+            grouped.setdefault(max(_SHORTEST_WIDTH, 1 << (n - 1).bit_length()), []).append((at, n))
+            at += n
+        self.total = at // contexts  # places of this rank
+        self.groups: list[_Group] = []
+        order = torch.empty(self.total, dtype=torch.int64)  # place of this rank -> row of the concatenated outputs
+        base = 0
+        for documents in grouped.values():
+            start, length = (torch.tensor(x)[:, None] for x in zip(*documents, strict=True))
+            column, keys = _columns(start, length, self.total, contexts)
+            local, half = length // contexts, length // (2 * contexts)
+            row = torch.arange(int(local.max()))
+            real = row < local
+            queries = torch.where(real, start // contexts + row, 0)
+            # the position in its document of each query, 0 where a shorter document has none
+            position = torch.where(row < half, rank * half + row, (2 * contexts - 1 - rank) * half + row - half)
+            position = torch.where(real, position if contexts > 1 else row, 0)
+            seen = None
+            if contexts > 1 or (window is not None and window < len(column) - 1):
+                seen = column <= position[..., None]
+                if window is not None:
+                    seen &= column >= position[..., None] - window
+                seen = seen[:, None]
+            rows = torch.arange(base, base + queries.numel()).view_as(queries)
+            order[queries[real]] = rows[real]
+            self.groups.append(_Group(queries.flatten(), keys.flatten(), len(documents), seen))
+            base += queries.numel()
+        self.order = order
+
+    @staticmethod
+    def of(packed: PackedSeqParams, contexts: int, rank: int, window: int | None) -> "AttentionPlan":
+        """The plan of `packed`, kept on it for the other layers with the same window."""
+        plans = packed.__dict__.setdefault("_attention_plans", {})
+        if window not in plans:
+            bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+            plans[window] = AttentionPlan((bounds[1:] - bounds[:-1]).tolist(), contexts, rank, window)
+        return plans[window]
+
+
+def _columns(start: Tensor, length: Tensor, total: int, contexts: int) -> tuple[Tensor, Tensor]:
+    """(positions [width], place among the gathered keys of each document's positions [documents, width])."""
+    column = torch.arange(int(length.max()))
+    inside = column < length
+    if contexts == 1:
+        return column, torch.where(inside, start + column, 0)
+    half = length // (2 * contexts)
+    chunk = column // half
+    owner = torch.minimum(chunk, 2 * contexts - 1 - chunk)
+    offset = column % half + torch.where(chunk < contexts, 0, half)
+    return column, torch.where(inside, owner * total + start // contexts + offset, 0)
+
+
+class SDPACoreAttention(MegatronModule):
+    """softmax(QK^T)V with the signature that Megatron's SelfAttention calls."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        unsupported = {
+            "cross attention": attention_type != "self",
+            "attention dropout": dropout != 0,
+            f"softmax type {config.softmax_type}": config.softmax_type != "vanilla",
+            "query-key layer scaling": config.apply_query_key_layer_scaling,
+        }
+        for what, found in unsupported.items():
+            if found:
+                raise NotImplementedError(f"{what} without Transformer Engine")
+        self.attn_mask_type = attn_mask_type
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self.context: dist.ProcessGroup = groups.cp
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.window: int | None = None  # tokens to the left that a query sees besides itself
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window = config.window_size[0]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Queries [s, b, heads, dim] give [s, b, heads * dim]; packed queries [t, heads, dim] give [t, heads * dim]."""
+        if attention_bias is not None:
+            raise NotImplementedError("attention bias without Transformer Engine")
+        if (attn_mask_type or self.attn_mask_type) not in _CAUSAL:
+            raise NotImplementedError("only causal attention without Transformer Engine")
+        if self.context.size() > 1:
+            if packed_seq_params is None:
+                raise NotImplementedError("context parallelism of unpacked sequences without Transformer Engine")
+            sizes = [key.size(-1), value.size(-1)]
+            # backward sums what the queries of every rank ask of this rank's keys and values
+            both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.context)
+            key, value = both.split(sizes, -1)
+        repeats = query.size(-2) // key.size(-2)
+        if repeats > 1:
+            key, value = (x.repeat_interleave(repeats, dim=-2) for x in (key, value))
+        if packed_seq_params is not None:
+            plan = AttentionPlan.of(packed_seq_params, self.context.size(), self.context.rank(), self.window)
+            return self._packed(query, key, value, plan)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, dim]
+        return self._attend(q, k, v, self._windowed(q.size(2))).permute(2, 0, 1, 3).flatten(2)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+        if plan.total != query.size(0):
+            raise ValueError(f"documents cover {plan.total} places of this rank, the pack has {query.size(0)}")
+        outputs = []
+        for group in plan.groups:
+            q, k, v = (
+                x.index_select(0, index).unflatten(0, (group.documents, -1)).transpose(1, 2)
+                for x, index in ((query, group.queries), (key, group.keys), (value, group.keys))
+            )
+            outputs.append(self._attend(q, k, v, group.seen).transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, plan.order).flatten(1)
+
+    def _windowed(self, n: int) -> Tensor | None:
+        if self.window is None or self.window >= n - 1:
+            return None
+        i, j = torch.arange(n)[:, None], torch.arange(n)[None]
+        return (j <= i) & (j >= i - self.window)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.scale)

@@ -1,0 +1,330 @@
+"""What Megatron-Core and Megatron-Bridge need to run without CUDA (gloo, plain torch), and nothing else.
+
+`enable()` comes before the first import of megatron and does nothing where CUDA is present. torch itself is left
+alone, because transformers shares it: modules under `megatron.` get a view of torch that answers for the missing
+device, through one import hook. The layers are in cpu_layers.py and cpu_attention.py.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common.errors import UsageError
+
+# Every patch below was checked against these; another version needs another look.
+VERIFIED = {"megatron-core": "0.16.1", "megatron-bridge": "0.3.1"}
+
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint"),
+    *("empty_like", "zeros_like", "ones_like", "full_like"),
+)
+# These import Transformer Engine unconditionally, for LoRA, which is not used here.
+_NEEDS_TRANSFORMER_ENGINE = {"megatron.bridge.peft.lora_layers", "megatron.bridge.peft.lora"}
+# Imports triton (1 GB unpacked) unconditionally; a kernel of the inference engine, which is not used here.
+_NEEDS_TRITON = {"megatron.core.inference.contexts.attention_context.triton.tensor_ops"}
+
+_view: types.ModuleType = torch
+
+
+def enable() -> None:
+    """Prepare this process for megatron without CUDA; repeated calls do nothing.
+
+    Raises:
+        UsageError: another version of megatron-core or megatron-bridge than the verified one is installed.
+        RuntimeError: megatron was imported before.
+    """
+    global _view
+    if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if any(name.startswith("megatron.") for name in sys.modules):
+        raise RuntimeError("cpu_compat.enable() must come before the first import of megatron")
+    _check_versions()
+    _view = _torch_view()
+    sys.meta_path.insert(0, _Finder())
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    _patch_tensor_type()
+    # what megatron says of the CUDA kernels that are missing, once per module
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
+    logging.getLogger("megatron.bridge.utils.fusions").setLevel(logging.ERROR)
+    from learner.megatron.cpu import layers
+
+    layers.register()
+
+
+def _check_versions() -> None:
+    for package, verified in VERIFIED.items():
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise UsageError(f"{package} is not installed; `bash launch/setup.sh cpu` builds the environment") from None
+        if found != verified:
+            raise UsageError(
+                f"without CUDA the learner needs {package} {verified}, found {found}: "
+                "its patches in learner/megatron/cpu/compat.py are verified for that version only"
+            )
+
+
+def _patch_tensor_type() -> None:
+    """Megatron's optimizers sort parameters by `tensor.type() == 'torch.cuda.FloatTensor'`; say so to them alone."""
+    type_of = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = type_of(self, *args, **kwargs)
+        if not args and not kwargs:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.startswith("megatron.core.optimizer"):
+                return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    torch.Tensor.type = type_
+
+
+class _View(types.ModuleType):
+    """A module seen through another: its own names first, the real module's otherwise."""
+
+    def __init__(self, real: types.ModuleType, **names: Any) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(names, _real=real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class _Idle:
+    """A CUDA stream or event: nothing to order on CPU. Stays a class, since annotations say `Stream | None`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., "_Idle"]:
+        return lambda *args, **kwargs: self
+
+    def __enter__(self) -> "_Idle":
+        return self
+
+    def __exit__(self, *args: Any) -> bool:
+        return False
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor factory for which the CUDA device means the CPU."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if (isinstance(device, str) and device.startswith("cuda")) or getattr(device, "type", "") == "cuda":
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _torch_view() -> _View:
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    def idle(*args: Any, **kwargs: Any) -> _Idle:
+        return _Idle()
+
+    cuda = _View(
+        torch.cuda,
+        current_device=lambda: _CPU,
+        set_device=nothing,
+        synchronize=nothing,
+        empty_cache=nothing,
+        is_current_stream_capturing=lambda: False,
+        Stream=_Idle,
+        Event=_Idle,
+        current_stream=idle,
+        default_stream=idle,
+        stream=idle,
+        manual_seed=torch.manual_seed,
+        get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
+        set_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
+        nvtx=_View(torch.cuda.nvtx, range_push=nothing, range_pop=nothing),
+    )
+
+    def scatter(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, *args: Any, **kwargs: Any) -> Any:
+        # gloo reads its inputs by raw pointer: a strided chunk sends wrong numbers, silently
+        chunks = [x.contiguous() for x in scatter_list] if scatter_list else scatter_list
+        return dist.scatter(tensor, chunks, *args, **kwargs)
+
+    collectives = _View(dist, scatter=scatter, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
+    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    return _View(torch, cuda=cuda, distributed=collectives, **factories)
+
+
+def _all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+    """gloo refuses parts of different lengths (tokens that expert-tensor ranks exchange): padded here, and cut."""
+    longest = max(len(part) for part in parts)
+    if all(len(part) == longest for part in parts):
+        return dist.all_gather(parts, mine.contiguous(), group=group, **kwargs)
+    padded = mine.new_zeros(longest, *mine.shape[1:])
+    padded[: len(mine)] = mine
+    gathered = padded.new_empty(len(parts) * longest, *mine.shape[1:])
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    for part, found in zip(parts, gathered.split(longest), strict=True):
+        part.copy_(found[: len(part)])
+    return None
+
+
+def _reduce_scatter(mine: torch.Tensor, parts: list[torch.Tensor], *args: Any, group: Any = None, **kwargs: Any) -> Any:
+    """The reverse of `_all_gather`, as a sum."""
+    if all(part.shape == mine.shape for part in parts):
+        return dist.reduce_scatter(mine, [part.contiguous() for part in parts], *args, group=group, **kwargs)
+    total = torch.cat(parts)
+    dist.all_reduce(total, *args, group=group)
+    mine.copy_(total.split([len(part) for part in parts])[dist.get_rank(group)])
+    return None
+
+
+def _transformer_engine_stubs() -> dict[str, types.ModuleType]:
+    """Classes that raise when used. Visible only while one module executes: a lasting stub flips HAVE_TE elsewhere."""
+
+    class Absent:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("transformer_engine is not installed")
+
+    engine, pytorch, ops = (
+        types.ModuleType(name)
+        for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
+    )
+    engine.__path__, pytorch.__path__ = [], []
+    engine.pytorch, pytorch.ops = pytorch, ops
+    pytorch.Linear, pytorch.LayerNormLinear = type("Linear", (Absent,), {}), type("LayerNormLinear", (Absent,), {})
+    ops.Sequential = type("Sequential", (Absent,), {})
+    return {module.__name__: module for module in (engine, pytorch, ops)}
+
+
+def _triton_stubs() -> dict[str, types.ModuleType]:
+    if importlib.util.find_spec("triton"):
+        return {}
+
+    class Decorators(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            return lambda function=None, *args, **kwargs: function  # @triton.jit, tl.constexpr: never called
+
+    triton, language = Decorators("triton"), Decorators("triton.language")
+    triton.__path__, triton.language = [], language
+    return {"triton": triton, "triton.language": language}
+
+
+class _Loader(importlib.abc.Loader):
+    """Executes a module, then exchanges its `torch` and `dist` and applies its patch."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self.inner.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        stubs: dict[str, types.ModuleType] = {}
+        if module.__name__ in _NEEDS_TRANSFORMER_ENGINE:
+            stubs = _transformer_engine_stubs()
+        elif module.__name__ in _NEEDS_TRITON:
+            stubs = _triton_stubs()
+        sys.modules.update(stubs)
+        try:
+            self.inner.exec_module(module)
+        finally:
+            for name in stubs:
+                del sys.modules[name]
+        if module.__dict__.get("torch") is torch:
+            module.torch = _view
+        if module.__dict__.get("dist") is dist:
+            module.dist = _view.distributed
+        patch = _PATCHES.get(module.__name__)
+        if patch:
+            patch(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if not name.startswith("megatron."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+def _patch_jit(module: types.ModuleType) -> None:
+    """The fuser is torch.compile: minutes of C++ compilation for nothing."""
+    module.disable_jit_fuser()
+
+
+def _patch_random(module: types.ModuleType) -> None:
+    """The generator of 'the CUDA device' is the CPU's."""
+    module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def _patch_moe_utils(module: types.ModuleType) -> None:
+    """Uses te_general_gemm without defining it when TE is absent; hands split sizes over as tensors on CPU."""
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
+def _patch_distrib_optimizer(module: types.ModuleType) -> None:
+    """Make DistributedOptimizer save and load torch's AdamW, its inner optimizer without TE and Apex.
+
+    Upstream it cannot describe a state that does not exist yet (assert len(steps) == 1), so it cannot load in a new
+    process; on load it gives every parameter the same `step` tensor, which AdamW then increments once per parameter;
+    it takes `step` from the parameter state, which has none; and it writes into fp32 parameters outside no_grad.
+    """
+    cls = module.DistributedOptimizer
+    sharded, load, set_states = (
+        cls.sharded_state_dict,
+        cls.load_state_dict,
+        cls._set_main_param_and_optimizer_states,
+    )
+
+    def sharded_state_dict(self: Any, model_state: Any = None, is_loading: bool = False, *args: Any, **kwargs: Any):
+        if is_loading and self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    if not self.optimizer.state[p]:
+                        fresh = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                        self.optimizer.state[p].update(step=torch.tensor(0.0), **fresh)
+        return sharded(self, model_state or {}, is_loading, *args, **kwargs)
+
+    def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        step = {"step": state["step"]} if "step" in state else {}
+        set_states(self, model_param, {**tensors, **step})
+
+    @torch.no_grad()
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+        load(self, *args, **kwargs)
+        if self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                state["step"] = state["step"].clone()
+
+    cls.sharded_state_dict = sharded_state_dict
+    cls.load_state_dict = load_state_dict
+    cls._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
+
+
+_PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
+    "megatron.core.jit": _patch_jit,
+    "megatron.core.optimizer.distrib_optimizer": _patch_distrib_optimizer,
+    "megatron.core.tensor_parallel.random": _patch_random,
+    "megatron.core.transformer.moe.moe_utils": _patch_moe_utils,
+}

@@ -1,0 +1,228 @@
+"""Layer building blocks for CPU with the module structure and parameter names of Transformer Engine's.
+
+Registered as megatron-core's TESpecProvider, so that a provider's default layer spec, the bridge's parameter mappings
+(linear_qkv.layer_norm_weight, ...) and distributed checkpoints are the same on CPU and GPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from learner.megatron.cpu.attention import SDPACoreAttention
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, config: Any, eps: float) -> Tensor:
+    if config.layernorm_zero_centered_gamma:
+        weight = weight + 1
+    if config.normalization == "RMSNorm":
+        return (F.rms_norm(x.float(), (x.size(-1),), None, eps) * weight.float()).to(x.dtype)
+    return F.layer_norm(x.float(), (x.size(-1),), weight.float(), bias.float(), eps).to(x.dtype)
+
+
+def _norm_parameters(config: Any, size: int) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
+    fill = 0.0 if config.layernorm_zero_centered_gamma else 1.0
+    weight = torch.nn.Parameter(torch.full((size,), fill, dtype=config.params_dtype))
+    bias = None
+    if config.normalization == "LayerNorm":
+        bias = torch.nn.Parameter(torch.zeros(size, dtype=config.params_dtype))
+    for parameter in (weight, bias):
+        if parameter is not None:
+            parameter.sequence_parallel = config.sequence_parallel
+    return weight, bias
+
+
+class Norm(torch.nn.Module):
+    """TENorm: RMSNorm or LayerNorm, computed in float32."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.config, self.eps = config, eps
+        self.weight, self.bias = _norm_parameters(config, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _norm(x, self.weight, self.bias, self.config, self.eps)
+
+
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    """TELayerNormColumnParallelLinear: the norm's parameters live in the linear layer."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.eps = config.layernorm_epsilon
+        self.layer_norm_weight, self.layer_norm_bias = _norm_parameters(config, input_size)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(
+            _norm(x, self.layer_norm_weight, self.layer_norm_bias, self.config, self.eps), *args, **kwargs
+        )
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """TELinear in its duplicated mode: every tensor-parallel rank has the whole weight."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any],
+        bias: bool,
+        parallel_mode: str,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if bias or parallel_mode != "duplicated":
+            raise NotImplementedError(f"a {parallel_mode} linear layer, bias {bias}, without Transformer Engine")
+        self.config, self.parallel_mode = config, parallel_mode
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        if config.perform_initialization:
+            init_method(self.weight)
+        self.weight.allreduce = True
+        # each rank has the gradient of its part of the sequence; Megatron adds them up
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(x, self.weight), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        return make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight},
+            prefix,
+            None,
+            sharded_offsets,
+            tp_group=mpu.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class _GroupedLinear(torch.nn.Module):
+    """The experts of one rank: weight0, weight1, ... (names and checkpoint keys of TE's GroupedLinear)."""
+
+    tp_axis: int
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any],
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise NotImplementedError("expert bias without Transformer Engine")
+        self.num_gemms, self.groups = num_gemms, pg_collection
+        shape = [output_size, input_size]
+        shape[self.tp_axis] //= pg_collection.expt_tp.size()
+        for i in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            if config.perform_initialization:
+                init_method(weight)
+            weight.allreduce = config.expert_model_parallel_size == 1
+            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, self.tp_axis, 1
+            self.register_parameter(f"weight{i}", weight)
+
+    def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
+        parts = [F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(x.split(splits))]
+        return torch.cat(parts), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        experts = self.groups.ep.size() * self.num_gemms
+        first = self.groups.ep.rank() * self.num_gemms
+        for i in range(self.num_gemms):
+            key = f"{i}.weight"
+            part = make_sharded_tensors_for_checkpoint(
+                {key: getattr(self, f"weight{i}")},
+                "",
+                {key: self.tp_axis},
+                (*sharded_offsets, (len(sharded_offsets), first + i, experts)),
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            replace_prefix_for_sharding(part, f"{i}.", prefix)
+            tensor = part[key]
+            tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())
+            out[f"{prefix}weight{i}"] = tensor
+        return out
+
+
+class ColumnParallelGroupedLinear(_GroupedLinear):
+    """TEColumnParallelGroupedLinear."""
+
+    tp_axis = 0
+
+
+class RowParallelGroupedLinear(_GroupedLinear):
+    """TERowParallelGroupedLinear."""
+
+    tp_axis = 1
+
+
+# The bridge recognises fused modules by class name.
+DuplicatedLinear.__name__ = "TELinear"
+LayerNormColumnParallelLinear.__name__ = "TELayerNormColumnParallelLinear"
+ColumnParallelGroupedLinear.__name__ = "TEColumnParallelGroupedLinear"
+RowParallelGroupedLinear.__name__ = "TERowParallelGroupedLinear"
+
+
+class CpuSpecProvider(BackendSpecProvider):
+    """Answers megatron-core's layer specs in Transformer Engine's place."""
+
+    def linear(self) -> type:
+        return DuplicatedLinear
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return LayerNormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return Norm
+
+    def core_attention(self) -> type:
+        return SDPACoreAttention
+
+    def activation_func(self) -> None:
+        return None
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
+        if moe_use_grouped_gemm:
+            grouped = MLPSubmodules(linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear)
+            return TEGroupedMLP, grouped
+        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+
+def register() -> None:
+    """Put these blocks where megatron-core's specs look for Transformer Engine's."""
+    from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
+    from megatron.core.transformer import multi_latent_attention, transformer_block
+
+    gpt_layer_specs.TESpecProvider = moe_module_specs.TESpecProvider = CpuSpecProvider
+    gpt_layer_specs.TENorm = Norm
+    transformer_block.LayerNormImpl = Norm
+    multi_latent_attention.TELinear = DuplicatedLinear

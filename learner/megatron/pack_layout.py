@@ -1,0 +1,87 @@
+"""Which place of a pack is computed where under context and sequence parallelism.
+
+    document 0        document 1           pack of T tokens
+    a b c d e         f g h
+    a b c d e - - -   f g h -              documents padded to a multiple of 2 x context, the last one so far that
+                                           sequence parallelism divides the pack too
+    0 0 1 1 1 1 0 0   0 1 1 0              owner of each place: a document is cut into 2 x context chunks, rank r
+                                           computes chunks r and 2 x context - 1 - r (equal work under a causal mask)
+
+A pad ends its document, so no token before it sees it, nothing is asked of its output, and no gradient leaves it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.config.parallel_layout import document_multiple
+from common.config.schema import ParallelConfig
+
+
+def pack_multiple(parallel: ParallelConfig) -> int:
+    """What a whole pack is padded to a multiple of: sequence parallelism splits a context rank's part once more."""
+    slices = parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
+    return math.lcm(document_multiple(parallel), slices)
+
+
+@dataclass(frozen=True)
+class Places:
+    """One context-parallel rank's part of a pack.
+
+    Attributes:
+        lengths: padded length of each document, over all context ranks.
+        source: [T padded / context] int64, index in the pack of what each place of this rank holds; T: a pad.
+        restore: [T] int64, where each token of the pack is in the concatenation of all ranks' parts.
+        padded: whether any rank has a pad; the same on every rank.
+    """
+
+    lengths: tuple[int, ...]
+    source: Tensor
+    restore: Tensor
+    padded: bool
+
+    @staticmethod
+    def of(lengths: tuple[int, ...], parallel: ParallelConfig, rank: int, device: torch.device) -> "Places":
+        """The part of context rank `rank`.
+
+        Args:
+            lengths: of the documents in the pack, at least one.
+            parallel: the layout.
+            rank: of this process in its context-parallel group.
+            device: where the index tensors shall be.
+        """
+        multiple, chunks = document_multiple(parallel), 2 * parallel.context
+        real = torch.tensor(lengths)
+        padded = -(-real // multiple) * multiple
+        padded[-1] += -int(padded.sum()) % pack_multiple(parallel)
+        total, tokens = int(padded.sum()), int(real.sum())
+        shift = (padded - real).cumsum(0) - (padded - real)  # pads before each document
+        place = torch.arange(tokens) + shift.repeat_interleave(real)
+        source = torch.full((total,), tokens)
+        source[place] = torch.arange(tokens)
+        sizes = tuple(padded.tolist())
+        if parallel.context == 1:
+            return Places(sizes, source.to(device), place.to(device), total > tokens)
+        start = (padded.cumsum(0) - padded).repeat_interleave(padded)
+        chunk = (torch.arange(total) - start) * chunks // padded.repeat_interleave(padded)
+        owner = torch.minimum(chunk, chunks - 1 - chunk)
+        order = owner.argsort(stable=True)
+        gathered = torch.empty_like(order)
+        gathered[order] = torch.arange(total)
+        return Places(sizes, source[owner == rank].to(device), gathered[place].to(device), total > tokens)
+
+    @property
+    def pads(self) -> Tensor:
+        """[T padded / context] bool, True where this rank's place holds no token."""
+        return self.source == len(self.restore)
+
+    def local(self, values: Tensor, fill: int | float = 0) -> Tensor:
+        """[T, ...] values of the pack to this rank's [T padded / context, ...], with `fill` at pads."""
+        blank = values.new_full((1, *values.shape[1:]), fill)
+        return torch.cat([values, blank]).index_select(0, self.source)
+
+    def whole(self, gathered: Tensor) -> Tensor:
+        """[T padded, ...] concatenation of every rank's part, in rank order, to the pack's [T, ...] in its order."""
+        return gathered.index_select(0, self.restore)

@@ -1,0 +1,62 @@
+"""The collective groups of the weight plane: their numbers, where their members meet, and the one that is kept."""
+
+import itertools
+
+from common.weights.collectives import Group, Store
+from common.weights.messages import Epoch
+from learner.publish.transfer import Transfer
+
+
+class Groups:
+    """Used by the control thread. The group of the last broadcast is used again while its members stay the same."""
+
+    def __init__(self, address: str, transport: str, timeout_s: float) -> None:
+        """Host the store on `address`, unless `transport` needs none; raises OSError when it cannot be bound."""
+        self._transport, self._timeout_s = transport, timeout_s
+        self._store = Store(address) if transport != "relay" else None
+        self._numbers = itertools.count(1)
+        self._kept: tuple[frozenset[bytes], Epoch, Group] | None = None
+
+    def relay_epoch(self) -> Epoch:
+        """A new epoch of one node that fetches; its source is still to be named."""
+        return Epoch(next(self._numbers), 1, 2, "", 0, self._timeout_s, "relay")
+
+    def take(self, members: list[bytes]) -> tuple[Epoch, Group | None]:
+        """(epoch as rank 0, the kept group of exactly these members or None: they are still to be told of it)."""
+        assert self._store is not None
+        if self._kept is not None and self._kept[0] == frozenset(members):
+            _, epoch, group = self._kept
+            self._kept = None
+            return epoch, group
+        if self._kept is not None and not self._kept[0].isdisjoint(members):
+            self.drop()  # those members give up the old group for the new one
+        store, size = self._store, len(members) + 1
+        epoch = Epoch(next(self._numbers), 0, size, store.host, store.port, self._timeout_s, self._transport)
+        return epoch, None
+
+    def give_back(self, transfer: Transfer, usable: bool) -> None:
+        """The transfer is over: keep its group if it is `usable`, close it otherwise."""
+        group = transfer.group
+        if group is None:
+            return
+        if self._kept is not None and self._kept[2] is not group:
+            if not usable:
+                group.close()
+                return
+            self._kept[2].close()
+        if usable:
+            self._kept = (transfer.members, transfer.epoch, group)
+        else:
+            self._kept = None
+            group.close()
+
+    def left(self, member: bytes) -> None:
+        """A node is gone: a group that it was in is of no use."""
+        if self._kept is not None and member in self._kept[0]:
+            self.drop()
+
+    def drop(self) -> None:
+        """Keep no group."""
+        if self._kept is not None:
+            self._kept[2].close()
+            self._kept = None

@@ -1,0 +1,135 @@
+"""The learner's side of the weight plane: copy a version, return to training, let a thread bring it to the nodes."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from common.config.schema import Config
+from common.security.credentials import curve_credentials
+from common.weights.collectives import GroupFactory
+from common.weights.messages import Canary
+from common.weights.transports.registry import open_group, require
+from learner.publish.control import PublishControl
+from learner.publish.delta import Deltas
+from learner.publish.protocol import Publisher, PublishReceipt, PublishStats
+from learner.publish.snapshot import Snapshot, SnapshotMaker
+
+logger = logging.getLogger(__name__)
+
+
+class WeightPublisher:
+    """The Publisher there is; see learner/publish/control.py for its rules."""
+
+    def __init__(
+        self,
+        incarnation: int,
+        dtype: str,
+        address: str,
+        bucket_bytes: int,
+        timeout_s: float,
+        group_factory: GroupFactory = open_group,
+        credentials: str | None = None,
+        transport: str = "gloo",
+        overlap: bool = True,
+        encoding: str = "full",
+        anchor_every: int = 0,
+    ) -> None:
+        """`dtype` is the engines' dtype, `address` the interface to bind, `timeout_s` bounds one attempt.
+
+        With `credentials`, a key folder, only its nodes may join. Without `overlap`, `publish` waits until the
+        version is active on every node, at most `timeout_s`.
+        """
+        self._transport, self._overlap = transport, overlap
+        self._published = 0
+        self._deltas = Deltas(encoding, anchor_every)
+        self._credentials = credentials
+        self._incarnation, self._address = incarnation, address
+        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._group_factory = group_factory
+        self._maker = SnapshotMaker(dtype)
+        self._control: PublishControl | None = None
+        self._thread: threading.Thread | None = None
+        self._sealing: threading.Thread | None = None
+
+    def start(self) -> str:
+        """Bind the control endpoint and start the sending thread; returns the endpoint's address."""
+        self._control = PublishControl(
+            self._address,
+            self._incarnation,
+            self._bucket_bytes,
+            self._timeout_s,
+            self._group_factory,
+            self._credentials,
+            self._transport,
+        )
+        self._thread = threading.Thread(target=self._control.run, daemon=True, name="weight-plane")
+        self._thread.start()
+        return self._control.address
+
+    def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
+        """Copy `named` (Hugging Face name, full tensor) into the flat buffer, then return; sending goes on behind.
+
+        Without `overlap` it waits for the nodes, too.
+
+        Raises:
+            RuntimeError: before `start` or after `close`.
+            ValueError: names or shapes differ from the first version's.
+        """
+        if self._control is None:
+            raise RuntimeError("publish before start, or after close")
+        started = time.perf_counter()
+        snapshot = self._maker.make(version, named, canary)
+        if self._sealing is not None:
+            self._sealing.join()  # versions are offered in order; hashing and encoding are far shorter than a step
+        self._sealing = threading.Thread(target=self._seal, args=(snapshot, self._control), name="seal-weights")
+        self._sealing.start()
+        self._published += 1
+        if not self._overlap and not self._control.wait_settled(self._published, version, self._timeout_s):
+            logger.warning("version %d is not active on every node after %g s; going on", version, self._timeout_s)
+        return PublishReceipt(version, snapshot.layout.total_bytes, time.perf_counter() - started)
+
+    def stats(self) -> PublishStats:
+        """Figures so far; cheap, callable from any thread."""
+        return self._control.stats() if self._control is not None else PublishStats()
+
+    def close(self) -> None:
+        """Stop sending and release the endpoint; a publish under way is finished or cut after the timeout."""
+        if self._control is None or self._thread is None:
+            return
+        if self._sealing is not None:
+            self._sealing.join()
+        self._control.stop()
+        self._deltas.close()
+        self._thread.join(self._timeout_s + 5)
+        if self._thread.is_alive():
+            logger.warning("the weight plane did not stop in time")
+
+    def _seal(self, snapshot: Snapshot, control: PublishControl) -> None:
+        snapshot.seal(self._bucket_bytes)
+        self._deltas.encode(snapshot, self._bucket_bytes)
+        control.offer(snapshot)
+
+
+def create_publisher(config: Config, incarnation: int) -> Publisher:
+    """The publisher that the config asks for; call it on the lead rank only.
+
+    Raises:
+        UsageError: this machine cannot use `weights.transport`.
+    """
+    weights = config.weights
+    require(weights.transport)
+    return WeightPublisher(
+        incarnation,
+        config.model.dtype,
+        weights.address,
+        weights.bucket_mib << 20,
+        weights.timeout_s,
+        credentials=curve_credentials(config.broker.credentials),
+        transport=weights.transport,
+        overlap=weights.overlap,
+        encoding=weights.encoding,
+        anchor_every=weights.anchor_every,
+    )

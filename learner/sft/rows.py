@@ -1,0 +1,158 @@
+"""Supervised rows: text with marks of what to train, made into token documents.
+
+A row is {"prompt": text, "completion": text}, or {"segments": [[text, 0 | 1], ...]} where 1 marks text to be
+learnt. An end-of-sequence token follows every trained segment, as it ends every turn that the model will
+generate. Texts are tokenised one by one without special tokens, so a document is the concatenation of its
+segments' tokens, as in an episode. Or a row is {"messages": [{"role": ..., "content": ...}, ...]}, of which what the
+assistant says is learnt (learner/sft/chat.py).
+"""
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from common.errors import UsageError
+from learner.batch.packing import Document
+from learner.loop.task_source import read_rows, shuffled
+from learner.sft.chat import Chat, ChatTemplate, ChatTokenizer, check_messages
+
+KEY = "tasks.dataset"
+
+
+class _Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    prompt: str
+    completion: str
+
+
+class _Segments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    segments: list[tuple[str, Literal[0, 1]]]
+
+
+Segment = tuple[str, Literal[0, 1]]
+Row = list[Segment] | Chat
+LOOKS = (
+    'expected {"prompt": text, "completion": text}, {"segments": [[text, 0 or 1], ...]} or '
+    '{"messages": [{"role": ..., "content": text}, ...]}'
+)
+
+
+def load_tokenizer(folder: Path) -> ChatTokenizer:
+    """The tokenizer in a Hugging Face folder.
+
+    Raises:
+        UsageError: there is none, or it has no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # transformers raises whatever its parsers raise
+        reason = str(error).strip().split("\n")[0]
+        raise UsageError(f"model.path: {folder} has no usable tokenizer: {reason}") from None
+    if tokenizer.eos_token_id is None:
+        raise UsageError(f"model.path: the tokenizer in {folder} has no end-of-sequence token; set eos_token")
+    return tokenizer
+
+
+class SftDataset:
+    """Rows by step, tokenised when they are needed.
+
+    Attributes:
+        digest: of the rows; kept in checkpoints, so that a resumed run notices another dataset.
+    """
+
+    def __init__(self, path: Path, tokenizer: ChatTokenizer, seed: int, shuffle: bool) -> None:
+        """Read and check every row.
+
+        Raises:
+            UsageError: missing or empty file, a line that is not JSON or not a row, or a conversation that the
+                tokenizer's chat template does not take, naming the line.
+        """
+        self._tokenizer = tokenizer
+        self._chats = ChatTemplate(tokenizer)
+        self._rows: list[Row] = []
+        self._names: list[str] = []
+        digest = hashlib.sha256()
+        for number, line in read_rows(path, KEY):
+            digest.update(line + b"\n")
+            row = parse_row(line, path, number)
+            self._names.append(f"{KEY}: {path} line {number}")
+            if isinstance(row, Chat):
+                self._chats.check(row, self._names[-1])
+            self._rows.append(row)
+        self.digest = digest.hexdigest()[:16]
+        self._shuffle = shuffle
+        self._order = functools.lru_cache(maxsize=2)(lambda epoch: shuffled(seed, epoch, len(self._rows)))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def step(self, step: int, sequences: int) -> list[Document]:
+        """The `sequences` documents of one step; epochs follow one another without a gap."""
+        places = range(step * sequences, (step + 1) * sequences)
+        return self.documents([self._row(place) for place in places])
+
+    def _row(self, place: int) -> int:
+        epoch, at = divmod(place, len(self._rows))
+        return int(self._order(epoch)[at]) if self._shuffle else at
+
+    def documents(self, rows: Sequence[int]) -> list[Document]:
+        """Token documents of these rows, all segments tokenised in one call.
+
+        Raises:
+            UsageError: a row without a token to predict, or a conversation that is not as its template promised.
+        """
+        segments = [segment for row in rows if not isinstance(found := self._rows[row], Chat) for segment in found]
+        texts = [text for text, _ in segments]
+        pieces = iter(self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+        documents: list[Document] = []
+        for row in rows:
+            found = self._rows[row]
+            if isinstance(found, Chat):
+                tokens, mask = self._chats.tokens(found, self._names[row])
+            else:
+                tokens, mask = self._joined(found, pieces)
+            if len(tokens) < 2:
+                raise UsageError(f"{self._names[row]} has {len(tokens)} tokens, nothing to predict")
+            documents.append(_document(tokens, mask, self._names[row]))
+        return documents
+
+    def _joined(self, segments: list[Segment], pieces: Iterator[list[int]]) -> tuple[list[int], list[int]]:
+        """(tokens, mask) of one row, from the tokens of each of its segments."""
+        eos = self._tokenizer.eos_token_id
+        assert eos is not None
+        tokens: list[int] = []
+        mask: list[int] = []
+        for _, trained in segments:
+            tokens += [*next(pieces), eos] if trained else next(pieces)
+            mask += [trained] * (len(tokens) - len(mask))
+        return tokens, mask
+
+
+def _document(tokens: list[int], mask: list[int], name: str) -> Document:
+    loss_mask = np.array(mask, dtype=np.uint8)
+    loss_mask[0] = 0
+    return Document(np.array(tokens, dtype=np.int32), loss_mask, name=name)
+
+
+def parse_row(row: bytes, path: Path, number: int) -> Row:
+    """What one row says; raises UsageError naming the line and what a row looks like."""
+    try:
+        keys = msgspec.json.decode(row, type=dict[str, msgspec.Raw])
+        wanted = Chat if "messages" in keys else _Segments if "segments" in keys else _Pair
+        value = msgspec.json.decode(row, type=wanted)
+        if isinstance(value, Chat):
+            check_messages(value)
+            return value
+    except ValueError as error:  # msgspec's are ValueErrors
+        raise UsageError(f"{KEY}: {path} line {number}: {error}; {LOOKS}") from None
+    if isinstance(value, _Pair):
+        return [(value.prompt, 0), (value.completion, 1)]
+    if not any(trained for _, trained in value.segments):
+        raise UsageError(f"{KEY}: {path} line {number}: no segment is marked 1, so there is nothing to learn")
+    return value.segments

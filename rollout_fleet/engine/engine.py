@@ -1,0 +1,328 @@
+"""The rollout engine: vLLM's AsyncLLM behind tokens in, tokens out, with a policy version for every token.
+
+Results that contain tokens of weights which are not proven yet are held back until the proof is there, so
+nothing sampled from wrong weights ever leaves the engine.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from common.config.schema import Config
+from common.errors import SlipstreamError, UsageError
+from common.rollouts import VersionRun
+from rollout_fleet.engine import environment_variables, scheduler_stats
+from rollout_fleet.engine.vllm_patches.prefix_cache import salt
+from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation
+from rollout_fleet.vllm_plugin import BACKEND
+from rollout_fleet.weights.engine_weights import UNLABELLED, EngineWeights
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_S = 2.0  # for the engine process, which holds nothing worth saving
+
+
+class Engine:
+    """One vLLM engine. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        weights: Literal["random", "folder"] = "random",
+        stop_token_ids: list[int] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            weights: 'random' when they come from a learner: the model folder gives only the architecture, loading
+                is skipped, and `generate` refuses until the first flip. 'folder' loads them (label -1).
+            stop_token_ids: what ends a generation; None: the folder's end-of-sequence tokens.
+            seed: of the sampler; None: the config's. Give every node its own.
+        """
+        self._config = config
+        self._random = weights == "random"
+        self._seed = config.run.seed if seed is None else seed
+        self._stop_token_ids = end_tokens(Path(config.model.path)) if stop_token_ids is None else stop_token_ids
+        self._counters = EngineCounters()
+        self._numbers = itertools.count()
+        self._params: dict[tuple[int, float, float], Any] = {}
+        self._llm: Any = None
+        self._vocabulary = 0  # of the model, known when the engine is up
+        self._moe_layers: list[int] | None = None  # whose routing is recorded; None: it is not
+        self._creator: ThreadPoolExecutor | None = None
+        self.weights = EngineWeights(recompute=config.weights.kv_cache == "recompute")
+
+    @property
+    def counters(self) -> EngineCounters:
+        return self._counters
+
+    @property
+    def holds(self) -> int:
+        """Requests of the full length that its KV cache holds; known once it is up."""
+        config = self._llm.vllm_config
+        return config.cache_config.num_gpu_blocks * config.cache_config.block_size // config.model_config.max_model_len
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in the engine; -1: none, or those of the folder."""
+        return self.weights.version
+
+    async def start(self) -> None:
+        """Bring the engine up (seconds to minutes); the event loop stays free meanwhile.
+
+        Raises:
+            UsageError: a config that this engine cannot serve.
+            SlipstreamError: the engine did not come up; the message says why.
+        """
+        # The engine process dies with the *thread* that made it, so this one must live as long as the engine.
+        self._creator = ThreadPoolExecutor(1, "vllm-parent")
+        try:
+            self._llm = await asyncio.get_running_loop().run_in_executor(self._creator, self._create)
+            if "generate" not in await self._llm.get_supported_tasks():
+                raise UsageError(f"{self._config.model.path} is no model that generates text; see its config.json")
+        except Exception as error:
+            await self.shutdown()
+            raise SlipstreamError(f"the vLLM engine did not start: {error}") from error
+        if self._config.learner.moe.replay_routing:
+            self._moe_layers = (await self._llm.collective_rpc("slipstream_moe_layers"))[0]
+        self._vocabulary = int(self._llm.model_config.get_vocab_size())
+        await self.weights.attach(self._llm, usable=not self._random)
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+    ) -> Generation:
+        """Continue `prompt_ids` by at most `max_tokens` tokens; temperature 0 is greedy.
+
+        A cancelled call aborts its request in the engine.
+
+        Raises:
+            SlipstreamError: no weights yet, quarantined, or the engine is dead.
+            ValueError: the engine refused this request, for example for a token outside the vocabulary.
+        """
+        self.weights.check_usable()
+        self._check_tokens(prompt_ids)
+        request_id = str(next(self._numbers))
+        prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": salt(self.weights.label)}
+        output = await self._request(request_id, prompt, self._sampling(max_tokens, temperature, top_p))
+        generation = to_generation(output, self._moe_layers)
+        await self.weights.wait_proven(run.version for run in generation.version_runs)
+        self._counters.requests += 1
+        self._counters.tokens_generated += len(generation.tokens)
+        self._counters.prompt_tokens += len(prompt_ids)
+        self._counters.cached_tokens += output.num_cached_tokens or 0
+        return generation
+
+    async def shutdown(self) -> None:
+        """Abort what runs and end the engine's processes; safe to call twice."""
+        llm, self._llm = self._llm, None
+        creator, self._creator = self._creator, None
+        loop = asyncio.get_running_loop()
+        if llm is not None:
+            self.weights.detach()
+            await _stop_listening(llm)
+            await loop.run_in_executor(creator, lambda: llm.shutdown(timeout=SHUTDOWN_S))
+            llm.shutdown = lambda timeout=None: None  # AsyncLLM.__del__ calls it again, when its imports may be gone
+            # vLLM leaves its ZeroMQ context, with two threads, to the garbage collector. Its sockets, made by the
+            # asynchronous view of the context, are closed on this loop by now; any left would make this wait forever.
+            view, context = llm.engine_core.ctx, llm.engine_core.resources.ctx
+            for socket in list(view._sockets):
+                socket.close(linger=0)
+            context.destroy(linger=0)
+        if creator is not None:
+            await loop.run_in_executor(None, creator.shutdown)
+
+    def _check_tokens(self, prompt_ids: list[int]) -> None:
+        """vLLM checks them with its tokenizer only, which is not loaded here; others would end the engine.
+
+        Raises:
+            ValueError: the model has no such token.
+        """
+        lowest, highest = min(prompt_ids, default=0), max(prompt_ids, default=0)
+        if lowest < 0 or highest >= self._vocabulary:
+            strange = lowest if lowest < 0 else highest
+            raise ValueError(f"token {strange}, the model has 0 to {self._vocabulary - 1}")
+
+    async def _request(self, request_id: str, prompt: Any, params: Any) -> Any:
+        """The final RequestOutput of one request."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        if self._llm is None:
+            raise SlipstreamError("the engine is not running")
+        try:
+            # To its end: a generator that is left half-way aborts its request, also one that is through.
+            outputs = [output async for output in self._llm.generate(prompt, params, request_id)]
+            if outputs and outputs[-1].finished:
+                return outputs[-1]
+        except asyncio.CancelledError:
+            self._counters.aborted += 1
+            raise
+        except EngineDeadError as error:
+            reason = "was shut down" if self._llm is None else "died; its process's log has the reason"
+            raise SlipstreamError(f"the vLLM engine {reason}") from error
+        except (VLLMClientError, ValueError) as error:
+            raise ValueError(f"the engine refused the request: {error}") from error
+        except EngineGenerateError as error:
+            cause = error.__cause__
+            if isinstance(cause, (VLLMClientError, ValueError)):
+                raise ValueError(f"the engine refused the request: {cause}") from error
+            raise SlipstreamError(f"the engine failed on a request: {cause or error}") from error
+        raise SlipstreamError("the engine ended a request without a result")
+
+    def _sampling(self, max_tokens: int, temperature: float, top_p: float) -> Any:
+        """SamplingParams; vLLM copies them per request, so equal ones are made once."""
+        key = (max_tokens, temperature, top_p)
+        params = self._params.get(key)
+        if params is None:
+            from vllm import SamplingParams
+            from vllm.sampling_params import RequestOutputKind
+
+            params = self._params[key] = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                ignore_eos=True,  # the end tokens are ours to say, whatever the folder has
+                stop_token_ids=self._stop_token_ids,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                skip_clone=True,  # a shallow copy per request: nothing in it is changed afterwards
+            )
+        return params
+
+    def _create(self) -> Any:
+        """Build AsyncLLM; blocks for the whole start."""
+        environment_variables.prepare(self._config)
+        import torch
+
+        on_cpu = not torch.cuda.is_available()
+        if on_cpu:
+            environment_variables.prepare_cpu(self._config)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        watched = self._config.rollout.concurrency == "auto"  # costs some time at every engine step
+        loggers = [scheduler_stats.stat_logger(self._counters, lambda: self.weights.half_flips)] if watched else None
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments(on_cpu)), stat_loggers=loggers)
+
+    def _arguments(self, on_cpu: bool) -> dict[str, Any]:
+        from vllm.config.weight_transfer import WeightTransferConfig
+
+        engine = self._config.rollout.engine
+        arguments: dict[str, Any] = {
+            "model": self._config.model.path,
+            "dtype": self._config.model.dtype,
+            "load_format": "dummy" if self._random else "auto",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # sampling is what the caller says, never a default of the folder
+            "seed": self._seed,
+            "max_model_len": engine.max_model_len,
+            "max_num_seqs": engine.max_num_seqs,
+            "tensor_parallel_size": engine.tensor_parallel,
+            "enforce_eager": engine.eager,
+            "gpu_memory_utilization": engine.gpu_memory_utilization,
+            "enable_prefix_caching": True,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+            "worker_extension_cls": "rollout_fleet.weights.worker_extension.WorkerExtension",
+            "enable_return_routed_experts": self._config.learner.moe.replay_routing,
+        }
+        if engine.max_batched_tokens is not None:
+            arguments["max_num_batched_tokens"] = engine.max_batched_tokens
+        if engine.kv_cache_mib is not None:
+            arguments["kv_cache_memory_bytes"] = engine.kv_cache_mib << 20
+        if engine.block_size is not None:
+            arguments["block_size"] = engine.block_size
+        if not on_cpu:
+            arguments["moe_backend"] = "triton"  # others reorder the experts when loaded: no updates in place, no proof
+        if on_cpu:
+            arguments["distributed_executor_backend"] = "uni" if engine.tensor_parallel == 1 else "mp"
+        return arguments
+
+
+async def _stop_listening(llm: Any) -> None:
+    """End the task that reads the engine's answers: it takes the process's end for a death. Who waits hears of it."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
+        await asyncio.wait([llm.output_handler])
+    llm.output_processor.propagate_error(EngineDeadError())
+
+
+def to_generation(output: Any, moe_layers: list[int] | None = None) -> Generation:
+    """vLLM's final RequestOutput in our terms.
+
+    Args:
+        output: of one request.
+        moe_layers: the layers whose routing the engine records; None: it records none.
+
+    Raises:
+        SlipstreamError: tokens without log-probability, without a version, or without the routing that is recorded.
+    """
+    completion = output.outputs[0]
+    tokens = list(completion.token_ids)
+    logprobs = completion.logprobs.logprobs if completion.logprobs is not None else []
+    if len(logprobs) != len(tokens):
+        raise SlipstreamError(f"the engine gave {len(logprobs)} log-probabilities for {len(tokens)} tokens")
+    runs: list[VersionRun] = []
+    for span in completion.weight_versions or []:
+        version = version_of(span.version)
+        if span.end > span.start and (not runs or runs[-1].version != version):
+            runs.append(VersionRun(span.start, version))
+    if tokens and not runs:
+        raise SlipstreamError("the engine gave tokens without a policy version")
+    reason: FinishReason = completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
+    routed = None if moe_layers is None else _routing(output, moe_layers)
+    return Generation(tokens, list(logprobs), runs, reason, routed)
+
+
+def _routing(output: Any, moe_layers: list[int]) -> np.ndarray | None:
+    """[prompt + N - 1, MoE layers, experts per token] int16; None of an aborted request that has none."""
+    completion = output.outputs[0]
+    if completion.routed_experts is None and completion.finish_reason not in ("stop", "length"):
+        return None
+    fed = len(output.prompt_token_ids) + len(completion.token_ids) - 1
+    got = 0 if completion.routed_experts is None else len(completion.routed_experts)
+    if got != fed:
+        raise SlipstreamError(f"the engine gave the experts of {got} tokens, {fed} were fed")
+    return completion.routed_experts[:, moe_layers].astype(np.int16)
+
+
+def version_of(label: str) -> int:
+    """Policy version of vLLM's label 'incarnation:version'; -1 for weights that no learner sent."""
+    return -1 if label == UNLABELLED else int(label.rpartition(":")[2])
+
+
+def end_tokens(folder: Path) -> list[int]:
+    """End-of-sequence ids of a Hugging Face folder: generation_config.json's, else config.json's.
+
+    Raises:
+        UsageError: the folder has no readable config.json.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except ValueError as error:
+            raise UsageError(f"{path}: not JSON: {error}") from error
+        if found is not None:
+            return [int(x) for x in found] if isinstance(found, list) else [int(found)]
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"model.path: {folder} has no config.json; it must be a Hugging Face model folder")
+    return []

@@ -1,0 +1,178 @@
+"""The process that environment processes are forked from: small, single-threaded, without secrets.
+
+    node --socket of one episode--> zygote --fork--> guard (pid 1 of its own namespace) --fork--> worker
+
+The worker runs the environment (worker.py). The guard ends everything below it when the worker ends, when the node
+closes its end of the episode's socket (also by dying), when the wall time is over or when too many processes are
+there. Importing the environment's module happens once, here; a fork costs a few milliseconds.
+
+python -m rollout_fleet.environments.isolation.fork_server CONTROL_FD MODULE...
+(started by process_host.py; standard library only)
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from typing import Any
+
+from rollout_fleet.environments.isolation import namespaces
+from rollout_fleet.environments.isolation.ipc_frames import pack
+
+MOST_PROCESSES = 64  # of one episode: more, and it is ended; the kernel refuses twice as many
+FIRST_UID = 1_000_000_000  # real users of episodes, where the node runs as root
+LOOK_S = 0.05
+FILE_BYTES = 64 << 20
+OPEN_FILES = 256
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until the node closes the control socket."""
+    control = socket.socket(fileno=int(arguments[0]))
+    try:
+        for module in arguments[1:]:
+            importlib.import_module(module)
+        control.send(json.dumps({"ready": True, "namespaces": _namespaces_work()}).encode())
+    except BaseException as error:  # a user's module may raise anything while it is imported
+        control.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}).encode())
+        return 1
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
+    while True:
+        try:
+            request, fds, _, _ = socket.recv_fds(control, 65536, 1)
+        except InterruptedError:
+            continue
+        if not request:
+            return 0
+        if os.fork() == 0:
+            _become_guard(json.loads(request), fds[0])
+        os.close(fds[0])
+
+
+def _namespaces_work() -> bool:
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if namespaces.unshare(namespaces.NEW_PID) else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def _become_guard(request: dict[str, Any], fd: int) -> None:
+    """In the first child: leave the zygote's world, then go on in a child that is the first of its own."""
+    try:
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _close_all_but(fd)
+        kinds = namespaces.NEW_PID | (0 if request["network"] else namespaces.NEW_NET)
+        alone = request["isolate"] and namespaces.unshare(kinds)
+        uid = FIRST_UID + os.getpid()
+        if os.fork() == 0:
+            _guard(request, fd, alone, uid)
+    finally:
+        os._exit(0)
+
+
+def _guard(request: dict[str, Any], fd: int, alone: bool, uid: int) -> None:
+    """Watch one worker; when this process ends, so does everything that it started."""
+    folder = tempfile.mkdtemp(prefix="episode-")
+    died = ""
+    try:
+        namespaces.adopt_orphans()
+        worker = os.fork()
+        if worker == 0:
+            _become_worker(request, fd, folder, uid, alone)
+        died = _watch(worker, fd, time.monotonic() + request["wall_s"])
+    finally:
+        if died:
+            with contextlib.suppress(OSError):
+                os.set_blocking(fd, False)
+                os.write(fd, pack({"died": died}))
+        shutil.rmtree(folder, ignore_errors=True)
+        if not alone:
+            _kill_descendants()
+        os._exit(0)
+
+
+def _watch(worker: int, fd: int, deadline: float) -> str:
+    """Why the worker died; '' when it ended by itself or nobody listens any more."""
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP | select.POLLHUP)
+    while True:
+        gone = poll.poll(LOOK_S * 1000)
+        pid = -1
+        while pid != 0:  # orphans are ours to wait for as well
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return "its process is gone"
+            if pid == worker:
+                return _cause(status)
+        if gone:
+            return ""
+        if time.monotonic() > deadline:
+            return "the episode's wall time is over"
+        if len(namespaces.descendants()) > MOST_PROCESSES:
+            return f"it started more than {MOST_PROCESSES} processes"
+
+
+def _cause(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return f"killed after {used.ru_utime + used.ru_stime:.1f} s of CPU time"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"its process ended with exit code {code}"
+
+
+def _kill_descendants() -> None:
+    """Without a namespace of their own: until a look finds none."""
+    while found := namespaces.descendants():
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _become_worker(request: dict[str, Any], fd: int, folder: str, uid: int, alone: bool) -> None:
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        os.chdir(folder)
+        os.environ["HOME"] = os.environ["TMPDIR"] = folder
+        tempfile.tempdir = folder
+        namespaces.no_new_privileges()
+        cpu_s, memory = request["cpu_s"], request["memory_mib"] << 20
+        file_bytes = min(request.get("file_bytes", FILE_BYTES), FILE_BYTES)
+        for what, soft, hard in (
+            (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
+            (resource.RLIMIT_AS, memory, memory),
+            (resource.RLIMIT_FSIZE, file_bytes, file_bytes),
+            (resource.RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES),
+            (resource.RLIMIT_CORE, 0, 0),
+        ):
+            resource.setrlimit(what, (soft, hard))
+        if namespaces.drop_root(uid) or alone:  # without either, the limit would count every process of the user
+            resource.setrlimit(resource.RLIMIT_NPROC, (2 * MOST_PROCESSES, 2 * MOST_PROCESSES))
+        from rollout_fleet.environments.isolation import worker
+
+        worker.serve(socket.socket(fileno=fd))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _close_all_but(fd: int) -> None:
+    os.closerange(3, fd)
+    os.closerange(fd + 1, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 20 else 1 << 20)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""Runs Python that a model wrote: a process of its own per call, with limits, without network, gone afterwards.
+
+See processes.py for what that contains and what not.
+"""
+
+import ast
+import asyncio
+import atexit
+import functools
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+
+from rollout_fleet.environments.isolation import ipc_frames
+from rollout_fleet.environments.isolation.placement import EnvironmentDied, EnvironmentRaised, Flood
+from rollout_fleet.environments.isolation.process_host import ProcessHost
+from rollout_fleet.environments.protocol import Limits
+
+NAME = "<code>"
+LEAST_FILE_BYTES = 1 << 20
+
+
+@functools.cache
+def _host() -> ProcessHost:
+    host = ProcessHost((__name__,))
+    atexit.register(host.close)
+    return host
+
+
+async def run_python(code: str, seconds: float = 5.0, memory_mib: int = 512, output_chars: int = 4000) -> str:
+    """What `code` writes to stdout and stderr, the value of a last expression, and its traceback if it raises.
+
+    Args:
+        seconds: of wall time; of CPU time as many, rounded up.
+        memory_mib: address space.
+        output_chars: more is cut, and says so; code that writes far more gets an error from the write.
+
+    Returns:
+        The output; a last line `killed: ...` when it was ended.
+    """
+    limits = Limits(cpu_s=max(1, int(seconds + 0.999)), memory_mib=memory_mib)
+    most = max(LEAST_FILE_BYTES, 4 * output_chars)
+    channel = await _host().open(limits, seconds + 5.0, network=False, file_bytes=most)
+    try:
+        async with asyncio.timeout(seconds):
+            path = f"{__name__}:execute"
+            limit = output_chars * ipc_frames.CHAR_BYTES + ipc_frames.SMALL_BYTES
+            return await channel.ask(limit, do="call", path=path, keywords={"code": code, "chars": output_chars})
+    except TimeoutError:
+        return f"killed: it took longer than {seconds:g} s"
+    except (EnvironmentDied, EnvironmentRaised, Flood) as error:
+        return f"killed: {error}"
+    finally:
+        channel.close()
+
+
+def execute(code: str, chars: int) -> str:
+    """In the process: run `code`, with both streams into a file, and return the file's beginning."""
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        _run(code)
+        _quietly(sys.stdout.flush)
+        _quietly(sys.stderr.flush)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        text = file.read(4 * chars).decode("utf-8", "replace")
+    return text if len(text) <= chars and size <= 4 * chars else f"{text[:chars]}\n... (of {size} bytes)"
+
+
+def _run(code: str) -> None:
+    world = {"__name__": "__main__"}
+    try:
+        tree = ast.parse(code, NAME)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, NAME, "exec"), world)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), NAME, "eval"), world)  # noqa: S307
+            if value is not None:
+                print(repr(value))  # noqa: T201
+    except SystemExit:
+        return
+    except BaseException as error:  # whatever it raises is its output
+        frames_of_code = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == NAME]
+        said = traceback.format_list(frames_of_code) + traceback.format_exception_only(error)
+        _quietly(lambda: sys.stderr.write("".join(said)))
+
+
+def _quietly(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except (OSError, ValueError):
+        return  # the file is full, or the code closed the stream

@@ -1,0 +1,288 @@
+"""The episode driver: token in, token out, one Sample per episode.
+
+    environment --text--> tokenised once, masked out --> context --> engine --> sampled tokens, trained
+         ^                                                                          |
+         +------------------------------- decoded text -----------------------------+
+
+The context only ever grows; what the policy sampled is never tokenised again, so the learner trains on exactly the
+tokens that the engine saw. Whatever an environment does wrong fails its own sample, with a reason.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from common.rollouts import Sample
+from rollout_fleet.environments.isolation.placement import (
+    EnvironmentDied,
+    EnvironmentRaised,
+    Flood,
+    Seat,
+    Stage,
+    StageFailed,
+)
+from rollout_fleet.environments.protocol import Action, Budget, Chat, Limits, Observation, StepResult, StopReason
+from rollout_fleet.episode.rendering import Renderer
+from rollout_fleet.episode.sampler_protocol import Generation, Sampler
+from rollout_fleet.episode.token_record import Trace
+from rollout_fleet.episode.tool_calls import format_of, parse
+
+logger = logging.getLogger(__name__)
+
+METRICS_MAX = 64
+METRIC_NAME_MAX = 64
+REASON_CHARS = 500  # of an error message: it travels with the sample
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The distribution to sample from; temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass
+class Progress:
+    """An episode while it runs, for those who watch it.
+
+    Attributes:
+        sampled_tokens: by calls of the model that ended.
+        turns: calls of the model that began.
+        place: room (not started), engine, environment, or done.
+        since: when it came there, monotonic seconds.
+    """
+
+    sampled_tokens: int = 0
+    turns: int = 0
+    place: str = "room"
+    since: float = field(default_factory=time.monotonic)
+
+    def at(self, place: str) -> None:
+        """It is in `place` from now on."""
+        self.place, self.since = place, time.monotonic()
+
+
+class Driver(Protocol):
+    """Runs episodes; safe to call concurrently."""
+
+    async def run(
+        self, problem: dict[str, Any], seed: int, progress: Progress | None = None, group_seed: int | None = None
+    ) -> Sample: ...
+
+    async def close(self) -> None:
+        """Release what the episodes shared."""
+        ...
+
+
+class EpisodeFailed(Exception):
+    """The sample fails with `reason`; the message says why."""
+
+    def __init__(self, message: str, reason: StopReason = StopReason.ENVIRONMENT_ERROR) -> None:
+        self.reason = reason
+        super().__init__(message if len(message) <= REASON_CHARS else message[:REASON_CHARS] + " ...")
+
+
+class _Refused(Exception):
+    """The environment said something that the driver cannot use."""
+
+
+class EpisodeDriver:
+    """Runs episodes of one environment class against a sampler; safe to call concurrently."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        renderer: Renderer,
+        stage: Stage,
+        budget: Budget,
+        sampling: Sampling,
+        timeout_s: float,
+        limits: Limits | None = None,
+    ) -> None:
+        self._sampler, self._renderer, self._stage = sampler, renderer, stage
+        self._budget, self._sampling, self._timeout_s = budget, sampling, timeout_s
+        self._limits = limits or Limits()
+        self._tool_format = format_of(renderer.template)
+        most = self._limits.max_concurrent
+        self._slots = asyncio.Semaphore(most) if most is not None else None
+
+    async def run(
+        self, problem: dict[str, Any], seed: int, progress: Progress | None = None, group_seed: int | None = None
+    ) -> Sample:
+        """One episode.
+
+        Args:
+            problem: the dataset row.
+            seed: for the environment; the sampler draws from its own generator.
+            progress: of this episode, kept current also when it is cancelled later.
+            group_seed: what all samples of the group share; None: `seed`.
+
+        Returns:
+            The sample; `error` is set and `stop_reason` says why when the environment failed or time ran out.
+
+        Raises:
+            SlipstreamError: the engine failed, which is not the sample's fault.
+            asyncio.CancelledError: the caller gave the episode up.
+        """
+        trace = Trace()
+        async with AsyncExitStack() as stack:
+            if self._slots is not None:
+                await stack.enter_async_context(self._slots)
+            seat = self._stage.seat(problem, seed, seed if group_seed is None else group_seed)
+            stack.push_async_callback(seat.close)
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    reason = await self._play(trace, seat, progress or Progress())
+            except TimeoutError:
+                what = "the environment or the engine did not answer"
+                return trace.sample(StopReason.TIMEOUT, f"{what} within {self._timeout_s:g} s (turn {trace.turns})")
+            except EpisodeFailed as failure:
+                if failure.reason is not StopReason.CANCELLED:
+                    logger.warning("%s on turn %d of seed %d: %s", failure.reason.value, trace.turns, seed, failure)
+                return trace.sample(failure.reason, str(failure))
+            return trace.sample(reason)
+
+    async def close(self) -> None:
+        """Nothing is shared."""
+
+    async def _play(self, trace: Trace, seat: Seat, progress: Progress) -> StopReason:
+        progress.at("environment")
+        observation = await self._reset(seat)
+        ids = self._first(observation)
+        tools = isinstance(observation, Chat) and bool(observation.tools)
+        budget = self._budget
+        while True:
+            trace.observe(ids)
+            room = min(budget.max_tokens - trace.sampled, budget.max_context - len(trace.tokens))
+            if room <= 0:
+                return self._no_room(trace, len(ids))
+            generation = await generate(self._sampler, trace, room, self._sampling, progress)
+            ended = generation.finish_reason == "stop"
+            result = await self._step(seat, self._action(generation, ended, tools), trace)
+            if not result.trained:
+                trace.untrain(len(generation.tokens))
+            if not ended:
+                return StopReason.LENGTH
+            if result.done:
+                return StopReason.STOP if trace.turns == 1 else StopReason.ENVIRONMENT_DONE
+            if trace.turns >= budget.max_turns:
+                return StopReason.TURN_LIMIT
+            ids = self._later(result.observation, generation.tokens[-1])
+
+    async def _reset(self, seat: Seat) -> Observation:
+        async with self._bounded("reset", self._limits.reset_s):
+            return await seat.reset()
+
+    async def _step(self, seat: Seat, action: Action, trace: Trace) -> StepResult:
+        async with self._bounded("step", self._limits.step_s):
+            result = await seat.step(action)
+            reward = finite(result.reward)
+            metrics = checked_metrics(result.metrics)
+        trace.turn_rewards.append(reward)
+        trace.metrics = {**trace.metrics, **metrics}
+        return result
+
+    @asynccontextmanager
+    async def _bounded(self, where: str, limit_s: float) -> AsyncIterator[None]:
+        """What goes wrong inside becomes the reason for which the sample fails."""
+        clock = asyncio.timeout(limit_s)
+        try:
+            async with clock:
+                yield
+        except StageFailed:
+            raise
+        except Exception as error:
+            if isinstance(error, TimeoutError) and clock.expired():
+                late = f"{where} took longer than {limit_s:g} s"
+                raise EpisodeFailed(late, StopReason.ENVIRONMENT_TIMEOUT) from error
+            raise failure(error, where) from error
+
+    def _first(self, observation: Observation) -> list[int]:
+        try:
+            return self._renderer.first(self._sized(observation))
+        except Exception as error:
+            raise failure(error, "observation") from error
+
+    def _later(self, observation: Observation, end_token: int) -> list[int]:
+        try:
+            return self._renderer.later(self._sized(observation), end_token)
+        except Exception as error:
+            raise failure(error, "observation") from error
+
+    def _sized(self, observation: Observation) -> Observation:
+        size = sum(len(c) for _, c in observation.messages) if isinstance(observation, Chat) else len(observation)
+        if size > self._limits.observation_chars:
+            raise Flood(f"{size} characters or tokens, the limit is {self._limits.observation_chars}")
+        return observation
+
+    def _no_room(self, trace: Trace, observed: int) -> StopReason:
+        if trace.turns:
+            trace.retract(observed)
+            return StopReason.LENGTH
+        raise EpisodeFailed(f"the prompt has {len(trace.tokens)} tokens, the context holds {self._budget.max_context}")
+
+    def _action(self, generation: Generation, ended: bool, tools: bool) -> Action:
+        text = self._renderer.text(generation.tokens[:-1] if ended else generation.tokens)
+        if not tools or not ended:
+            return Action(text, tuple(generation.tokens), ended)
+        said = parse(text, self._tool_format)
+        return Action(text, tuple(generation.tokens), ended, said.calls, said.malformed)
+
+
+async def generate(sampler: Sampler, trace: Trace, room: int, sampling: Sampling, progress: Progress) -> Generation:
+    """One call of the model on what the trace holds; the trace and `progress` take its tokens.
+
+    Raises:
+        EpisodeFailed: the engine refused the request, or aborted it.
+        SlipstreamError: the engine failed.
+    """
+    progress.turns += 1
+    progress.at("engine")
+    try:
+        generation = await sampler.generate(list(trace.tokens), room, sampling.temperature, sampling.top_p)
+    except ValueError as error:
+        raise EpisodeFailed(f"the engine refused what the environment said: {error}") from error
+    progress.at("environment")
+    trace.extend(generation)
+    progress.sampled_tokens += len(generation.tokens)
+    if generation.finish_reason == "abort":
+        raise EpisodeFailed("the engine aborted the request", StopReason.CANCELLED)
+    return generation
+
+
+def failure(error: Exception, where: str) -> EpisodeFailed:
+    """Why a sample fails whose environment raised `error` in `where`."""
+    if isinstance(error, Flood):
+        return EpisodeFailed(f"{where}: {error}", StopReason.ENVIRONMENT_FLOOD)
+    if isinstance(error, EnvironmentDied):
+        return EpisodeFailed(f"{where}: {error}", StopReason.ENVIRONMENT_KILLED)
+    if isinstance(error, _Refused):
+        return EpisodeFailed(f"{where}: {error}")
+    if isinstance(error, EnvironmentRaised):
+        return EpisodeFailed(f"{where} {error}")
+    return EpisodeFailed(f"{where} raised {type(error).__name__}: {error}")
+
+
+def finite(reward: Any) -> float:
+    """A reward as a finite float; raises for anything else."""
+    reward = float(reward)
+    if not math.isfinite(reward):
+        raise _Refused(f"reward {reward} is not finite")
+    return reward
+
+
+def checked_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """The environment's numbers, as numbers: they travel with the sample."""
+    if len(metrics) > METRICS_MAX:
+        raise _Refused(f"{len(metrics)} metrics, at most {METRICS_MAX} are kept")
+    found = {str(name)[:METRIC_NAME_MAX]: float(value) for name, value in metrics.items()}
+    bad = [name for name, value in found.items() if not math.isfinite(value)]
+    if bad:
+        raise _Refused(f"metric {bad[0]!r} is not finite")
+    return found

@@ -1,0 +1,141 @@
+"""Rolls out one leased task: `group_size` episodes of one problem, bounded by the node's concurrency."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.rollouts import Group, GroupMeta, Sample, Task
+from rollout_fleet.episode.driver import Driver, Progress
+from rollout_fleet.node.concurrency import Places
+
+NOTHING = GroupMeta(version_min=-1, version_max=-1, reward_mean=0.0, sampled_tokens=0)
+
+
+@dataclass
+class GroupProgress:
+    """How far a group got, also when it is cancelled half-way.
+
+    Attributes:
+        leased_at: monotonic seconds.
+        started_at: when its first episode began, monotonic seconds; None before.
+        lost: the lease was lost, so the broker has counted its seconds.
+        episodes: one per sample; empty before the group runs.
+    """
+
+    leased_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    lost: bool = False
+    episodes: list[Progress] = field(default_factory=list)
+
+    @property
+    def started(self) -> bool:
+        return self.started_at is not None
+
+    @property
+    def sampled_tokens(self) -> int:
+        """By calls of the model that ended."""
+        return sum(episode.sampled_tokens for episode in self.episodes)
+
+    @property
+    def finished(self) -> int:
+        """Episodes that ended."""
+        return sum(episode.place == "done" for episode in self.episodes)
+
+    def seconds(self) -> float:
+        """Since its first episode began; 0 before."""
+        return 0.0 if self.started_at is None else time.monotonic() - self.started_at
+
+
+@dataclass(frozen=True)
+class RolledOut:
+    """A finished group; `failure` says why when every one of its samples failed."""
+
+    group: Group
+    meta: GroupMeta
+    failure: str | None
+
+
+class GroupRunner:
+    """Runs groups concurrently; episodes start in the order in which their groups came, `concurrency` at a time."""
+
+    def __init__(
+        self, driver: Driver, concurrency: int, on_failure: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        """`on_failure` hears the stop reason of every sample that failed."""
+        self._driver, self._on_failure = driver, on_failure
+        self.places = Places(concurrency)
+        self.on_episode_end: Callable[[], None] = lambda: None
+        self.episodes_running = 0
+
+    async def run(self, task: Task, progress: GroupProgress) -> RolledOut:
+        """All samples of `task`; `progress` is kept current for the caller.
+
+        Raises:
+            SlipstreamError: the engine failed.
+        """
+        try:
+            problem = _decode_problem(task)
+        except ValueError as error:
+            return RolledOut(Group(task.serial, []), NOTHING, str(error))
+        started = [0.0] * task.group_size
+        progress.episodes = [Progress() for _ in range(task.group_size)]
+
+        async def episode(index: int) -> Sample:
+            async with self.places:
+                started[index] = time.monotonic()
+                if progress.started_at is None:
+                    progress.started_at = started[index]
+                self.episodes_running += 1
+                try:
+                    return await self._driver.run(problem, task.seed + index, progress.episodes[index], task.seed)
+                finally:
+                    progress.episodes[index].at("done")
+                    self.on_episode_end()
+                    self.episodes_running -= 1
+
+        tasks: list[asyncio.Task[Sample]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks += [group.create_task(episode(i)) for i in range(task.group_size)]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        samples = [t.result() for t in tasks]
+        for sample in samples:
+            if sample.error is not None:
+                self._on_failure(sample.stop_reason)
+        return summarize(task.serial, samples, time.monotonic() - min(started))
+
+
+def _decode_problem(task: Task) -> dict[str, object]:
+    try:
+        problem = msgspec.json.decode(task.problem)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"task {task.serial}: the problem is not JSON: {error}") from error
+    if not isinstance(problem, dict):
+        raise ValueError(f"task {task.serial}: the problem is a {type(problem).__name__}, not an object")
+    return problem
+
+
+def summarize(serial: int, samples: list[Sample], generation_s: float) -> RolledOut:
+    """The group of `samples` with what broker and ledger want to know of it."""
+    good = [s for s in samples if s.error is None]
+    versions = [int(v) for s in samples for v in _sampled_versions(s)]
+    sampled = [int(s.loss_mask.numpy().sum()) for s in samples]
+    meta = GroupMeta(
+        version_min=min(versions, default=-1),
+        version_max=max(versions, default=-1),
+        reward_mean=sum(s.reward for s in good) / len(good) if good else 0.0,
+        sampled_tokens=sum(sampled),
+        failed_samples=len(samples) - len(good),
+        generation_s=generation_s,
+    )
+    failure = None if good else f"every sample failed, the first with {samples[0].stop_reason}: {samples[0].error}"
+    return RolledOut(Group(serial, samples), meta, failure)
+
+
+def _sampled_versions(sample: Sample) -> list[int]:
+    """Versions of the sampled tokens; runs hold no environment text alone, since each starts at a sampled token."""
+    return [run.version for run in sample.version_runs]

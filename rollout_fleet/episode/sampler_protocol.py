@@ -1,0 +1,113 @@
+"""What the episode driver and the node loop ask of an engine and of the weight receiver.
+
+rollout_fleet/engine/engine.py and rollout_fleet/weights/weight_client.py are the real ones; everything else in this
+package sees them through these protocols, so that no other module imports vllm.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from common.rollouts import VersionRun
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One call of the model: N sampled tokens.
+
+    Attributes:
+        tokens: [N] token ids; with finish_reason 'stop' the sampled end token is the last of them.
+        logprobs: [N] log-probabilities under the distribution really sampled from (temperature, top-p).
+        version_runs: policy versions by start index into `tokens`; the first run starts at 0 (empty only if N = 0).
+        finish_reason: stop (an end token was sampled), length (max_tokens or context used up), abort.
+        routed_experts: [prompt + N - 1, MoE layers, experts per token] int16, the experts of every token of the prompt
+            and of the sampled ones but the last, which was not fed; None where they are not recorded.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    version_runs: list[VersionRun]
+    finish_reason: FinishReason
+    routed_experts: np.ndarray | None = None
+
+
+class Sampler(Protocol):
+    """Tokens in, tokens out. Calls run concurrently; a cancelled call aborts its request in the engine."""
+
+    async def generate(
+        self, prompt_ids: list[int], max_tokens: int, temperature: float = 1.0, top_p: float = 1.0
+    ) -> Generation:
+        """Continue `prompt_ids` by at most `max_tokens` tokens; temperature 0 is greedy.
+
+        Survives weight flips: tokens sampled before and after one are told apart by `version_runs`.
+
+        Raises:
+            SlipstreamError: the engine is dead; the message says why.
+            ValueError: this request cannot be served, for example with a token outside the vocabulary.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class WeightsState:
+    """What the node holds, for leasing and reports.
+
+    Attributes:
+        version, incarnation: of the weights in the engine; -1 before the first.
+        flipping: a flip is going on now.
+        waiting_on: what a node without usable weights waits for, '' when it has them.
+        quarantined: why this node must not generate any more (a proof failed), or None.
+        flips, stall_s: flips so far, and seconds that generation stood still for them in all.
+        canary_max_difference: largest |log-probability difference| of the last canary.
+    """
+
+    version: int = -1
+    incarnation: int = -1
+    flipping: bool = False
+    waiting_on: str = "weights from learner"
+    quarantined: str | None = None
+    flips: int = 0
+    stall_s: float = 0.0
+    canary_max_difference: float = 0.0
+
+
+class WeightFeed(Protocol):
+    """Receives versions and flips the engine in its own tasks; the node reads `state` and passes addresses on."""
+
+    @property
+    def state(self) -> WeightsState: ...
+
+    def follow(self, address: str, incarnation: int) -> None:
+        """The learner's control endpoint, from every heartbeat reply; '' while no learner is attached. Idempotent."""
+        ...
+
+    async def wait_change(self, timeout_s: float) -> WeightsState:
+        """Return when `state` differs from what it was at the call, or after `timeout_s`."""
+        ...
+
+    async def close(self) -> None:
+        """Leave the group and end its tasks."""
+        ...
+
+
+@dataclass
+class EngineCounters:
+    """Totals since the engine started, for reports."""
+
+    tokens_generated: int = 0
+    requests: int = 0
+    aborted: int = 0
+    prompt_tokens: int = 0  # of finished requests, all turns of an episode as often as they were asked with
+    cached_tokens: int = 0  # of them, those whose keys and values the prefix cache had
+    # What follows is only there where rollout.concurrency is auto.
+    kv_cache_usage: float = 0.0  # share in use at the last engine step
+    running: int = 0  # requests that it computed and did not end
+    waiting: int = 0  # requests that the engine had not let in then
+    preemptions: int = 0  # requests that were put back for want of KV cache, and let in again
+    tokens_recomputed: int = 0  # of their prompts and answers
+    recompute_s: float = 0.0  # seconds that engine steps took longer than usual for it
+    tokens_sampled: int = 0  # by the engine so far, also for requests that still run
+    extra: dict[str, float] = field(default_factory=dict)

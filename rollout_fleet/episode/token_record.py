@@ -1,0 +1,97 @@
+"""An episode while it grows, and the sample that it becomes."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.arrays import Array
+from common.rollouts import Sample, VersionRun
+from rollout_fleet.environments.protocol import StopReason
+from rollout_fleet.episode.sampler_protocol import Generation
+
+
+@dataclass
+class Trace:
+    """`tokens`, `mask` and `logprobs` stay equally long; they only ever grow, but for `retract`."""
+
+    tokens: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    runs: list[VersionRun] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    turns: int = 0
+    sampled: int = 0
+    routed: list[np.ndarray] = field(default_factory=list)  # together: of the first `routed_tokens` tokens
+    routed_tokens: int = 0
+
+    def observe(self, ids: list[int]) -> None:
+        """Append what the policy reads."""
+        self.tokens += ids
+        self.mask += [0] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+
+    def retract(self, count: int) -> None:
+        """Drop the last `count` observed tokens, which no model call has seen."""
+        for column in (self.tokens, self.mask, self.logprobs):
+            del column[len(column) - count :]
+
+    def extend(self, generation: Generation) -> None:
+        """Append what the policy sampled, as it was sampled."""
+        offset, count = len(self.tokens), len(generation.tokens)
+        for run in generation.version_runs:
+            if not self.runs or self.runs[-1].version != run.version:
+                self.runs.append(VersionRun(offset + run.start, run.version))
+        self.tokens += generation.tokens
+        self.mask += [1] * count
+        self.logprobs += generation.logprobs
+        self.sampled += count
+        self.turns += 1
+        if generation.routed_experts is not None:
+            # what an earlier turn recorded stays: that is what its tokens were sampled with
+            self.routed.append(generation.routed_experts[self.routed_tokens :])
+            self.routed_tokens = max(self.routed_tokens, len(generation.routed_experts))
+
+    def prefix(self, length: int, turns: int, sampled: int) -> "Trace":
+        """A copy of the first `length` tokens, which end with turn `turns`, `sampled` tokens sampled so far."""
+        routed = [np.concatenate(self.routed)[: length - 1]] if self.routed else []
+        return Trace(
+            tokens=self.tokens[:length],
+            mask=self.mask[:length],
+            logprobs=self.logprobs[:length],
+            runs=[run for run in self.runs if run.start < length],
+            turns=turns,
+            sampled=sampled,
+            routed=routed,
+            routed_tokens=len(routed[0]) if routed else 0,
+        )
+
+    def untrain(self, count: int) -> None:
+        """Take the last `count` sampled tokens out of the loss."""
+        start = len(self.tokens) - count
+        self.mask[start:] = [0] * count
+        self.logprobs[start:] = [0.0] * count
+
+    def sample(self, reason: StopReason, error: str | None = None) -> Sample:
+        """What the learner gets; `error`: why the episode failed."""
+        return Sample(
+            tokens=Array.of(self.tokens, "int32"),
+            loss_mask=Array.of(self.mask, "uint8"),
+            behavior_logprobs=Array.of(self.logprobs, "float32"),
+            version_runs=self.runs,
+            reward=sum(self.turn_rewards),
+            stop_reason=reason.value,
+            turns=self.turns,
+            turn_rewards=self.turn_rewards,
+            error=error,
+            metrics=self.metrics,
+            routed_experts=self._routing(),
+        )
+
+    def _routing(self) -> Array | None:
+        """[T, MoE layers, experts per token], -1 for tokens that were never fed."""
+        if not self.routed:
+            return None
+        known = np.concatenate(self.routed)[: len(self.tokens)]
+        unknown = np.full((len(self.tokens) - len(known), *known.shape[1:]), -1, dtype=np.int16)
+        return Array.of(np.concatenate([known, unknown]), "int16")

@@ -1,0 +1,153 @@
+"""How many episodes a node runs at once: a number, or one that follows what the engine's KV cache carries."""
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+from rollout_fleet.episode.sampler_protocol import EngineCounters
+
+logger = logging.getLogger(__name__)
+
+STEADY_USAGE = 0.9  # of the KV cache; with more in use the limit does not double
+QUEUE = 4  # steps' worth of requests in front of the engine that are enough
+CHEAP, COSTLY = 0.025, 0.05  # shares of the engine's time lost to preemptions: the price of a full cache; too much
+LOOKS = 3  # that a share is measured over; none of them lies before the last decrease
+SHRINK, HALF = 0.9, 0.5  # a decrease is at least, at most to these
+GROWTH = 0.125  # of the places while as many requests end as there are places
+
+
+class Places:
+    """Places for episodes, given out in the order of asking; the limit may change at any time.
+
+    A limit below what is taken stops nobody: fewer places are given out until enough episodes have ended.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.taken = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def __aenter__(self) -> None:
+        if self.taken < self.limit and not self._waiting:
+            self.taken += 1
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():  # it was given and is not wanted any more
+                self._free()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._free()
+
+    def resize(self, limit: int) -> None:
+        """Give out `limit` places from now on."""
+        self.limit = limit
+        self._give()
+
+    def _free(self) -> None:
+        self.taken -= 1
+        self._give()
+
+    def _give(self) -> None:
+        while self._waiting and self.taken < self.limit:
+            place = self._waiting.popleft()
+            if not place.done():
+                self.taken += 1
+                place.set_result(None)
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """The engine at one look.
+
+    Attributes:
+        at_s: when, on any clock.
+        kv_cache_usage: share of the KV cache in use.
+        running: requests that the engine computes.
+        waiting: requests that the engine has not let in, for want of KV cache or of room in its batch.
+        ended: requests that came to their end so far.
+        lost_s: engine time spent on computing preempted requests again, so far.
+    """
+
+    at_s: float
+    kv_cache_usage: float
+    running: int
+    waiting: int
+    ended: int
+    lost_s: float
+
+
+def pressure(seen: EngineCounters, at_s: float) -> Pressure:
+    """What an engine's counters say at `at_s`."""
+    return Pressure(at_s, seen.kv_cache_usage, seen.running, seen.waiting, seen.requests, seen.recompute_s)
+
+
+class AdaptiveLimit:
+    """As many places as fill the engine, and no more than its KV cache carries without losing much time.
+
+    A preemption is not bad in itself: vLLM throws out the newest request, and a young one is soon computed again. What
+    counts is the share of the engine's time that goes into it. Growth is clocked by requests that end, as TCP's is by
+    acknowledgements (Jacobson 1988): requests that have just begun fill little of the cache and say nothing of what
+    as many will fill later. A decrease counts once the places beyond it are free again, and not twice until then.
+    """
+
+    def __init__(self, low: int, high: int, step: int, holds: int = 0) -> None:
+        """Between `low` and `high`; starts with four groups of `step`, or what the cache `holds` for certain."""
+        self._low, self._high, self._step = low, max(low, high), step
+        self.limit = min(self._high, max(low, 4 * step, holds))
+        self._doubling = True
+        self._ended: int | None = None  # at the last look
+        self._credit = 0.0  # places earned by requests that ended
+        self._looks: deque[Pressure] = deque(maxlen=LOOKS + 1)
+
+    def look(self, pressure: Pressure, taken: int) -> int:
+        """The limit from now on, after a look at the engine while `taken` places were taken."""
+        ended = 0 if self._ended is None else pressure.ended - self._ended
+        self._ended = pressure.ended
+        self._looks.append(pressure)
+        lost, enough = self._lost(), QUEUE * self._step
+        settled = len(self._looks) > LOOKS and taken <= self.limit
+        spare = min(look.waiting for look in self._looks) - enough
+        if lost > COSTLY and settled:
+            self._shrink(lost)
+        elif pressure.waiting >= enough:
+            self._doubling = False
+            if settled and spare > 0:
+                self._lower(self.limit - spare, f"{enough + spare} requests wait in front of the engine")
+        elif taken >= self.limit and lost <= CHEAP:
+            self._grow(pressure, ended)
+        return self.limit
+
+    def _lost(self) -> float:
+        """Share of the time since the oldest look."""
+        first, last = self._looks[0], self._looks[-1]
+        return (last.lost_s - first.lost_s) / (last.at_s - first.at_s) if last.at_s > first.at_s else 0.0
+
+    def _shrink(self, lost: float) -> None:
+        """To the share of its requests that the engine held."""
+        running = sum(look.running for look in self._looks)
+        held = running / max(1, running + sum(look.waiting for look in self._looks))
+        limit = int(self.limit * min(SHRINK, max(HALF, held)))
+        self._lower(limit, f"{lost:.0%} of the engine's time goes into computing preempted requests again")
+        self._doubling = False
+
+    def _lower(self, limit: int, why: str) -> None:
+        self._change(max(self._low, limit), why)
+        self._looks.clear()
+
+    def _grow(self, pressure: Pressure, ended: int) -> None:
+        self._doubling &= pressure.kv_cache_usage <= STEADY_USAGE and not pressure.waiting
+        self._credit += ended if self._doubling else GROWTH * ended
+        earned = min(self.limit, int(self._credit))
+        self._credit %= 1
+        self._change(min(self._high, self.limit + earned), f"{pressure.kv_cache_usage:.0%} of the KV cache is in use")
+
+    def _change(self, limit: int, why: str) -> None:
+        if limit != self.limit:
+            logger.info("concurrency %d instead of %d: %s", limit, self.limit, why)
+            self.limit = limit

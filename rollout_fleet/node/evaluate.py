@@ -1,0 +1,114 @@
+"""Accuracy on held-out problems, through the same engine, driver and environment as training."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from common.config.schema import Config
+from common.errors import ConfigError, UsageError
+from common.rollouts import Sample
+from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
+from rollout_fleet.episode.driver import Sampling
+from rollout_fleet.episode.driver_factory import build_driver
+from rollout_fleet.episode.sampler_protocol import Sampler
+
+logger = logging.getLogger(__name__)
+
+
+class EvalResult(msgspec.Struct, frozen=True):
+    """Mean reward per problem: the accuracy, where rewards are 0 or 1.
+
+    Attributes:
+        greedy_accuracy: the most likely token at every place.
+        sampled_accuracy: one sample per problem at rollout.temperature and rollout.top_p.
+        problems: how many.
+        failed: episodes, of both kinds, that failed; they count as reward 0.
+    """
+
+    greedy_accuracy: float
+    sampled_accuracy: float
+    problems: int
+    failed: int = 0
+
+
+def run_eval(config: Config, model_path: Path, limit: int | None = None) -> EvalResult:
+    """Evaluate a Hugging Face folder on tasks.eval_dataset.
+
+    Args:
+        config: a job's config; its model.path is not used.
+        model_path: the folder, with tokenizer.
+        limit: only the first so many problems.
+
+    Raises:
+        UsageError: no eval dataset, no model folder, or an environment that cannot be used.
+        SlipstreamError: the engine failed.
+    """
+    if config.tasks.eval_dataset is None:
+        raise UsageError("tasks.eval_dataset names no held-out problems")
+    problems = read_problems(Path(config.tasks.eval_dataset), "tasks.eval_dataset")[:limit]
+    if not (model_path / "config.json").is_file():
+        raise UsageError(f"{model_path} is not a model folder: it has no config.json")
+    model = msgspec.structs.replace(config.model, path=str(model_path))
+    return asyncio.run(_with_engine(msgspec.structs.replace(config, model=model), problems))
+
+
+async def _with_engine(config: Config, problems: list[dict[str, Any]]) -> EvalResult:
+    from rollout_fleet.engine.engine import Engine
+
+    engine = Engine(config, weights="folder")
+    host = EnvironmentHost()
+    try:
+        build_driver(config, engine, host)  # a config error shows before the engine starts
+        await engine.start()
+        greedy = await evaluate(engine, config, problems, True, host)
+        sampled = await evaluate(engine, config, problems, False, host)
+    finally:
+        await engine.shutdown()
+        host.close()
+    failed = sum(s.error is not None for s in greedy + sampled)
+    return EvalResult(accuracy(greedy), accuracy(sampled), len(problems), failed)
+
+
+async def evaluate(
+    sampler: Sampler, config: Config, problems: list[dict[str, Any]], greedy: bool, host: EnvironmentHost
+) -> list[Sample]:
+    """One episode per problem, `rollout.concurrency` at a time, in the order of `problems`."""
+    sampling = Sampling(temperature=0.0) if greedy else None
+    driver = build_driver(config, sampler, host, sampling)
+    slots = asyncio.Semaphore(config.rollout.concurrency_bounds[1])
+
+    async def one(index: int, problem: dict[str, Any]) -> Sample:
+        async with slots:
+            return await driver.run(problem, config.run.seed + index)
+
+    try:
+        return await asyncio.gather(*(one(i, p) for i, p in enumerate(problems)))
+    finally:
+        await driver.close()
+
+
+def accuracy(samples: list[Sample]) -> float:
+    """Mean reward, failed samples counting 0; NaN of none."""
+    return sum(s.reward for s in samples if s.error is None) / len(samples) if samples else float("nan")
+
+
+def read_problems(path: Path, key: str) -> list[dict[str, Any]]:
+    """Rows of a JSONL file; raises ConfigError naming `key`, file and line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError("config", key, "a JSONL file", f"{path}: {error.strerror}") from error
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(msgspec.json.decode(line, type=dict[str, Any]))
+        except msgspec.DecodeError as error:
+            raise ConfigError("config", key, "a JSON object per line", f"{path} line {number}: {error}") from error
+    if not rows:
+        raise ConfigError("config", key, "at least one problem", f"{path}, which has none")
+    return rows

@@ -1,0 +1,94 @@
+"""Heartbeats on a thread with an event loop and a broker connection of its own.
+
+Neither the engine's start, which blocks for seconds, nor a busy node loop delays them.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from broker.contract import HeartbeatReply, NodeBroker
+from common.errors import BrokerError, SlipstreamError
+from rollout_fleet.node.broker_timeout import BrokerLost, Patience
+from rollout_fleet.node.node_status import Board
+
+logger = logging.getLogger(__name__)
+
+Connect = Callable[[], AbstractAsyncContextManager[NodeBroker]]
+
+
+class Heartbeat:
+    """Renews the leases on the board every `every_s` seconds and hands the replies to `on_reply`."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        board: Board,
+        patience: Patience,
+        every_s: float,
+        on_reply: Callable[[HeartbeatReply], None],
+        on_lost: Callable[[SlipstreamError], None],
+    ) -> None:
+        """`on_reply` and `on_lost` are called in the event loop that runs when `start` is called."""
+        self._connect, self._board, self._patience, self._every_s = connect, board, patience, every_s
+        self._on_reply, self._on_lost = on_reply, on_lost
+        self._owner: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake: asyncio.Event | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin; call inside the event loop that owns the callbacks."""
+        self._owner = asyncio.get_running_loop()
+        self._thread.start()
+
+    def beat_now(self) -> None:
+        """Do not wait for the next turn."""
+        if self._loop is not None and self._wake is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    async def stop(self) -> None:
+        """End the thread; a beat that is under way is waited for."""
+        self._stopping = True
+        self.beat_now()
+        await asyncio.to_thread(self._thread.join, 15.0)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._beat_for_ever())
+        except (BrokerError, BrokerLost) as error:  # refused: another process has this node's id
+            self._tell(self._on_lost, error)
+        except Exception as error:
+            logger.exception("heartbeats ended")
+            self._tell(self._on_lost, SlipstreamError(f"heartbeats ended: {type(error).__name__}: {error}"))
+
+    async def _beat_for_ever(self) -> None:
+        self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
+        async with self._connect() as broker:
+            while not self._stopping:
+                await self._beat(broker)
+                try:
+                    await asyncio.wait_for(self._wake.wait(), self._every_s)
+                except TimeoutError:
+                    continue
+                self._wake.clear()
+
+    async def _beat(self, broker: NodeBroker) -> None:
+        try:
+            reply = await broker.heartbeat(self._board.report(), self._board.leases)
+        except BrokerError:
+            raise
+        except SlipstreamError as error:
+            logger.warning("heartbeat failed: %s", error)
+            self._patience.failed(error)
+            return
+        self._patience.answered()
+        self._tell(self._on_reply, reply)
+
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        assert self._owner is not None
+        if not self._owner.is_closed():
+            self._owner.call_soon_threadsafe(callback, *arguments)

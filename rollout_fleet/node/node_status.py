@@ -1,0 +1,141 @@
+"""What a node says of itself: kept by the node loop, read by the heartbeat thread."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from broker.contract import GroupWork, NodeReport, RunInfo, Waste
+from common.staleness import window_end
+from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
+from rollout_fleet.node.join_timing import Arrival
+
+IDLE = ("joining", "waiting")  # states in which the engine runs and no episode does
+
+
+class Board:
+    """The node's state since when, its leases and counters. Thread-safe."""
+
+    def __init__(self, node_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.node_id = node_id
+        self.arrival = Arrival()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._state, self._waiting_on, self._since = "starting", "the engine's start", clock()
+        self._weights = WeightsState()
+        self._counters = EngineCounters()
+        self._leases: tuple[str, ...] = ()
+        self._episodes, self._limit = 0, 0
+        self._groups: list[GroupWork] = []
+        self._cancelled_tokens, self._cancelled_s = 0, 0.0
+        self._failed: dict[str, int] = {}
+        self._waited_s = 0.0  # in states of IDLE that are over
+        self._rate_at, self._rate_tokens, self._rate = clock(), 0, 0.0
+
+    def show(self, state: str, waiting_on: str = "") -> None:
+        """Set the state and what it waits for; the clock of a state runs on while it stays the same."""
+        with self._lock:
+            if state != self._state:
+                now = self._clock()
+                self._waited_s += self._idle_s(now)
+                self._since = now
+            self._state, self._waiting_on = state, waiting_on
+
+    def measure(self, weights: WeightsState, counters: EngineCounters, leases: list[str], episodes: int) -> None:
+        """Current figures of engine, weights and leases."""
+        with self._lock:
+            self._weights, self._counters = weights, counters
+            self._leases, self._episodes = tuple(leases), episodes
+
+    def work(self, groups: list[GroupWork], limit: int) -> None:
+        """The oldest groups that the node works on, and how many episodes it runs at once at most."""
+        with self._lock:
+            self._groups, self._limit = groups, limit
+
+    def cancelled(self, tokens: int, seconds: float) -> None:
+        """Count what was sampled for a group that ended half-way, and the seconds that nobody else counts."""
+        with self._lock:
+            self._cancelled_tokens += tokens
+            self._cancelled_s += seconds
+
+    def sample_failed(self, reason: str) -> None:
+        """Count a sample that failed, by its stop reason."""
+        with self._lock:
+            self._failed[reason] = self._failed.get(reason, 0) + 1
+
+    @property
+    def leases(self) -> list[str]:
+        """Tokens to renew."""
+        with self._lock:
+            return list(self._leases)
+
+    def report(self) -> NodeReport:
+        """A snapshot for a heartbeat; tokens_per_s is over the time since the last one."""
+        with self._lock:
+            now, generated = self._clock(), self._counters.tokens_generated
+            if now - self._rate_at >= 0.5:
+                self._rate = (generated - self._rate_tokens) / (now - self._rate_at)
+                self._rate_at, self._rate_tokens = now, generated
+            return NodeReport(
+                node_id=self.node_id,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                state=self._state,
+                policy_version=self._weights.version,
+                waiting_on=self._waiting_on,
+                since_s=now - self._since,
+                tokens_generated=generated,
+                tokens_wasted=self._cancelled_tokens,
+                tokens_per_s=self._rate,
+                episodes_running=self._episodes,
+                generation_stall_s=self._weights.stall_s,
+                flips=self._weights.flips,
+                canary_max_difference=self._weights.canary_max_difference,
+                groups=self._groups,
+                concurrency=self._limit,
+                kv_cache_usage=self._counters.kv_cache_usage,
+                preemptions=self._counters.preemptions,
+                prefix_hit_rate=self._counters.cached_tokens / max(1, self._counters.prompt_tokens),
+                samples_failed=dict(self._failed),
+                joined=self.arrival.times,
+                waste={
+                    "cancelled": Waste(self._cancelled_tokens, self._cancelled_s),
+                    "stalled": Waste(seconds=self._weights.stall_s),
+                    "waiting": Waste(seconds=self._waited_s + self._idle_s(now)),
+                },
+            )
+
+    def _idle_s(self, now: float) -> float:
+        """Seconds of the current state that the engine had nothing to do."""
+        return now - self._since if self._state in IDLE else 0.0
+
+
+def explain(
+    weights: WeightsState, learner_incarnation: int | None, episodes: int, leased_before: bool, run: RunInfo
+) -> tuple[str, str]:
+    """(state, waiting_on) of a node that is neither starting nor leaving.
+
+    Args:
+        weights: what the engine holds.
+        learner_incarnation: of the attached learner; None while there is none.
+        episodes: running now.
+        leased_before: whether this node ever got a task.
+        run: the job, for its window.
+    """
+    if weights.quarantined is not None:
+        return "quarantined", weights.quarantined
+    if weights.flipping:
+        return "flipping", ""
+    if episodes:
+        return "generating", ""
+    if learner_incarnation is None:
+        return "joining" if weights.version < 0 else "waiting", "learner (none is attached)"
+    if weights.version < 0:
+        return "joining", weights.waiting_on or "weights from learner"
+    if weights.incarnation != learner_incarnation:
+        return "waiting", f"weights from learner (it restarted as incarnation {learner_incarnation})"
+    if not leased_before:
+        return "waiting", "tasks (learner has offered none)"
+    last = window_end(weights.version, run.groups_per_step, run.max_staleness) - 1
+    return "waiting", f"task window: version {weights.version} may lease to serial {last}"

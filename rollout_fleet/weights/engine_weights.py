@@ -1,0 +1,219 @@
+"""The weights of a running engine: WeightTarget of weight_client.py over vLLM's weight-transfer calls."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from common.errors import SlipstreamError
+from common.weights.receiver import StagingStatus
+from rollout_fleet.engine.vllm_patches.prefix_cache import salt
+from rollout_fleet.weights.staging_poll import StagingFailed, until_staged
+from rollout_fleet.weights.weight_client import Flip, ProofFailed
+
+logger = logging.getLogger(__name__)
+
+PROOF_POLL_S = 0.002
+ENGINE_TIMEOUT_S = 120.0  # bound on a flip, on its proof and on a canary: an engine that hangs is given up
+PAUSE_TIMEOUT_S = 10.0
+T = TypeVar("T")
+UNLABELLED = "default"  # vLLM's label before the first version
+
+
+class EngineWeights:
+    """Stages, flips and proves; calls come from one WeightClient, `check_usable` and `wait_proven` from requests."""
+
+    def __init__(self, recompute: bool) -> None:
+        """`recompute`: drop the KV cache at a flip, so that every later token is of the new policy alone."""
+        self.recompute = recompute
+        self._llm: Any = None
+        self._pause_first = False
+        self._usable = False
+        self._broken: str | None = None
+        self._proven = asyncio.Event()
+        self._proven.set()
+        self._unproven_version = -1
+        self._one_flip = asyncio.Lock()
+        self._flipping: asyncio.Future[Flip] | None = None
+        self.version, self.incarnation = -1, -1
+        self.half_flips = 0  # flips that began and flips that ended: odd while one is under way
+
+    @property
+    def label(self) -> str:
+        """vLLM's label of these weights, which requests are salted with: a KV block is of one version's requests."""
+        return UNLABELLED if self.version < 0 else f"{self.incarnation}:{self.version}"
+
+    async def attach(self, llm: Any, usable: bool) -> None:
+        """The engine is up; `usable` when its weights may be sampled from as they are."""
+        self._llm, self._usable = llm, usable
+        config = llm.vllm_config
+        # With batches in flight a label would be one step off: those engines are paused around the flip.
+        self._pause_first = bool(config.scheduler_config.async_scheduling) or config.max_concurrent_batches > 1
+
+    def detach(self) -> None:
+        """The engine goes away; whoever waits for a proof hears it."""
+        self._llm = None
+        self._broken = self._broken or "the engine was shut down"
+        self._proven.set()
+
+    def check_usable(self) -> None:
+        """Raises SlipstreamError when these weights must not be sampled from."""
+        if self._broken is not None:
+            raise SlipstreamError(self._broken)
+        if not self._usable:
+            raise SlipstreamError("the engine has no weights yet; they come from the learner")
+
+    async def wait_proven(self, versions: Iterable[int]) -> None:
+        """Return once the weights behind `versions` are proven; raises SlipstreamError when they are not."""
+        if not self._proven.is_set() and self._unproven_version in versions:
+            await self._proven.wait()
+        if self._broken is not None:
+            raise SlipstreamError(self._broken)
+
+    async def set_layout(self, incarnation: int, welcome: bytes) -> None:
+        """The encoded Welcome of a learner incarnation."""
+        await self._settled()
+        await self._rpc("init_weight_transfer_engine", init_info={"message": welcome})
+
+    async def set_epoch(self, epoch: bytes) -> None:
+        """The encoded Epoch to receive over from here on."""
+        await self._rpc("init_weight_transfer_engine", init_info={"message": epoch})
+
+    async def serve(self, serve: bytes, node_id: str) -> bytes:
+        """The encoded answer to an encoded Serve; a thread of the worker serves, generation goes on."""
+        return await self._rpc("slipstream_serve", serve=serve, node_id=node_id)
+
+    async def stage(self, publish: bytes) -> float:
+        """Receive an encoded Publish while generation goes on; returns its seconds. Raises StagingFailed."""
+        await self._settled()
+        try:
+            await self._rpc("slipstream_stage", publish=publish)
+        except SlipstreamError as error:
+            raise StagingFailed(str(error)) from error
+        return await until_staged(self._staging)
+
+    async def _staging(self) -> StagingStatus:
+        return msgspec.msgpack.decode(await self._rpc("slipstream_staging"), type=StagingStatus)
+
+    async def _settled(self) -> None:
+        """Wait for a flip that its caller left: it still needs the buffer that a new transfer would take away."""
+        if self._flipping is not None:
+            await asyncio.wait([self._flipping])
+
+    async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
+        """Use the staged version from the next token on, then prove it. Raises ProofFailed.
+
+        A cancelled call (the node turns to a restarted learner) leaves the flip to finish by itself.
+        """
+        self._flipping = asyncio.ensure_future(self._flip_and_prove(incarnation, version, expected_checksum))
+        return await asyncio.shield(self._flipping)
+
+    async def _flip_and_prove(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
+        async with self._one_flip:
+            self._unproven_version = version
+            self._proven.clear()
+            try:
+                stall_s = await _answered(self._flip(incarnation, version), f"flip to version {version}")
+                self.incarnation, self.version, self._usable = incarnation, version, True
+                checksum = await _answered(self._proof(incarnation, version), f"proof of version {version}")
+                if checksum != expected_checksum:
+                    raise ProofFailed(
+                        f"version {version}: the engine holds {checksum}, published was {expected_checksum}"
+                    )
+            except BaseException as error:
+                await self.quarantine(str(error) or type(error).__name__)
+                raise
+            self._proven.set()
+            return Flip(stall_s, checksum)
+
+    async def canary(self, tokens: list[int]) -> list[float]:
+        """[len(tokens) - 1] log-probabilities of `tokens[1:]` at temperature 1 under the current weights.
+
+        Raises:
+            ProofFailed: the engine hangs.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        request_id = f"canary-{self.label}-{time.monotonic_ns()}"
+        prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(self.label, request_id)}
+
+        async def finished() -> Any:
+            return [output async for output in self._llm.generate(prompt, params, request_id)][-1]
+
+        rows = (await _answered(finished(), "canary")).prompt_logprobs[1:]
+        return [row[token].logprob for row, token in zip(rows, tokens[1:], strict=True)]
+
+    async def quarantine(self, reason: str) -> None:
+        """Generate nothing any more: the engine is paused and every request ends with the reason."""
+        if self._broken is None:
+            self._broken = f"quarantined: {reason}"
+        self._proven.set()
+        if self._llm is not None:
+            try:
+                async with asyncio.timeout(PAUSE_TIMEOUT_S):
+                    await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+            except TimeoutError:
+                logger.warning("the engine does not even pause; nothing that it samples is used")
+
+    async def _flip(self, incarnation: int, version: int) -> float:
+        """Seconds that generation stood still, as the engine or (paused around it) this process measured them."""
+        core = self._llm.engine_core
+        self.half_flips += 1
+        try:
+            if not self._pause_first:
+                return await core.call_utility_async("slipstream_flip", incarnation, version, self.recompute)
+            started = time.perf_counter()
+            await core.pause_scheduler_async(mode="keep", clear_cache=False)
+            await core.call_utility_async("slipstream_flip", incarnation, version, self.recompute)
+            await core.resume_scheduler_async()
+            return time.perf_counter() - started
+        finally:
+            self.half_flips += 1
+
+    async def _proof(self, incarnation: int, version: int) -> str:
+        """Checksum of what the parameters hold; the worker computes it while generation goes on."""
+        from rollout_fleet.weights.worker_extension import Proof
+
+        while True:
+            found = await self._rpc_all("slipstream_proof")
+            proofs = [msgspec.msgpack.decode(one, type=Proof | None) for one in found]
+            proven = [proof for proof in proofs if proof is not None]
+            for proof in proven:
+                if proof.error or (proof.incarnation, proof.version) != (incarnation, version):
+                    raise ProofFailed(proof.error or f"the engine proved version {proof.version}, not {version}")
+            if len(proven) == len(proofs):
+                return proven[0].checksum
+            await asyncio.sleep(PROOF_POLL_S)
+
+    async def _rpc(self, method: str, **arguments: Any) -> Any:
+        """The first worker's answer; raises SlipstreamError with the reason of whichever failed."""
+        return (await self._rpc_all(method, **arguments))[0]
+
+    async def _rpc_all(self, method: str, **arguments: Any) -> list[Any]:
+        """Every worker's answer, by rank; raises SlipstreamError with the worker's reason."""
+        if self._llm is None:
+            raise SlipstreamError("the engine is not running")
+        try:
+            return await self._llm.collective_rpc(method, kwargs=arguments)
+        except Exception as error:  # vLLM hands worker errors on as bare Exception
+            raise SlipstreamError(f"{method}: {error}") from error
+
+
+async def _answered(work: Awaitable[T], what: str) -> T:
+    """What `work` returns; ProofFailed when the engine does not answer in time."""
+    try:
+        async with asyncio.timeout(ENGINE_TIMEOUT_S):
+            return await work
+    except TimeoutError:
+        raise ProofFailed(f"{what}: the engine did not answer within {ENGINE_TIMEOUT_S:g} s") from None

@@ -1,0 +1,316 @@
+"""The node's side of the weight plane: follows a learner, stages what it sends, flips the engine, proves the result.
+
+Two tasks: one reads the learner's messages and answers pings at once, the other works through them in order.
+A publish that is being staged is watched by a third, so that a newer one can take its place.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import time
+from dataclasses import replace
+from typing import Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from common.errors import SlipstreamError
+from common.security.credentials import Credential
+from common.security.curve import Handshakes, secure_client
+from common.weights import messages
+from common.weights.messages import Canary, Publish
+from rollout_fleet.episode.sampler_protocol import WeightsState
+from rollout_fleet.node.join_timing import Arrival
+from rollout_fleet.weights.staging_poll import StagingFailed
+
+logger = logging.getLogger(__name__)
+
+MAX_LEARNER_MESSAGE_BYTES = 256 << 20  # a layout of a large mixture-of-experts model takes tens of MB
+REJOIN_AFTER_S = 15.0  # without a word from the learner, which pings once a second
+EJECTED_PAUSE_S = 0.5
+
+
+class ProofFailed(Exception):
+    """The engine does not hold what was published; it must not generate."""
+
+
+class Flip(msgspec.Struct, frozen=True):
+    """A flip that was proven: seconds that generation stood still, and the checksum of what the engine holds."""
+
+    stall_s: float
+    checksum: str
+
+
+class WeightTarget(Protocol):
+    """What holds the weights: an engine, or a plain buffer."""
+
+    async def set_layout(self, incarnation: int, welcome: bytes) -> None:
+        """The encoded Welcome of a learner incarnation."""
+        ...
+
+    async def set_epoch(self, epoch: bytes) -> None:
+        """The encoded Epoch to receive over from here on."""
+        ...
+
+    async def serve(self, serve: bytes, node_id: str) -> bytes:
+        """The encoded answer, a Serving, to an encoded Serve: where another node may fetch what is held here."""
+        ...
+
+    async def stage(self, publish: bytes) -> float:
+        """Receive an encoded Publish in the background; returns its seconds. Raises StagingFailed."""
+        ...
+
+    async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
+        """Use the staged version from here on, and prove it. Raises ProofFailed."""
+        ...
+
+    async def canary(self, tokens: list[int]) -> list[float]:
+        """[len(tokens) - 1] log-probabilities of `tokens[1:]` at temperature 1 under the current weights."""
+        ...
+
+    async def quarantine(self, reason: str) -> None:
+        """Generate nothing any more."""
+        ...
+
+
+class WeightClient:
+    """WeightFeed of a node; see sampler_protocol.py."""
+
+    def __init__(
+        self,
+        node_id: str,
+        target: WeightTarget,
+        credential: Credential | None = None,
+        transports: tuple[str, ...] = ("gloo", "relay"),
+        arrival: Arrival | None = None,
+    ) -> None:
+        """Needs a running event loop only from `follow` on.
+
+        `credential` proves to a learner that asks for it that this node may join. `transports` are the ways by which
+        the target can receive. `arrival` hears when the first version is staged and active.
+        """
+        self._arrival = arrival or Arrival()
+        self._transports = transports
+        self._credential = credential
+        self._handshakes: Handshakes | None = None
+        self._node_id, self._target = node_id, target
+        self._state = WeightsState()
+        self._changed = asyncio.Condition()
+        self._address, self._incarnation = "", -1  # of the learner that is followed
+        self._socket: zmq.asyncio.Socket | None = None
+        self._jobs: asyncio.Queue[messages.LearnerMessage] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._staging: asyncio.Task[None] | None = None
+        self._staged: Publish | None = None
+        self._closed = False
+
+    @property
+    def state(self) -> WeightsState:
+        return self._state
+
+    def follow(self, address: str, incarnation: int) -> None:
+        """The learner's control endpoint, from every heartbeat reply; '' while no learner is attached. Idempotent."""
+        if self._closed or self._state.quarantined is not None or not address or incarnation < self._incarnation:
+            return
+        if (address, incarnation) == (self._address, self._incarnation):
+            return
+        logger.info("following the learner at %s (incarnation %d)", address, incarnation)
+        self._address, self._incarnation = address, incarnation
+        self._disconnect()
+        self._connect(address)
+
+    async def wait_change(self, timeout_s: float) -> WeightsState:
+        """Return when `state` differs from what it was at the call, or after `timeout_s`."""
+        before = self._state
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._state != before)
+        return self._state
+
+    async def close(self) -> None:
+        """Leave the group and end the tasks."""
+        self._closed = True
+        with contextlib.suppress(zmq.ZMQError):
+            if self._socket is not None:
+                await asyncio.wait_for(self._send(messages.Leave(self._node_id)), 1)
+        tasks = [*self._tasks, *([self._staging] if self._staging else [])]
+        self._disconnect()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- connection
+
+    def _connect(self, address: str) -> None:
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_LEARNER_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.IPV6, int("[" in address))
+        if self._credential is not None:
+            secure_client(self._socket, self._credential, self._credential.learner_public)
+        self._handshakes = Handshakes(self._socket, f"the learner's weight plane at {address}", self._credential)
+        self._socket.connect(address)
+        self._jobs = asyncio.Queue()
+        self._tasks = [asyncio.create_task(self._read(self._socket)), asyncio.create_task(self._work(self._jobs))]
+
+    def _disconnect(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._cancel_staging()
+        if self._handshakes is not None:
+            self._handshakes.close()
+            self._handshakes = None
+        if self._socket is not None:
+            self._socket.close()
+        self._tasks, self._socket = [], None
+
+    async def _send(self, message: messages.NodeMessage) -> None:
+        if self._socket is not None:
+            await self._socket.send(messages.encode(message))
+
+    async def _join(self) -> None:
+        held = self._state
+        if held.quarantined is None:
+            await self._send(
+                messages.Join(self._node_id, os.getpid(), held.incarnation, held.version, self._transports)
+            )
+
+    async def _read(self, connection: zmq.asyncio.Socket) -> None:
+        await self._join()
+        while True:
+            try:
+                data = await asyncio.wait_for(connection.recv(), REJOIN_AFTER_S)
+            except TimeoutError:
+                refusal = self._handshakes.refusal() if self._handshakes is not None else ""
+                if refusal:
+                    logger.error("%s", refusal)
+                    await self._change(waiting_on=refusal)
+                await self._join()
+                continue
+            try:
+                message = messages.decode_from_learner(data)
+            except ValueError as error:
+                logger.warning("the learner sent what does not decode: %s", error)
+                continue
+            if isinstance(message, messages.Ping):
+                await self._send(messages.Pong(self._node_id))
+            elif isinstance(message, messages.Eject):
+                logger.warning("ejected from the weight plane: %s", message.reason)
+                self._cancel_staging()
+                await asyncio.sleep(EJECTED_PAUSE_S)
+                await self._join()
+            else:
+                self._jobs.put_nowait(message)
+
+    # ---- work, in the order that the learner asked for it
+
+    async def _work(self, jobs: asyncio.Queue[messages.LearnerMessage]) -> None:
+        while True:
+            message = await jobs.get()
+            try:
+                await self._do(message)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # an engine that fails to flip must not be used, and the learner must hear it
+                await self._quarantine(message, f"{type(error).__name__}: {error}")
+
+    async def _do(self, message: messages.LearnerMessage) -> None:
+        if self._state.quarantined is not None:
+            return
+        if isinstance(message, messages.Welcome):
+            self._cancel_staging()
+            await self._target.set_layout(message.incarnation, messages.encode(message))
+        elif isinstance(message, messages.Epoch):
+            self._cancel_staging()
+            await self._target.set_epoch(messages.encode(message))
+        elif isinstance(message, Publish):
+            self._cancel_staging()
+            self._staged = None
+            self._staging = asyncio.create_task(self._stage(message))
+        elif isinstance(message, messages.Activate):
+            await self._activate(message)
+        elif isinstance(message, messages.Serve):
+            await self._serve(message)
+
+    async def _serve(self, message: messages.Serve) -> None:
+        try:
+            answer = await self._target.serve(messages.encode(message), self._node_id)
+        except SlipstreamError as error:
+            answer = messages.encode(messages.Serving(self._node_id, message.key, reason=str(error)[:500]))
+        if self._socket is not None:
+            await self._socket.send(answer)
+
+    def _cancel_staging(self) -> None:
+        if self._staging is not None:
+            self._staging.cancel()
+        self._staging = None
+
+    async def _stage(self, publish: Publish) -> None:
+        try:
+            seconds = await self._target.stage(messages.encode(publish))
+        except StagingFailed as error:
+            await self._send(
+                messages.Rejected(self._node_id, publish.incarnation, publish.version, str(error), epoch=publish.epoch)
+            )
+            return
+        self._staged = publish
+        self._arrival.reached("staged")
+        await self._send(messages.Staged(self._node_id, publish.incarnation, publish.version, seconds, publish.epoch))
+
+    async def _activate(self, message: messages.Activate) -> None:
+        publish = self._staged
+        if publish is None or (publish.incarnation, publish.version) != (message.incarnation, message.version):
+            logger.info("version %d is not what is staged here; ignored", message.version)
+            return
+        self._staged = None
+        started = time.perf_counter()
+        await self._change(flipping=True)
+        try:
+            flip = await self._target.flip(publish.incarnation, publish.version, publish.checksum)
+            difference = await self._compare(publish.canary) if publish.canary is not None else None
+        except ProofFailed as error:
+            await self._quarantine(message, str(error))
+            return
+        state = self._state
+        self._arrival.reached("active")
+        await self._change(
+            version=publish.version,
+            incarnation=publish.incarnation,
+            flipping=False,
+            waiting_on="",
+            flips=state.flips + 1,
+            stall_s=state.stall_s + flip.stall_s,
+            canary_max_difference=state.canary_max_difference if difference is None else difference,
+        )
+        took = time.perf_counter() - started
+        logger.info("version %d active: flip and proof %.3f s, stall %.3f s", publish.version, took, flip.stall_s)
+        await self._send(
+            messages.Active(
+                self._node_id, publish.incarnation, publish.version, flip.stall_s, flip.checksum, difference
+            )
+        )
+
+    async def _compare(self, canary: Canary) -> float:
+        """Largest |difference| between the learner's and this engine's log-probabilities; raises ProofFailed."""
+        ours = await self._target.canary(canary.tokens)
+        if len(ours) != len(canary.logprobs):
+            raise ProofFailed(f"canary of {len(canary.logprobs)} log-probabilities, the engine gave {len(ours)}")
+        differences = [abs(a - b) for a, b in zip(ours, canary.logprobs, strict=True)]
+        difference = max((math.inf if math.isnan(d) else d for d in differences), default=0.0)
+        if difference > canary.tolerance:
+            raise ProofFailed(f"canary differs from the learner's by {difference:.4g}, tolerance {canary.tolerance:g}")
+        return difference
+
+    async def _quarantine(self, message: messages.LearnerMessage, reason: str) -> None:
+        logger.error("this node stops generating: %s", reason)
+        with contextlib.suppress(Exception):  # the engine may be what is broken
+            await self._target.quarantine(reason)
+        await self._change(quarantined=reason, flipping=False, waiting_on=reason)
+        incarnation, version = getattr(message, "incarnation", self._incarnation), getattr(message, "version", -1)
+        await self._send(messages.Rejected(self._node_id, incarnation, version, reason, fatal=True))
+
+    async def _change(self, **changes: object) -> None:
+        async with self._changed:
+            self._state = replace(self._state, **changes)  # type: ignore[arg-type]
+            self._changed.notify_all()

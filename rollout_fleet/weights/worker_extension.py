@@ -1,0 +1,168 @@
+"""Weights inside the engine's worker: vLLM's weight-transfer interface over the receiver of common/weights.
+
+`init_weight_transfer_engine` hands over the learner's Welcome and Epoch, `slipstream_stage` starts to receive in a
+thread while generation goes on, `update_weights(op=apply)` loads the verified buffer in place, and a second thread
+then proves by reading the live parameters back. All of it is called through collective_rpc, between two steps.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from common.weights import messages, packing
+from common.weights.layout import Layout
+from common.weights.transports.nccl import remember_device
+from rollout_fleet.weights import weight_proof
+from rollout_fleet.weights.tensor_parallel import Ranks
+
+
+@dataclass
+class SlipstreamInitInfo(WeightTransferInitInfo):
+    """An encoded Welcome (what the weights look like) or Epoch (whom to receive them with)."""
+
+    message: bytes
+
+
+@dataclass
+class SlipstreamUpdateInfo(WeightTransferUpdateInfo):
+    """`op` is 'apply': use the staged version."""
+
+    op: str
+    incarnation: int
+    version: int
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """What the parameters held after a flip to `version`; `error` when that could not be read."""
+
+    incarnation: int
+    version: int
+    checksum: str = ""
+    error: str = ""
+
+
+class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, SlipstreamUpdateInfo]):
+    """Registered as 'slipstream'."""
+
+    init_info_cls = SlipstreamInitInfo
+    update_info_cls = SlipstreamUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        remember_device()
+        self.ranks = Ranks()
+        self.receiver = self.ranks.receiver
+        self.proof: Proof | None = None
+        self._proving: threading.Thread | None = None
+        self._applied: tuple[int, int] | None = None
+        self._loaded: torch.Tensor | None = None  # what a shard is proven against
+
+    def init_transfer_engine(self, init_info: SlipstreamInitInfo) -> None:
+        """Take note; the group is formed by the receiving thread, since its members come when they come."""
+        message = messages.decode_from_learner(init_info.message)
+        if isinstance(message, messages.Welcome):
+            self.receiver.set_layout(message.layout)
+        elif isinstance(message, messages.Epoch):
+            if self.ranks.receives:
+                self.receiver.set_epoch(message)
+        else:
+            raise ValueError(f"{type(message).__name__} does not set up a transfer")
+
+    def start_weight_update(self) -> None:
+        """The parameters are about to change: let the proof of the last version end first."""
+        if self._proving is not None:
+            self._proving.join()
+        self.proof, self._applied = None, None
+
+    def receive_weights(self, update_info: SlipstreamUpdateInfo) -> None:
+        """Load the staged version into the live parameters, on every rank; raises ValueError when it is not staged."""
+        if update_info.op != "apply":
+            raise ValueError(f"unknown operation {update_info.op!r}")
+        layout = self._layout()
+        flat, error = None, None
+        try:
+            flat = self.ranks.take(update_info.incarnation, update_info.version, layout.total_bytes)
+            with torch.no_grad():
+                self.model.load_weights(packing.view(flat, layout))
+        except Exception as failure:  # the others must hear of it, or they would wait for this rank for ever
+            error = failure
+        self.ranks.agree(error)
+        assert flat is not None
+        self._applied = (update_info.incarnation, update_info.version)
+        self._loaded = flat if self.ranks.size > 1 else None
+        if self.ranks.receives:
+            self.receiver.give_back(flat)
+
+    def finish_weight_update(self) -> None:
+        """Begin to prove; generation goes on meanwhile, the engine holds its results back until the proof is there."""
+        if self._applied is None:
+            return
+        self._proving = threading.Thread(target=self._prove, args=(*self._applied, self._layout()), daemon=True)
+        self._proving.start()
+
+    def shutdown(self) -> None:
+        self.receiver.close()
+
+    def _layout(self) -> Layout:
+        if self.receiver.layout is None:
+            raise ValueError("no layout was announced")
+        return self.receiver.layout
+
+    def _prove(self, incarnation: int, version: int, layout: Layout) -> None:
+        try:
+            self.proof = Proof(incarnation, version, self._checksum(layout))
+        except Exception as error:  # whatever prevents the proof is the reason not to trust these weights
+            self.proof = Proof(incarnation, version, error=f"{type(error).__name__}: {error}")
+
+    def _checksum(self, layout: Layout) -> str:
+        """Of what the parameters hold; of a shard: of the whole version, once it was found to be a part of that."""
+        flat, self._loaded = self._loaded, None
+        if flat is None:
+            return weight_proof.checksum(self.model, layout)
+        weight_proof.check_shard(self.model, layout, flat, self.ranks.rank, self.ranks.size)
+        return packing.checksum(flat) if self.ranks.receives else ""
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker (worker_extension_cls), so that collective_rpc finds these methods."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+
+    def slipstream_stage(self, publish: bytes) -> None:
+        """Begin to receive an encoded Publish; raises ValueError when it does not fit what was announced."""
+        message = messages.decode_from_learner(publish)
+        if not isinstance(message, messages.Publish):
+            raise ValueError(f"{type(message).__name__} cannot be staged")
+        if self.weight_transfer_engine.ranks.receives:
+            self.weight_transfer_engine.receiver.start(message)
+
+    def slipstream_staging(self) -> bytes:
+        """Encoded StagingStatus."""
+        return msgspec.msgpack.encode(self.weight_transfer_engine.receiver.status)
+
+    def slipstream_serve(self, serve: bytes, node_id: str) -> bytes:
+        """Encoded Serving: where another node may fetch what the staging buffer holds, or why not."""
+        message = messages.decode_from_learner(serve)
+        if not isinstance(message, messages.Serve):
+            raise ValueError(f"{type(message).__name__} cannot be served")
+        return messages.encode(self.weight_transfer_engine.receiver.serve(message, node_id))
+
+    def slipstream_moe_layers(self) -> list[int]:
+        """Numbers, from 0, of the layers with routed experts."""
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        return sorted(m.layer_id for m in self.model_runner.get_model().modules() if isinstance(m, MoERunner))
+
+    def slipstream_proof(self) -> bytes:
+        """Encoded Proof of the newest flip, or None while it is not there yet."""
+        return msgspec.msgpack.encode(self.weight_transfer_engine.proof)
