@@ -27,8 +27,8 @@ from adaptive_page import over_best
 from common.config.loading import load_config
 from common.config.schema import Config
 from launch.roles import thread_environment
+from rollout_fleet.episode.concurrency import AdaptiveLimit, Places, pressure
 from rollout_fleet.episode.sampler_protocol import EngineCounters
-from rollout_fleet.node.concurrency import AdaptiveLimit, Places, pressure
 
 NAME = "adaptive_concurrency"
 FIXED = (8, 32, 128)

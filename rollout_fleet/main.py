@@ -17,11 +17,11 @@ from common.config.schema import Config
 from common.errors import EXIT_DONE, BrokerUnreachable, SlipstreamError, UsageError
 from common.process.malloc_tuning import keep_freed_memory
 from common.security.credentials import curve_credentials, load_credential
+from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
-from rollout_fleet.episode.driver_factory import build_driver
+from rollout_fleet.episode.concurrency import AdaptiveLimit
 from rollout_fleet.episode.group_runner import GroupRunner
 from rollout_fleet.node.broker_timeout import Patience
-from rollout_fleet.node.concurrency import AdaptiveLimit
 from rollout_fleet.node.heartbeat import Heartbeat
 from rollout_fleet.node.node import Node, NodeParts
 from rollout_fleet.node.node_status import Board

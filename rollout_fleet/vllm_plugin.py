@@ -16,7 +16,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rollout_fleet.engine.vllm_patches import compat, prefix_cache
+    from rollout_fleet.vllm_patches import compat, prefix_cache
 
     compat.check_version()
     WeightTransferEngineFactory.register_engine(

@@ -5,10 +5,10 @@ import json
 from dataclasses import asdict
 
 from launch.observe import sft_status, stall_text
+from launch.observe.advisor import advice_for
 from launch.observe.metrics_tail import MetricsTail
 from launch.observe.run_view import as_json, observe
 from launch.observe.sft_status import warm_start_of
-from launch.report.advisor import advice_for
 from launch.resolve_target import find_run
 
 

@@ -7,10 +7,10 @@ import time
 from common.config.schema import Config
 from common.errors import EXIT_FAILED, SlipstreamError
 from common.process.run_dir import RunDir
+from launch.observe.display import open_display
 from launch.observe.metrics_tail import MetricsTail
 from launch.observe.run_view import Observation, observe
 from launch.resolve_target import config_of, find_run
-from launch.up.display import open_display
 
 
 def command(args: argparse.Namespace) -> int:

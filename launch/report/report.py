@@ -10,9 +10,9 @@ import msgspec
 from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir, write_json
 from launch.observe import failures_view, sft_status, waste_view
+from launch.observe.advisor import advice_for
 from launch.observe.metrics_tail import MetricsTail, mean
 from launch.observe.sft_status import warm_start_of
-from launch.report.advisor import advice_for
 from launch.resolve_target import config_of, find_run
 
 FIRST_STEPS, LAST_STEPS = 5, 10

@@ -15,10 +15,10 @@ from broker.contract import StoredGroup
 from common.config.schema import Config
 from common.rollouts import Group, Sample, decode_group
 from common.staleness import expired, staleness
+from learner.backend_protocol import RoutingShape
 from learner.batch.dynamic_sampling import carries_signal
 from learner.batch.kv_age import cache_ages
 from learner.batch.packing import Document
-from learner.loop.backend_protocol import RoutingShape
 from learner.loss.advantages import ADVANTAGES, GroupRewards
 
 ARRAY_DTYPES = {"tokens": "int32", "loss_mask": "uint8", "behavior_logprobs": "float32"}

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from common.errors import UsageError
-from learner.loop.backend_protocol import Microbatch
+from learner.backend_protocol import Microbatch
 
 Plan = list[list[list[int]]]  # [rank][microbatch] -> document numbers
 

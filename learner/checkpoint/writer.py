@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from common.errors import SlipstreamError
+from learner.backend_protocol import Backend
 from learner.checkpoint.folder import CheckpointFolder, TrainerState
-from learner.loop.backend_protocol import Backend
 
 
 class CheckpointOwner(Protocol):

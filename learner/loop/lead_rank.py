@@ -13,10 +13,10 @@ from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError
 from common.metrics import MetricsWriter, StepMetrics
 from common.rollouts import Group
+from learner.backend_protocol import RoutingShape
 from learner.batch.batch import BadGroup, decode, expired_groups
 from learner.batch.dynamic_sampling import most_replaced, without_signal
 from learner.checkpoint.folder import CheckpointFolder, TrainerState
-from learner.loop.backend_protocol import RoutingShape
 from learner.loop.learner_record import EventLog
 from learner.loop.rank_commands import Command, Drain, Fail, Train, Wait
 from learner.loop.resume import check_not_behind, check_not_forgotten

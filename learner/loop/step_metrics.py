@@ -10,8 +10,8 @@ from broker.contract import BrokerStatus, Waste
 from broker.delivery import waste
 from common.errors import SlipstreamError
 from common.metrics import StepMetrics
+from learner.backend_protocol import StepResult
 from learner.batch.batch import BatchStatistics
-from learner.loop.backend_protocol import StepResult
 from learner.loss.token_diagnostics import AGE_CLASSES, ratio_quantile
 from learner.publish.protocol import PublishStats
 

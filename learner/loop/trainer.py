@@ -37,12 +37,12 @@ from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError
 from common.process.run_dir import RunDir
 from common.weights.messages import Canary
+from learner.backend_protocol import Backend, Microbatch, StepResult
 from learner.batch.batch import TrainingBatch, assemble, decode
 from learner.batch.packing import Document, build, microbatches_for
 from learner.checkpoint.folder import TrainerState
 from learner.checkpoint.writer import Checkpointer
 from learner.loop import rank_commands
-from learner.loop.backend_protocol import Backend, Microbatch, StepResult
 from learner.loop.lead_rank import Lead
 from learner.loop.rank_commands import Command, Drain, Fail, Train
 from learner.loop.step_metrics import Times, Totals, check_finite, step_metrics

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from common.config.schema import LossConfig
-from learner.loop.backend_protocol import LossFunction, LossOutput, Microbatch
+from learner.backend_protocol import LossFunction, LossOutput, Microbatch
 from learner.loss.corrections import CORRECTIONS, Corrected, veto
 from learner.loss.kl_estimators import KL_ESTIMATORS
 from learner.loss.objectives import OBJECTIVES, PolicyTokens, Surrogate

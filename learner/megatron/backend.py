@@ -1,4 +1,4 @@
-"""The Megatron implementation of learner.loop.backend_protocol.Backend."""
+"""The Megatron implementation of learner.backend_protocol.Backend."""
 
 # ruff: noqa: E402
 import atexit
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from common.config.parallel_layout import document_multiple
 from common.config.schema import Config, LearnerConfig, ModelConfig, MoeConfig, SftConfig, SftLearnerConfig
-from learner.loop.backend_protocol import LossFunction, Microbatch, StepResult
+from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.megatron import parallel
 from learner.megatron.checkpoint import Writer
 from learner.megatron.conversion import verify
@@ -54,7 +54,7 @@ class MegatronBackend:
         data_parallel_size: replicas.
         vocab_size: entries of the vocabulary.
         hidden_size: of the model.
-        routing_shape, document_multiple: see learner.loop.backend_protocol.Backend.
+        routing_shape, document_multiple: see learner.backend_protocol.Backend.
     """
 
     @classmethod
@@ -119,7 +119,7 @@ class MegatronBackend:
     def train_step(
         self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False
     ) -> StepResult:
-        """See learner.loop.backend_protocol.Backend.train_step. Collective.
+        """See learner.backend_protocol.Backend.train_step. Collective.
 
         Raises:
             SlipstreamError: the gradient norm is not finite; the weights are unchanged.

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from common.config.schema import MoeConfig
 from common.errors import UsageError
-from learner.loop.backend_protocol import LossFunction, Microbatch, RoutingShape
+from learner.backend_protocol import LossFunction, Microbatch, RoutingShape
 from learner.megatron import parallel
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.config.schema import LearnerConfig, ModelConfig, SftLearnerConfig
 from common.errors import UsageError
-from learner.loop.backend_protocol import Microbatch
+from learner.backend_protocol import Microbatch
 from learner.megatron.conversion import hf_folder
 from learner.megatron.model import Model
 

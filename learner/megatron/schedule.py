@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from common.config.schema import ParallelConfig
-from learner.loop.backend_protocol import LossFunction, LossOutput, Microbatch
+from learner.backend_protocol import LossFunction, LossOutput, Microbatch
 from learner.megatron import parallel
 from learner.megatron.moe import Experts
 from learner.megatron.output_head import Head

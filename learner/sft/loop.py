@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 from common.config.schema import SftConfig
 from common.metrics import MetricsWriter, SftMetrics
+from learner.backend_protocol import Backend, StepResult
 from learner.batch.packing import Document, microbatches_for
 from learner.checkpoint.folder import CheckpointFolder, TrainerState
 from learner.checkpoint.writer import Checkpointer
-from learner.loop.backend_protocol import Backend, StepResult
 from learner.loop.learner_record import EventLog
 from learner.loop.resume import Resume
 from learner.loop.step_metrics import check_finite

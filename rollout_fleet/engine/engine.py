@@ -18,8 +18,8 @@ from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
 from common.rollouts import VersionRun
 from rollout_fleet.engine import environment_variables, scheduler_stats
-from rollout_fleet.engine.vllm_patches.prefix_cache import salt
 from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation
+from rollout_fleet.vllm_patches.prefix_cache import salt
 from rollout_fleet.vllm_plugin import BACKEND
 from rollout_fleet.weights.engine_weights import UNLABELLED, EngineWeights
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.rollouts import Group, GroupMeta, Sample, Task
+from rollout_fleet.episode.concurrency import Places
 from rollout_fleet.episode.driver import Driver, Progress
-from rollout_fleet.node.concurrency import Places
 
 NOTHING = GroupMeta(version_min=-1, version_max=-1, reward_mean=0.0, sampled_tokens=0)
 

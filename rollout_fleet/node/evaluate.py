@@ -10,9 +10,9 @@ import msgspec
 from common.config.schema import Config
 from common.errors import ConfigError, UsageError
 from common.rollouts import Sample
+from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.episode.driver import Sampling
-from rollout_fleet.episode.driver_factory import build_driver
 from rollout_fleet.episode.sampler_protocol import Sampler
 
 logger = logging.getLogger(__name__)

@@ -24,10 +24,10 @@ from broker.contract import HeartbeatReply, Lease, NodeBroker, RunInfo
 from broker.diagnosis.join_times import sentence
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from common.rollouts import encode_group
+from rollout_fleet.episode.concurrency import AdaptiveLimit, pressure
 from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner, RolledOut
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightFeed
 from rollout_fleet.node.broker_timeout import Patience
-from rollout_fleet.node.concurrency import AdaptiveLimit, pressure
 from rollout_fleet.node.group_progress import oldest_work
 from rollout_fleet.node.node_status import Board, explain
 

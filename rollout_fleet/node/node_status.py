@@ -9,7 +9,7 @@ from collections.abc import Callable
 from broker.contract import GroupWork, NodeReport, RunInfo, Waste
 from common.staleness import window_end
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
-from rollout_fleet.node.join_timing import Arrival
+from rollout_fleet.join_timing import Arrival
 
 IDLE = ("joining", "waiting")  # states in which the engine runs and no episode does
 

@@ -10,7 +10,7 @@ import msgspec
 
 from common.errors import SlipstreamError
 from common.weights.receiver import StagingStatus
-from rollout_fleet.engine.vllm_patches.prefix_cache import salt
+from rollout_fleet.vllm_patches.prefix_cache import salt
 from rollout_fleet.weights.staging_poll import StagingFailed, until_staged
 from rollout_fleet.weights.weight_client import Flip, ProofFailed
 

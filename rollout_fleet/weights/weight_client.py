@@ -23,7 +23,7 @@ from common.security.curve import Handshakes, secure_client
 from common.weights import messages
 from common.weights.messages import Canary, Publish
 from rollout_fleet.episode.sampler_protocol import WeightsState
-from rollout_fleet.node.join_timing import Arrival
+from rollout_fleet.join_timing import Arrival
 from rollout_fleet.weights.staging_poll import StagingFailed
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.config.schema import LearnerConfig, MemoryConfig, ModelConfig, MoeConfig, ParallelConfig
-from learner.loop.backend_protocol import LossOutput, Microbatch
+from learner.backend_protocol import LossOutput, Microbatch
 
 EXPERTS, CHOSEN = 8, 2
 RATE = 0.3  # of either balance; large, so that an error shows in every gradient

@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 from safetensors.torch import save_file
 
 from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from learner.loop.backend_protocol import LossOutput, Microbatch, StepResult
+from learner.backend_protocol import LossOutput, Microbatch, StepResult
 from tests.integration import fork_rig
 
 VOCABULARY = 128

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.config.schema import LossConfig
-from learner.loop.backend_protocol import Microbatch
+from learner.backend_protocol import Microbatch
 from tests.integration import fork_rig, tiny_models
 from tests.integration.megatron_workers import _gradients as gradients
 

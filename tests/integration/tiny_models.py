@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from common.config.schema import LearnerConfig, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from learner.loop.backend_protocol import LossOutput, Microbatch
+from learner.backend_protocol import LossOutput, Microbatch
 
 VOCABULARY = 128
 TEMPERATURE = 0.7

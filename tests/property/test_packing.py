@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.backend_protocol import shapes_agree
 from learner.batch.packing import FILLER, Document, cost, counted_places, microbatches_for, plan
-from learner.loop.backend_protocol import shapes_agree
 
 
 @dataclass(frozen=True)

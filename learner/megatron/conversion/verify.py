@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common.config.schema import ParallelConfig
 from common.errors import SlipstreamError, UsageError
-from learner.loop.backend_protocol import Microbatch
+from learner.backend_protocol import Microbatch
 from learner.megatron import parallel
 from learner.megatron.conversion import hf_folder, tiny_model
 from learner.megatron.model import Model
@@ -88,7 +88,7 @@ def check_weights(path: Path, config: Any, dtype: torch.dtype, logprobs: LogProb
         path: the model's folder.
         config: its transformers configuration.
         dtype: that it was loaded in.
-        logprobs: of the loaded model, as learner.loop.backend_protocol.Backend's.
+        logprobs: of the loaded model, as learner.backend_protocol.Backend's.
 
     Raises:
         UsageError: they differ.

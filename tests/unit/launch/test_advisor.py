@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from launch.report.advisor import FEWEST, STEPS, Rates, advice_for, advise, rates_of
+from launch.observe.advisor import FEWEST, STEPS, Rates, advice_for, advise, rates_of
 
 
 def lines(

@@ -11,8 +11,8 @@ from common.errors import EXIT_FAILED
 from common.process.lifecycle import alive
 from launch.cli import main
 from launch.doctor import files
+from launch.observe.advisor import advice_for
 from launch.plan.model_shape import UnknownArchitecture, read_architecture
-from launch.report.advisor import advice_for
 
 
 @pytest.mark.parametrize(

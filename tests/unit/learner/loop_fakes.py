@@ -19,8 +19,8 @@ from common.metrics import MetricsWriter
 from common.process.run_dir import RunDir
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
 from common.weights.messages import Canary
+from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder
-from learner.loop.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.loop.lead_rank import Lead
 from learner.loop.learner_record import EventLog, next_incarnation, write_record
 from learner.loop.status_reporter import Reporter

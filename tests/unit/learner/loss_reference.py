@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.config.schema import LossConfig
-from learner.loop.backend_protocol import Microbatch
+from learner.backend_protocol import Microbatch
 
 CLIP = {"ppo_clip": (0.2, 0.28), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4), "dppo_tv": (0.2, 0.2)}
 CORRECTION = {

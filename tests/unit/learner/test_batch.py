@@ -11,8 +11,8 @@ from broker.contract import StoredGroup
 from common.arrays import Array
 from common.config.schema import Config
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
+from learner.backend_protocol import RoutingShape
 from learner.batch.batch import BadGroup, assemble, decode, expired_groups, length_deciles
-from learner.loop.backend_protocol import RoutingShape
 
 
 def sample(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.config.loss_checks import loss_problems
 from common.config.schema import LossConfig
-from learner.loop.backend_protocol import LossFunction, LossOutput, Microbatch
+from learner.backend_protocol import LossFunction, LossOutput, Microbatch
 from learner.loss.losses import cross_entropy, policy_loss
 from tests.unit.learner.loss_reference import Case, double, reference_loss
 

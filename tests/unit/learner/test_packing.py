@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.errors import UsageError
+from learner.backend_protocol import shapes_agree
 from learner.batch.packing import FILLER, Document, build, cost, microbatches_for, plan
-from learner.loop.backend_protocol import shapes_agree
 
 KEY = "learner.micro_batch_tokens"
 

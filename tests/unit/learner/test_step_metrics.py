@@ -7,7 +7,7 @@ import pytest
 
 from broker.contract import NodeReport
 from common.errors import SlipstreamError
-from learner.loop.backend_protocol import StepResult
+from learner.backend_protocol import StepResult
 from learner.loop.step_metrics import LossFigures, check_finite, engine_metrics
 
 

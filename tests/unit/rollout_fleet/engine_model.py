@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollout_fleet.engine.scheduler_stats import StepClock
-from rollout_fleet.node.concurrency import AdaptiveLimit, Pressure
+from rollout_fleet.episode.concurrency import AdaptiveLimit, Pressure
 
 STEP_S, REQUEST_S, TOKEN_S = 2.3e-3, 8.5e-5, 8.5e-5
 BLOCK, MOST, BATCH = 128, 128, 8192  # tokens; requests and prompt tokens of one step

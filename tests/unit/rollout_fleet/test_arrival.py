@@ -7,7 +7,7 @@ import time
 from fleet_fakes import run, until
 from test_node import Site
 
-from rollout_fleet.node.join_timing import Arrival, process_age_s
+from rollout_fleet.join_timing import Arrival, process_age_s
 
 
 def test_stages_count_from_the_start_of_the_process_and_only_once() -> None:
@@ -25,7 +25,7 @@ def test_stages_count_from_the_start_of_the_process_and_only_once() -> None:
 
 def test_the_age_of_a_process_is_counted_from_its_start_not_from_the_import() -> None:
     program = (
-        "import time; time.sleep(0.4); from rollout_fleet.node.join_timing import process_age_s; print(process_age_s())"
+        "import time; time.sleep(0.4); from rollout_fleet.join_timing import process_age_s; print(process_age_s())"
     )
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

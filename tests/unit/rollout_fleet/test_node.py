@@ -25,10 +25,10 @@ from broker.delivery.in_process import MemoryBroker
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from common.rollouts import decode_group
 from rollout_fleet.environments.builtin.addition import Addition
+from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit
 from rollout_fleet.episode.group_runner import GroupRunner
 from rollout_fleet.node import node
 from rollout_fleet.node.broker_timeout import BrokerLost, Patience
-from rollout_fleet.node.concurrency import LOOKS, AdaptiveLimit
 from rollout_fleet.node.heartbeat import Heartbeat
 from rollout_fleet.node.node import Node, NodeParts
 from rollout_fleet.node.node_status import Board

@@ -8,7 +8,7 @@ import pytest
 from engine_model import ModelEngine
 from fleet_fakes import run
 
-from rollout_fleet.node.concurrency import LOOKS, AdaptiveLimit, Places, Pressure
+from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit, Places, Pressure
 
 
 class Looker:

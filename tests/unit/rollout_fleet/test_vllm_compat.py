@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from rollout_fleet.engine.vllm_patches.compat import _drop_cache
+from rollout_fleet.vllm_patches.compat import _drop_cache
 
 
 class EngineInSmall:

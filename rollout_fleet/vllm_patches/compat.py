@@ -9,7 +9,7 @@ import multiprocessing
 import time
 from typing import Any
 
-from rollout_fleet.engine.vllm_patches.prefix_cache import resalt_waiting
+from rollout_fleet.vllm_patches.prefix_cache import resalt_waiting
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def keep_cpu_linear_weights_live() -> None:
     import torch
     from vllm.model_executor.layers import utils
 
-    from rollout_fleet.engine.vllm_patches.unpacked_linear import linear
+    from rollout_fleet.vllm_patches.unpacked_linear import linear
 
     if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
         raise RuntimeError("this vLLM has no dispatch_cpu_unquantized_gemm: live weights on CPU need a new look")
