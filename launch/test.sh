@@ -22,6 +22,7 @@ step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step "pyright" pyright
 step "import contracts" lint-imports
+step "plain words" python -m launch.dev.check_words
 step "bare base install" bash launch/dev/check_bare_install.sh
 step "tests" python -m pytest -rs --durations=15 "$@"
 printf '\n== all checks passed in %d s\n' "$SECONDS"

@@ -1,0 +1,110 @@
+"""The check of plain words: what it counts, what it leaves out, and that the counts may only fall."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch.dev import check_words
+from launch.dev.check_words import check_file, problems, ratchet, sentences, too_wide, words
+
+LONG = " ".join(["word"] * 26)
+
+
+def found(tmp_path: Path, name: str, text: str) -> list[tuple[int, str]]:
+    path = tmp_path / name
+    path.write_text(text)
+    return [(finding.line, finding.problem) for finding in check_file(path)]
+
+
+def test_a_sentence_of_25_words_passes_and_one_of_26_does_not() -> None:
+    assert list(problems(" ".join(["Word"] * 25) + ".")) == []
+    assert [p.split(":")[0] for p in problems(f"{LONG}.")] == ["26 words in one sentence, at most 25"]
+
+
+def test_a_colon_or_a_semicolon_does_not_end_a_sentence_and_a_full_stop_does() -> None:
+    text = "One: two; three. Four (e.g. Five)? Six 1.5 s."
+    assert sentences(text) == ["One: two; three.", "Four (e.g Five)?", "Six 1.5 s."]
+
+
+def test_code_links_and_punctuation_are_not_counted_word_by_word() -> None:
+    assert words(sentences("Run `a long command with many words` now - see [this page](docs/a.md).")[0]) == 6
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["alpha, beta, gamma, delta, epsilon, " * 6, "a = b + c * d - e / f + g = h + i + j + k + l + m + n + o = " * 2],
+)
+def test_a_list_of_names_and_an_equation_are_no_sentences(text: str) -> None:
+    assert list(problems(text)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
+        ("A node shall stop.", "shall"),
+        ("The queue holds two groups.", "holds"),
+        ("Of these, one is tried.", "Of"),
+        ("What a node needs is here.", "What"),
+        ("Word from the learner arrives.", "Word from"),
+    ],
+)
+def test_a_banned_phrase_is_named_with_what_to_say_instead(text: str, phrase: str) -> None:
+    (problem,) = problems(text)
+    assert problem.startswith(f"'{phrase}': ") and problem.count(": ") == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["What does a node need?", "Held-out accuracy rises.", "It must hold the lock.", "`hold` is a flag."]
+)
+def test_the_fields_own_uses_of_a_banned_word_pass(text: str) -> None:
+    assert list(problems(text)) == []
+
+
+def test_a_page_is_read_without_code_tables_headings_and_comments(tmp_path: Path) -> None:
+    hidden = f"# {LONG}\n\n```\n{LONG}\n```\n\n| {LONG} |\n\n<!-- {LONG} -->\n\n    {LONG}\n"
+    assert found(tmp_path, "page.md", hidden) == []
+    assert [line for line, _ in found(tmp_path, "page.md", f"{hidden}\n- short\n- {LONG}\n  more\n")] == [14, 14]
+
+
+def test_list_items_and_paragraphs_are_sentences_of_their_own(tmp_path: Path) -> None:
+    half = " ".join(["word"] * 19)
+    assert found(tmp_path, "page.md", f"- {half}\n- {half}\n\n{half}\n") == []
+
+
+def test_a_line_that_could_be_wrapped_is_found_and_a_long_link_is_not(tmp_path: Path) -> None:
+    assert too_wide("word " * 21) and not too_wide("word " * 20) and not too_wide("see " + "x" * 120)
+    assert [line for line, _ in found(tmp_path, "page.md", "Fine.\n" + "word. " * 20 + "\n")] == [2]
+
+
+def test_docstrings_comments_and_messages_of_a_module_are_read(tmp_path: Path) -> None:
+    source = (
+        '"""Module.\n\n    code shall pass\n\nIt shall fail.\n"""\n'
+        "LIMIT = 3  # it shall fail\n"
+        "def f():\n"
+        '    """Short.\n\n    Args:\n        x: it shall fail\n    """\n'
+        '    print(f"it shall fail {LIMIT}")\n'
+        '    raise ValueError(f"it shall fail")\n'
+        'NAME = "it shall pass"  # noqa: shall\n'
+    )
+    assert [line for line, _ in found(tmp_path, "module.py", source)] == [5, 7, 12, 14, 15]
+
+
+def test_neighbouring_comment_lines_are_one_passage(tmp_path: Path) -> None:
+    text = f"# {' '.join(['word'] * 13)}\n# {' '.join(['word'] * 13)}\nkey: 1  # short\n"
+    assert [line for line, _ in found(tmp_path, "config.yaml", text)] == [1]
+
+
+def test_more_findings_than_allowed_fail_and_name_the_folder() -> None:
+    assert ratchet({"docs": 3, "broker": 1}, {"docs": 3, "broker": 1}) == []
+    (problem,) = ratchet({"docs": 3, "broker": 2}, {"docs": 3, "broker": 1})
+    assert problem.startswith("broker: 2 findings, at most 1 are allowed")
+
+
+def test_update_lowers_a_count_and_never_raises_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = tmp_path / "counts.json"
+    counts.write_text(json.dumps({"docs": 5, "broker": 1}))
+    monkeypatch.setattr(check_words, "COUNTS", counts)
+    monkeypatch.setattr(check_words, "count_all", lambda: {"docs": 4, "broker": 2})
+    assert check_words.main(["--update"]) == 1
+    assert json.loads(counts.read_text()) == {"docs": 4, "broker": 1}
