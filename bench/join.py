@@ -25,7 +25,7 @@ import machine
 from broker.contract import JoinTimes
 from common.errors import SlipstreamError
 from common.process.run_dir import RunDir, read_jsonl
-from launch.observe.run_view import observe
+from launch.observe.observation import observe
 from launch.quickstart.assets import main as build_assets
 
 T = TypeVar("T")

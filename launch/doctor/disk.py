@@ -13,7 +13,7 @@ import psutil
 from common.config.schema import Config, SftConfig
 from common.process.files import sync
 from launch.doctor.findings import Finding, fine, problem, warning
-from launch.plan.facts import Plan
+from launch.plan.job_plan import Plan
 
 GIB, MIB = 1 << 30, 1 << 20
 VOLATILE = ("tmpfs", "ramfs")

@@ -18,16 +18,16 @@ from common.config.schema import Config, SftConfig
 from common.errors import EXIT_DONE, EXIT_FAILED, SlipstreamError, UsageError
 from common.process.run_dir import RunDir
 from launch.doctor import packages
+from launch.doctor.config_files import check_config_and_files
 from launch.doctor.disk import check_disk
-from launch.doctor.files import check_config_and_files
 from launch.doctor.findings import Finding
-from launch.doctor.limits import check_machine
 from launch.doctor.machine import Machine, look
 from launch.doctor.network import check_network
-from launch.doctor.runs import check_run
-from launch.plan.facts import Plan, make_plan
-from launch.plan.model_shape import UnknownArchitecture, read_architecture
-from launch.plan.plan import read_model
+from launch.doctor.resources import check_machine
+from launch.doctor.run_state import check_run
+from launch.plan.architecture import UnknownArchitecture, read_architecture
+from launch.plan.job_plan import Plan, make_plan
+from launch.plan.review import read_model
 from rollout_fleet.node.node import LOOKAHEAD_GROUPS
 
 GPUS_PER_NODE = 8

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from common.config.schema import Config
 from launch.observe.metrics_tail import MetricsTail
-from launch.observe.run_view import Observation
+from launch.observe.observation import Observation
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -54,7 +54,7 @@ class PlainDisplay:
         """See Display."""
         if time.monotonic() < self._next:
             return
-        from launch.observe.rendered_view import plain_line
+        from launch.observe.job_view import plain_line
 
         line = plain_line(self._config, seen, self._tail)
         if line != self._last:
@@ -75,7 +75,7 @@ class LiveDisplay:
 
     def show(self, seen: Observation | None) -> None:
         """See Display."""
-        from launch.observe.rendered_view import render_live
+        from launch.observe.job_view import render_live
 
         self._live.update(render_live(self._config, seen, self._tail, list(self._notes)), refresh=True)
 

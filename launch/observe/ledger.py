@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from broker.contract import LedgerEntry
-from launch.observe.run_view import observe_ledger
+from launch.observe.observation import observe_ledger
 from launch.resolve_target import find_run
 
 

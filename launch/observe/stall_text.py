@@ -10,8 +10,8 @@ from rich.text import Text
 from broker.contract import LEARNER_ENDED
 from broker.diagnosis.stalls import Stall, explain
 from common.redis_address import is_redis
-from launch.observe.formatting import duration
-from launch.observe.run_view import Observation
+from launch.observe.number_format import duration
+from launch.observe.observation import Observation
 
 SHOWN = 12
 STOPPING = frozenset(

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from launch.observe import sft_status, stall_text
 from launch.observe.advisor import advice_for
 from launch.observe.metrics_tail import MetricsTail
-from launch.observe.run_view import as_json, observe
+from launch.observe.observation import as_json, observe
 from launch.observe.sft_status import warm_start_of
 from launch.resolve_target import find_run
 
@@ -29,7 +29,7 @@ def command(args: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from launch.observe.rendered_view import render_status
+    from launch.observe.job_view import render_status
 
     Console().print(render_status(run, seen, advice))
     return 0

@@ -9,7 +9,7 @@ from common.errors import EXIT_FAILED, SlipstreamError
 from common.process.run_dir import RunDir
 from launch.observe.display import open_display
 from launch.observe.metrics_tail import MetricsTail
-from launch.observe.run_view import Observation, observe
+from launch.observe.observation import Observation, observe
 from launch.resolve_target import config_of, find_run
 
 

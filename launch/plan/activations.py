@@ -3,14 +3,14 @@
 Their equation 2, s b h (34 + 5 a s / h) / t per layer, counts dropout masks and the attention matrix, which are absent
 here (no dropout; flash attention keeps a log-sum-exp per head instead of the matrix), and a feed-forward of 4 h without
 gate. What is left is counted tensor by tensor below, so that it also holds for grouped queries, gates and experts;
-for their layer it gives their 32 s b h / t (tests/unit/common/test_planning_memory.py).
+for their layer it gives their 32 s b h / t (tests/unit/launch/test_plan_memory.py).
 """
 
 import msgspec
 
 from common.config.schema import MemoryConfig, ParallelConfig
-from launch.plan.model_shape import Architecture, Attention
-from launch.plan.ranks import stage_chunks
+from launch.plan.architecture import Architecture, Attention
+from launch.plan.process_groups import stage_chunks
 
 FLOAT32 = 4
 CHUNK_ELEMENTS = 1 << 26  # of logits at once on a GPU (learner.megatron.logprobs)

@@ -8,12 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from common.config.schema import Config, SftConfig
-from launch.plan.facts import Plan, Stage
-from launch.plan.model_shape import Attention
-from launch.plan.plan import Review
-from launch.plan.ranks import GroupKind
+from launch.plan.architecture import Attention
+from launch.plan.job_plan import Plan, Stage
+from launch.plan.process_groups import GroupKind
+from launch.plan.rank_parameters import KINDS
 from launch.plan.remarks import DEVICES, HEADROOM, fits
-from launch.plan.shards import KINDS
+from launch.plan.review import Review
 
 GIB = 1 << 30
 WIDTH = 118

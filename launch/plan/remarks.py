@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from common.config.schema import Config, SftConfig
-from launch.plan.facts import Plan, RlPart
+from launch.plan.job_plan import Plan, RlPart
 
 GIB = 1 << 30
 DEVICES = {"80 GB": 79.6 * GIB, "141 GB": 139.8 * GIB}  # H100 and H200 as the driver reports them

@@ -3,9 +3,9 @@
 import msgspec
 
 from common.config.schema import ParallelConfig
-from launch.plan.model_shape import Architecture
-from launch.plan.ranks import Sizes, stage_chunks
-from launch.plan.shards import KINDS, Share, chunk_parameters, shares
+from launch.plan.architecture import Architecture
+from launch.plan.process_groups import Sizes, stage_chunks
+from launch.plan.rank_parameters import KINDS, Share, chunk_parameters, shares
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4  # always float32
@@ -17,7 +17,7 @@ class Resident(msgspec.Struct, frozen=True):
     """One rank of a pipeline stage; bytes, gaps of alignment included.
 
     Attributes:
-        elements: parameters by kind (launch.plan.shards.KINDS).
+        elements: parameters by kind (launch.plan.rank_parameters.KINDS).
         optimizer: main parameters and Adam's states of the fullest shard.
     """
 

@@ -4,8 +4,8 @@ import msgspec
 
 from common.config.schema import Config
 from common.weights.layout import Layout
-from launch.plan.model_shape import Architecture, Attention
-from launch.plan.parameters import count, hf_tensors
+from launch.plan.architecture import Architecture, Attention
+from launch.plan.model_parameters import count, hf_tensors
 from launch.plan.static_memory import ADAM_BYTES, ITEM_BYTES
 
 MIB = 1 << 20

@@ -21,8 +21,8 @@ from common.metrics import StepMetrics, read_metrics
 from common.process.lifecycle import DrainFlag
 from common.process.logs import last_lines, log_path
 from common.process.run_dir import BrokerFile, RunDir, write_json
-from launch.replay.choice import Replay, plan_replay
 from launch.replay.compare import ReplayedStep, ReplayReport, compare, line, summary
+from launch.replay.replay_plan import Replay, plan_replay
 from launch.resolve_target import config_of, find_run
 from launch.roles import role_command
 from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit

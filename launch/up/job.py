@@ -22,7 +22,7 @@ from common.process.run_dir import RunDir
 from launch.observe.broker_access import running_broker
 from launch.observe.display import Display, open_display
 from launch.observe.metrics_tail import MetricsTail, mean
-from launch.observe.run_view import Observation, observe
+from launch.observe.observation import Observation, observe
 from launch.roles import role_command, thread_environment
 from launch.up.core_pinning import available_cores, plan_cores
 from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit

@@ -24,7 +24,7 @@ from common.config.schema import (
     SftConfig,
     SftLearnerConfig,
 )
-from launch.plan.model_shape import read_architecture
+from launch.plan.architecture import read_architecture
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 8

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from common.config.schema import ParallelConfig
-from launch.plan.model_shape import read_architecture
-from launch.plan.ranks import DENSE, SPARSE, Sizes, rank_groups, stage_chunks
-from launch.plan.shards import chunk_parameters
+from launch.plan.architecture import read_architecture
+from launch.plan.process_groups import DENSE, SPARSE, Sizes, rank_groups, stage_chunks
+from launch.plan.rank_parameters import chunk_parameters
 from launch.plan.static_memory import resident
 from launch.plan.transfers import checkpoint_bytes
 

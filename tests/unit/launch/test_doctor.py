@@ -39,7 +39,7 @@ from common.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from common.process.run_dir import RunDir, write_json
 from common.security.credentials import KeyFolder
 from launch.cli import main
-from launch.doctor import disk, doctor, files, limits, network, runs
+from launch.doctor import config_files, disk, doctor, network, resources, run_state
 from launch.doctor import packages as doctor_packages
 from launch.doctor.findings import Finding
 from launch.doctor.machine import Gpu, Machine, look
@@ -202,42 +202,42 @@ def test_more_ranks_than_devices_are_a_warning(config: Config) -> None:
 
 
 def test_threads_without_cores_of_their_own_are_a_warning(config: Config) -> None:
-    finding = only(limits.check_cores(machine(cores=2), of(config, "rollout", nodes=3)), "warning")
+    finding = only(resources.check_cores(machine(cores=2), of(config, "rollout", nodes=3)), "warning")
     assert finding.what.startswith("2 cores for 4 threads")
-    assert "pins" in only(limits.check_cores(GOOD, config), "fine").what
+    assert "pins" in only(resources.check_cores(GOOD, config), "fine").what
 
 
 def test_memory_is_compared_with_the_plan(config: Config) -> None:
     plan = doctor.plan_of(config)
     assert plan is not None
-    small = limits.check_memory(machine(memory_bytes=2 * GIB, available_bytes=GIB), config, plan)
+    small = resources.check_memory(machine(memory_bytes=2 * GIB, available_bytes=GIB), config, plan)
     assert "needed at least, 2.0 GiB" in only(small).what
-    busy = limits.check_memory(machine(available_bytes=2 * GIB), config, plan)
+    busy = resources.check_memory(machine(available_bytes=2 * GIB), config, plan)
     assert only(busy, "warning").why == "other processes hold what is missing"
-    assert found(limits.check_memory(GOOD, config, plan)) == []
-    assert limits.host_bytes(config, plan, gpus=True) < limits.host_bytes(config, plan, gpus=False)
+    assert found(resources.check_memory(GOOD, config, plan)) == []
+    assert resources.host_bytes(config, plan, gpus=True) < resources.host_bytes(config, plan, gpus=False)
 
 
 def test_a_container_with_little_shared_memory_is_named(config: Config) -> None:
     ranks = of(config, "learner", world_size=4)
-    assert "64 MiB, 256 needed" in only(limits.check_shm(machine(shm_bytes=64 << 20), ranks)).what
-    assert found(limits.check_shm(machine(shm_bytes=64 << 20), config)) == []
+    assert "64 MiB, 256 needed" in only(resources.check_shm(machine(shm_bytes=64 << 20), ranks)).what
+    assert found(resources.check_shm(machine(shm_bytes=64 << 20), config)) == []
 
 
 def test_open_files_are_compared_with_the_fleet(config: Config) -> None:
     many = of(config, "rollout", nodes=200)
-    assert "ulimit -n 4096" in only(limits.check_open_files(machine(open_files=(1024, 4096)), many)).mend
-    few = limits.check_open_files(machine(open_files=(512, 4096)), config)
+    assert "ulimit -n 4096" in only(resources.check_open_files(machine(open_files=(1024, 4096)), many)).mend
+    few = resources.check_open_files(machine(open_files=(512, 4096)), config)
     assert "64 nodes" in only(few, "warning").why
-    assert found(limits.check_open_files(machine(open_files=(-1, -1)), many)) == []
+    assert found(resources.check_open_files(machine(open_files=(-1, -1)), many)) == []
 
 
 def test_a_clock_that_was_never_set_or_is_not_kept_is_named(config: Config) -> None:
-    assert "years ago" in only(limits.check_clock(machine(now_s=1e6), config)).what
+    assert "years ago" in only(resources.check_clock(machine(now_s=1e6), config)).what
     far = of(config, "broker", address="tcp://10.0.0.1:5555")
     drifting = machine(clock_synchronised=False)
-    assert only(limits.check_clock(drifting, far), "warning").check == "clock"
-    assert found(limits.check_clock(drifting, config), "warning") == []  # one machine agrees with itself
+    assert only(resources.check_clock(drifting, far), "warning").check == "clock"
+    assert found(resources.check_clock(drifting, config), "warning") == []  # one machine agrees with itself
 
 
 # ---------------------------------------------------------------- the disk
@@ -288,7 +288,7 @@ def test_slow_syncs_matter_only_to_a_broker_that_waits_for_them(
 
 def test_what_a_launch_would_refuse_is_a_problem(config: Config) -> None:
     missing = of(config, "tasks", dataset="/nowhere.jsonl", environment="no_such")
-    findings = found(files.check_config_and_files(missing, "job.yaml"))
+    findings = found(config_files.check_config_and_files(missing, "job.yaml"))
     assert [f.check for f in findings] == ["config", "environment"]
     assert "tasks.dataset: found /nowhere.jsonl" in findings[0].what
 
@@ -297,35 +297,35 @@ def test_weights_that_were_cut_off_are_found(config: Config) -> None:
     folder = Path(config.model.path)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    assert re.search(r"model\.safetensors: \d+ bytes, \d+ expected", only(files.check_model(folder)).what)
+    assert re.search(r"model\.safetensors: \d+ bytes, \d+ expected", only(config_files.check_model(folder)).what)
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    assert "pointer of git-lfs" in only(files.check_model(folder)).what
+    assert "pointer of git-lfs" in only(config_files.check_model(folder)).what
     file.write_bytes(b"\0" * 40)
-    assert "no safetensors file" in only(files.check_model(folder)).what
+    assert "no safetensors file" in only(config_files.check_model(folder)).what
 
 
 def test_shards_that_the_index_names_are_found_missing(config: Config) -> None:
     folder = Path(config.model.path)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
-    assert f"{folder} lacks model-2.safetensors" in only(files.check_model(folder)).what
+    assert f"{folder} lacks model-2.safetensors" in only(config_files.check_model(folder)).what
     index.write_text("{")
-    assert "cannot be read" in only(files.check_model(folder)).what
+    assert "cannot be read" in only(config_files.check_model(folder)).what
 
 
 def test_a_bad_line_in_the_middle_of_a_dataset_is_found(config: Config) -> None:
     file = Path(config.tasks.dataset)
     file.write_text('{"a": 1}\n' * 20 + "[1]\n")
-    assert "line 21 is none" in only(files.check_dataset("tasks.dataset", file, config)).what
+    assert "line 21 is none" in only(config_files.check_dataset("tasks.dataset", file, config)).what
     file.write_text('{"a": 1}\n\n' * 3)
-    assert "3 rows" in only(files.check_dataset("tasks.dataset", file, config), "warning").what
+    assert "3 rows" in only(config_files.check_dataset("tasks.dataset", file, config), "warning").what
 
 
 def test_keys_that_others_may_read_are_named(tmp_path: Path) -> None:
     make(KeyFolder(tmp_path / "keys"), ["node-0"])
-    assert found(files.check_permissions(tmp_path / "keys")) == []
+    assert found(config_files.check_permissions(tmp_path / "keys")) == []
     (tmp_path / "keys" / "learner.json").chmod(0o644)
-    finding = only(files.check_permissions(tmp_path / "keys"))
+    finding = only(config_files.check_permissions(tmp_path / "keys"))
     assert finding.mend == f"chmod 600 {tmp_path}/keys/learner.json"
 
 
@@ -394,7 +394,7 @@ def test_what_a_killed_job_left_behind_is_named_and_harmless(config: Config, run
     write_record(run, 0, "running", 7)
     record = json.loads(run.learner_json.read_text())
     run.learner_json.write_text(json.dumps({**record, "pid": ended_pid()}))
-    findings, running = runs.check_run(run, config)
+    findings, running = run_state.check_run(run, config)
     assert not running
     texts = [f.what for f in found(findings, "warning")]
     assert "was left by broker" in texts[0] and "did not say how it ended" in texts[1]
@@ -404,13 +404,13 @@ def test_what_a_killed_job_left_behind_is_named_and_harmless(config: Config, run
 def test_a_broker_that_is_stopped_is_named_with_what_wakes_it(
     config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "ANSWER_S", 0.3)
+    monkeypatch.setattr(run_state, "ANSWER_S", 0.3)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         os.kill(process.pid, signal.SIGSTOP)
         write_json(run.broker_json, {"pid": process.pid, "address": "ipc:///nobody/here", "started_s": 0.0})
-        until(lambda: runs.process_state(process.pid) == "stopped")
-        finding = only(runs.check_run(run, config)[0])
+        until(lambda: run_state.process_state(process.pid) == "stopped")
+        finding = only(run_state.check_run(run, config)[0])
         assert "does not answer (stopped)" in finding.what
         assert finding.mend == f"kill -CONT {process.pid}"
     finally:
@@ -428,17 +428,17 @@ def until(condition: object, timeout_s: float = 20.0) -> None:
 def test_the_holder_of_a_lock_is_named(config: Config, run: RunDir) -> None:
     with (run.path / "up.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        finding = only(runs.check_run(run, config)[0])
+        finding = only(run_state.check_run(run, config)[0])
     assert finding.what == f"{run.path}/up.lock is held by process {os.getpid()}"
-    assert found(runs.check_run(run, config)[0]) == []
+    assert found(run_state.check_run(run, config)[0]) == []
 
 
 def test_roles_without_a_broker_are_named(config: Config, run: RunDir) -> None:
     words = [sys.executable, "-c", "import time; time.sleep(60)", "rollout", str(run.config)]
     process = subprocess.Popen(words)
     try:
-        until(lambda: runs.processes_of(run))
-        finding = only(runs.check_run(run, config)[0])
+        until(lambda: run_state.processes_of(run))
+        finding = only(run_state.check_run(run, config)[0])
         assert finding.what == f"processes of this run without a broker: {process.pid} (rollout)"
     finally:
         process.kill()
@@ -447,7 +447,7 @@ def test_roles_without_a_broker_are_named(config: Config, run: RunDir) -> None:
 
 def test_a_folder_with_another_run_is_named(config: Config, run: RunDir) -> None:
     other = of(config, "run", seed=5)
-    assert "run.seed was 0 and now is 5" in only(runs.check_run(run, other)[0]).what
+    assert "run.seed was 0 and now is 5" in only(run_state.check_run(run, other)[0]).what
 
 
 def test_a_running_job_is_explained(config: Config, run: RunDir) -> None:
@@ -458,11 +458,11 @@ def test_a_running_job_is_explained(config: Config, run: RunDir) -> None:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        findings, running = runs.check_run(run, config)
+        findings, running = run_state.check_run(run, config)
         assert running
         finding = only(findings)
         assert finding.what.startswith("everyone waits for a learner: none has attached")
-        assert finding.mend == runs.ADVICE["no_learner"]
+        assert finding.mend == run_state.ADVICE["no_learner"]
     finally:
         server.stop()
         thread.join(10)
@@ -472,7 +472,7 @@ def test_there_is_advice_for_every_kind_of_stall() -> None:
     page = (ROOT / "docs" / "stalls.md").read_text()
     table = page[page.index("| kind |") :]
     kinds = {kind for line in table.splitlines()[2:] for kind in re.findall(r"`(\w+)`", line.split("|")[1])}
-    assert kinds == set(runs.ADVICE)
+    assert kinds == set(run_state.ADVICE)
 
 
 # ---------------------------------------------------------------- the command

@@ -10,8 +10,8 @@ from rich.console import Console
 from broker.contract import BrokerStatus, NodeReport, NodeStatus, RunInfo
 from common.process.run_dir import RunDir
 from launch.observe import failures_view
-from launch.observe.rendered_view import render_status
-from launch.observe.run_view import Observation, as_json
+from launch.observe.job_view import render_status
+from launch.observe.observation import Observation, as_json
 
 
 def status(*failed: dict[str, int]) -> BrokerStatus:

@@ -9,8 +9,8 @@ from rich.console import Console
 from broker.contract import BrokerStatus, JoinTimes, NodeReport, NodeStatus, RunInfo
 from broker.diagnosis.join_times import newest, sentence
 from common.process.run_dir import RunDir
-from launch.observe.rendered_view import render_status
-from launch.observe.run_view import Observation, as_json
+from launch.observe.job_view import render_status
+from launch.observe.observation import Observation, as_json
 
 TIMES = JoinTimes(1000.0, registered=2.0, engine=11.4, staged=11.6, active=11.7, leased=11.75, delivered=12.35)
 SENTENCE = "joined in 12.35 s: engine 11.40, weights 0.30, lease 0.05, first group 0.60"

@@ -21,10 +21,10 @@ from common.errors import EXIT_FAILED
 from common.process.run_dir import RunDir, write_json
 from launch.cli import main
 from launch.observe import waste_view
-from launch.observe.formatting import duration
+from launch.observe.job_view import plain_line, render_live, render_status, sparkline
 from launch.observe.metrics_tail import MetricsTail, mean
-from launch.observe.rendered_view import plain_line, render_live, render_status, sparkline
-from launch.observe.run_view import Observation, as_json, observe
+from launch.observe.number_format import duration
+from launch.observe.observation import Observation, as_json, observe
 
 RUN_INFO = RunInfo("demo", "/runs/demo", 4, 1, 3, 60.0, 1 << 20, b"{}")
 LEARNER = LearnerReport(11, 0, "waiting", 7, "groups for step 7: 1 of 4 ready", 2.5)

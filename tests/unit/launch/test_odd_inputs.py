@@ -10,9 +10,9 @@ import pytest
 from common.errors import EXIT_FAILED
 from common.process.lifecycle import alive
 from launch.cli import main
-from launch.doctor import files
+from launch.doctor import config_files
 from launch.observe.advisor import advice_for
-from launch.plan.model_shape import UnknownArchitecture, read_architecture
+from launch.plan.architecture import UnknownArchitecture, read_architecture
 
 
 @pytest.mark.parametrize(
@@ -23,13 +23,13 @@ def test_a_header_that_describes_no_tensors_is_said(tmp_path: Path, header: obje
     data = json.dumps(header).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(struct.pack("<Q", len(data)) + data)
-    assert "its header does not describe tensors" in files.broken_weights(file)
+    assert "its header does not describe tensors" in config_files.broken_weights(file)
 
 
 @pytest.mark.parametrize("index", ["[]", "5", '{"weight_map": {"a": 1, "b": "x"}}', '{"weight_map": {"a": []}}', "{}"])
 def test_an_index_that_names_no_files_is_said(tmp_path: Path, index: str) -> None:
-    (tmp_path / files.INDEX).write_text(index)
-    missing, reason = files.missing_shards(tmp_path)
+    (tmp_path / config_files.INDEX).write_text(index)
+    missing, reason = config_files.missing_shards(tmp_path)
     assert not missing and "cannot be read" in reason
 
 

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from launch.cli import main
 from launch.plan.page import WIDTH, page
-from launch.plan.plan import as_json, make_review
+from launch.plan.plan import as_json
+from launch.plan.review import make_review
 
 ROOT = Path(__file__).parents[3]
 NAMED = {

@@ -17,9 +17,9 @@ from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.rollouts import GroupMeta, Task
 from launch.cli import main, parse
-from launch.replay.choice import plan_replay
 from launch.replay.compare import ReplayedStep, compare, line, summary
 from launch.replay.replay import check_progress
+from launch.replay.replay_plan import plan_replay
 
 RUN_INFO = RunInfo("demo", "/runs/demo", 2, 1, 3, 60.0, 1 << 20)
 

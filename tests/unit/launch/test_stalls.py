@@ -16,9 +16,9 @@ from common.config.schema import Config, ModelConfig, RunConfig, TasksConfig
 from common.process.run_dir import RunDir, write_json
 from launch.cli import main
 from launch.observe import stall_text
+from launch.observe.job_view import render_live, render_status
 from launch.observe.metrics_tail import MetricsTail
-from launch.observe.rendered_view import render_live, render_status
-from launch.observe.run_view import Observation, observe
+from launch.observe.observation import Observation, observe
 
 LEARNER = LearnerReport(11, 0, "waiting", 7, "groups", 2.5, step=7, groups_missing=4)
 

@@ -13,7 +13,7 @@ from common.errors import SlipstreamError, UsageError
 from common.process.lifecycle import alive
 from common.process.run_dir import RunDir
 from launch.doctor.findings import Finding, fine, problem, warning
-from launch.observe.run_view import Observation, observe
+from launch.observe.observation import Observation, observe
 from launch.observe.stall_text import STOPPING, sentence, stalls_of
 from learner.loop.learner_record import read_record
 

@@ -10,8 +10,8 @@ from math import lcm
 import msgspec
 
 from common.config.schema import ParallelConfig
-from launch.plan.model_shape import Architecture, Attention, LatentAttention
-from launch.plan.ranks import Sizes
+from launch.plan.architecture import Architecture, Attention, LatentAttention
+from launch.plan.process_groups import Sizes
 
 PARAMETER_ALIGNMENT = 64  # elements; ParamAndGradBuffer starts every parameter at a multiple of it
 BUCKET_ALIGNMENT = 128  # elements; and ends a bucket at a multiple of it and of the number of shards

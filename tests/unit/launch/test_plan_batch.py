@@ -24,9 +24,9 @@ from common.config.schema import (
 )
 from common.rollouts import Group, Sample, VersionRun, encode_group
 from common.staleness import window_end
-from launch.plan.model_shape import Architecture, read_architecture
-from launch.plan.ranks import Sizes
-from launch.plan.step_shape import batch_of, bubble, window_of
+from launch.plan.architecture import Architecture, read_architecture
+from launch.plan.batch_arithmetic import batch_of, bubble, window_of
+from launch.plan.process_groups import Sizes
 from launch.plan.transfers import checkpoint_bytes, engine_of, publish_of
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from math import prod
 
-from launch.plan.model_shape import Architecture, Attention, Experts
+from launch.plan.architecture import Architecture, Attention, Experts
 
 Named = tuple[str, tuple[int, ...]]
 

@@ -3,8 +3,8 @@
 import msgspec
 
 from common.config.schema import Config, SftConfig
-from launch.plan.model_shape import Architecture
-from launch.plan.ranks import Sizes
+from launch.plan.architecture import Architecture
+from launch.plan.process_groups import Sizes
 
 WIRE_BYTES_PER_TOKEN = 4 + 1 + 4  # token int32, loss mask uint8, log-probability float32 (common.rollouts.Sample)
 ROUTED_BYTES = 2  # int16 per MoE layer and chosen expert

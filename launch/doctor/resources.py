@@ -6,7 +6,7 @@ from common.config.checks import broker_host, is_loopback
 from common.config.schema import Config, SftConfig
 from launch.doctor.findings import Finding, fine, problem, warning
 from launch.doctor.machine import Machine
-from launch.plan.facts import Plan
+from launch.plan.job_plan import Plan
 from launch.up.core_pinning import SMALL_MACHINE_CORES, plan_cores
 
 GIB, MIB = 1 << 30, 1 << 20

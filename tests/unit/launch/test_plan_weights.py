@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from common.config.supported_models import SUPPORTED
-from launch.plan.model_shape import READERS, Architecture, UnknownArchitecture, read_architecture
-from launch.plan.parameters import count, count_active, hf_tensors
+from launch.plan.architecture import READERS, Architecture, UnknownArchitecture, read_architecture
+from launch.plan.model_parameters import count, count_active, hf_tensors
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 PUBLISHED = {  # billions of parameters, active ones as the model cards and reports state them
@@ -121,6 +121,6 @@ def test_an_unknown_architecture_names_the_known_ones() -> None:
 
 
 def test_counting_needs_no_torch() -> None:
-    code = "import sys, launch.plan.parameters; print('torch' in sys.modules)"
+    code = "import sys, launch.plan.model_parameters; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -13,9 +13,9 @@ from common.config.schema import Config
 from common.process.run_dir import RunDir
 from launch.observe import failures_view, stall_text, waste_view
 from launch.observe.advisor import Advice, advice_for
-from launch.observe.formatting import duration
 from launch.observe.metrics_tail import MetricsTail, mean
-from launch.observe.run_view import Observation, learner_state
+from launch.observe.number_format import duration
+from launch.observe.observation import Observation, learner_state
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 48

@@ -4,9 +4,9 @@ import pytest
 
 from common.config.schema import MemoryConfig, ParallelConfig
 from launch.plan.activations import activations, in_flight, layer_bytes, output_bytes
-from launch.plan.model_shape import Architecture, Attention, Experts, LatentAttention
-from launch.plan.parameters import count
-from launch.plan.shards import Parameter, chunk_parameters, share
+from launch.plan.architecture import Architecture, Attention, Experts, LatentAttention
+from launch.plan.model_parameters import count
+from launch.plan.rank_parameters import Parameter, chunk_parameters, share
 
 H, A = 512, 8
 

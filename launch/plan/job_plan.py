@@ -4,11 +4,11 @@ import msgspec
 
 from common.config.schema import Config, SftConfig
 from launch.plan.activations import Activations, activations
-from launch.plan.model_shape import Architecture
-from launch.plan.parameters import count, count_active
-from launch.plan.ranks import GroupKind, Sizes, group_kinds, stage_chunks
+from launch.plan.architecture import Architecture
+from launch.plan.batch_arithmetic import Batch, Window, batch_of, window_of
+from launch.plan.model_parameters import count, count_active
+from launch.plan.process_groups import GroupKind, Sizes, group_kinds, stage_chunks
 from launch.plan.static_memory import ITEM_BYTES, Resident, resident
-from launch.plan.step_shape import Batch, Window, batch_of, window_of
 from launch.plan.transfers import Engine, Publish, checkpoint_bytes, engine_of, publish_of
 
 
