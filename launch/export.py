@@ -13,7 +13,7 @@ from pathlib import Path
 from common.errors import EXIT_DONE, UsageError
 from common.process.run_dir import RunDir
 from launch.resolve_target import find_run
-from learner.checkpoint.folder import CheckpointFolder
+from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
 
 
 def command(args: argparse.Namespace) -> int:
@@ -33,20 +33,21 @@ def command(args: argparse.Namespace) -> int:
 
 
 def find_checkpoint(run: RunDir, step: int | None) -> Path:
-    """The complete checkpoint of `step`, None: the newest.
+    """The checkpoint of `step`, None: the newest.
 
     Raises:
         UsageError: there is none; naming those that exist.
+        SlipstreamError: it is not complete.
     """
-    found = {int(path.name.rpartition("-")[2]): path for path in CheckpointFolder(run.checkpoints, keep=1).complete()}
+    found = CheckpointFolder(run.checkpoints, keep=1).steps()
     if not found:
         raise UsageError(
             f"{run.path} has no model and no checkpoint yet; one comes every learner.checkpoint.every steps"
         )
-    if step is None:
-        return found[max(found)]
+    step = max(found) if step is None else step
     if step not in found:
         raise UsageError(f"{run.path} has no checkpoint of step {step}; it has {', '.join(map(str, sorted(found)))}")
+    read_checkpoint(found[step])
     return found[step]
 
 

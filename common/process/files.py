@@ -1,6 +1,7 @@
 """Small things that are done to files in more than one place."""
 
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,28 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def replace_folder(new: Path, path: Path) -> None:
+    """Rename `new` to `path`; a folder that has this name already loses it first, and its files last. Raises OSError.
+
+    A process that is killed in the middle leaves nothing torn under the name `path`.
+    """
+    aside = _set_aside(path) if path.exists() else None
+    os.rename(new, path)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder, whose name goes first: a process that is killed in the middle leaves `.NAME.removed.tmp`."""
+    shutil.rmtree(_set_aside(path), ignore_errors=True)
+
+
+def _set_aside(path: Path) -> Path:
+    aside = path.with_name(f".{path.name}.removed.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)
 
 
 def pretty_json(value: object) -> bytes:

@@ -12,7 +12,7 @@ from common.config.schema import Config
 from common.errors import UsageError
 from common.process.run_dir import RunDir
 from launch.resolve_target import checked
-from learner.checkpoint.folder import CheckpointFolder
+from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
 
 # What the recording fixes: groups were made of these tasks, in this number, and this command decides the rest.
 FIXED = {
@@ -54,20 +54,18 @@ def plan_replay(
 
     Raises:
         UsageError: no checkpoint of step `first`, steps that are not retained, a folder in use, a fixed key.
+        SlipstreamError: the checkpoint is not complete.
     """
-    checkpoints = {version_of(path): path for path in CheckpointFolder(original.checkpoints, keep=1).complete()}
+    checkpoints = CheckpointFolder(original.checkpoints, keep=1).steps()
     if first and first not in checkpoints:
         there = f"it has those of steps {_listed(list(checkpoints))}" if checkpoints else "it has none"
         raise UsageError(f"--from {first}: {original.checkpoints} has no checkpoint of step {first}; {there}")
+    if first:
+        read_checkpoint(checkpoints[first])
     last = _last_step(recording, first, last, config.broker.retain_steps, list(checkpoints))
     folder = _new_folder(original, out)
     changed = _config(config, str(original.config), folder, last, overrides)
     return Replay(original, RunDir(folder), changed, first, last, checkpoints.get(first) if first else None)
-
-
-def version_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's folder names."""
-    return int(checkpoint.name.rpartition("-")[2])
 
 
 def _last_step(recording: Recording, first: int, last: int | None, retain_steps: int, checkpoints: list[int]) -> int:

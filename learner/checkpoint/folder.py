@@ -1,7 +1,8 @@
 """RUN/checkpoints/step-000020/: the backend's files in `model/`, the loop's state in `trainer.json`.
 
-A checkpoint is written into a hidden folder and renamed when everything in it is on the disk, so a folder named step-*
-is complete, whenever the process was killed. What else is found at start is left over from a kill and removed.
+A checkpoint is written into a hidden folder and gets its name when everything in it is on the disk. It loses that name
+before its files are removed. So a folder named step-* is complete, whenever the process was killed. Hidden folders that
+are found at start were left by a killed learner and are removed.
 """
 
 import logging
@@ -13,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from common.errors import SlipstreamError
-from common.process.files import pretty_json, sync
+from common.process.files import pretty_json, remove_folder, replace_folder, sync
 from learner.loop.task_stream import StreamState
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer.json"
 MODEL_FOLDER = "model"
 _NAME = re.compile(r"step-(\d{6,})")
-_SCRATCH = re.compile(r"\.step-\d{6,}(\.replaced)?\.tmp")
+_HIDDEN = re.compile(r"\.step-\d{6,}(\.\w+)?\.tmp")
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +35,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         dataset_digest: of the task source.
         config_digest: of the resolved config.
         tokens_trained_total, tokens_wasted_total, tokens_masked_total: the learner's own counts since step 0.
+        files: size in bytes of every file in `model/`, by its path there; empty in older checkpoints.
     """
 
     policy_version: int
@@ -44,45 +46,57 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     tokens_trained_total: int = 0
     tokens_wasted_total: int = 0
     tokens_masked_total: int = 0
+    files: dict[str, int] = {}
+
+
+def read_checkpoint(path: Path) -> TrainerState:
+    """The state of a checkpoint whose files are all there.
+
+    Raises:
+        SlipstreamError: a file is missing or has another size, or the state is unreadable.
+    """
+    model = path / MODEL_FOLDER
+    try:
+        state = msgspec.json.decode((path / STATE_FILE).read_bytes(), type=TrainerState)
+        if not model.is_dir():
+            raise FileNotFoundError(f"the folder {MODEL_FOLDER}/ is missing")
+        for name, size in state.files.items():
+            if (found := (model / name).stat().st_size) != size:
+                raise ValueError(f"{MODEL_FOLDER}/{name} has {found} bytes instead of {size}")
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+        raise SlipstreamError(
+            f"checkpoint {path} is not complete: {error}; remove that folder to use another checkpoint"
+        ) from None
+    return state
 
 
 class CheckpointFolder:
-    """RUN/checkpoints of one run; used by the lead rank, which tells the others the paths."""
+    """RUN/checkpoints of one run. The lead rank uses it and tells the others the paths."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
 
-    def complete(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
+    def steps(self) -> dict[int, Path]:
+        """Step to path of every checkpoint that has its name, oldest first."""
         if not self._folder.is_dir():
-            return []
-        found = [(int(m[1]), p) for p in self._folder.iterdir() if (m := _NAME.fullmatch(p.name))]
-        return [path for _, path in sorted(found)]
+            return {}
+        return dict(sorted((int(m[1]), p) for p in self._folder.iterdir() if (m := _NAME.fullmatch(p.name))))
 
     def newest(self) -> tuple[Path, TrainerState] | None:
-        """The newest complete checkpoint and its state; None when the run has none.
+        """The newest checkpoint and its state; None when the run has none.
 
         Raises:
-            SlipstreamError: its state file is missing or unreadable.
+            SlipstreamError: it is not complete.
         """
-        paths = self.complete()
-        if not paths:
-            return None
-        state = paths[-1] / STATE_FILE
-        try:
-            return paths[-1], msgspec.json.decode(state.read_bytes(), type=TrainerState)
-        except (OSError, msgspec.DecodeError) as error:
-            raise SlipstreamError(
-                f"checkpoint {paths[-1]} has no usable {STATE_FILE}: {error}; remove that folder to resume from an "
-                "older one"
-            ) from None
+        paths = list(self.steps().values())
+        return (paths[-1], read_checkpoint(paths[-1])) if paths else None
 
     def remove_incomplete(self) -> list[str]:
-        """Remove what a killed learner left half written; returns the names."""
+        """Remove what a killed learner left half written or half removed; returns the names."""
         if not self._folder.is_dir():
             return []
-        left = [path for path in self._folder.iterdir() if _SCRATCH.fullmatch(path.name)]
+        left = [path for path in self._folder.iterdir() if _HIDDEN.fullmatch(path.name)]
         for path in left:
             shutil.rmtree(path)
         return sorted(path.name for path in left)
@@ -101,24 +115,20 @@ class CheckpointFolder:
     def finish(self, state: TrainerState) -> Path:
         """Make the checkpoint that `begin` started complete, durably; returns its path.
 
-        What the backend wrote is on the disk already: that is its part of the bargain.
+        The backend has flushed its own files to the disk before.
         """
         scratch = self.scratch(state.policy_version)
         final = self._folder / f"step-{state.policy_version:06d}"
+        model = scratch / MODEL_FOLDER
+        files = {str(path.relative_to(model)): path.stat().st_size for path in model.rglob("*") if path.is_file()}
         with open(scratch / STATE_FILE, "wb") as file:
-            file.write(pretty_json(state))
+            file.write(pretty_json(msgspec.structs.replace(state, files=files)))
             file.flush()
             os.fsync(file.fileno())
         sync(scratch)
-        if final.exists():  # of a learner that was replaced while it wrote: the broker has not committed it
-            aside = self._folder / f".step-{state.policy_version:06d}.replaced.tmp"
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(final, aside)
-        os.rename(scratch, final)
+        # A learner that was replaced while it wrote may have completed this version; the broker has not committed it.
+        replace_folder(scratch, final)
         sync(self._folder)
-        self._prune()
+        for path in list(self.steps().values())[: -self._keep]:
+            remove_folder(path)
         return final
-
-    def _prune(self) -> None:
-        for path in self.complete()[: -self._keep]:
-            shutil.rmtree(path, ignore_errors=True)

@@ -35,6 +35,7 @@ import numpy as np
 from broker.contract import StoredGroup
 from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError
+from common.process.files import replace_folder
 from common.process.run_dir import RunDir
 from common.weights.messages import Canary
 from learner.backend_protocol import Backend, Microbatch, StepResult
@@ -297,5 +298,4 @@ def save_model(backend: Backend, folder: Path, is_lead: bool) -> None:
     backend.broadcast_bytes(b"clean" if is_lead else None)
     backend.save_hf(scratch)
     if is_lead:
-        shutil.rmtree(folder, ignore_errors=True)
-        scratch.rename(folder)
+        replace_folder(scratch, folder)

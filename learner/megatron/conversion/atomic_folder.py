@@ -1,11 +1,10 @@
 """Folders that are either complete and on disk, or not there."""
 
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.process.files import sync
+from common.process.files import replace_folder, sync
 
 
 def staging_path(path: Path) -> Path:
@@ -33,7 +32,5 @@ def publish(path: Path, unsynced: Iterable[Path] | None = None) -> None:
         if file.is_file():
             sync(file)
     sync(staging)
-    if path.exists():
-        shutil.rmtree(path)
-    os.rename(staging, path)
+    replace_folder(staging, path)
     sync(path.parent)

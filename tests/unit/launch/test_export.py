@@ -5,16 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UsageError
+from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir
 from launch import export
+from tests.checkpoint_files import write_checkpoint
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     folder = RunDir(tmp_path / "run")
     for step in (20, 1000000, 40):
-        (folder.checkpoints / f"step-{step:06d}").mkdir(parents=True)
+        write_checkpoint(folder, step)
     (folder.checkpoints / ".step-000060.tmp").mkdir()
     folder.config.write_text("")
     return folder
@@ -61,6 +62,13 @@ def test_a_step_is_taken_from_its_checkpoint_also_when_the_run_is_done(
     finish(run)
     export.command(arguments(run, tmp_path / "out", step=40))
     assert converted == ["step-000040"]
+
+
+def test_a_torn_checkpoint_is_refused(run: RunDir, tmp_path: Path, converted: list[str]) -> None:
+    (run.checkpoints / "step-000040" / "model" / "weights").unlink()
+    with pytest.raises(SlipstreamError, match=r"step-000040 is not complete: .*No such file .*weights"):
+        export.command(arguments(run, tmp_path / "out", step=40))
+    assert converted == []
 
 
 def test_a_step_without_checkpoint_is_refused_with_those_that_have_one(run: RunDir, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from broker.journal.recorded_groups import RecordedGroup
 from broker.journal.recording import Recording, open_recording, preloaded
 from common.config.loading import load_config
 from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
-from common.errors import UsageError
+from common.errors import SlipstreamError, UsageError
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.rollouts import GroupMeta, Task
@@ -20,6 +20,7 @@ from launch.cli import main, parse
 from launch.replay.compare import ReplayedStep, compare, line, summary
 from launch.replay.replay import check_progress
 from launch.replay.replay_plan import plan_replay
+from tests.checkpoint_files import write_checkpoint
 
 RUN_INFO = RunInfo("demo", "/runs/demo", 2, 1, 3, 60.0, 1 << 20)
 
@@ -58,11 +59,17 @@ def run(config: Config) -> RunDir:
     made = RunDir(config.run.dir)
     made.prepare(config)
     for step in (3, 6):
-        (made.checkpoints / f"step-{step:06d}").mkdir(parents=True)
+        write_checkpoint(made, step)
     return made
 
 
 # ---------------------------------------------------------------- the plan
+
+
+def test_a_torn_checkpoint_is_refused(run: RunDir, config: Config) -> None:
+    (run.checkpoints / "step-000003" / "trainer.json").unlink()
+    with pytest.raises(SlipstreamError, match=r"step-000003 is not complete: .*No such file .*trainer\.json"):
+        plan_replay(run, config, recording(3, 4), 3, None, None, [])
 
 
 def test_from_a_checkpoint_to_the_last_step_that_follows_without_a_gap(run: RunDir, config: Config) -> None:

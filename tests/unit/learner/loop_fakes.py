@@ -226,7 +226,7 @@ class FedBroker(MemoryLearner):
         return super().take(step, count, 0.0, in_order)
 
     def commit(self, step: int) -> None:
-        self.commits.append((step, [path.name for path in self._checkpoints.complete()]))
+        self.commits.append((step, [path.name for path in self._checkpoints.steps().values()]))
         super().commit(step)
 
 

@@ -1,11 +1,17 @@
 """Checkpoint folders: complete or absent, newest found, old ones pruned."""
 
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from common.errors import SlipstreamError
-from learner.checkpoint.folder import CheckpointFolder, TrainerState
+from learner.checkpoint.folder import CheckpointFolder, TrainerState, read_checkpoint
 from learner.loop.task_stream import StreamState
 
 
@@ -28,9 +34,10 @@ def test_the_newest_complete_checkpoint_comes_back_with_its_state(tmp_path: Path
     for version in (20, 9, 1000000):
         write(folder, version)
     path, found = folder.newest()
-    assert path.name == "step-1000000" and found == state(1000000)
+    assert path.name == "step-1000000"
+    assert found == msgspec.structs.replace(state(1000000), files={"weights": 1000000})
     assert (path / "model" / "weights").stat().st_size == 1000000
-    assert [p.name for p in folder.complete()] == ["step-000009", "step-000020", "step-1000000"]
+    assert [p.name for p in folder.steps().values()] == ["step-000009", "step-000020", "step-1000000"]
 
 
 def test_an_unfinished_checkpoint_is_never_found_and_is_removed(tmp_path: Path) -> None:
@@ -54,15 +61,15 @@ def test_what_a_replaced_learner_completed_late_gives_way(tmp_path: Path) -> Non
     (write(folder, 4) / "model" / "weights").write_bytes(b"late")
     path = write(folder, 4)
     assert (path / "model" / "weights").read_bytes() == b"wwww"
-    assert folder.remove_incomplete() == [".step-000004.replaced.tmp"]
-    assert [p.name for p in folder.complete()] == ["step-000004"]
+    assert [p.name for p in folder.steps().values()] == ["step-000004"]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep=2)
     for version in (1, 2, 3):
         write(folder, version)
-    assert [p.name for p in folder.complete()] == ["step-000002", "step-000003"]
+    assert [p.name for p in folder.steps().values()] == ["step-000002", "step-000003"]
 
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
@@ -74,8 +81,77 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "step-000002"]
 
 
-def test_a_damaged_state_names_the_folder_and_the_way_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replaced", [False, True], ids=["pruned", "replaced"])
+def test_killed_at_any_moment_of_a_removal_no_checkpoint_is_torn(tmp_path: Path, replaced: bool) -> None:
+    """A process that finishes a checkpoint is killed at its n-th change of a folder, for every n."""
+    for moment in range(100):
+        parent = tmp_path / str(moment)
+        folder = CheckpointFolder(parent, keep=1)
+        write(folder, 2)
+        killed = kill_at(moment, lambda folder=folder: write(folder, 2 if replaced else 3))
+        for path in folder.steps().values():
+            assert read_checkpoint(path).files == {"weights": int(path.name[-6:])}
+        assert not list(parent.glob(".*")) or killed
+        folder.remove_incomplete()
+        assert not list(parent.glob(".*"))
+        if not killed:
+            break
+    assert 8 < moment < 99
+
+
+CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "open")
+
+
+def kill_at(moment: int, act: Callable[[], object]) -> bool:
+    """Fork; kill the child with -9 before it changes a folder once more than `moment` times. Whether it was killed."""
+    child = os.fork()
+    if child == 0:
+        left = iter(range(moment))
+
+        def hook(event: str, arguments: tuple[object, ...]) -> None:
+            if event in CHANGES and next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        act()
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def tear_state(path: Path) -> None:
+    (path / "trainer.json").write_text("{")
+
+
+def lose_state(path: Path) -> None:
+    (path / "trainer.json").unlink()
+
+
+def lose_weights(path: Path) -> None:
+    (path / "model" / "weights").unlink()
+
+
+def cut_weights(path: Path) -> None:
+    (path / "model" / "weights").write_bytes(b"w")
+
+
+def lose_model(path: Path) -> None:
+    shutil.rmtree(path / "model")
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (tear_state, "truncated"),
+        (lose_state, r"No such file or directory: .*trainer\.json"),
+        (lose_weights, r"No such file or directory: .*weights"),
+        (cut_weights, "model/weights has 1 bytes instead of 3"),
+        (lose_model, "the folder model/ is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_names_what_is_missing_and_the_way_out(
+    tmp_path: Path, damage: Callable[[Path], None], found: str
+) -> None:
     folder = CheckpointFolder(tmp_path, keep=1)
-    (write(folder, 3) / "trainer.json").write_text("{")
-    with pytest.raises(SlipstreamError, match=r"step-000003 has no usable trainer\.json.*remove that folder"):
+    damage(write(folder, 3))
+    with pytest.raises(SlipstreamError, match=rf"step-000003 is not complete: .*{found}.*; remove that folder to use"):
         folder.newest()
