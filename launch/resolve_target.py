@@ -32,10 +32,9 @@ def checked(config: Config, file: str, environment: bool = True, reader: Reader 
     config = resolve_paths(config)
     check_config(config, file, reader)
     if environment:
-        from rollout_fleet.environments import registry
+        from rollout_fleet.environments.description import check_environment
 
-        found = registry.resolve(config.tasks.environment, config.tasks.options, file)
-        registry.check_libraries(found, config.tasks.environment, config.tasks.limits.python, file)
+        check_environment(config.tasks, file)
     return config, RunDir(config.run.dir)
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from common.config.schema import Config
 from common.errors import ConfigError
 from rollout_fleet.environments import registry
-from rollout_fleet.environments.isolation.placement import Stage, ThreadStage, takes_group_seed
+from rollout_fleet.environments.description import Description, check_environment
+from rollout_fleet.environments.isolation.placement import Stage, ThreadStage
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
-from rollout_fleet.environments.limits import limits_of
-from rollout_fleet.environments.protocol import Budget, Limits
+from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import Driver, EpisodeDriver, Sampling
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
 from rollout_fleet.episode.sampler_protocol import Sampler
@@ -35,48 +35,45 @@ def build_driver(config: Config, sampler: Sampler, host: EnvironmentHost, sampli
     Raises:
         ConfigError: environment, options or tokenizer cannot be used.
     """
-    rollout, tasks = config.rollout, config.tasks
-    environment = registry.resolve(tasks.environment, tasks.options)
-    registry.check_libraries(environment, tasks.environment, tasks.limits.python)
-    limits = limits_of(environment, tasks.limits)
+    rollout = config.rollout
+    found = check_environment(config.tasks)
     renderer = Renderer(load_tokenizer(config.model.path))
     budget = Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len)
     job = Sampling(rollout.temperature, rollout.top_p)
-    sampling = sampling or job
-    timeout_s, shares = rollout.sample_timeout_s, takes_group_seed(environment)
-    if registry.is_agent(environment):
+    sampling, timeout_s = sampling or job, rollout.sample_timeout_s
+    if found.agent:
         from rollout_fleet.agents.driver import AgentDriver
 
-        agents = _agent_stage(config, environment, limits, host)
-        return AgentDriver(sampler, renderer, agents, budget, sampling, timeout_s, limits, shares, job)
-    stage = _stage(config, environment, limits, host)
-    return EpisodeDriver(sampler, renderer, stage, budget, sampling, timeout_s, limits)
+        agents = _agent_stage(config, found, host)
+        shares = found.shares_seed
+        return AgentDriver(sampler, renderer, agents, budget, sampling, timeout_s, found.limits, shares, job)
+    return EpisodeDriver(sampler, renderer, _stage(config, found, host), budget, sampling, timeout_s, found.limits)
 
 
-def _stage(config: Config, environment: Any, limits: Limits, host: EnvironmentHost) -> Stage:
+def _stage(config: Config, found: Description, host: EnvironmentHost) -> Stage:
     """Where the episodes' environments live."""
-    options, path = dict(config.tasks.options), registry.path_of(config.tasks.environment)
-    if not limits.process:
-        return ThreadStage(environment, options, host)
-    processes = _processes(path, environment, limits, host)
-    shares = takes_group_seed(environment)
-    return ProcessStage(path, options, limits, config.rollout.sample_timeout_s, processes, shares)
+    options = dict(config.tasks.options)
+    if not found.limits.process:
+        return ThreadStage(registry.resolve(config.tasks.environment), options, host)
+    processes, timeout_s = _processes(found, host), config.rollout.sample_timeout_s
+    return ProcessStage(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
 
 
-def _agent_stage(config: Config, agent: Any, limits: Limits, host: EnvironmentHost) -> "AgentStage":
+def _agent_stage(config: Config, found: Description, host: EnvironmentHost) -> "AgentStage":
     """Where the episodes' agents run."""
     from rollout_fleet.agents.driver import AgentProcess, AgentThread
 
-    options, path = dict(config.tasks.options), registry.path_of(config.tasks.environment)
-    if not limits.process:
+    options = dict(config.tasks.options)
+    if not found.limits.process:
+        agent: Any = registry.resolve(config.tasks.environment)
         return AgentThread(agent, options, host)
-    return AgentProcess(path, options, limits, config.rollout.sample_timeout_s, _processes(path, agent, limits, host))
+    return AgentProcess(found.path, options, found.limits, config.rollout.sample_timeout_s, _processes(found, host))
 
 
-def _processes(path: str, environment: Any, limits: Limits, host: EnvironmentHost) -> ProcessHost:
-    found = ProcessHost((path.partition(":")[0], *getattr(environment, "PRELOAD", ())), limits.python or sys.executable)
-    host.at_close(found.close)
-    return found
+def _processes(found: Description, host: EnvironmentHost) -> ProcessHost:
+    processes = ProcessHost(found.modules, found.limits.python or sys.executable)
+    host.at_close(processes.close)
+    return processes
 
 
 def load_tokenizer(path: str) -> Tokenizer:

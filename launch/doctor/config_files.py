@@ -12,7 +12,7 @@ from common.config.schema import Config, SftConfig
 from common.errors import ConfigError
 from common.security.credentials import KeyFolder
 from launch.doctor.findings import Finding, fine, problem, warning
-from rollout_fleet.environments import registry
+from rollout_fleet.environments.description import PYTHON_KEY, check_environment
 
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100 << 20
@@ -31,7 +31,7 @@ def check_config_and_files(config: Config | SftConfig, file: str) -> Iterator[Fi
             f"expected {expected}",
             hint or f"set {key} in the config, or after it as {key}=VALUE",
         )
-    if isinstance(config, Config):
+    if isinstance(config, Config) and PYTHON_KEY not in [key for key, *_ in refused]:
         yield from _environment(config, file)
     if not refused:
         yield fine("config", f"{file} passes the checks of a launch")
@@ -43,8 +43,7 @@ def check_config_and_files(config: Config | SftConfig, file: str) -> Iterator[Fi
 
 def _environment(config: Config, file: str) -> Iterator[Finding]:
     try:
-        found = registry.resolve(config.tasks.environment, config.tasks.options, file)
-        registry.check_libraries(found, config.tasks.environment, config.tasks.limits.python, file)
+        check_environment(config.tasks, file)
     except ConfigError as error:
         why, mend = f"expected {error.expected}", error.hint or "install it where the rollout nodes run"
         yield problem("environment", f"{error.key}: {error.found}", why, mend)

@@ -14,7 +14,7 @@ from common.errors import ConfigError, UsageError
 from launch.plan.architecture import UnknownArchitecture, read_architecture
 from launch.plan.job_plan import Plan, make_plan
 from launch.plan.remarks import remarks
-from rollout_fleet.environments import registry
+from rollout_fleet.environments.description import PYTHON_KEY, check_environment
 from rollout_fleet.node.node import LOOKAHEAD_GROUPS
 
 # how config_checks begins what it expects of a model's folder beside config.json
@@ -49,11 +49,12 @@ def make_review(file: str, overrides: list[str], gpus_per_node: int = 8) -> Revi
     """
     config = resolve_paths(load_either(Path(file), overrides))
     review = Review(file, config)
-    for problem in problems(config):
+    found = list(problems(config))
+    for problem in found:
         (review.before_launch if _is_missing_file(problem, config) else review.failed).append(describe(problem))
-    if isinstance(config, Config):
+    if isinstance(config, Config) and PYTHON_KEY not in [key for key, *_ in found]:
         try:
-            registry.resolve(config.tasks.environment, config.tasks.options, file)
+            check_environment(config.tasks, file, libraries=False)
         except ConfigError as error:
             review.failed.append(describe((error.key, error.expected, error.found, error.hint)))
     review.before_launch += _not_yet(config, gpus_per_node)

@@ -28,14 +28,14 @@ def main(words: Sequence[str]) -> int:
 
 def check(file: str, overrides: Sequence[str]) -> None:
     """Raise UsageError on the first thing that `slipstream up` would refuse once the model and the datasets exist."""
-    from rollout_fleet.environments import registry
+    from rollout_fleet.environments.description import check_environment
 
     config = load_config(Path(file), overrides)
     named = {word.partition("=")[0] for word in overrides}
     for problem in problems(config):
         if problem[0] in named or problem[0] not in MADE_LATER:
             raise ConfigError(file, *problem)
-    registry.resolve(config.tasks.environment, config.tasks.options, file)
+    check_environment(config.tasks, file, libraries=False)
 
 
 if __name__ == "__main__":

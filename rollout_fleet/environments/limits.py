@@ -1,13 +1,21 @@
 """The limits that hold for a run: what the environment's class says, overridden by tasks.limits."""
 
 from dataclasses import fields, replace
+from typing import TYPE_CHECKING
 
-from common.config.schema import LimitsConfig
 from rollout_fleet.environments.protocol import Limits
 
+if TYPE_CHECKING:
+    from common.config.schema import LimitsConfig
 
-def limits_of(environment: object, overrides: LimitsConfig) -> Limits:
-    """`environment.LIMITS` (or the defaults) with every key that tasks.limits sets."""
-    own = getattr(environment, "LIMITS", Limits())
+
+def own_limits(environment: object) -> Limits:
+    """What the class says as `LIMITS`, or the defaults."""
+    return getattr(environment, "LIMITS", Limits())
+
+
+def limits_of(own: Limits, overrides: "LimitsConfig") -> Limits:
+    """`own` with every key that tasks.limits sets. Another interpreter needs a process of its own."""
     said = {f.name: getattr(overrides, f.name) for f in fields(Limits)}
-    return replace(own, **{name: value for name, value in said.items() if value is not None})
+    found = replace(own, **{name: value for name, value in said.items() if value is not None})
+    return replace(found, process=found.process or bool(found.python))

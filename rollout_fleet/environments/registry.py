@@ -63,13 +63,12 @@ def path_of(name: str) -> str:
     return BUILT_IN.get(name, name)
 
 
-def check_libraries(found: object, name: str, python: str | None = None, file: str = "config") -> None:
-    """Refuse an environment whose libraries (`NEEDS`) are not installed where its episodes run.
+def check_libraries(found: object, name: str, file: str = "config") -> None:
+    """Refuse an environment whose libraries (`NEEDS`) this interpreter lacks.
 
     Args:
         found: what `resolve` returned.
         name: value of tasks.environment.
-        python: value of tasks.limits.python; what another interpreter has is not known here.
         file: config file, for messages.
 
     Raises:
@@ -77,7 +76,7 @@ def check_libraries(found: object, name: str, python: str | None = None, file: s
     """
     needs: tuple[str, ...] = getattr(found, "NEEDS", ())
     lacks = [library for library in needs if importlib.util.find_spec(library) is None]
-    if lacks and python is None:
+    if lacks:
         reason = f"{name!r}, which needs {', '.join(lacks)}"
         expected = "an environment whose libraries are installed"
         raise ConfigError(file, KEY, expected, reason, "pip install 'slipstream-rl[environments]'")
@@ -98,6 +97,11 @@ def _module(module_name: str, name: str, file: str) -> object:
 def is_agent(environment: object) -> bool:
     """Whether it is an agent's coroutine function and no environment class; see rollout_fleet/agents/driver.py."""
     return inspect.iscoroutinefunction(environment)
+
+
+def takes_group_seed(environment: Any) -> bool:
+    """Whether the constructor names `group_seed`."""
+    return "group_seed" in inspect.signature(environment).parameters
 
 
 def _check_shape(found: object, name: str, file: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from common.errors import SlipstreamError
+from rollout_fleet.environments import registry
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.environments.protocol import Action, Environment, Observation, StepResult
 
@@ -59,7 +60,7 @@ class ThreadStage:
 
     def __init__(self, environment: Callable[..., Environment], options: dict[str, Any], host: EnvironmentHost) -> None:
         self._environment, self._options, self._host = environment, options, host
-        self._shares_seed = takes_group_seed(environment)
+        self._shares_seed = registry.takes_group_seed(environment)
 
     def seat(self, problem: dict[str, Any], seed: int, group_seed: int) -> Seat:
         shared = {"group_seed": group_seed} if self._shares_seed else {}
@@ -96,8 +97,3 @@ class _ThreadSeat:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(CLOSE_S):
                 await self._host.call(end)
-
-
-def takes_group_seed(environment: Callable[..., Any]) -> bool:
-    """Whether the constructor names `group_seed`."""
-    return "group_seed" in inspect.signature(environment).parameters

@@ -109,7 +109,7 @@ class ProcessHost:
                     str(theirs.fileno()),
                     *self._modules,
                 ],
-                env=_variables(),
+                env=child_variables(),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -227,7 +227,7 @@ class _ProcessSeat:
             self._channel.close()
 
 
-def _variables() -> dict[str, str]:
+def child_variables() -> dict[str, str]:
     """What environment processes get of the node's variables: no secrets."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     paths = [str(ROOT), os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

@@ -10,9 +10,9 @@ from common.rollouts import Sample
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.adapters.gymnasium_text import FrozenLake, GymnasiumText
 from rollout_fleet.environments.builtin.math_problem import MathProblem, judge
-from rollout_fleet.environments.isolation.placement import takes_group_seed
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Chat
+from rollout_fleet.environments.registry import takes_group_seed
 from rollout_fleet.episode.driver import EpisodeDriver, Sampling
 from rollout_fleet.episode.rendering import Renderer
 

@@ -9,7 +9,7 @@ from fleet_fakes import EOS, ScriptedSampler, addition_task, in_turn, make_drive
 
 from common.config.schema import LimitsConfig
 from common.rollouts import Sample
-from rollout_fleet.environments.limits import limits_of
+from rollout_fleet.environments.limits import limits_of, own_limits
 from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
 from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner
 
@@ -178,7 +178,7 @@ def test_the_config_overrides_single_limits_of_the_class() -> None:
     class Careful(Base):
         LIMITS = Limits(step_s=3.0, process=True, cpu_s=5)
 
-    assert limits_of(Careful, LimitsConfig()) == Careful.LIMITS
-    found = limits_of(Careful, LimitsConfig(process=False, max_concurrent=4))
+    assert limits_of(Careful.LIMITS, LimitsConfig()) == Careful.LIMITS
+    found = limits_of(Careful.LIMITS, LimitsConfig(process=False, max_concurrent=4))
     assert (found.step_s, found.process, found.max_concurrent, found.cpu_s) == (3.0, False, 4, 5)
-    assert limits_of(Base, LimitsConfig()) == Limits()
+    assert limits_of(own_limits(Base), LimitsConfig()) == Limits()

@@ -73,10 +73,6 @@ def test_libraries_that_an_environment_needs_and_that_are_missing_are_named() ->
     assert caught.value.hint == "pip install 'slipstream-rl[environments]'"
 
 
-def test_what_another_interpreter_has_is_its_own_affair() -> None:
-    check_libraries(NeedsWhatIsNotThere, "game", python="/opt/other/bin/python")
-
-
 def test_built_in_environments_find_their_libraries_here() -> None:
     needed = {"openenv": {"url": "http://127.0.0.1:1"}, "verifiers": {"env_id": "some"}}
     for name in BUILT_IN:

@@ -1,0 +1,140 @@
+"""What a node must know of an environment before it starts: asked of the interpreter that will run the episodes.
+
+That interpreter may be another one (`tasks.limits.python`) with libraries that this one lacks. Then a child process of
+it imports the environment, checks it, and answers in JSON. This module needs the standard library only, because the
+child runs it too: python -m rollout_fleet.environments.description NAME OPTIONS
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ConfigError
+from rollout_fleet.environments import registry
+from rollout_fleet.environments.isolation.process_host import child_variables
+from rollout_fleet.environments.limits import limits_of, own_limits
+from rollout_fleet.environments.protocol import Limits
+
+if TYPE_CHECKING:
+    from common.config.schema import TasksConfig
+
+CHECK_S = 300.0  # for the other interpreter to import the environment
+PYTHON_KEY = "tasks.limits.python"
+
+
+@dataclass(frozen=True)
+class Description:
+    """An environment or agent that was checked.
+
+    Attributes:
+        path: 'module:Class'.
+        agent: whether it is an agent's coroutine function and no environment class.
+        shares_seed: whether its constructor names `group_seed`.
+        limits: of its class, overridden by tasks.limits.
+        preload: modules that its processes import before an episode begins.
+    """
+
+    path: str
+    agent: bool
+    shares_seed: bool
+    limits: Limits
+    preload: tuple[str, ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What the process imports that the episodes' processes are forked from."""
+        return self.path.partition(":")[0], *self.preload
+
+
+def check_environment(tasks: "TasksConfig", file: str = "config", libraries: bool = True) -> Description:
+    """Check tasks.environment and tasks.options under the interpreter that will run the episodes.
+
+    Args:
+        tasks: the config's section.
+        file: config file, for messages.
+        libraries: False on a machine that runs no episodes, where this interpreter may lack the environment's `NEEDS`.
+
+    Raises:
+        ConfigError: naming the key, what was expected and found, and the nearest valid name.
+    """
+    name, options, python = tasks.environment, dict(tasks.options), tasks.limits.python
+    if python is None:
+        found = registry.resolve(name, options, file)
+        python = own_limits(found).python
+        if not python:
+            if libraries:
+                registry.check_libraries(found, name, file)
+            return _description(name, _facts(found), tasks)
+    answer = _ask(python, name, options, file)
+    if "refused" in answer:
+        raise ConfigError(file, *answer["refused"])
+    return _description(name, answer, tasks)
+
+
+def _description(name: str, facts: dict[str, Any], tasks: "TasksConfig") -> Description:
+    limits = limits_of(Limits(**facts["limits"]), tasks.limits)
+    return Description(registry.path_of(name), facts["agent"], facts["shares_seed"], limits, tuple(facts["preload"]))
+
+
+def _facts(found: object) -> dict[str, Any]:
+    """What the class itself says, as JSON."""
+    return {
+        "agent": registry.is_agent(found),
+        "shares_seed": registry.takes_group_seed(found),
+        "limits": asdict(own_limits(found)),
+        "preload": list(getattr(found, "PRELOAD", ())),
+    }
+
+
+def _ask(python: str, name: str, options: dict[str, Any], file: str) -> dict[str, Any]:
+    """The answer of a child process of `python`; raises ConfigError when there is none."""
+    command = [python, "-m", "rollout_fleet.environments.description", name, json.dumps(options)]
+    expected = f"an interpreter that can import {name!r}"
+    try:
+        answer, log, code = _run(command)
+    except OSError as error:
+        raise ConfigError(file, PYTHON_KEY, expected, f"{python}, which cannot be run: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        reason = f"{python}, which has not imported it after {CHECK_S:g} s"
+        raise ConfigError(file, PYTHON_KEY, expected, reason) from error
+    try:
+        return json.loads(answer)
+    except ValueError as error:
+        last = log.decode(errors="replace").strip().rpartition("\n")[2][:300]
+        reason = f"{python}, which ended with exit code {code}: {last or 'it said nothing'}"
+        raise ConfigError(file, PYTHON_KEY, expected, reason) from error
+
+
+def _run(command: list[str]) -> tuple[bytes, bytes, int]:
+    """Standard output, standard error and exit code of a child without the node's secrets."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=child_variables(), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
+    ) as child:
+        try:
+            answer, log = child.communicate(timeout=CHECK_S)
+        finally:
+            with contextlib.suppress(OSError):
+                os.killpg(child.pid, signal.SIGKILL)  # also what the import may have started
+    return answer, log, child.returncode
+
+
+def main(name: str, options: str) -> None:
+    """In the child: print the facts, or why the environment is refused, as one JSON object."""
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)  # what the import prints must not mix with the answer
+        try:
+            found = registry.resolve(name, json.loads(options))
+            registry.check_libraries(found, name)
+            json.dump(_facts(found), answer)
+        except ConfigError as error:
+            json.dump({"refused": [error.key, error.expected, f"{error.found} ({sys.executable})", error.hint]}, answer)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
