@@ -20,6 +20,7 @@ from broker.contract import LearnerReport, NodeReport, RunInfo
 from broker.delivery.event_log import EventLog
 from broker.journal.durable_state import DurableState
 from broker.journal.file_store.folder import StoreFolder, StoreInfo, new_info
+from broker.journal.file_store.store import FileStore
 from broker.journal.journal import Journal
 from broker.journal.recovery import Recovered, recover
 from common.rollouts import GroupMeta, Task
@@ -34,12 +35,12 @@ RUN = RunInfo("bench", "", GROUPS_PER_STEP, 1 << 20, 3, 60.0, 1 << 40)
 def opened(folder: StoreFolder, info: StoreInfo) -> tuple[DurableState, Journal, Recovered]:
     numbers = itertools.count(time.monotonic_ns())
     folder.lock()
-    journal = Journal(folder, info.seed, "everysec")
+    journal = Journal(FileStore(folder, info), "everysec")
 
     def make(recorder: Journal) -> DurableState:
         return DurableState(RUN, time.monotonic, lambda: f"{next(numbers):x}", EventLog(), recorder, RETAIN_STEPS)
 
-    state, found = recover(folder, info, journal, make)
+    state, found = recover(journal, make)
     return state, journal, found
 
 

@@ -6,7 +6,6 @@ was away.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -15,8 +14,6 @@ from broker.delivery.event_log import EventLog
 from broker.delivery.nodes import same_process
 from broker.delivery.state import DeliveryState
 from broker.journal import records
-from broker.journal.file_store.frames import Location
-from broker.journal.file_store.payloads import StoredPayload
 from broker.journal.journaled_tables import (
     JournaledFleet,
     JournaledLearner,
@@ -25,6 +22,7 @@ from broker.journal.journaled_tables import (
     Kept,
     Recorder,
 )
+from broker.journal.store import Location, StoredPayload
 
 
 class DurableState(DeliveryState):
@@ -102,16 +100,16 @@ class DurableState(DeliveryState):
 
     # ---------------------------------------------------------------- building again
 
-    def restore(self, snapshot: records.Snapshot, folder: Path, seed: int) -> None:
+    def restore(self, snapshot: records.Snapshot, read: Callable[[Location], bytes]) -> None:
         """Fill an empty state, but for the history."""
 
         def stored(location: Location | None) -> StoredPayload | None:
-            return None if location is None else StoredPayload(folder, seed, location)
+            return None if location is None else StoredPayload(read, location)
 
         self.table.restore(snapshot, [stored(task.location) for task in snapshot.tasks])
         for step, groups in snapshot.kept.items():
             self.table.kept[step] = [
-                Kept(g.task, g.node_id, g.meta, g.filtered, StoredPayload(folder, seed, g.location)) for g in groups
+                Kept(g.task, g.node_id, g.meta, g.filtered, StoredPayload(read, g.location)) for g in groups
             ]
         self._accepted.update(snapshot.accepted)
         self.reporter.restore(snapshot.learner, snapshot.replaced_learners)
@@ -247,12 +245,12 @@ class Captured:
             history_bytes=history_bytes,
         )
 
-    def segments(self) -> set[int]:
-        """Numbers of the segments that hold a group which may still be wanted."""
+    def locations(self) -> list[Location]:
+        """Where the groups lie that may still be wanted."""
         stored = [s for _, s in self._tasks if s is not None] + [
             k.stored for groups in self._kept.values() for k in groups
         ]
-        return {s.location.segment for s in stored if s.location is not None}
+        return [s.location for s in stored if s.location is not None]
 
 
 def _kept(group: Kept) -> records.KeptGroup:

@@ -12,10 +12,8 @@ from typing import cast
 from broker.contract import StoreStatus
 from broker.journal import records
 from broker.journal.durable_state import DurableState
-from broker.journal.file_store.errors import StoreFailed
-from broker.journal.file_store.folder import StoreFolder
-from broker.journal.file_store.payloads import StoredPayload
-from broker.journal.file_store.writer import Record, Roll, Sync, Writer
+from broker.journal.store import Compaction, Record, Store, StoredPayload, StoreFailed
+from broker.journal.writer import Sync, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -28,18 +26,17 @@ class Journal:
     """Records nothing until `begin`, so that a state can be replayed into existence with it.
 
     Args:
-        folder: locked by this process.
-        seed: of the store's checksums.
+        store: open, and loaded before `begin`.
         sync: when records count as durable.
-        segment_bytes: a new segment begins, with a snapshot, when one has grown to this.
+        segment_bytes: the log is compacted when it has grown by this much.
     """
 
-    def __init__(self, folder: StoreFolder, seed: int, sync: Sync, segment_bytes: int = SEGMENT_BYTES) -> None:
-        self._folder, self._seed, self._segment_bytes = folder, seed, segment_bytes
+    def __init__(self, store: Store, sync: Sync, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.store, self._segment_bytes = store, segment_bytes
         self._sync: Sync = sync
         self._writer: Writer | None = None
         self._state: DurableState | None = None
-        self._seq = self._written_bytes = self._history_bytes = 0
+        self._seq = self._written_bytes = 0
         self._marks: records.Marks | None = None
         self._statistics: records.Statistics | None = None
         self._statistics_at = 0.0
@@ -48,12 +45,12 @@ class Journal:
         self._told_stuck = ""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def begin(self, state: DurableState, seq: int, first_segment: int, history_bytes: int) -> None:
-        """Record from now on, behind `seq`; the first segment opens with a snapshot."""
-        self._state, self._seq, self._history_bytes = state, seq, history_bytes
-        self._writer = Writer(self._folder.path, self._seed, self._sync, first_segment, seq, self._notify)
+    def begin(self, state: DurableState, seq: int, history: int) -> None:
+        """Record from now on, behind `seq`, beginning with a snapshot; `history` is the size of the history."""
+        self._state, self._seq = state, seq
+        self._writer = Writer(self.store, self._sync, seq, history, self._notify)
         self._writer.start()
-        self._roll(state)
+        self._compact(state)
 
     # ---------------------------------------------------------------- recording
 
@@ -64,7 +61,7 @@ class Journal:
 
     def record_group(self, move: records.Move, payload: object) -> StoredPayload:
         """Recorder; `payload` is anything with a buffer."""
-        stored = StoredPayload(self._folder.path, self._seed)
+        stored = StoredPayload(self.store.read)
         if self._writer is not None:
             view = memoryview(cast(bytes, payload))
             self._put(self._writer, records.encode(move), view, stored)
@@ -80,13 +77,13 @@ class Journal:
         if writer is None or state is None:
             return self._seq
         if writer.failure is not None:
-            raise StoreFailed(f"{self._folder.path} cannot be written: {writer.failure}") from writer.failure
+            raise StoreFailed(f"{self.store.name} cannot be written: {writer.failure}") from writer.failure
         self._tell_if_stuck(state, writer.stuck)
         self._record_values(state)
         if self._pending:
             self._pending = False
             if self._written_bytes >= self._segment_bytes:
-                self._roll(state)
+                self._compact(state)
             writer.kick()
         return self._seq
 
@@ -105,7 +102,7 @@ class Journal:
     def status(self) -> StoreStatus:
         """The store as a person wants to see it; `recovery_s` is for whoever recovered it to add."""
         sync_s = self._writer.sync_s if self._writer is not None else 0.0
-        return StoreStatus(self._folder.size_bytes(), round(sync_s, 5), stuck=self.stuck)
+        return StoreStatus(self.store.size_bytes(), round(sync_s, 5), stuck=self.stuck)
 
     def fileno(self) -> int:
         """Readable when `acknowledged` or `stuck` has changed since `noticed`."""
@@ -119,7 +116,7 @@ class Journal:
             return
 
     def close(self) -> bool:
-        """Write everything, mark the end, let go of the folder; returns whether all of it is on the disk."""
+        """Write everything, mark the end, close the store; returns whether all of it is on the disk."""
         whole = True
         if self._writer is not None:
             if not self._writer.stuck:
@@ -127,11 +124,11 @@ class Journal:
             whole = self._writer.close(CLOSE_S)
             self._last_acknowledged = self._writer.acknowledged
             if not whole:
-                logger.error("%s could not be written to its end; nothing beyond was acknowledged", self._folder.path)
+                logger.error("%s could not be written to its end; nothing beyond was acknowledged", self.store.name)
             self._writer = None
             if whole:  # otherwise the thread may still have something to say
                 os.close(self._wake)
-        self._folder.unlock()
+        self.store.close()
         return whole
 
     # ---------------------------------------------------------------- inside
@@ -164,27 +161,20 @@ class Journal:
                 self._statistics = statistics
                 self.record(statistics)
 
-    def _roll(self, state: DurableState) -> None:
-        """Go on in a new segment; the older ones that hold nothing that may still be wanted are removed."""
+    def _compact(self, state: DurableState) -> None:
+        """Replace the log by a snapshot of the state as it is now."""
         assert self._writer is not None
         captured = state.capture()
-        grown = self._history_bytes
-
-        def prepare() -> bytes:
-            nonlocal grown
-            grown = self._history_bytes
-            if captured.finished:
-                body = records.encode_finished(captured.finished)
-                grown = self._folder.append_history(grown, body, self._seed)
-            return records.encode(captured.snapshot(grown))
-
-        def finished(segment: int) -> None:
-            self._history_bytes = grown
-            self._folder.keep_only(captured.segments() | {segment})
-
         self._seq += 1
         self._written_bytes = 0
-        self._writer.put(Roll(self._seq, prepare, finished))
+
+        def finished() -> bytes | None:
+            return records.encode_finished(captured.finished) if captured.finished else None
+
+        def snapshot(history: int) -> bytes:
+            return records.encode(captured.snapshot(history))
+
+        self._writer.put(Compaction(self._seq, finished, snapshot, captured.locations))
         self._writer.kick()
 
     def _notify(self) -> None:

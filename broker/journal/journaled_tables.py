@@ -15,7 +15,7 @@ from broker.delivery.node_ownership import NodeOwners
 from broker.delivery.nodes import Fleet, Node
 from broker.delivery.task_table import Entry, TaskTable
 from broker.journal import records
-from broker.journal.file_store.payloads import StoredPayload
+from broker.journal.store import StoredPayload
 from common.rollouts import GroupMeta, Task
 
 

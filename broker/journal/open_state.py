@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from broker.contract import BrokerEvent, RunInfo
 from broker.delivery.event_log import EventLog
 from broker.delivery.lease_tokens import Tokens
 from broker.delivery.state import DeliveryState
 from broker.journal.durable_state import DurableState
-from broker.journal.file_store.folder import StoreFolder, StoreInfo, new_info
+from broker.journal.file_store.folder import StoreFolder
+from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import Journal
 from broker.journal.recovery import Recovered, former_events, recover
+from broker.journal.store import Store
 from broker.server.server import BrokerServer
 from common.config.schema import BrokerConfig, Config
 from common.errors import UsageError
@@ -34,8 +34,6 @@ class Memory:
 
     state: DeliveryState
     journal: Journal | None = None
-    folder: StoreFolder | None = None
-    info: StoreInfo | None = None
     found: Recovered = NOTHING
 
     @property
@@ -61,34 +59,28 @@ def open_memory(config: Config, run: RunInfo, write_event: Callable[[BrokerEvent
         set_aside_store(run_dir, "broker.durability is memory")
         _set_aside_redis(run_dir)
         return Memory(DeliveryState(run, time.monotonic, Tokens(), EventLog(write_event), os.getpid()))
-    folder = StoreFolder(run_dir.store)
-    folder.lock()
+    store = open_file_store(run_dir.store, config.run.name)
     try:
         _set_aside_redis(run_dir)
-        info = folder.info()
-        if info is None:
-            info = new_info(config.run.name)
-            folder.write_info(info)
-        journal = Journal(folder, info.seed, durability)
-        events = EventLog(write_event, earlier=former_events(run_dir.events) if folder.segments() else ())
-
-        def make_state(journal: Journal) -> DurableState:
-            return DurableState(
-                run,
-                time.monotonic,
-                Tokens(),
-                events,
-                journal,
-                config.broker.retain_steps,
-                os.getpid(),
-                info.store_id,
-            )
-
-        state, found = recover(folder, info, journal, make_state)
+        return recovered(config, run, store, write_event)
     except BaseException:
-        folder.unlock()
+        store.close()
         raise
-    return Memory(state, journal, folder, info, found)
+
+
+def recovered(config: Config, run: RunInfo, store: Store, write_event: Callable[[BrokerEvent], None]) -> Memory:
+    """The state in an open store. Raises UsageError when the store is damaged."""
+    earlier = former_events(RunDir(config.run.dir).events) if store.address else ()
+    events = EventLog(write_event, earlier=earlier)
+
+    def make_state(journal: Journal) -> DurableState:
+        retain, pid = config.broker.retain_steps, os.getpid()
+        return DurableState(run, time.monotonic, Tokens(), events, journal, retain, pid, store.store_id)
+
+    assert config.broker.durability != "memory"
+    journal = Journal(store, config.broker.durability)
+    state, found = recover(journal, make_state)
+    return Memory(state, journal, found)
 
 
 def bind(memory: Memory, config: BrokerConfig, on_tick: Callable[[], None], quarantine: Path) -> BrokerServer:
@@ -97,10 +89,10 @@ def bind(memory: Memory, config: BrokerConfig, on_tick: Callable[[], None], quar
     Raises:
         UsageError: the address is refused or in use.
     """
-    info = memory.info
+    store = memory.journal.store if memory.journal is not None else None
     arguments = (config.max_message_bytes, on_tick, config.credentials, quarantine, memory.journal)
     server = None
-    former_port = info.address.rpartition(":")[2] if info is not None else ""
+    former_port = store.address.rpartition(":")[2] if store is not None else ""
     if former_port.isdigit() and config.address.endswith(":0"):
         try:
             server = BrokerServer(memory.state, config.address.removesuffix("0") + former_port, *arguments)
@@ -108,8 +100,8 @@ def bind(memory: Memory, config: BrokerConfig, on_tick: Callable[[], None], quar
             logger.warning("%s; taking another port, which running nodes and learners do not know", error)
     if server is None:
         server = BrokerServer(memory.state, config.address, *arguments)
-    if info is not None and memory.folder is not None and info.address != server.address:
-        memory.folder.write_info(msgspec.structs.replace(info, address=server.address))
+    if store is not None:
+        store.listens_at(server.address)
     return server
 
 

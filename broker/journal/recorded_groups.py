@@ -1,13 +1,14 @@
-"""The steps that a run's store still holds, with their groups, for `slipstream replay`."""
+"""The steps in a run's store, with their groups, for `slipstream replay`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from broker.contract import RunInfo, StoredGroup
-from broker.journal.file_store.folder import StoreFolder, StoreInfo
+from broker.journal.file_store.folder import StoreFolder
+from broker.journal.file_store.store import FileStore
 from broker.journal.recovery import read_only
-from broker.journal.stored_payload import KeptPayload
+from broker.journal.store import Store, StoredPayload
 from common.errors import UsageError
 from common.process.run_dir import RunDir
 from common.rollouts import GroupMeta, Task
@@ -21,7 +22,7 @@ class RecordedGroup:
     node_id: str
     meta: GroupMeta
     filtered: bool
-    stored: KeptPayload
+    stored: StoredPayload
 
     def read(self) -> StoredGroup:
         """With its payload. Raises BrokerError when that cannot be had."""
@@ -61,16 +62,17 @@ class RecordedSteps(Mapping[int, list[StoredGroup]]):
 
 
 def recorded_steps(run_dir: str | Path) -> RecordedSteps:
-    """What RUN/store holds: at least the last broker.retain_steps committed steps, and those taken after them.
+    """The steps in RUN/store, whose broker may be running. Raises UsageError when it is missing or damaged."""
+    return steps_of(existing_file_store(RunDir(run_dir)))
 
-    The store is only read; its broker may be running or gone.
+
+def steps_of(store: Store) -> RecordedSteps:
+    """At least the last broker.retain_steps committed steps, and those taken after them; the store is only read.
 
     Raises:
-        UsageError: the run has no store, or it is damaged.
+        UsageError: the store is damaged.
     """
-    folder = StoreFolder(RunDir(run_dir).store)
-    info = store_info(folder)
-    state = read_only(folder, info, RunInfo(info.run_name, str(run_dir), 1, 0, 1, 1.0, 1))
+    state = read_only(store, RunInfo("", "", 1, 0, 1, 1.0, 1))
     steps = {
         step: [RecordedGroup(k.task, k.node_id, k.meta, k.filtered, k.stored) for k in kept]
         for step, kept in state.table.kept.items()
@@ -84,16 +86,17 @@ def recorded_steps(run_dir: str | Path) -> RecordedSteps:
         ]
     places = {step: state.tasks.places_taken(step) for step in state.tasks.steps}
     return RecordedSteps(
-        info.store_id, state.committed_step, dict(sorted(steps.items())), state.tasks.next_serial, places
+        store.store_id, state.committed_step, dict(sorted(steps.items())), state.tasks.next_serial, places
     )
 
 
-def store_info(folder: StoreFolder) -> StoreInfo:
-    """Which store it is; raises UsageError when there is none."""
+def existing_file_store(run_dir: RunDir) -> FileStore:
+    """The run's store, not locked; its broker may be running. Raises UsageError when there is none."""
+    folder = StoreFolder(run_dir.store)
     info = folder.info()
     if info is None:
         raise UsageError(
             f"{folder.path}: expected the store of a run, found none; groups are recorded when broker.durability is "
             "fsync or everysec"
         )
-    return info
+    return FileStore(folder, info)

@@ -11,8 +11,7 @@ from broker.contract import RunInfo
 from broker.delivery.event_log import EventLog
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import TAKEN, Entry
-from broker.journal.file_store.folder import StoreFolder
-from broker.journal.recorded_groups import RecordedGroup, RecordedSteps, recorded_steps, store_info
+from broker.journal.recorded_groups import RecordedGroup, RecordedSteps, existing_file_store, steps_of
 from common.config.schema import Config
 from common.errors import UsageError
 from common.process.run_dir import RunDir
@@ -56,18 +55,17 @@ def _source(run_dir: RunDir, config: Config) -> AbstractContextManager[RecordedS
 
 @contextmanager
 def _kept_in_store(run_dir: RunDir) -> Generator[RecordedSteps]:
-    folder = StoreFolder(run_dir.store)
-    store_info(folder)
+    store = existing_file_store(run_dir)
     try:
-        folder.lock()
+        store.folder.lock()
     except UsageError:
         raise UsageError(
             f"{run_dir.path} is running: a broker has {run_dir.store}; stop the job before it is replayed"
         ) from None
     try:
-        yield recorded_steps(run_dir.path)
+        yield steps_of(store)
     finally:
-        folder.unlock()
+        store.close()
 
 
 def preloaded(run: RunInfo, recording: Recording, steps: Sequence[int]) -> DeliveryState:

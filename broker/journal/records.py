@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from broker.contract import LearnerReport, LedgerEntry, NodeReport, Waste
-from broker.journal.file_store.frames import Location
+from broker.journal.store import Location
 from common.rollouts import GroupMeta, Task
 
 SCHEMA = 1

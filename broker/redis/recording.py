@@ -8,7 +8,7 @@ import msgspec
 
 from broker.contract import LEARNER_ENDED, LOST_AFTER_S
 from broker.journal.recorded_groups import RecordedGroup, RecordedSteps
-from broker.journal.stored_payload import KeptPayload
+from broker.journal.store import StoredPayload
 from broker.redis.client import RedisClient
 from broker.redis.endpoint import endpoint
 from broker.redis.keeper import Seen, only_keeper
@@ -51,7 +51,7 @@ class Payloads:
         return found
 
 
-class RedisPayload(KeptPayload):
+class RedisPayload(StoredPayload):
     """A group's payload in Redis."""
 
     __slots__ = ("_name", "_payloads")
@@ -60,7 +60,7 @@ class RedisPayload(KeptPayload):
         self._payloads, self._name = payloads, name
 
     def read(self) -> bytes:
-        """See KeptPayload."""
+        """See StoredPayload."""
         return self._payloads.read(self._name)
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import zmq
 
 from broker.delivery.state import DeliveryState
-from broker.journal.stored_payload import KeptPayload
+from broker.journal.store import StoredPayload
 from broker.messaging import wire
 from broker.server.long_polls import Key, ParkedLease, ParkedTake, ParkingLot
 from common.errors import BrokerError
@@ -115,7 +115,7 @@ class Handlers:
         if not isinstance(reply, wire.Taken) or not reply.groups:
             return []
         found = [self._state.tasks.living[group.serial].payload for group in reply.groups]
-        return [p.read() if isinstance(p, KeptPayload) else cast(Payload, p) for p in found]
+        return [p.read() if isinstance(p, StoredPayload) else cast(Payload, p) for p in found]
 
     def undo_leases(self, reply: wire.Leased) -> None:
         """Leases whose holder never heard of them."""

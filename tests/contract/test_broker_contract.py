@@ -21,7 +21,7 @@ from broker.delivery.event_log import EventLog
 from broker.delivery.in_process import MemoryBroker
 from broker.delivery.state import ALONE, DeliveryState
 from broker.journal.durable_state import DurableState
-from broker.journal.file_store.folder import StoreFolder, new_info
+from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import Journal
 from broker.journal.recovery import recover
 from broker.messaging.async_client import AsyncBrokerClient
@@ -97,15 +97,12 @@ def zeromq(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
 def zeromq_durable(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
     """Acknowledged only after a sync; the segments are so small that snapshots are taken all the time."""
     with tempfile.TemporaryDirectory() as folder:
-        store = StoreFolder(Path(folder, "store"))
-        store.lock()
-        info = new_info(run.name)
-        journal = Journal(store, info.seed, "fsync", segment_bytes=1 << 12)
+        journal = Journal(open_file_store(Path(folder, "store"), run.name), "fsync", segment_bytes=1 << 12)
 
         def make_state(recorder: Journal) -> DurableState:
             return DurableState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog(), recorder, 2)
 
-        state, _ = recover(store, info, journal, make_state)
+        state, _ = recover(journal, make_state)
         yield from served(BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, journal=journal), runner)
 
 

@@ -19,10 +19,11 @@ from broker.contract import RunInfo
 from broker.delivery.event_log import EventLog
 from broker.journal.durable_state import DurableState
 from broker.journal.file_store.folder import StoreFolder, new_info
-from broker.journal.file_store.payloads import StoredPayload
+from broker.journal.file_store.store import FileStore
 from broker.journal.journal import Journal
 from broker.journal.journaled_tables import lasting
 from broker.journal.recovery import Recovered, recover
+from broker.journal.store import StoredPayload
 from tests.property.test_delivery_state import Delivery
 
 RETAIN_STEPS = 2
@@ -73,13 +74,13 @@ class DurableDelivery(Delivery):
     def open(self) -> DurableState:
         self.store = StoreFolder(self.folder)
         self.store.lock()
-        self.journal = Journal(self.store, self.info.seed, "everysec", segment_bytes=1 << 12)
+        self.journal = Journal(FileStore(self.store, self.info), "everysec", segment_bytes=1 << 12)
 
         def make(journal: Journal) -> DurableState:
             events = EventLog(wall_clock=lambda: 0)
             return DurableState(self.run, lambda: self.now, self.new_token, events, journal, RETAIN_STEPS)
 
-        self.durable, self.found = recover(self.store, self.info, self.journal, make)
+        self.durable, self.found = recover(self.journal, make)
         return self.durable
 
     @rule(good_order=st.booleans())

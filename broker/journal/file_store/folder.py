@@ -12,9 +12,8 @@ from typing import IO
 
 import msgspec
 
-from broker.journal.file_store.errors import StoreCorrupt
 from broker.journal.file_store.frames import HEAD_BYTES, Buffer, Scan, head, read_frame, scan
-from broker.journal.file_store.payloads import segment_path
+from broker.journal.store import StoreCorrupt
 from common.errors import UsageError
 from common.process.run_dir import write_atomic
 
@@ -101,7 +100,7 @@ class StoreFolder:
 
     def segment(self, number: int) -> Path:
         """The file of a segment."""
-        return segment_path(self.path, number)
+        return self.path / f"{number:08d}.log"
 
     def keep_only(self, numbers: set[int]) -> None:
         """Remove all other segments."""
@@ -115,7 +114,7 @@ class StoreFolder:
         with path.open("rb") as file:
             found = scan(mapped(file), seed)
         if found.damaged:
-            raise StoreCorrupt(path, found.end, found.torn)
+            raise StoreCorrupt(f"{path}: byte {found.end}", found.torn)
         return found
 
     def read_history(self, size: int, seed: int) -> Iterator[bytes]:
@@ -128,7 +127,8 @@ class StoreFolder:
         while offset < size:
             frame = read_frame(data, offset, seed)
             if frame is None:
-                raise StoreCorrupt(self.history, offset, "a record of finished tasks is cut off or damaged")
+                where = f"{self.history}: byte {offset}"
+                raise StoreCorrupt(where, "a record of finished tasks is cut off or damaged")
             yield frame.body
             offset = frame.end
 

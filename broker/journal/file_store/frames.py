@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from mmap import mmap
 from typing import NamedTuple
 
-import msgspec
 import xxhash
 
 MAGIC = b"SLS1"
@@ -23,15 +22,6 @@ _DIGEST = struct.Struct("<Q")
 HEAD_BYTES = _FIELDS.size + _DIGEST.size
 
 Buffer = bytes | bytearray | memoryview | mmap
-
-
-class Location(msgspec.Struct, frozen=True):
-    """Where a payload is: number of the segment, byte offset, length, xxh3."""
-
-    segment: int
-    offset: int
-    length: int
-    checksum: int
 
 
 class Frame(NamedTuple):

@@ -9,10 +9,9 @@ from typing import Literal
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
 from broker.delivery.event_log import EventLog
 from broker.journal.durable_state import DurableState
-from broker.journal.file_store.folder import StoreFolder, new_info
+from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import SEGMENT_BYTES, Journal
 from broker.journal.recovery import Recovered, recover
-from common.errors import UsageError
 from common.rollouts import GroupMeta, Task
 
 RUN = RunInfo("rig", "/nowhere", 2, 3, 3, 10.0, 1 << 30)
@@ -32,19 +31,10 @@ class Rig:
         segment_bytes: int = SEGMENT_BYTES,
         retain_steps: int = 2,
     ) -> None:
-        self.folder = StoreFolder(path)
-        self.folder.lock()
-        try:
-            info = self.folder.info()
-        except UsageError:
-            self.folder.unlock()
-            raise
-        if info is None:
-            info = new_info("rig")
-            self.folder.write_info(info)
-        self.info, self.store_id = info, info.store_id
+        store = open_file_store(path, "rig")
+        self.folder, self.info, self.store_id = store.folder, store.info, store.store_id
         self.events = EventLog()
-        self.journal = Journal(self.folder, info.seed, sync, segment_bytes)
+        self.journal = Journal(store, sync, segment_bytes)
         numbers = itertools.count(time.monotonic_ns())
 
         def token() -> str:
@@ -55,9 +45,9 @@ class Rig:
 
         self.found: Recovered
         try:
-            self.state, self.found = recover(self.folder, info, self.journal, make)
+            self.state, self.found = recover(self.journal, make)
         except BaseException:
-            self.folder.unlock()
+            store.close()
             raise
 
     def begin(self) -> None:

@@ -17,8 +17,8 @@ from broker import main
 from broker.connect import Access, connect_node
 from broker.contract import LearnerReport, NodeReport
 from broker.journal import open_state
-from broker.journal.file_store.errors import StoreCorrupt, StoreFailed
-from broker.journal.file_store.writer import Writer
+from broker.journal.file_store.segment_file import SegmentFile
+from broker.journal.store import StoreCorrupt, StoreFailed
 from broker.messaging.async_client import AsyncBrokerClient
 from broker.messaging.sync_client import BrokerClient
 from broker.server.server import BrokerServer
@@ -143,14 +143,14 @@ def gated_syncs(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[
     gate = threading.Event()
     gate.set()
     synced: list[float] = []
-    sync = Writer._timed_sync  # pyright: ignore[reportPrivateUsage]
+    sync = SegmentFile.sync
 
-    def slow(self: Writer, file: object) -> None:
+    def slow(self: SegmentFile) -> None:
         assert gate.wait(20)
-        sync(self, file)  # type: ignore[arg-type]
+        sync(self)
         synced.append(time.monotonic())
 
-    monkeypatch.setattr(Writer, "_timed_sync", slow)
+    monkeypatch.setattr(SegmentFile, "sync", slow)
     return gate, synced
 
 
@@ -310,13 +310,13 @@ def test_a_group_that_cannot_be_read_back_is_refused_to_the_learner(
 def test_a_disk_that_fails_ends_the_broker_before_it_promises_anything(
     tmp_path: Path, servers: list[BrokerServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Writer, file: object) -> None:
+    def broken(self: SegmentFile) -> None:
         raise OSError(5, "Input/output error")
 
     failed = pytest.raises(StoreFailed, match=r"store cannot be written: .*Input/output error")
     with failed as error, running(job(tmp_path), servers) as address, BrokerClient(address, deadline_s=2) as learner:
         learner.attach(REPORT)
-        monkeypatch.setattr(Writer, "_timed_sync", broken)
+        monkeypatch.setattr(SegmentFile, "sync", broken)
         with pytest.raises(BrokerUnreachable):
             learner.offer([Task(0, b"{}", 0, 2)])
     assert error.value.exit_code == 1

@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from broker.contract import LearnerReport, NodeReport
-from broker.journal.file_store.errors import PayloadUnreadable, StoreCorrupt
 from broker.journal.file_store.frames import BLOCK
-from broker.journal.file_store.payloads import StoredPayload
+from broker.journal.store import PayloadUnreadable, StoreCorrupt, StoredPayload
 from common.errors import UsageError
 from tests.unit.broker.durable_rig import Rig, meta
 
@@ -165,8 +164,8 @@ def test_damage_to_a_record_that_was_synced_is_an_error_with_file_and_offset(tmp
     flip(copy / path.name, middle)
     with pytest.raises(StoreCorrupt, match=r"is cut off or damaged; what the broker had acknowledged is") as error:
         Rig(copy)
-    assert error.value.path == copy / path.name
-    assert middle - 200 < error.value.offset <= middle
+    assert error.value.where.startswith(f"{copy / path.name}: byte ")
+    assert middle - 200 < int(error.value.where.rpartition(" ")[2]) <= middle
     assert error.value.exit_code == 2
 
 

@@ -1,0 +1,173 @@
+"""The seam between the journal and the place where its records lie: a folder (file_store) or Redis (redis_store).
+
+A store keeps a log of records and the payloads of groups. The log begins with a snapshot; compacting replaces the log
+by a new snapshot. The history of finished tasks only grows.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from common.errors import BrokerError, UsageError
+
+
+class Location(msgspec.Struct, frozen=True):
+    """Where a payload lies.
+
+    Attributes:
+        segment: number of the file; in Redis the term of the broker that wrote it.
+        offset: first byte in the file; in Redis the sequence number of the record.
+        checksum: xxh3; 0 in Redis.
+    """
+
+    segment: int
+    offset: int
+    length: int
+    checksum: int
+
+
+class StoredPayload:
+    """A group's encoded common.rollouts.Group in the store; `location` is set once it has been written."""
+
+    __slots__ = ("_read", "location")
+
+    def __init__(self, read: Callable[[Location], bytes], location: Location | None = None) -> None:
+        self._read, self.location = read, location
+
+    def read(self) -> bytes:
+        """The payload. Raises PayloadUnreadable."""
+        assert self.location is not None
+        return self._read(self.location)
+
+
+@dataclass(slots=True)
+class Record:
+    """A record to write; `stored` gets its location when the payload is written."""
+
+    seq: int
+    body: bytes
+    payload: bytes | memoryview | None = None
+    stored: StoredPayload | None = None
+
+
+class Compaction(NamedTuple):
+    """What replaces the log. The store's thread makes it from values that the broker's loop has captured.
+
+    Attributes:
+        seq: of the snapshot.
+        finished: tasks that ended since the last one, as a record of the history; None when none did.
+        snapshot: the snapshot's body, given the size of the history with `finished`.
+        wanted: payloads that may still be read; all others are deleted.
+    """
+
+    seq: int
+    finished: Callable[[], bytes | None]
+    snapshot: Callable[[int], bytes]
+    wanted: Callable[[], Collection[Location]]
+
+
+class StoredRecord(NamedTuple):
+    """A record as it was read; `where` tells a person where it lies."""
+
+    seq: int
+    body: bytes
+    payload: Location | None
+    where: str
+
+
+class Loaded(NamedTuple):
+    """The log, snapshot first; empty for a new store.
+
+    Attributes:
+        torn: why records at the end were dropped that nobody was promised; '' when none were.
+    """
+
+    records: list[StoredRecord]
+    torn: str = ""
+
+
+class Store(Protocol):
+    """One thread writes; any thread may read payloads.
+
+    Attributes:
+        name: where the store is, for people.
+        store_id: made once. It tells a learner whether the broker still knows what it knew.
+        address: where the broker listened last; '' for a new store.
+    """
+
+    name: str
+    store_id: str
+    address: str
+
+    def listens_at(self, address: str) -> None:
+        """Remember where the broker listens."""
+        ...
+
+    def load(self) -> Loaded:
+        """The log. Raises StoreCorrupt when something that had been synced is damaged."""
+        ...
+
+    def history(self, size: int) -> Iterator[bytes]:
+        """Records of the first `size` units of the history. Raises StoreCorrupt."""
+        ...
+
+    def read(self, location: Location) -> bytes:
+        """A payload. Raises PayloadUnreadable."""
+        ...
+
+    def append(self, batch: Sequence[Record], *, synced: int, sync: bool) -> None:
+        """Write records that follow the last ones.
+
+        Args:
+            synced: sequence number up to which everything was synced before.
+            sync: whether the records must be durable on return.
+
+        Raises:
+            StoreUnavailable: nothing was written; it may be tried again.
+        """
+        ...
+
+    def sync(self) -> None:
+        """Make durable what was appended. Raises StoreUnavailable."""
+        ...
+
+    def compact(self, compaction: Compaction, history: int) -> int:
+        """Replace the log, durably. `history` is the size of the history; returns its new size.
+
+        Raises:
+            StoreUnavailable: nothing changed; it may be tried again.
+        """
+        ...
+
+    def size_bytes(self) -> int:
+        """Bytes that the store takes."""
+        ...
+
+    def close(self) -> None:
+        """Let another broker open the store."""
+        ...
+
+
+class StoreCorrupt(UsageError):
+    """Something that was durable cannot be read any more; the message says where it lay."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        self.where = where
+        super().__init__(
+            f"{where}: {reason}; what the broker had acknowledged is damaged there. Restore the "
+            "file from a copy, or start another run from the last checkpoint"
+        )
+
+
+class PayloadUnreadable(BrokerError):
+    """A group in the store cannot be read back; the request that wants it is refused."""
+
+
+class StoreFailed(BrokerError):
+    """The store refused a write for good; nothing after it was acknowledged."""
+
+
+class StoreUnavailable(Exception):
+    """The store cannot be written at the moment; the message says why."""

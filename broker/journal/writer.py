@@ -1,0 +1,153 @@
+"""The thread that writes records to the store; the broker's loop only hands them over.
+
+While one batch is being synced the next one gathers, so the number of syncs adapts to the store. A store that cannot be
+written is waited for: the batch is tried again, and nothing behind it is acknowledged meanwhile.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+from broker.journal.store import Compaction, Record, Store, StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+Sync = Literal["fsync", "everysec"]
+RETRY_S = 0.5
+SYNC_EVERY_S = 1.0
+BATCH_BYTES = 32 << 20
+
+
+class Writer:
+    """Writes what `put` was given, in order.
+
+    Args:
+        store: loaded.
+        sync: when records count as durable.
+        seq: of the last record in the store.
+        history: size of the store's history.
+        notify: called after every change of the attributes.
+
+    Attributes:
+        acknowledged: sequence number up to which records are as durable as `sync` promises.
+        synced: sequence number up to which they are synced.
+        stuck: why nothing can be written at the moment, '' when it can.
+        failure: why nothing will be written any more.
+        sync_s: how long syncing took lately, on average.
+    """
+
+    def __init__(self, store: Store, sync: Sync, seq: int, history: int, notify: Callable[[], None]) -> None:
+        self.acknowledged = self.synced = seq
+        self.stuck = ""
+        self.failure: Exception | None = None
+        self.sync_s = 0.0
+        self._store, self._history, self._notify = store, history, notify
+        self._sync: Sync = sync
+        self._queue: deque[Record | Compaction] = deque()
+        self._wake = threading.Event()
+        self._closing = False
+        self._next_sync = 0.0
+        self._thread = threading.Thread(target=self._run, name="store", daemon=True)
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    def put(self, item: Record | Compaction) -> None:
+        """Queue an item; it is written after the next `kick`, or sooner."""
+        self._queue.append(item)
+
+    def kick(self) -> None:
+        """Write what is queued."""
+        self._wake.set()
+
+    def close(self, timeout_s: float) -> bool:
+        """Write and sync what is queued, then end; returns whether all of it was, in time."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive() and self.failure is None and not self._queue
+
+    # ---------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        try:
+            while not (self._closing and not self._queue and self.synced == self.acknowledged):
+                unsynced = self.synced != self.acknowledged
+                wait_s = max(0.0, self._next_sync - time.monotonic()) if unsynced else None
+                if not self._queue and not (self._closing and unsynced):
+                    self._wake.wait(wait_s)
+                self._wake.clear()
+                self._step()
+        except Exception as error:
+            self.failure = error
+            logger.exception("the store cannot be written any more")
+        finally:
+            self._notify()
+
+    def _step(self) -> None:
+        batch: list[Record] = []
+        size = 0
+        while self._queue and size < BATCH_BYTES and isinstance(item := self._queue[0], Record):
+            batch.append(item)
+            size += len(item.payload or b"")
+            self._queue.popleft()
+        if batch:
+            self._patiently(lambda: self._write(batch))
+            self._notify()
+        elif self._queue:
+            item = self._queue.popleft()
+            assert isinstance(item, Compaction)
+            self._patiently(self._sync_now)
+            self._patiently(lambda: self._compact(item))
+            self._notify()
+        if self.synced != self.acknowledged and (self._closing or time.monotonic() >= self._next_sync):
+            self._patiently(self._sync_now)
+            self._next_sync = time.monotonic() + SYNC_EVERY_S
+
+    def _patiently(self, work: Callable[[], None]) -> None:
+        """Repeat `work` until the store takes it."""
+        while True:
+            try:
+                work()
+            except StoreUnavailable as error:
+                if not self.stuck:
+                    self.stuck = str(error)
+                    logger.error("the store cannot be written: %s; nothing is acknowledged until it can", error)
+                    self._notify()
+                if self._closing:
+                    raise
+                time.sleep(RETRY_S)
+            else:
+                if self.stuck:
+                    logger.warning("the store can be written again")
+                self.stuck = ""
+                return
+
+    def _write(self, batch: list[Record]) -> None:
+        begun = time.perf_counter()
+        fsync = self._sync == "fsync"
+        self._store.append(batch, synced=self.synced, sync=fsync)
+        if fsync:
+            self._count_sync(begun)
+            self.synced = batch[-1].seq
+        elif self.synced == self.acknowledged:
+            self._next_sync = time.monotonic() + SYNC_EVERY_S
+        self.acknowledged = batch[-1].seq
+
+    def _sync_now(self) -> None:
+        if self.synced != self.acknowledged:
+            begun = time.perf_counter()
+            self._store.sync()
+            self._count_sync(begun)
+            self.synced = self.acknowledged
+
+    def _compact(self, compaction: Compaction) -> None:
+        self._history = self._store.compact(compaction, self._history)
+        self.synced = self.acknowledged = compaction.seq
+
+    def _count_sync(self, begun: float) -> None:
+        self.sync_s += 0.1 * (time.perf_counter() - begun - self.sync_s)
