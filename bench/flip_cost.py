@@ -97,13 +97,13 @@ class Bench:
         return time.perf_counter() - started
 
     async def variant(self, incarnation: int, kv_cache: str, encoding: str) -> dict:
+        from common.config.schema import WeightsConfig
         from learner.publish.publisher import WeightPublisher
         from rollout_fleet.weights.weight_client import WeightClient
 
         self.engine.weights.recompute = kv_cache == "recompute"
-        publisher = WeightPublisher(
-            incarnation, self.arguments.dtype, "127.0.0.1", 16 << 20, 30.0, encoding=encoding, anchor_every=0
-        )
+        weights = WeightsConfig(timeout_s=30.0, bucket_mib=16, encoding=encoding, anchor_every=0)
+        publisher = WeightPublisher(incarnation, self.arguments.dtype, weights)
         client = WeightClient("bench", self.engine.weights)
         client.follow(publisher.start(), incarnation)
         await self.publish(publisher, client)

@@ -30,6 +30,7 @@ import machine
 import msgspec
 import torch
 
+from common.config.schema import WeightsConfig
 from common.weights import messages, packing
 from common.weights.collectives import Group, Store
 from common.weights.layout import Layout
@@ -187,8 +188,8 @@ def model(tensors: int, total_bytes: int) -> list[tuple[str, torch.Tensor]]:
     return [(f"layers.{i}.weight", torch.randn(size).bfloat16()) for i in range(tensors)]
 
 
-def publisher(transport: str = "gloo") -> WeightPublisher:
-    return WeightPublisher(0, "bfloat16", "127.0.0.1", BUCKET, TIMEOUT_S, transport=transport)
+def publisher() -> WeightPublisher:
+    return WeightPublisher(0, "bfloat16", WeightsConfig())
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -4,7 +4,7 @@ import itertools
 
 from common.weights.collectives import Group, Store
 from common.weights.messages import Epoch
-from learner.publish.transfer import Transfer
+from learner.publish.attempt import Attempt
 
 
 class Groups:
@@ -34,9 +34,9 @@ class Groups:
         epoch = Epoch(next(self._numbers), 0, size, store.host, store.port, self._timeout_s, self._transport)
         return epoch, None
 
-    def give_back(self, transfer: Transfer, usable: bool) -> None:
-        """The transfer is over: keep its group if it is `usable`, close it otherwise."""
-        group = transfer.group
+    def give_back(self, attempt: Attempt, usable: bool) -> None:
+        """The attempt is over: keep its group if it is `usable`, close it otherwise."""
+        group = attempt.group
         if group is None:
             return
         if self._kept is not None and self._kept[2] is not group:
@@ -45,7 +45,7 @@ class Groups:
                 return
             self._kept[2].close()
         if usable:
-            self._kept = (transfer.members, transfer.epoch, group)
+            self._kept = (attempt.members, attempt.epoch, group)
         else:
             self._kept = None
             group.close()

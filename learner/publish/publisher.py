@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from common.config.schema import Config
+from common.config.schema import Config, WeightsConfig
 from common.security.credentials import curve_credentials
 from common.weights.collectives import GroupFactory
 from common.weights.messages import Canary
@@ -27,28 +27,20 @@ class WeightPublisher:
         self,
         incarnation: int,
         dtype: str,
-        address: str,
-        bucket_bytes: int,
-        timeout_s: float,
-        group_factory: GroupFactory = open_group,
+        weights: WeightsConfig,
         credentials: str | None = None,
-        transport: str = "gloo",
-        overlap: bool = True,
-        encoding: str = "full",
-        anchor_every: int = 0,
+        group_factory: GroupFactory = open_group,
+        bucket_bytes: int | None = None,
     ) -> None:
-        """`dtype` is the engines' dtype, `address` the interface to bind, `timeout_s` bounds one attempt.
+        """`dtype` is the engines' dtype; with `credentials`, a key folder, only its nodes may join.
 
-        With `credentials`, a key folder, only its nodes may join. Without `overlap`, `publish` waits until the
-        version is active on every node, at most `timeout_s`.
+        `bucket_bytes` replaces `weights.bucket_mib`, for buckets below one MiB.
         """
-        self._transport, self._overlap = transport, overlap
-        self._published = 0
-        self._deltas = Deltas(encoding, anchor_every)
-        self._credentials = credentials
-        self._incarnation, self._address = incarnation, address
-        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._incarnation, self._weights, self._credentials = incarnation, weights, credentials
         self._group_factory = group_factory
+        self._bucket_bytes = bucket_bytes if bucket_bytes is not None else weights.bucket_mib << 20
+        self._published = 0
+        self._deltas = Deltas(weights.encoding, weights.anchor_every)
         self._maker = SnapshotMaker(dtype)
         self._control: PublishControl | None = None
         self._thread: threading.Thread | None = None
@@ -57,13 +49,7 @@ class WeightPublisher:
     def start(self) -> str:
         """Bind the control endpoint and start the sending thread; returns the endpoint's address."""
         self._control = PublishControl(
-            self._address,
-            self._incarnation,
-            self._bucket_bytes,
-            self._timeout_s,
-            self._group_factory,
-            self._credentials,
-            self._transport,
+            self._weights, self._incarnation, self._bucket_bytes, self._credentials, self._group_factory
         )
         self._thread = threading.Thread(target=self._control.run, daemon=True, name="weight-plane")
         self._thread.start()
@@ -72,7 +58,7 @@ class WeightPublisher:
     def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
         """Copy `named` (Hugging Face name, full tensor) into the flat buffer, then return; sending goes on behind.
 
-        Without `overlap` it waits for the nodes, too.
+        Without `weights.overlap` it also waits until the version is active on every node, at most `timeout_s`.
 
         Raises:
             RuntimeError: before `start` or after `close`.
@@ -87,13 +73,15 @@ class WeightPublisher:
         self._sealing = threading.Thread(target=self._seal, args=(snapshot, self._control), name="seal-weights")
         self._sealing.start()
         self._published += 1
-        if not self._overlap and not self._control.wait_settled(self._published, version, self._timeout_s):
-            logger.warning("version %d is not active on every node after %g s; going on", version, self._timeout_s)
+        if not self._weights.overlap:
+            timeout_s = self._weights.timeout_s
+            if not self._control.figures.wait_settled(self._published, version, timeout_s):
+                logger.warning("version %d is not active on every node after %g s; going on", version, timeout_s)
         return PublishReceipt(version, snapshot.layout.total_bytes, time.perf_counter() - started)
 
     def stats(self) -> PublishStats:
         """Figures so far; cheap, callable from any thread."""
-        return self._control.stats() if self._control is not None else PublishStats()
+        return self._control.figures.now if self._control is not None else PublishStats()
 
     def close(self) -> None:
         """Stop sending and release the endpoint; a publish under way is finished or cut after the timeout."""
@@ -103,7 +91,7 @@ class WeightPublisher:
             self._sealing.join()
         self._control.stop()
         self._deltas.close()
-        self._thread.join(self._timeout_s + 5)
+        self._thread.join(self._weights.timeout_s + 5)
         if self._thread.is_alive():
             logger.warning("the weight plane did not stop in time")
 
@@ -119,17 +107,6 @@ def create_publisher(config: Config, incarnation: int) -> Publisher:
     Raises:
         UsageError: this machine cannot use `weights.transport`.
     """
-    weights = config.weights
-    require(weights.transport)
-    return WeightPublisher(
-        incarnation,
-        config.model.dtype,
-        weights.address,
-        weights.bucket_mib << 20,
-        weights.timeout_s,
-        credentials=curve_credentials(config.broker.credentials),
-        transport=weights.transport,
-        overlap=weights.overlap,
-        encoding=weights.encoding,
-        anchor_every=weights.anchor_every,
-    )
+    require(config.weights.transport)
+    credentials = curve_credentials(config.broker.credentials)
+    return WeightPublisher(incarnation, config.model.dtype, config.weights, credentials)

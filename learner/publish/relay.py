@@ -1,12 +1,11 @@
-"""Fetches of single nodes: from the learner's own relay server, or from a node that holds the version.
+"""Fetches of single nodes: from the learner's own relay server, or from a peer, a node that has the version.
 
-A peer is asked first (Serve), so that the learner's link stays free. If it refuses, is silent for PEER_WAIT_S, or the
-fetch from it fails, the learner serves the node itself. What a node fetched is verified against the learner's
-checksums, and where the fleet has keys also against a SHA-256, which a peer cannot forge.
+A peer is asked first (Serve), so that the learner's link stays free. The learner serves the node itself when the peer
+refuses or does not answer in time, or when a fetch from it failed. The node verifies what it fetched against the
+learner's checksums. Where the fleet has keys it also compares a SHA-256, which a peer cannot forge.
 """
 
 import secrets
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,89 +13,89 @@ import zmq
 
 from common.weights.messages import Serve, Serving, Source
 from common.weights.transports.relay_server import RelayServer
-from learner.publish.receivers import Member
+from learner.publish.attempt import Attempt
+from learner.publish.receiver_state import Receiver, State
 from learner.publish.snapshot import Snapshot
-from learner.publish.transfer import Transfer
 
-PEER_WAIT_S = 1.0  # for a peer's answer
 PEER_FETCHES = 2  # that one node serves at a time
 
 
 @dataclass
-class Fetch:
-    """A relayed transfer: the payload's name at its source, and the keys made for it ('' without credentials)."""
+class Fetching:
+    """A relayed attempt: the payload's name at its source, and the keys made for it ('' without credentials)."""
 
-    transfer: Transfer
+    attempt: Attempt
     key: str
     public: str = ""
     secret: str = ""
-    peer: Member | None = None
+    peer: bytes | None = None
 
 
 class Relays:
     """Used by the control thread."""
 
-    def __init__(self, host: str, secured: bool, reach: str, timeout_s: float) -> None:
+    def __init__(self, host: str, secured: bool, reach: str) -> None:
         """`reach`: the control endpoint's HOST:PORT. The server starts with the first fetch from the learner."""
-        self._host, self._secured, self._reach, self._timeout_s = host, secured, reach, timeout_s
+        self._host, self._secured, self._reach = host, secured, reach
         self._server: RelayServer | None = None
-        self._fetches: dict[int, Fetch] = {}  # by epoch
+        self._fetches: dict[int, Fetching] = {}  # by epoch
+        self._poor: set[tuple[bytes, int]] = set()  # (peer, version) of fetches that failed
 
-    def peer_for(self, member: Member, everyone: Iterable[Member], snapshot: Snapshot) -> Member | None:
-        """The least busy node that could serve `snapshot` to `member`; None: the learner must."""
+    def peer_for(self, receiver: Receiver, everyone: Iterable[Receiver], snapshot: Snapshot) -> Receiver | None:
+        """The least busy node that could serve `snapshot` to `receiver`; None: the learner must."""
+        busy = [fetch.peer for fetch in self._fetches.values()]
         fit = [
-            m
-            for m in everyone
-            if m.settled and m.version == snapshot.version and m.transfer is None and m is not member
-            and "relay" in m.transports and not m.poor_source and m.quarantined is None and m.serving < PEER_FETCHES
+            r
+            for r in everyone
+            if r.state is State.IDLE and r.version == snapshot.version and r.identity != receiver.identity
+            and "relay" in r.transports and (r.identity, r.version) not in self._poor
+            and busy.count(r.identity) < PEER_FETCHES
         ]  # fmt: skip
         if not fit:
             return None
         if self._secured and not snapshot.sha256:
-            snapshot.hash_behind()  # ready for those who come next
+            snapshot.hash_behind()  # for the newcomers after this one
             return None
-        return min(fit, key=lambda m: m.serving)
+        return min(fit, key=lambda r: busy.count(r.identity))
 
-    def ask(self, transfer: Transfer, incarnation: int, peer: Member) -> Serve:
-        """What to ask `peer`, so that the transfer's node may fetch from it."""
-        fetch = Fetch(transfer, secrets.token_hex(8), peer=peer)
+    def ask(self, attempt: Attempt, peer: Receiver) -> Serve:
+        """The request to `peer` that lets the attempt's node fetch from it."""
+        fetch = Fetching(attempt, secrets.token_hex(8), peer=peer.identity)
         if self._secured:
             fetch.public, fetch.secret = (k.decode() for k in zmq.curve_keypair())
-        self._fetches[transfer.epoch.epoch] = fetch
-        peer.serving += 1
-        transfer.peer, transfer.peer_until = peer.identity, time.perf_counter() + min(PEER_WAIT_S, self._timeout_s / 8)
-        version = transfer.snapshot.version
-        return Serve(incarnation, version, fetch.key, self._timeout_s, self._reach, fetch.public)
+        publish = attempt.publish
+        self._fetches[publish.epoch] = fetch
+        return Serve(publish.incarnation, publish.version, fetch.key, publish.timeout_s, self._reach, fetch.public)
 
-    def answered(self, peer: Member, answer: Serving) -> tuple[Transfer, Source | None] | None:
-        """The transfer that was waiting for this answer, and its source if there is one; None: nobody waits."""
+    def answered(self, peer: bytes, answer: Serving) -> tuple[bytes, Source | None] | None:
+        """(the node that `peer` was asked to serve, the source or None if it cannot be used); None: nobody."""
         for fetch in self._fetches.values():
-            if fetch.key == answer.key and fetch.peer is peer and fetch.transfer.peer_until is not None:
+            if fetch.key == answer.key and fetch.peer == peer:
                 usable = answer.address.startswith("tcp://") and bool(answer.public) == self._secured
                 found = Source(answer.address, fetch.key, answer.public, fetch.public, fetch.secret)
-                return fetch.transfer, found if usable else None
+                return next(iter(fetch.attempt.members)), found if usable else None
         return None
 
-    def own_source(self, transfer: Transfer) -> Source:
-        """Serve the transfer from here; raises zmq.ZMQError when no port can be bound."""
-        self.over(transfer)
+    def own_source(self, attempt: Attempt) -> Source:
+        """Serve the attempt from here; raises zmq.ZMQError when no port can be bound."""
+        self.over(attempt)
         if self._server is None:
             self._server = RelayServer(self._host, self._secured)
-        fetch = Fetch(transfer, secrets.token_hex(8))
-        self._fetches[transfer.epoch.epoch] = fetch
-        transfer.peer = None
-        return self._server.source(fetch.key, transfer.payload.flat, 2 * self._timeout_s)
+        fetch = Fetching(attempt, secrets.token_hex(8))
+        self._fetches[attempt.publish.epoch] = fetch
+        return self._server.source(fetch.key, attempt.payload.flat, 2 * attempt.publish.timeout_s)
 
-    def over(self, transfer: Transfer) -> None:
-        """The transfer ended or goes another way: hand out nothing more for it."""
-        fetch = self._fetches.pop(transfer.epoch.epoch, None)
+    def over(self, attempt: Attempt) -> None:
+        """The attempt ended or goes another way: hand out nothing more for it."""
+        fetch = self._fetches.pop(attempt.publish.epoch, None)
         if fetch is None:
             return
-        if fetch.peer is not None:
-            fetch.peer.serving -= 1
-            fetch.peer.poor_source |= transfer.failed_at is not None
-        elif self._server is not None:
-            self._server.withdraw(fetch.key)
+        if fetch.peer is None:
+            if self._server is not None:
+                self._server.withdraw(fetch.key)
+        elif attempt.failed:
+            self._poor = {(peer, v) for peer, v in self._poor if v == attempt.version}
+            self._poor.add((fetch.peer, attempt.version))
 
     def close(self) -> None:
         """Serve nobody any more."""

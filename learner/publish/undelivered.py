@@ -1,12 +1,14 @@
 """Which nodes a published version has not reached yet, and what each of them still has to do."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # they bring torch
+if TYPE_CHECKING:  # they import torch
+    from learner.publish.receiver_state import Receiver
     from learner.publish.snapshot import Snapshot
-    from learner.publish.transfer import Transfer
+
+STAGES = {"joining": "queued", "idle": "queued", "flipping": "flipping"}  # by state; excluded nodes get nothing
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class Undelivered:
 
     Attributes:
         stage: queued (an earlier broadcast is under way), receiving (not Staged yet), flipping (Staged, not Active).
-        since: when the broadcast to it began, or was asked for; perf_counter seconds.
+        since: when the attempt began, or when the version was published; perf_counter seconds.
     """
 
     node_id: str
@@ -24,31 +26,13 @@ class Undelivered:
     since: float
 
 
-class Receiver(Protocol):
-    """What is asked of a member."""
-
-    node_id: str
-    version: int
-    quarantined: str | None
-    transfer: "Transfer | None"
-
-
-def undelivered(
-    members: Mapping[bytes, Receiver], transfers: "Iterable[Transfer]", current: "Snapshot | None"
-) -> tuple[Undelivered, ...]:
+def undelivered(receivers: "Iterable[Receiver]", current: "Snapshot | None") -> tuple[Undelivered, ...]:
     """The longest-waiting first."""
     found: list[Undelivered] = []
-    for transfer in transfers:
-        for stage, identities in (("receiving", transfer.receiving), ("flipping", transfer.flipping)):
-            found += [
-                Undelivered(members[i].node_id, transfer.snapshot.version, stage, transfer.started)
-                for i in identities
-                if i in members
-            ]
-    if current is not None:
-        found += [
-            Undelivered(m.node_id, current.version, "queued", current.started)
-            for m in members.values()
-            if m.transfer is None and m.quarantined is None and m.version != current.version
-        ]
+    for receiver in receivers:
+        attempt, stage = receiver.attempt, STAGES.get(receiver.state.value, "receiving")
+        if attempt is not None:
+            found.append(Undelivered(receiver.node_id, attempt.version, stage, attempt.started))
+        elif stage == "queued" and current is not None and receiver.version != current.version:
+            found.append(Undelivered(receiver.node_id, current.version, stage, current.started))
     return tuple(sorted(found, key=lambda one: one.since))

@@ -11,7 +11,7 @@ import msgspec
 
 from broker.guard import flood_guard
 from broker.main import run_broker
-from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig, WeightsConfig
 
 MAX_MESSAGE_BYTES = 1 << 20
 flood_guard.UNEXPLAINED_BYTES = 48 << 20
@@ -31,7 +31,7 @@ def broker(run_dir: str, credentials: str | None) -> int:
 def weights(run_dir: str, credentials: str | None) -> int:
     from learner.publish.control import PublishControl
 
-    control = PublishControl("127.0.0.1", 0, 1 << 20, 20.0, credentials=credentials)
+    control = PublishControl(WeightsConfig(), 0, 1 << 20, credentials)
     place = Path(run_dir) / "weights.address"
     place.with_suffix(".part").write_text(control.address)
     place.with_suffix(".part").rename(place)

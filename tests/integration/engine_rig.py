@@ -105,7 +105,9 @@ class Rig:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.publisher = WeightPublisher(0, "float32", "127.0.0.1", 16 << 10, 10.0, encoding="delta")
+        self.publisher = WeightPublisher(
+            0, "float32", WeightsConfig(timeout_s=10.0, encoding="delta", anchor_every=0), bucket_bytes=16 << 10
+        )
         self.engine = RigEngine(self.config)
         self.make, self.models = make, {}
         started = time.perf_counter()

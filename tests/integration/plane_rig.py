@@ -8,9 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.reduction import DupFd
+from typing import Any
 
+import msgspec
 import torch
 
+from common.config.schema import WeightsConfig
 from common.weights.collectives import GroupFactory
 from common.weights.transports.registry import open_group
 from learner.publish.publisher import WeightPublisher
@@ -78,16 +81,13 @@ class Plane:
     def publisher(
         self,
         incarnation: int = 0,
-        timeout_s: float = 20.0,
         factory: GroupFactory = open_group,
         credentials: str | None = None,
-        transport: str = "gloo",
-        overlap: bool = True,
-        encoding: str = "full",
+        **config: Any,
     ) -> WeightPublisher:
-        publisher = WeightPublisher(
-            incarnation, "float32", "127.0.0.1", BUCKET, timeout_s, factory, credentials, transport, overlap, encoding
-        )
+        """`config`: keys of `weights` that differ from their defaults."""
+        weights = msgspec.structs.replace(WeightsConfig(anchor_every=0), **config)
+        publisher = WeightPublisher(incarnation, "float32", weights, credentials, factory, BUCKET)
         self.closing.append(publisher.close)
         return publisher
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from broker.contract import LearnerReport, NodeStatus
 from broker.messaging.sync_client import BrokerClient
+from common.config.schema import WeightsConfig
 from common.rollouts import Sample, Task, decode_group
 from launch.quickstart.assets import build
 from learner.publish.publisher import WeightPublisher
@@ -89,7 +90,7 @@ class Job:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.broker = self._start("broker", str(folder / "job.yaml"))
         self.node = self._start("rollout", str(folder / "job.yaml"), "--node-id", "n0")
-        self.publisher = WeightPublisher(0, "float32", "127.0.0.1", 1 << 20, 10.0)
+        self.publisher = WeightPublisher(0, "float32", WeightsConfig(timeout_s=10.0, bucket_mib=1))
         self.models: dict[int, Any] = {0: warmed(folder / "assets")}
         self.client = BrokerClient(self._broker_address(), deadline_s=10.0)
         self.report("training", self.publisher.start())

@@ -22,8 +22,9 @@ def test_the_results_were_measured_with_the_defaults_and_with_enough_rounds() ->
 def test_the_deadlines_on_the_page_are_those_of_the_code() -> None:
     text = PAGE.read_text()
     assert bucket_timeout(20.0) == 5.0 and "a quarter of `weights.timeout_s`" in text
-    from learner.publish.receivers import MAX_ATTEMPTS
-    from learner.publish.relay import PEER_FETCHES, PEER_WAIT_S
+    from learner.publish.receiver_state import PEER_WAIT_S
+    from learner.publish.relay import PEER_FETCHES
+    from learner.publish.routes import MAX_ATTEMPTS
     from rollout_fleet.weights.weight_client import REJOIN_AFTER_S
 
     assert f"{MAX_ATTEMPTS} attempts" in text

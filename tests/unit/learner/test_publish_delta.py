@@ -5,11 +5,12 @@ import torch
 
 from common.weights import delta, packing
 from common.weights.layout import Layout
-from common.weights.messages import Epoch
+from common.weights.messages import Active, Epoch, Pong, Staged
+from learner.publish.attempt import Attempt, new_attempt
 from learner.publish.delta import Deltas
-from learner.publish.receivers import Member
-from learner.publish.snapshot import BufferPool, Snapshot
-from learner.publish.transfer import new_transfer
+from learner.publish.receiver_state import AttemptFailed, Begin, Release, step
+from learner.publish.snapshot import BufferPool, Payload, Snapshot
+from tests.unit.learner.receivers import settled
 
 LAYOUT = Layout.of([("a", "bfloat16", (4096,))])
 BUCKET = 1024
@@ -34,6 +35,10 @@ class Versions:
         return snapshot
 
 
+def attempt(snapshot: Snapshot, payload: Payload) -> Attempt:
+    return new_attempt(snapshot, payload, Epoch(1, 1, 2, "127.0.0.1", 1, 1.0), [b"n0"], 0, BUCKET)
+
+
 def test_a_version_goes_as_a_delta_to_the_nodes_that_hold_the_one_before() -> None:
     versions = Versions(Deltas("delta", 0))
     first, second = versions.next(1), versions.next(2)
@@ -55,34 +60,34 @@ def test_newcomers_and_groups_without_a_common_base_get_the_whole_version(held: 
 
 
 def test_a_node_whose_buffer_was_written_gets_the_next_version_whole_though_it_runs_a_base() -> None:
-    versions, member = Versions(Deltas("delta", 0)), Member(b"n0", "n0", 0.0)
+    versions, node = Versions(Deltas("delta", 0)), settled("n0", 1)
     versions.next(1)
-    member.runs(1)
     second = versions.next(2, sent=False)
-    assert second.payload_for({member.base}).base_version == 1
+    assert second.payload_for({node.base}).base_version == 1
     third = versions.next(3)
-    epoch = Epoch(1, 1, 2, "127.0.0.1", 1, 1.0)
-    member.receives(new_transfer(second, second.deltas[1], [member.identity], epoch, False, 1.0))
-    member.transfer = None  # it rejected that one, and version 3 comes before the next attempt
-    member.begins(3)
-    assert (member.version, member.attempts, 1 in third.deltas) == (1, 0, True)
-    assert third.payload_for({member.base}) is third.full
-    member.runs(3)
-    assert versions.next(4).payload_for({member.base}).base_version == 3
+    node, _ = step(node, Begin(attempt(second, second.deltas[1]), LAYOUT), 0.0)
+    for event in (AttemptFailed(), Pong("n0"), Release(2)):  # version 3 comes before the next attempt
+        node, _ = step(node, event, 0.0)
+    assert (node.version, node.attempt, 1 in third.deltas) == (1, None, True)
+    assert third.payload_for({node.base}) is third.full
+    for event in (
+        Begin(attempt(third, third.full), LAYOUT),
+        Staged("n0", 0, 3, 0.1, 1),
+        Active("n0", 0, 3, 0.1, third.checksum),
+    ):
+        node, _ = step(node, event, 0.0)
+    assert versions.next(4).payload_for({node.base}).base_version == 3
 
 
-def test_transfers_of_one_version_are_told_apart_also_when_one_is_whole_and_one_a_delta() -> None:
-    """A newcomer's beside the group's: the control thread looks for one of them among both."""
+def test_attempts_at_one_version_are_told_apart_also_when_one_is_whole_and_one_a_delta() -> None:
+    """The control thread looks for a newcomer's attempt among those that run beside it."""
     versions = Versions(Deltas("delta", 0))
     versions.next(1)
     second = versions.next(2)
-    epoch = Epoch(1, 1, 2, "127.0.0.1", 1, 1.0)
-    whole = new_transfer(second, second.full, [b"late"], epoch, True, 1.0)
-    delta_ = new_transfer(second, second.deltas[1], [b"n0"], epoch, False, 1.0)
-    transfers = [whole, delta_]
-    assert delta_ in transfers
-    transfers.remove(delta_)
-    assert transfers == [whole]
+    whole, delta_ = attempt(second, second.full), attempt(second, second.deltas[1])
+    attempts = [whole, delta_]
+    attempts.remove(delta_)
+    assert attempts == [whole]
 
 
 def test_versions_that_were_skipped_do_not_make_the_next_one_travel_whole() -> None:

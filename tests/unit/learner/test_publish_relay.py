@@ -1,110 +1,99 @@
-"""Who serves a fetch: a peer that may, or the learner; and the groups and snapshots behind transfers."""
+"""Who serves a fetch: a peer that may, or the learner; and the groups and snapshots behind attempts."""
 
-import time
+import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
 import msgspec
 import pytest
-import torch
 
 from common.weights import packing
-from common.weights.messages import Epoch, Serving
+from common.weights.messages import Serving
+from learner.publish.attempt import Attempt, Broadcast, new_attempt
 from learner.publish.collective_groups import Groups
-from learner.publish.receivers import Member
-from learner.publish.relay import PEER_FETCHES, Relays
-from learner.publish.snapshot import Snapshot, SnapshotMaker
-from learner.publish.transfer import Transfer, new_transfer
+from learner.publish.receiver_state import State
+from learner.publish.relay import Relays
+from learner.publish.snapshot import Snapshot
+from tests.unit.learner.receivers import attempt_at, newcomer, settled, snapshot_of
 
 KEY = "k" * 40
 
 
 @pytest.fixture
 def snapshot() -> Snapshot:
-    made = SnapshotMaker("float32").make(3, [("w", torch.arange(40.0))], None)
-    made.seal(64)
-    return made
+    return snapshot_of(3)
 
 
 @pytest.fixture(params=[False, True], ids=["open", "keys"])
 def relays(request: pytest.FixtureRequest) -> Iterator[Relays]:
-    made = Relays("127.0.0.1", request.param, "127.0.0.1:1", 8.0)
+    made = Relays("127.0.0.1", request.param, "127.0.0.1:1")
     yield made
     made.close()
 
 
-def member(name: str, version: int = 3, **changes: Any) -> Member:
-    made = Member(name.encode(), name, 0.0, ("gloo", "relay"), version, settled=True)
-    for key, value in changes.items():
-        setattr(made, key, value)
-    return made
+def fetch_of(snapshot: Snapshot, number: int = 1) -> Attempt:
+    return attempt_at(snapshot, "late", epoch=number, transport="relay")
 
 
-def fetch_of(snapshot: Snapshot, number: int = 1) -> Transfer:
-    epoch = Epoch(number, 1, 2, "", 0, 8.0, "relay")
-    return new_transfer(snapshot, snapshot.full, [b"late"], epoch, True, 8.0)
-
-
-def test_only_a_settled_idle_node_with_that_very_version_is_asked(snapshot: Snapshot) -> None:
-    relays = Relays("127.0.0.1", False, "127.0.0.1:1", 8.0)
-    late = member("late", -1, settled=False)
+def test_only_an_idle_node_with_that_very_version_is_asked(snapshot: Snapshot) -> None:
+    relays, late = Relays("127.0.0.1", False, "127.0.0.1:1"), newcomer("late")
+    poor, full, busy = settled("poor"), settled("full"), settled("busy")
+    failed = fetch_of(snapshot, 1)
+    relays.ask(failed, poor)
+    failed.failed = True
+    relays.over(failed)
+    for number, peer in ((2, full), (3, full), (4, busy)):
+        relays.ask(fetch_of(snapshot, number), peer)
     unfit = [
-        member("old", 2), member("new", settled=False), member("busy", transfer=cast(Any, object())),
-        member("poor", poor_source=True), member("bad", quarantined="proof"), member("mute", transports=("gloo",)),
-        member("full", serving=PEER_FETCHES), late,
-    ]  # fmt: skip
+        *(settled("x", state=state) for state in State if state is not State.IDLE),
+        *(settled("old", 2), settled("mute", transports=("gloo",)), poor, full, late),
+    ]
     assert relays.peer_for(late, unfit, snapshot) is None
-    one, two = member("one", serving=1), member("two")
-    assert relays.peer_for(late, [*unfit, one, two], snapshot) is two
+    quiet = settled("quiet")
+    assert relays.peer_for(late, [*unfit, busy, quiet], snapshot) is quiet
+    relays.over(fetch_of(snapshot, 2))
+    assert relays.peer_for(late, [*unfit, busy], snapshot) in (full, busy), "one of its fetches is over"
 
 
 def test_with_keys_a_peer_is_asked_once_the_sha256_that_it_cannot_forge_is_known(snapshot: Snapshot) -> None:
-    relays = Relays("127.0.0.1", True, "127.0.0.1:1", 8.0)
-    peer, late = member("peer"), member("late", -1)
+    relays, peer, late = Relays("127.0.0.1", True, "127.0.0.1:1"), settled("peer"), newcomer("late")
     assert relays.peer_for(late, [peer], snapshot) is None
-    end = time.monotonic() + 10
-    while not snapshot.sha256 and time.monotonic() < end:
-        time.sleep(0.01)
+    for thread in threading.enumerate():
+        if thread.name == "hash-weights-3":
+            thread.join()
     assert snapshot.sha256 == packing.sha256(snapshot.flat)
     assert relays.peer_for(late, [peer], snapshot) is peer
+    assert fetch_of(snapshot).from_peer().sha256 == snapshot.sha256
 
 
 def test_an_answer_counts_once_from_whom_it_was_asked_and_never_below_the_fleets_security(
     relays: Relays, snapshot: Snapshot
 ) -> None:
-    peer, other, transfer = member("peer"), member("other"), fetch_of(snapshot)
-    serve = relays.ask(transfer, 0, peer)
+    peer, attempt = settled("peer"), fetch_of(snapshot)
+    serve = relays.ask(attempt, peer)
     secured = bool(serve.client_public)
-    assert peer.serving == 1 and transfer.peer == b"peer" and serve.version == 3
+    assert serve.version == 3
     good = Serving("peer", serve.key, "tcp://127.0.0.1:7", KEY if secured else "")
-    assert relays.answered(other, good) is None
-    assert relays.answered(peer, msgspec.structs.replace(good, key="another")) is None
-    found = relays.answered(peer, good)
-    assert found is not None and found[1] is not None
+    assert relays.answered(b"other", good) is None
+    assert relays.answered(b"peer", msgspec.structs.replace(good, key="another")) is None
+    found = relays.answered(b"peer", good)
+    assert found is not None and found[0] == b"late" and found[1] is not None
     assert (found[1].address, found[1].public, bool(found[1].secret)) == (good.address, serve.client_public, secured)
-    downgraded = relays.answered(peer, msgspec.structs.replace(good, public="" if secured else KEY))
-    assert downgraded is not None and downgraded[1] is None
-    for address in ("", "ipc:///somewhere"):
-        refused = relays.answered(peer, msgspec.structs.replace(good, address=address))
-        assert refused is not None and refused[1] is None
-    transfer.peer_until = None
-    assert relays.answered(peer, good) is None, "the learner serves it by now"
+    downgraded = msgspec.structs.replace(good, public="" if secured else KEY)
+    for unusable in (downgraded, *(msgspec.structs.replace(good, address=a) for a in ("", "ipc:///somewhere"))):
+        assert relays.answered(b"peer", unusable) == (b"late", None)
+    relays.own_source(attempt)
+    assert relays.answered(b"peer", good) is None, "the learner serves it by now"
 
 
-def test_a_peer_from_which_a_fetch_failed_is_not_asked_again_one_that_refused_is(
-    relays: Relays, snapshot: Snapshot
-) -> None:
-    failing, refusing = member("failing"), member("refusing")
-    failed, refused = fetch_of(snapshot, 1), fetch_of(snapshot, 2)
-    relays.ask(failed, 0, failing)
-    failed.fail(1.0)
-    relays.over(failed)
-    relays.ask(refused, 0, refusing)
-    source = relays.own_source(refused)
-    assert source.address.startswith("tcp://127.0.0.1:") and refused.peer is None
-    assert (failing.serving, failing.poor_source) == (0, True)
-    assert (refusing.serving, refusing.poor_source) == (0, False)
+def test_a_peer_that_refused_is_asked_again(relays: Relays, snapshot: Snapshot) -> None:
+    refused, peer = fetch_of(snapshot), settled("refusing")
+    snapshot.sha256 = "known"
+    relays.ask(refused, peer)
+    assert relays.own_source(refused).address.startswith("tcp://127.0.0.1:")
+    refused.failed = True
     relays.over(refused)
+    assert relays.peer_for(newcomer("late"), [peer], snapshot) is peer
 
 
 class Formed:
@@ -117,13 +106,13 @@ class Formed:
 def test_a_group_is_used_again_by_exactly_its_members_and_closed_when_it_is_of_no_use(snapshot: Snapshot) -> None:
     groups = Groups("127.0.0.1", "gloo", 8.0)
 
-    def through(members: list[bytes], usable: bool = True) -> tuple[Transfer, Formed]:
+    def through(members: list[bytes], usable: bool = True) -> tuple[Attempt, Formed]:
         epoch, group = groups.take(members)
-        transfer = new_transfer(snapshot, snapshot.full, members, epoch, False, 8.0)
+        attempt = new_attempt(snapshot, snapshot.full, epoch, members, 0, 64)
         formed = cast(Formed, group) if group is not None else Formed()
-        transfer.group = cast(Any, formed)
-        groups.give_back(transfer, usable)
-        return transfer, formed
+        attempt.group = cast(Any, formed)
+        groups.give_back(attempt, usable)
+        return attempt, formed
 
     first, group = through([b"a", b"b"])
     again, same = through([b"b", b"a"])
@@ -140,11 +129,11 @@ def test_a_group_is_used_again_by_exactly_its_members_and_closed_when_it_is_of_n
     groups.drop()
 
 
-def test_an_attempt_that_was_given_up_closes_the_group_that_its_thread_comes_by_later(snapshot: Snapshot) -> None:
-    transfer, before, after = fetch_of(snapshot), Formed(), Formed()
-    transfer.sends_over(cast(Any, before))
-    transfer.abandon()
+def test_an_attempt_that_was_given_up_closes_the_group_that_its_thread_comes_by_later() -> None:
+    broadcast, before, after = Broadcast(), Formed(), Formed()
+    broadcast.use(cast(Any, before))
+    broadcast.abandon()
     assert before.closed
     with pytest.raises(RuntimeError, match="given up"):
-        transfer.sends_over(cast(Any, after))
-    transfer.sends_over(None)
+        broadcast.use(cast(Any, after))
+    broadcast.use(None)

@@ -1,0 +1,150 @@
+"""One attempt to bring one version to one set of nodes, and the thread that broadcasts it."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.weights.collectives import Group, GroupFactory, bucket_timeout, in_turn, reason_of
+from common.weights.layout import ranges
+from common.weights.messages import Epoch, Publish
+from learner.publish.snapshot import Payload, Snapshot
+
+
+class Broadcast:
+    """Sends the payload of one attempt in a thread, because a broadcast blocks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._group: Group | None = None  # set while the thread uses it
+        self._abandoned = False
+
+    def start(
+        self,
+        attempt: "Attempt",
+        group: Group | None,
+        factory: GroupFactory,
+        report: Callable[["Attempt", Group | None, str], None],
+    ) -> None:
+        """Send over `group`, or over a new group of the attempt's epoch.
+
+        The thread calls `report(attempt, group, error)` at its end, with the usable group or with None and the reason.
+        """
+        snapshot = attempt.snapshot.retain()
+
+        def run() -> None:
+            formed, error = group, ""
+            try:
+                formed = formed if formed is not None else factory(attempt.epoch)
+                self.use(formed)
+                flat, timeout_s = attempt.payload.flat, bucket_timeout(attempt.epoch.timeout_s)
+                formed.begin(flat.numel())
+                parts = (flat[a:b] for a, b in ranges(flat.numel(), attempt.publish.bucket_bytes))
+                for _ in in_turn(formed, parts, timeout_s):
+                    pass  # only receivers look at the buckets
+            except Exception as caught:  # the errors of gloo and of the store have no common type
+                error = reason_of(caught)
+                if formed is not None:
+                    formed.close()
+                formed = None
+            finally:
+                self.use(None)
+                snapshot.release()
+            report(attempt, formed, error)
+
+        threading.Thread(target=run, daemon=True, name=f"send-weights-{attempt.version}").start()
+
+    def use(self, group: Group | None) -> None:
+        """Note which group the thread uses; raises RuntimeError when the attempt was abandoned."""
+        with self._lock:
+            self._group = group
+            if group is not None and self._abandoned:
+                raise RuntimeError("the attempt was given up")
+
+    def abandon(self) -> None:
+        """Close the group, because no receiver waits for it any more. This wakes the thread where that is possible."""
+        with self._lock:
+            self._abandoned = True
+            if self._group is not None:
+                self._group.close()
+
+
+@dataclass(eq=False)  # compared by identity, because tensors have no `==`
+class Attempt:
+    """What travels to whom; only the control thread changes it.
+
+    Attributes:
+        epoch: the group as rank 0 forms it; for a fetch, the epoch without its source.
+        publish: the announcement that every receiver gets.
+        members: connections of all nodes of the attempt, also of those that left since.
+        newcomers: it serves only nodes that were never active on their connection.
+        deadline: when every member must have staged, perf_counter seconds.
+        probation: the member that is in the group on trial, if any.
+        failed: a member or the sender reported trouble.
+        done: the sending thread has ended; a fetch has none.
+        group: the formed group after a successful broadcast.
+        last_staged: when the newest Staged came, perf_counter seconds.
+    """
+
+    snapshot: Snapshot
+    payload: Payload
+    epoch: Epoch
+    publish: Publish
+    members: frozenset[bytes]
+    newcomers: bool
+    started: float
+    deadline: float
+    probation: bytes | None = None
+    failed: bool = False
+    done: bool = False
+    group: Group | None = None
+    last_staged: float = 0.0
+    broadcast: Broadcast = field(default_factory=Broadcast)
+
+    @property
+    def version(self) -> int:
+        return self.publish.version
+
+    @property
+    def relayed(self) -> bool:
+        """One node fetches the payload; otherwise it is broadcast."""
+        return self.epoch.transport == "relay"
+
+    def from_peer(self) -> Publish:
+        """The announcement for a fetch from another node, whose bytes need a proof that nobody can forge."""
+        return msgspec.structs.replace(self.publish, sha256=self.snapshot.sha256)
+
+
+def new_attempt(
+    snapshot: Snapshot,
+    payload: Payload,
+    epoch: Epoch,
+    members: list[bytes],
+    incarnation: int,
+    bucket_bytes: int,
+    newcomers: bool = False,
+) -> Attempt:
+    """An attempt that starts now; every member must have staged within the epoch's `timeout_s`."""
+    publish = Publish(
+        incarnation=incarnation,
+        version=snapshot.version,
+        epoch=epoch.epoch,
+        layout_digest=snapshot.layout.digest,
+        bucket_bytes=bucket_bytes,
+        bucket_checksums=payload.bucket_checksums,
+        checksum=snapshot.checksum,
+        timeout_s=epoch.timeout_s,
+        canary=snapshot.canary,
+        encoding=payload.encoding,
+        base_version=payload.base_version,
+        payload_bytes=payload.flat.numel(),
+    )
+    now = time.perf_counter()
+    snapshot.sent = True
+    made = Attempt(
+        snapshot.retain(), payload, epoch, publish, frozenset(members), newcomers, now, now + epoch.timeout_s
+    )
+    made.done = made.relayed
+    return made

@@ -1,0 +1,64 @@
+"""What the control thread tells the rest of the learner."""
+
+import threading
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from learner.publish.protocol import PublishStats
+from learner.publish.receiver_state import Receiver, State
+from learner.publish.snapshot import Snapshot
+from learner.publish.undelivered import undelivered
+
+
+class Figures:
+    """The PublishStats so far. The control thread changes them, any thread reads them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._stats = PublishStats()
+        self._canary_version = -1  # newest version with a canary
+
+    @property
+    def now(self) -> PublishStats:
+        with self._changed:
+            return self._stats
+
+    def change(self, **changes: Any) -> None:
+        """Set fields of the PublishStats."""
+        with self._changed:
+            self._stats = replace(self._stats, **changes)
+            self._changed.notify_all()
+
+    def offered(self, snapshot: Snapshot) -> None:
+        """Count a version that was handed over for sending."""
+        if snapshot.canary is not None:
+            self._canary_version = snapshot.version
+        self.change(published=self._stats.published + 1)
+
+    def describe(self, receivers: Collection[Receiver], current: Snapshot | None) -> None:
+        """Derive from the receivers how far the versions have come."""
+        live = [r for r in receivers if r.state is not State.EXCLUDED]
+        excluded = [r.reason for r in receivers if r.state is State.EXCLUDED]
+        before, active = self._stats, min((r.version for r in live), default=-1)
+        # An excluded node leaves within a second. Its reason stays until some other node may generate.
+        fatal = None if live else (excluded[0] if excluded else before.fatal)
+        self.change(
+            nodes=len(live),
+            version_sent=max(active, before.version_sent),
+            version_active=active,
+            fatal=fatal,
+            canary_owed=any(r.version >= self._canary_version > r.canary_version for r in live),
+            undelivered=undelivered(receivers, current),
+        )
+
+    def wait_settled(self, published: int, version: int, timeout_s: float) -> bool:
+        """Wait until the `published`th offer, `version`, is active on every live node; False when time ran out."""
+
+        def settled() -> bool:
+            stats = self._stats
+            through = stats.published >= published and (stats.nodes == 0 or stats.version_active >= version)
+            return through or stats.crashed
+
+        with self._changed:
+            return self._changed.wait_for(settled, timeout_s)

@@ -1,0 +1,302 @@
+"""One receiver of the weight plane as a state machine: `step` maps an event to the next state and to actions.
+
+Nothing here has a socket, a thread or a clock. learner/publish/control.py feeds the events and carries out the actions.
+docs/weights.md shows the states.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import msgspec
+
+from common.weights import messages
+from common.weights.layout import Layout
+from learner.publish.attempt import Attempt
+from learner.publish.routes import FRESH, MAX_ATTEMPTS, Route
+
+IDLE_SILENCE_S = 5.0  # a node is silent after the longer of this and weights.timeout_s when nothing is under way
+PEER_WAIT_S = 1.0  # for a peer's answer
+
+
+class State(Enum):
+    """Where one receiver stands."""
+
+    JOINING = "joining"  # nothing is under way; it was never active on this connection
+    IDLE = "idle"  # nothing is under way; what it runs is proven
+    ASKING = "asking"  # a peer was asked to serve it and has not answered yet
+    STAGING = "staging"  # it receives a version into its staging buffer
+    DOUBTED = "doubted"  # its attempt failed; it has given no sign of life since
+    ANSWERED = "answered"  # its attempt failed; it is alive and waits for the others of the attempt
+    FLIPPING = "flipping"  # it staged the version and was told to use it
+    EXCLUDED = "excluded"  # its proof failed; it gets nothing more
+    GONE = "gone"
+
+
+READY = frozenset({State.JOINING, State.IDLE})
+PENDING = frozenset({State.ASKING, State.STAGING})
+RECEIVING = PENDING | {State.DOUBTED, State.ANSWERED}
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """A node as the learner sees it.
+
+    Attributes:
+        identity: its connection.
+        transports: what it can receive over.
+        heard: when its last message came, perf_counter seconds.
+        version: what it runs of this incarnation; -1: nothing.
+        base: the version in its staging buffer, which a delta may start from; -1: the buffer was written since.
+        canary_version: the newest version at which it compared a canary.
+        welcomed: it knows the layout.
+        settled: it was active on this connection; before that it is a newcomer, for which no broadcast waits.
+        attempt: what is under way to it.
+        reason: why it is excluded.
+    """
+
+    identity: bytes
+    node_id: str
+    heard: float
+    transports: tuple[str, ...] = ("gloo",)
+    state: State = State.JOINING
+    version: int = -1
+    base: int = -1
+    canary_version: int = -1
+    welcomed: bool = False
+    settled: bool = False
+    route: Route = FRESH
+    attempt: Attempt | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Begin:
+    """An attempt starts. `rank` is 0 when its group exists already; `asks`: a peer was asked to serve a fetch."""
+
+    attempt: Attempt
+    layout: Layout
+    rank: int = 0
+    asks: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The peer that was asked serves the fetch at `source`; None: it does not."""
+
+    source: messages.Source | None
+
+
+@dataclass(frozen=True)
+class AttemptFailed:
+    """Some member of the receiver's attempt failed, or the sender did."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """All members of the failed attempt have answered or are gone; `published` counts the publishes so far."""
+
+    published: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed; `timeout_s` is weights.timeout_s."""
+
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The connection is of no use any more."""
+
+    why: str
+    ejected: bool = True
+
+
+Event = messages.NodeMessage | Begin | Answer | AttemptFailed | Release | Tick | Lost
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send `message` to the receiver."""
+
+    message: messages.LearnerMessage
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Let the receiver fetch from `source`; None: from the learner."""
+
+    source: messages.Source | None
+
+
+@dataclass(frozen=True)
+class Fail:
+    """The attempt failed for all of its members."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class NoteStaged:
+    """The receiver staged the attempt's version."""
+
+
+@dataclass(frozen=True)
+class NoteActive:
+    """The receiver runs the attempt's version; `difference` is its canary's, None without one."""
+
+    difference: float | None
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The receiver is out of the weight plane; `ejected`: tell it so, and count it."""
+
+    why: str
+    ejected: bool
+
+
+Action = Send | Fetch | Fail | NoteStaged | NoteActive | Drop
+Step = tuple[Receiver, tuple[Action, ...]]
+
+
+def step(receiver: Receiver, event: Event, now: float) -> Step:
+    """The receiver after `event`, and what must be done. Events that mean nothing in its state change nothing."""
+    if isinstance(event, messages.NodeMessage):
+        state = State.ANSWERED if receiver.state is State.DOUBTED else receiver.state
+        return _message(replace(receiver, heard=now, state=state), event)
+    match event:
+        case Begin():
+            return _begin(receiver, event)
+        case Answer() if receiver.state is State.ASKING:
+            return replace(receiver, state=State.STAGING), (Fetch(event.source),)
+        case AttemptFailed() if receiver.state in PENDING:
+            return replace(receiver, state=State.DOUBTED), ()
+        case Release() if receiver.state is State.ANSWERED:
+            return _release(receiver, event.published)
+        case Tick():
+            return _tick(receiver, now, event.timeout_s)
+        case Lost():
+            return _drop(receiver, event.why, event.ejected)
+        case _:
+            return receiver, ()
+
+
+def _begin(receiver: Receiver, event: Begin) -> Step:
+    attempt, actions = event.attempt, list[Action]()
+    if not receiver.welcomed:
+        actions.append(Send(messages.Welcome(attempt.publish.incarnation, event.layout)))
+    if attempt.relayed:
+        actions += () if event.asks else (Fetch(None),)
+    else:
+        if event.rank:
+            actions.append(Send(msgspec.structs.replace(attempt.epoch, rank=event.rank)))
+        actions.append(Send(attempt.publish))
+    state = State.ASKING if event.asks else State.STAGING
+    # The staging buffer may be half written from here on, so it is no base of a delta.
+    return replace(receiver, state=state, attempt=attempt, welcomed=True, base=-1), tuple(actions)
+
+
+def _message(receiver: Receiver, message: messages.NodeMessage) -> Step:
+    match message:
+        case messages.Leave():
+            return _drop(receiver, "it left", ejected=False)
+        case messages.Staged():
+            return _staged(receiver, message)
+        case messages.Active():
+            return _active(receiver, message)
+        case messages.Rejected():
+            return _rejected(receiver, message)
+        case _:
+            return receiver, ()
+
+
+def _answered(receiver: Receiver, message: messages.Staged | messages.Rejected) -> Attempt | None:
+    """The attempt under way, if the message is about it; the node no longer has the buffer of an earlier one."""
+    attempt = receiver.attempt
+    if attempt is None or receiver.state not in RECEIVING:
+        return None
+    return attempt if (message.version, message.epoch) == (attempt.version, attempt.publish.epoch) else None
+
+
+def _staged(receiver: Receiver, message: messages.Staged) -> Step:
+    attempt = _answered(receiver, message)
+    if attempt is None:
+        return receiver, ()
+    activate = messages.Activate(attempt.publish.incarnation, attempt.version)
+    return replace(receiver, state=State.FLIPPING), (NoteStaged(), Send(activate))
+
+
+def _active(receiver: Receiver, message: messages.Active) -> Step:
+    attempt, version = receiver.attempt, message.version
+    if attempt is None or receiver.state is not State.FLIPPING or version != attempt.version:
+        return receiver, ()
+    difference = message.canary_max_difference
+    proven = message.checksum == attempt.publish.checksum
+    runs = replace(
+        receiver,
+        state=State.IDLE if proven else State.EXCLUDED,
+        reason="" if proven else f"node {receiver.node_id} has other weights than were sent",
+        version=version,
+        base=version,
+        canary_version=receiver.canary_version if difference is None else version,
+        settled=True,
+        route=replace(receiver.route, failures=0),
+        attempt=None,
+    )
+    return runs, (NoteActive(difference),)
+
+
+def _rejected(receiver: Receiver, message: messages.Rejected) -> Step:
+    if message.fatal:
+        return replace(receiver, state=State.EXCLUDED, reason=message.reason, attempt=None), ()
+    if _answered(receiver, message) is None:
+        return receiver, ()
+    return replace(receiver, state=State.ANSWERED), (Fail(message.reason),)
+
+
+def _release(receiver: Receiver, published: int) -> Step:
+    """Count the failed attempt, unless another member was on trial in it."""
+    attempt, route = receiver.attempt, receiver.route
+    assert attempt is not None
+    if attempt.probation is None:
+        route = route.failed(attempt.version)
+        if route.failures >= MAX_ATTEMPTS:
+            if attempt.relayed or "relay" not in receiver.transports:
+                return _drop(receiver, f"version {attempt.version} failed {route.failures} times", ejected=True)
+            route = route.to_relay(published)
+    elif attempt.probation == receiver.identity:
+        route = route.to_relay(published)
+    state = State.IDLE if receiver.settled else State.JOINING
+    return replace(receiver, state=state, route=route, attempt=None), ()
+
+
+def _tick(receiver: Receiver, now: float, timeout_s: float) -> Step:
+    silent_s, attempt, state = now - receiver.heard, receiver.attempt, receiver.state
+    if silent_s > max(timeout_s, IDLE_SILENCE_S):
+        return _drop(receiver, f"silent for {silent_s:.1f} s", ejected=True)
+    if attempt is None:
+        return receiver, ()
+    # Nodes answer pings at once, also while weights flow. Pings are rarer before the attempt.
+    silent = now - max(receiver.heard, attempt.started) > silence_bound(timeout_s)
+    if state is State.FLIPPING:
+        if now > attempt.deadline + timeout_s:
+            return _drop(receiver, f"version {attempt.version} was never active", ejected=True)
+        return receiver, (Fail(f"node {receiver.node_id} is silent"),) if silent and not attempt.failed else ()
+    if silent and state is not State.ANSWERED:
+        return _drop(receiver, f"silent while version {attempt.version} was sent", ejected=True)
+    if state in PENDING and now > attempt.deadline:
+        return replace(receiver, state=State.DOUBTED), (Fail(f"node {receiver.node_id} did not stage it in time"),)
+    if state is State.ASKING and now > attempt.started + min(PEER_WAIT_S, timeout_s / 8):
+        return replace(receiver, state=State.STAGING), (Fetch(None),)
+    return receiver, ()
+
+
+def silence_bound(timeout_s: float) -> float:
+    """Seconds without a message after which a node counts as dead while an attempt is under way."""
+    return min(3.0, timeout_s / 4)
+
+
+def _drop(receiver: Receiver, why: str, ejected: bool) -> Step:
+    return replace(receiver, state=State.GONE, attempt=None), (Drop(why, ejected),)

@@ -1,0 +1,38 @@
+"""Receivers, snapshots and attempts for the tests of the weight plane."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from common.weights.messages import Epoch
+from learner.publish.attempt import Attempt, new_attempt
+from learner.publish.receiver_state import Receiver, State
+from learner.publish.snapshot import Snapshot, SnapshotMaker
+
+
+def settled(name: str, version: int = 3, **changes: Any) -> Receiver:
+    """A node that runs `version` and has nothing under way."""
+    made = Receiver(name.encode(), name, 0.0, ("gloo", "relay"), State.IDLE, version, version, settled=True)
+    return replace(made, **changes)
+
+
+def newcomer(name: str, **changes: Any) -> Receiver:
+    """A node that has just joined."""
+    return replace(Receiver(name.encode(), name, 0.0, ("gloo", "relay")), **changes)
+
+
+def snapshot_of(version: int) -> Snapshot:
+    made = SnapshotMaker("float32").make(version, [("w", torch.arange(40.0))], None)
+    made.seal(64)
+    return made
+
+
+def attempt_at(
+    snapshot: Snapshot, *members: str, epoch: int = 1, transport: str = "gloo", timeout_s: float = 8.0
+) -> Attempt:
+    """An attempt that starts at 0.0."""
+    made = Epoch(epoch, 0, len(members) + 1, "127.0.0.1", 1, timeout_s, transport)
+    attempt = new_attempt(snapshot, snapshot.full, made, [m.encode() for m in members], 0, 64)
+    attempt.started, attempt.deadline = 0.0, timeout_s
+    return attempt

@@ -1,0 +1,188 @@
+"""The state machine of one receiver: which event leads to which state, and what must be done."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from common.weights import messages
+from learner.publish.attempt import Attempt
+from learner.publish.receiver_state import (
+    PEER_WAIT_S,
+    READY,
+    Action,
+    Answer,
+    AttemptFailed,
+    Begin,
+    Drop,
+    Event,
+    Fail,
+    Fetch,
+    Lost,
+    NoteActive,
+    NoteStaged,
+    Receiver,
+    Release,
+    Send,
+    State,
+    Tick,
+    step,
+)
+from learner.publish.routes import MAX_ATTEMPTS, RETURN_AFTER, Route
+from tests.unit.learner.receivers import attempt_at, newcomer, settled, snapshot_of
+
+S = State
+TIMEOUT_S, NOW = 8.0, 1.0  # so a node is silent after 2 s during an attempt
+TICK = Tick(TIMEOUT_S)
+SNAPSHOT = snapshot_of(4)
+BROADCAST = attempt_at(SNAPSHOT, "a", "b", epoch=7)
+FETCH = attempt_at(SNAPSHOT, "a", epoch=8, transport="relay")
+SOURCE = messages.Source("tcp://127.0.0.1:7", "key")
+STAGED = messages.Staged("a", 0, 4, 0.1, 7)
+ACTIVE = messages.Active("a", 0, 4, 0.1, SNAPSHOT.checksum)
+REJECTED = messages.Rejected("a", 0, 4, "a bucket is wrong", epoch=7)
+PROOF_FAILED = messages.Rejected("a", 0, 4, "the proof failed", fatal=True)
+ACTIVATE = Send(messages.Activate(0, 4))
+
+
+def at(state: State, attempt: Attempt | None = BROADCAST, **changes: object) -> Receiver:
+    """A node that runs version 3, in `state`."""
+    made = newcomer("a") if state is S.JOINING else settled("a")
+    return replace(made, state=state, welcomed=True, attempt=None if state in READY else attempt, **changes)
+
+
+def dropped(why: str, ejected: bool = True) -> tuple[Action, ...]:
+    return (Drop(why, ejected),)
+
+
+TABLE: list[tuple[str, Receiver, Event, float, State, tuple[Action, ...]]] = [
+    ("a version is staged", at(S.STAGING), STAGED, NOW, S.FLIPPING, (NoteStaged(), ACTIVATE)),
+    ("it is staged after all", at(S.DOUBTED), STAGED, NOW, S.FLIPPING, (NoteStaged(), ACTIVATE)),
+    ("also while others are waited for", at(S.ANSWERED), STAGED, NOW, S.FLIPPING, (NoteStaged(), ACTIVATE)),
+    ("the flip is proven", at(S.FLIPPING), ACTIVE, NOW, S.IDLE, (NoteActive(None),)),
+    ("an attempt fails", at(S.STAGING), AttemptFailed(), NOW, S.DOUBTED, ()),
+    ("nobody waits for a peer then", at(S.ASKING, FETCH), AttemptFailed(), NOW, S.DOUBTED, ()),
+    ("who staged is not concerned", at(S.FLIPPING), AttemptFailed(), NOW, S.FLIPPING, ()),
+    ("a sign of life is enough", at(S.DOUBTED), messages.Pong("a"), NOW, S.ANSWERED, ()),
+    ("a node rejects what came", at(S.STAGING), REJECTED, NOW, S.ANSWERED, (Fail("a bucket is wrong"),)),
+    ("a peer serves", at(S.ASKING, FETCH), Answer(SOURCE), NOW, S.STAGING, (Fetch(SOURCE),)),
+    ("a peer refuses", at(S.ASKING, FETCH), Answer(None), NOW, S.STAGING, (Fetch(None),)),
+    ("a peer is too late", at(S.STAGING, FETCH), Answer(SOURCE), NOW, S.STAGING, ()),
+    ("a peer has a moment", at(S.ASKING, FETCH), TICK, PEER_WAIT_S, S.ASKING, ()),
+    ("and no more", at(S.ASKING, FETCH), TICK, PEER_WAIT_S + 0.1, S.STAGING, (Fetch(None),)),
+    ("time is left", at(S.STAGING, heard=7.0), TICK, 7.9, S.STAGING, ()),
+    ("time is up", at(S.STAGING, heard=7.0), TICK, 8.1, S.DOUBTED, (Fail("node a did not stage it in time"),)),
+    ("silence during an attempt", at(S.STAGING), TICK, 2.1, S.GONE, dropped("silent while version 4 was sent")),
+    ("silence after a failure", at(S.DOUBTED), TICK, 2.1, S.GONE, dropped("silent while version 4 was sent")),
+    ("silence before it does not count", at(S.STAGING, heard=-3.0), TICK, 1.9, S.STAGING, ()),
+    ("silence in a flip", at(S.FLIPPING), TICK, 2.1, S.FLIPPING, (Fail("node a is silent"),)),
+    ("a flip has time", at(S.FLIPPING, heard=15.0), TICK, 15.9, S.FLIPPING, ()),
+    ("but ends", at(S.FLIPPING, heard=15.0), TICK, 16.1, S.GONE, dropped("version 4 was never active")),
+    ("an idle node may be silent", at(S.IDLE), TICK, 7.9, S.IDLE, ()),
+    ("for so long", at(S.IDLE), TICK, 8.5, S.GONE, dropped("silent for 8.5 s")),
+    ("a newcomer likewise", at(S.JOINING), TICK, 8.5, S.GONE, dropped("silent for 8.5 s")),
+    ("a connection closes", at(S.STAGING), Lost("it closed"), NOW, S.GONE, dropped("it closed")),
+    ("a failed group releases", at(S.ANSWERED), Release(9), NOW, S.IDLE, ()),
+    ("but not who flips", at(S.FLIPPING), Release(9), NOW, S.FLIPPING, ()),
+    ("an answer to an earlier attempt", at(S.STAGING, FETCH), STAGED, NOW, S.STAGING, ()),
+    ("a rejection of an earlier attempt", at(S.STAGING, FETCH), REJECTED, NOW, S.STAGING, ()),
+    ("active without a flip", at(S.STAGING), ACTIVE, NOW, S.STAGING, ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("receiver", "event", "now", "state", "actions"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
+)
+def test_an_event_leads_to_its_state_and_actions(
+    receiver: Receiver, event: Event, now: float, state: State, actions: tuple[Action, ...]
+) -> None:
+    after, found = step(receiver, event, now)
+    assert (after.state, found) == (state, actions)
+    assert (after.attempt is None) == (state in READY | {S.GONE, S.EXCLUDED})
+
+
+@pytest.mark.parametrize("state", [s for s in S if s is not S.GONE])
+def test_in_every_state_a_node_can_leave_and_one_whose_proof_failed_is_excluded(state: State) -> None:
+    left, actions = step(at(state), messages.Leave("a"), NOW)
+    assert (left.state, actions) == (S.GONE, dropped("it left", ejected=False))
+    excluded, actions = step(at(state), PROOF_FAILED, NOW)
+    assert (excluded.state, excluded.reason, excluded.attempt, actions) == (S.EXCLUDED, "the proof failed", None, ())
+
+
+@pytest.mark.parametrize("state", [s for s in S if s is not S.GONE])
+def test_a_message_is_a_sign_of_life_in_every_state(state: State) -> None:
+    assert step(at(state), messages.Pong("a"), 5.0)[0].heard == 5.0
+
+
+def test_a_broadcast_begins_with_what_the_node_still_has_to_know() -> None:
+    fresh, actions = step(newcomer("a"), Begin(BROADCAST, SNAPSHOT.layout, rank=2), NOW)
+    assert (fresh.state, fresh.welcomed, fresh.attempt) == (S.STAGING, True, BROADCAST)
+    told = [action.message for action in actions if isinstance(action, Send)]
+    assert [type(m) for m in told] == [messages.Welcome, messages.Epoch, messages.Publish]
+    assert isinstance(told[1], messages.Epoch) and told[1].rank == 2
+    again, actions = step(at(S.IDLE), Begin(BROADCAST, SNAPSHOT.layout), NOW)
+    assert actions == (Send(BROADCAST.publish),), "it knows the layout and the group"
+    assert (again.version, again.base) == (3, -1), "its staging buffer may be half written from here on"
+
+
+@pytest.mark.parametrize(("asks", "state", "actions"), [(True, S.ASKING, ()), (False, S.STAGING, (Fetch(None),))])
+def test_a_fetch_begins_at_the_learner_unless_a_peer_was_asked(
+    asks: bool, state: State, actions: tuple[Action, ...]
+) -> None:
+    after, found = step(at(S.IDLE), Begin(FETCH, SNAPSHOT.layout, asks=asks), NOW)
+    assert (after.state, found) == (state, actions)
+
+
+def test_an_active_node_is_settled_and_its_buffer_is_a_base() -> None:
+    flipping = replace(newcomer("a"), state=S.FLIPPING, attempt=BROADCAST, route=Route(2, 4))
+    after, actions = step(flipping, msgspec.structs.replace(ACTIVE, canary_max_difference=0.25), NOW)
+    assert (after.settled, after.version, after.base, after.canary_version) == (True, 4, 4, 4)
+    assert after.route.failures == 0 and actions == (NoteActive(0.25),)
+
+
+def test_a_node_that_runs_other_weights_than_were_sent_is_excluded() -> None:
+    after, _ = step(at(S.FLIPPING), messages.Active("a", 0, 4, 0.1, "other"), NOW)
+    assert after.state is S.EXCLUDED and "other weights" in after.reason
+    assert step(after, TICK, 1.0) == (after, ())
+
+
+def failures(receiver: Receiver, attempt: Attempt, published: int = 10) -> list[tuple[Receiver, tuple[Action, ...]]]:
+    """As many failed attempts as are allowed, one after the other."""
+    found: list[tuple[Receiver, tuple[Action, ...]]] = []
+    for _ in range(MAX_ATTEMPTS):
+        answered = replace(receiver, state=S.ANSWERED, attempt=attempt)
+        found.append(step(answered, Release(published), NOW))
+        receiver = found[-1][0]
+    return found
+
+
+def test_a_node_with_which_broadcasts_keep_failing_gets_the_relay_and_only_then_is_ejected() -> None:
+    by_group = failures(at(S.IDLE), BROADCAST)
+    assert [(after.state, actions) for after, actions in by_group] == [(S.IDLE, ())] * MAX_ATTEMPTS
+    fetches = by_group[-1][0]
+    assert fetches.route == Route(0, 4, True, 10 + RETURN_AFTER, 2 * RETURN_AFTER)
+    by_relay = failures(fetches, FETCH)
+    assert [after.state for after, _ in by_relay] == [S.IDLE, S.IDLE, S.GONE]
+    assert by_relay[-1][1] == dropped("version 4 failed 3 times")
+
+
+def test_a_node_without_the_relay_is_ejected_after_the_attempts_in_the_group() -> None:
+    assert failures(at(S.IDLE, transports=("gloo",)), BROADCAST)[-1][1] == dropped("version 4 failed 3 times")
+
+
+def test_a_newcomer_stays_one_after_a_failed_attempt() -> None:
+    assert failures(newcomer("a"), BROADCAST)[0][0].state is S.JOINING
+
+
+def test_failures_of_another_version_do_not_count() -> None:
+    assert failures(at(S.IDLE, route=Route(2, 3)), BROADCAST)[0][0].route == Route(1, 4)
+
+
+def test_only_the_node_on_trial_is_blamed_for_a_failed_broadcast() -> None:
+    trial = attempt_at(SNAPSHOT, "a", "b")
+    trial.probation = b"b"
+    fine = failures(at(S.IDLE), trial)[-1][0]
+    assert fine.route == Route()
+    relayed = Route(0, 3, True, 10, 2 * RETURN_AFTER)
+    blamed = failures(settled("b", route=relayed), trial, published=14)[0][0]
+    assert (blamed.route.relayed, blamed.route.returns_at) == (True, 14 + 2 * RETURN_AFTER)
