@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Everything that CI runs: launch/test.sh [pytest arguments]   (arguments replace the whole test suite, the checks still run)
+# The checks of CI: launch/test.sh [fast] [pytest arguments]
+#   (nothing)  lint, types, import contracts, words, the bare base install and every test
+#   fast       lint, types, import contracts, words and the tests that are not marked slow; at most two minutes after set-up
+# Arguments choose other tests; the checks still run. Both forms set the environment up first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,6 +14,9 @@ step() {  # step TITLE COMMAND...
   printf '== ok, %d s: %s\n' $((SECONDS - begun)) "$title"
 }
 
+fast=""
+[ "${1:-}" != fast ] || { fast=yes; shift; }
+
 step "environment" bash launch/setup.sh cpu
 if [ -z "${SLIPSTREAM_VERIFIERS_PYTHON:-}" ] || [ -z "${SLIPSTREAM_OPENENV_PYTHON:-}" ]; then
   step "environment of verifiers and OpenEnv" bash launch/setup.sh adapters
@@ -18,11 +24,18 @@ fi
 export SLIPSTREAM_VERIFIERS_PYTHON="${SLIPSTREAM_VERIFIERS_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export SLIPSTREAM_OPENENV_PYTHON="${SLIPSTREAM_OPENENV_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
+begun=$SECONDS
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step "pyright" pyright
 step "import contracts" lint-imports
 step "plain words" python -m launch.dev.check_words
-step "bare base install" bash launch/dev/check_bare_install.sh
-step "tests" python -m pytest -rs --durations=15 "$@"
-printf '\n== all checks passed in %d s\n' "$SECONDS"
+# Two workers share the test files; a file stays on one of them, and tests/conftest.py puts the long files first.
+pytest=(python -m pytest -rs --durations=15 -n 2 --dist loadfile --no-loadscope-reorder)
+if [ -n "$fast" ]; then
+  step "fast tests" "${pytest[@]}" -m "not slow" tests/unit tests/property tests/contract "$@"
+else
+  step "bare base install" bash launch/dev/check_bare_install.sh
+  step "all tests" "${pytest[@]}" "$@"
+fi
+printf '\n== all checks passed in %d s after set-up\n' $((SECONDS - begun))

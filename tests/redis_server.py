@@ -12,8 +12,7 @@ from broker.contract import RunInfo
 from broker.redis.endpoint import endpoint
 from broker.redis.link import Link
 from broker.redis.run_store import RunStore, new_store
-
-START_S = 30.0
+from tests.waiting import LIMIT_S, until
 
 
 def server_binary() -> str:
@@ -55,41 +54,43 @@ class RedisServer:
 
     def start(self) -> None:
         self.process = subprocess.Popen([server_binary(), str(self.folder / "redis.conf")], stdout=subprocess.DEVNULL)
-        end = time.monotonic() + START_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                assert self.process.poll() is None, (self.folder / "redis.log").read_text()
-                assert time.monotonic() < end, "redis-server did not start"
-                time.sleep(0.02)
+        until(self._answers, "a Redis server that answers", check=self._runs, every_s=0.02)
+
+    def _answers(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT_S).close()
+        except OSError:
+            return False
+        return True
+
+    def _runs(self) -> None:
+        assert self.process.poll() is None, (self.folder / "redis.log").read_text()
 
     def kill(self) -> None:
         """kill -9; nothing when it has ended."""
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(LIMIT_S)
 
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(10)
+                self.process.wait(LIMIT_S)
             except subprocess.TimeoutExpired:
                 self.kill()
 
     def ask(self, *command: str | bytes | int) -> object:
         """The reply to one command, as the default user."""
-        link = Link(endpoint(self.address, "keeper", None), "keeper", 10)
+        link = Link(endpoint(self.address, "keeper", None), "keeper", LIMIT_S)
         try:
-            return link.run(lambda repeated, whole: [command], time.monotonic() + 10)[0]
+            return link.run(lambda repeated, whole: [command], time.monotonic() + LIMIT_S)[0]
         finally:
             link.close()
 
 
 def make_run(server: RedisServer, run: RunInfo, retain_steps: int = 16) -> str:
     """A new store of `run`, as the keeper makes it; returns its name."""
-    link = Link(endpoint(server.address, "keeper", None), "keeper", 10)
+    link = Link(endpoint(server.address, "keeper", None), "keeper", LIMIT_S)
     try:
         store = new_store()
         RunStore(link, run, retain_steps, 1, 10).enter(store)

@@ -48,7 +48,7 @@ class Backend:
         self.node: NodeBroker = node()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self._runner.run(asyncio.wait_for(work, 20))
+        return self._runner.run(asyncio.wait_for(work, 120))
 
     def join(self, node_id: str = "n0", pid: int = 1, version: int = 0) -> None:
         self.run(self.node.register(node_report(node_id, pid, version)))
@@ -112,11 +112,11 @@ def served(server: BrokerServer, runner: asyncio.Runner) -> Iterator[Backend]:
     opened: list[Any] = []
 
     def learner() -> LearnerBroker:
-        opened.append(BrokerClient(server.address, deadline_s=5))
+        opened.append(BrokerClient(server.address, deadline_s=60))
         return opened[-1]
 
     def node() -> NodeBroker:
-        opened.append(AsyncBrokerClient(server.address, deadline_s=5))
+        opened.append(AsyncBrokerClient(server.address, deadline_s=60))
         return opened[-1]
 
     try:
@@ -127,7 +127,7 @@ def served(server: BrokerServer, runner: asyncio.Runner) -> Iterator[Backend]:
             if closing is not None:
                 runner.run(closing)
         server.stop()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -148,11 +148,11 @@ def redis(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
     opened: list[Any] = []
 
     def learner() -> LearnerBroker:
-        opened.append(RedisClient(address, deadline_s=5))
+        opened.append(RedisClient(address, deadline_s=60))
         return opened[-1]
 
     def node() -> NodeBroker:
-        opened.append(AsyncRedisClient(address, deadline_s=5))
+        opened.append(AsyncRedisClient(address, deadline_s=60))
         return opened[-1]
 
     try:
@@ -266,7 +266,7 @@ def test_a_heartbeat_that_a_newer_request_overtook_takes_nothing_back_until_the_
         await asyncio.sleep(0.1)
         await backend.node.heartbeat(node_report(version=1), [])  # from before the new weights
         await asyncio.to_thread(backend.learner.offer, tasks(6, 7))
-        served = await asyncio.wait_for(waiting, 5)
+        served = await asyncio.wait_for(waiting, 60)
         waiting = asyncio.create_task(backend.node.lease("n0", 3, 4, 10))
         await asyncio.sleep(0.1)
         for _ in range(2):  # a learner that was started again from an older checkpoint

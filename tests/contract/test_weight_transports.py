@@ -10,12 +10,13 @@ import pytest
 
 from common.weights.collectives import bucket_timeout
 from common.weights.messages import Epoch, Publish, Serve, Source
-from tests.contract.transport_rig import PATIENCE_S, Child, Sender, children, layout_of, payload
+from tests.contract.transport_rig import Child, Sender, children, layout_of, payload
+from tests.waiting import LIMIT_S
 
 SIZE = 1_000_000 // 64 * 64
 BUCKET = 65_537  # neither a multiple of an element nor of a cache line
 TIMEOUT_S = 8.0
-SLACK_S = 3.0  # of a busy machine
+SLACK_S = 60.0  # of a slow machine with a busy neighbour
 
 
 @pytest.fixture(params=["gloo", "device", "relay"])
@@ -76,7 +77,7 @@ def test_a_receiver_lost_midway_costs_the_others_no_more_than_the_deadline(
     began = time.monotonic()
     thread, found = sender.send_behind(flat, BUCKET)
     said = [node.hear() for node in nodes[:2]]
-    thread.join(PATIENCE_S)
+    thread.join(LIMIT_S)
     took = time.monotonic() - began
     # The group's first bucket comes when all have met; every bucket after it has its own deadline.
     assert took < 2 * bucket_timeout(TIMEOUT_S) + SLACK_S, f"{took:.1f} s"
@@ -103,7 +104,7 @@ def test_one_who_comes_late_is_waited_for(sender: Sender, nodes: list[Child]) ->
         last = Epoch(**{name: getattr(sender.epoch, name) for name in sender.epoch.__struct_fields__} | {"rank": 3})
         nodes[2].tell(last)
     late = sender.announce(nodes[2:], flat, BUCKET)
-    thread.join(PATIENCE_S)
+    thread.join(LIMIT_S)
     assert found[0][0] == ""
     arrived(nodes[:2], publish)
     arrived(nodes[2:], late)
@@ -140,6 +141,7 @@ def test_what_is_not_what_was_announced_is_refused_and_the_bucket_named(sender: 
 
 def test_a_new_epoch_in_the_middle_gives_up_the_old_one_at_once(sender: Sender, nodes: list[Child]) -> None:
     flat = payload(SIZE, 8)
+    sender.timeout_s = LIMIT_S
     sender.form(nodes[:1], size=3)  # will never be complete
     if sender.server is None:
         sender.announce(nodes[:1], flat, BUCKET)
@@ -148,7 +150,7 @@ def test_a_new_epoch_in_the_middle_gives_up_the_old_one_at_once(sender: Sender, 
     publish = sender.announce(nodes[:1], flat, BUCKET)
     assert sender.send(flat, BUCKET) == ""
     arrived(nodes[:1], publish)
-    assert time.monotonic() - began < TIMEOUT_S
+    assert time.monotonic() - began < LIMIT_S, "nobody waits for the deadline of the old epoch"
 
 
 @pytest.mark.parametrize("victim", ["stop"], indirect=True)
@@ -166,7 +168,7 @@ def test_a_sender_that_closes_midway_is_not_held_by_one_who_stands_still(sender:
 @pytest.mark.parametrize("transport", ["gloo", "relay"])
 def test_a_receiver_that_closes_midway_ends(transport: str) -> None:
     child = Child(layout_of(payload(SIZE, 0)))
-    sender = Sender(transport, TIMEOUT_S)
+    sender = Sender(transport, LIMIT_S)
     sender.form([child], size=3)
     flat = payload(SIZE, 1)
     sender.announce([child], flat, BUCKET)
@@ -175,7 +177,7 @@ def test_a_receiver_that_closes_midway_ends(transport: str) -> None:
     while said.get("event") != "closed":
         said = child.hear()
         assert said
-    assert time.monotonic() - began < TIMEOUT_S
+    assert time.monotonic() - began < LIMIT_S, "it does not wait for the deadline"
     sender.close()
     child.kill()
 
@@ -186,10 +188,10 @@ def test_a_node_serves_what_it_holds_and_stops_when_the_next_version_comes(nodes
     flat = payload(SIZE, 10)
     held = relay.announce([peer], flat, BUCKET)
     arrived([peer], held)
-    peer.tell(Serve(0, held.version + 1, "k", PATIENCE_S, "127.0.0.1:1"))
+    peer.tell(Serve(0, held.version + 1, "k", LIMIT_S, "127.0.0.1:1"))
     refused = peer.hear()
     assert refused["address"] == "" and "not in the staging buffer" in refused["reason"]
-    peer.tell(Serve(0, held.version, "k", PATIENCE_S, "127.0.0.1:1"))
+    peer.tell(Serve(0, held.version, "k", LIMIT_S, "127.0.0.1:1"))
     found = peer.hear()
     assert found["address"].startswith("tcp://127.0.0.1:")
 

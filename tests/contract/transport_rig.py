@@ -18,8 +18,7 @@ from common.weights.messages import Epoch, Publish
 from common.weights.transports.relay_server import RelayServer
 from tests import forked
 from tests.contract.transport_receiver import CLOSE, main, open_any
-
-PATIENCE_S = 30.0  # for what should be there at once, on a busy machine
+from tests.waiting import LIMIT_S
 
 
 class Child:
@@ -34,7 +33,7 @@ class Child:
     def tell(self, message: messages.LearnerMessage) -> None:
         self.pipe.send_bytes(messages.encode(message))
 
-    def hear(self, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
+    def hear(self, timeout_s: float = LIMIT_S) -> dict[str, Any]:
         """The next outcome; {} when none came in time."""
         return json.loads(self.pipe.recv_bytes()) if self.pipe.poll(timeout_s) else {}
 
@@ -42,12 +41,12 @@ class Child:
         """Close the receiver; what it said at the end."""
         self.pipe.send_bytes(CLOSE)
         said = self.hear()
-        self.process.join(PATIENCE_S)
+        self.process.join(LIMIT_S)
         return said
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(PATIENCE_S)
+        self.process.join(LIMIT_S)
         self.pipe.close()
 
 
@@ -87,7 +86,7 @@ class Sender:
         )  # fmt: skip
         for child in children:
             if self.server is not None:
-                source = self.server.source(f"{made.version}-{id(child)}", flat, PATIENCE_S)
+                source = self.server.source(f"{made.version}-{id(child)}", flat, LIMIT_S)
                 epoch = Epoch(next(self.numbers), 1, 2, "", 0, self.timeout_s, "relay", source)
                 child.tell(epoch)
             else:

@@ -22,10 +22,10 @@ from broker.connect import Access, BrokerConnection, connect
 from broker.contract import LedgerEntry
 from common.errors import BrokerError, BrokerUnreachable
 from common.process.run_dir import RunDir
+from tests.waiting import LIMIT_S, until
 
 PROGRAM = Path(__file__).with_name("fault_roles.py")
 WILD_CLOCK = Path(__file__).with_name("wild_clock")
-EVENTUALLY_S = 60.0  # for what only a broken system does not reach
 
 Process = subprocess.Popen[bytes]
 
@@ -156,7 +156,7 @@ class Rig:
         assert process.poll() is None, "the process had ended before it was killed"
         process.kill()
         at_s = time.monotonic()
-        process.wait(10)
+        process.wait(LIMIT_S)
         return at_s
 
     def stop_for(self, process: Process, seconds: float) -> float:
@@ -232,7 +232,7 @@ class Rig:
     @property
     def observer(self) -> BrokerConnection:
         if self._observer is None:
-            self._observer = connect(Access(address=self.address, role="observer", deadline_s=20.0, retry_s=0.5))
+            self._observer = connect(Access(address=self.address, role="observer", deadline_s=LIMIT_S, retry_s=0.5))
         return self._observer
 
     def broker_answers(self) -> bool:
@@ -242,7 +242,7 @@ class Rig:
         if here is None or here.pid != process.pid:  # Redis answers without a keeper
             return False
         try:
-            with connect(Access(address=self.address, role="observer", deadline_s=1.0, retry_s=0.2)) as observer:
+            with connect(Access(address=self.address, role="observer", deadline_s=10.0, retry_s=0.2)) as observer:
                 return observer.status().address != ""
         except (BrokerError, BrokerUnreachable):
             return False
@@ -266,13 +266,9 @@ class Rig:
         paths = sorted(self.run_dir.glob(f"{role}-*.log"), key=lambda path: path.stat().st_mtime)
         return "\n".join(path.read_text(errors="replace") for path in paths)
 
-    def eventually(self, condition: Callable[[], Any], otherwise: str, seconds: float = EVENTUALLY_S) -> Any:
+    def eventually(self, condition: Callable[[], Any], otherwise: str, seconds: float = LIMIT_S) -> Any:
         """The first true value of `condition`; AssertionError with the learner's log when there is none."""
-        end = time.monotonic() + seconds
-        while not (value := condition()):
-            assert time.monotonic() < end, f"{otherwise} within {seconds:g} s\n{self.log_of('learner')[-3000:]}"
-            time.sleep(0.01)
-        return value
+        return until(condition, otherwise, seconds, told=lambda: self.log_of("learner")[-3000:])
 
     # ---------------------------------------------------------------- the end
 
@@ -281,12 +277,12 @@ class Rig:
         assert self.learner_process is not None and self.broker_process is not None
         self.new_steps_s(time.monotonic(), steps=4)
         (self.run_dir / "drain").touch()
-        assert self.learner_process.wait(EVENTUALLY_S) == 0, self.log_of("learner")[-3000:]
+        assert self.learner_process.wait(LIMIT_S) == 0, self.log_of("learner")[-3000:]
         ledger = self.ledger()
         for name, process in self.nodes.items():
-            assert process.wait(EVENTUALLY_S) == 0, f"{name}\n{self.log_of('node')[-3000:]}"
+            assert process.wait(LIMIT_S) == 0, f"{name}\n{self.log_of('node')[-3000:]}"
         self.broker_process.send_signal(signal.SIGTERM)
-        assert self.broker_process.wait(EVENTUALLY_S) == 0, self.log_of("broker")[-3000:]
+        assert self.broker_process.wait(LIMIT_S) == 0, self.log_of("broker")[-3000:]
         check_promise(self.run_dir, ledger, self.poisoned, self.since)
         check_promise(self.run_dir, final_ledger(self.run_dir), self.poisoned, self.since)
         return ledger
@@ -300,7 +296,7 @@ class Rig:
         for process in self._started:
             process.kill()  # a stopped one too
         for process in self._started:
-            process.wait(10)
+            process.wait(LIMIT_S)
         if self._redis is not None:
             self._redis.close()
 

@@ -12,8 +12,7 @@ import random
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ from common.security.credentials import Credential, KeyFolder, load_credential
 from common.security.curve import secure_client
 from common.weights import messages
 from launch.keys import make
+from tests.waiting import LIMIT_S, until
 
 PROGRAM = Path(__file__).with_name("fuzz_targets.py")
 SPEC = importlib.util.spec_from_file_location("fuzzing", Path(__file__).with_name("fuzzing.py"))
@@ -44,7 +44,6 @@ CONNECTS = 1500
 HALF_OPEN = 150
 GROWTH_BYTES = 32 << 20  # of resident memory, over everything that a test sends; measured: 1 to 4 MiB
 FLOOD_BYTES = 64 << 20  # the same after a flood, of which the targets' guard allows 48 MiB
-WAIT_S = 60.0
 TASKS = 6
 
 
@@ -77,13 +76,13 @@ def running(role: str, run_dir: Path, keys: Path | None) -> Iterator[Target]:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
     try:
         written = run_dir / ("broker.json" if role == "broker" else "weights.address")
-        eventually(lambda: written.exists() or process.poll() is not None)
+        until(lambda: written.exists() or process.poll() is not None)
         assert process.poll() is None, log.read_text()
         text = written.read_text()
         yield Target(process, json.loads(text)["address"] if role == "broker" else text, log)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +90,6 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = KeyFolder(tmp_path_factory.mktemp("keys") / "k")
     make(folder, ["a", "b"])
     return folder.path
-
-
-def eventually(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.05)
-    return value
 
 
 @contextmanager
@@ -154,9 +145,9 @@ def roll_out_one(address: str, credential: Credential | None, node_id: str) -> b
     """What a node that behaves does, once."""
 
     async def scenario() -> bool:
-        async with AsyncBrokerClient(address, deadline_s=WAIT_S, credential=credential) as node:
+        async with AsyncBrokerClient(address, deadline_s=LIMIT_S, credential=credential) as node:
             await node.register(NodeReport(node_id, 7, "host", "generating", 0))
-            [lease] = await node.lease(node_id, 0, 1, WAIT_S)
+            [lease] = await node.lease(node_id, 0, 1, LIMIT_S)
             return await node.complete(node_id, lease.token, GroupMeta(0, 0, 0.5, 10), b"group")
 
     return asyncio.run(scenario())
@@ -168,7 +159,7 @@ def test_a_broker_with_keys_is_untouched_by_strangers_and_by_an_observer_that_se
     learner_key, observer_key = load_credential(keys, "learner"), load_credential(keys, "observer")
     with (
         running("broker", tmp_path / "run", keys) as target,
-        BrokerClient(target.address, deadline_s=WAIT_S, credential=learner_key) as learner,
+        BrokerClient(target.address, deadline_s=LIMIT_S, credential=learner_key) as learner,
     ):
         offer(learner)
         before, resident = facts(learner), target.resident_bytes()
@@ -189,7 +180,7 @@ def test_a_node_that_sends_garbage_under_its_own_key_harms_neither_the_learner_n
     learner_key, bad_key = load_credential(keys, "learner"), load_credential(keys, "node", "b")
     with (
         running("broker", tmp_path / "run", keys) as target,
-        BrokerClient(target.address, deadline_s=WAIT_S, credential=learner_key) as learner,
+        BrokerClient(target.address, deadline_s=LIMIT_S, credential=learner_key) as learner,
     ):
         offer(learner)
         resident = target.resident_bytes()
@@ -210,7 +201,7 @@ def test_a_broker_without_keys_survives_everything_that_anybody_on_the_machine_m
         resident = target.resident_bytes()
         raw_attack(target, seed=4)
         message_attack(target.address, fuzzing.REQUEST_FRAMES, 5)
-        with BrokerClient(target.address, deadline_s=WAIT_S) as observer:
+        with BrokerClient(target.address, deadline_s=LIMIT_S) as observer:
             assert observer.status().refused_messages > MESSAGES / 2
             assert [e.serial for e in observer.ledger()] == list(range(len(observer.ledger())))
             assert observer.events(-1)
@@ -229,7 +220,7 @@ def test_the_weight_planes_control_socket_survives_garbage_and_still_lets_a_node
         message_attack(target.address, fuzzing.CONTROL_FRAMES, 7, credential, public)
         with dealer(target.address, credential, public) as node:
             node.send(messages.encode(messages.Join("n0", 1)))
-            assert node.poll(int(WAIT_S * 1000)), "no ping came"
+            assert node.poll(int(LIMIT_S * 1000)), "no ping came"
             assert isinstance(messages.decode_from_learner(node.recv()), messages.Ping)
         target.assert_sound(resident)
 
@@ -238,14 +229,14 @@ def test_a_message_that_never_ends_costs_its_sender_the_connection_and_nobody_el
     most = 2 << 30
     with (
         running("broker", tmp_path / "run", None) as target,
-        BrokerClient(target.address, deadline_s=WAIT_S) as learner,
+        BrokerClient(target.address, deadline_s=LIMIT_S) as learner,
     ):
         offer(learner)
         resident = target.resident_bytes()
         stopping = threading.Event()
 
         def behave() -> None:
-            with BrokerClient(target.address, deadline_s=WAIT_S) as observer:
+            with BrokerClient(target.address, deadline_s=LIMIT_S) as observer:
                 while not stopping.wait(0.2):
                     observer.status()
 
@@ -254,9 +245,9 @@ def test_a_message_that_never_ends_costs_its_sender_the_connection_and_nobody_el
             sent = fuzzing.endless_message(target.port, most)
             assert sent > 32 << 20
             stopping.set()
-            behaving.result(WAIT_S)
+            behaving.result(LIMIT_S)
         assert sent < most
-        eventually(lambda: target.resident_bytes() - resident < FLOOD_BYTES)
+        until(lambda: target.resident_bytes() - resident < FLOOD_BYTES)
         assert target.log.read_text().count("cut a connection") == 1
         assert roll_out_one(target.address, None, "n0")
         target.assert_sound(resident, FLOOD_BYTES)

@@ -30,6 +30,7 @@ from common.weights.messages import Canary
 from learner.publish.publisher import WeightPublisher
 from rollout_fleet.engine.engine import Engine
 from rollout_fleet.weights.weight_client import WeightClient
+from tests.waiting import LIMIT_S
 
 T = TypeVar("T")
 VOCABULARY = 100  # not a multiple of 64: vLLM pads the embedding
@@ -106,12 +107,12 @@ class Rig:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.publisher = WeightPublisher(
-            0, "float32", WeightsConfig(timeout_s=10.0, encoding="delta", anchor_every=0), bucket_bytes=16 << 10
+            0, "float32", WeightsConfig(timeout_s=60.0, encoding="delta", anchor_every=0), bucket_bytes=16 << 10
         )
         self.engine = RigEngine(self.config)
         self.make, self.models = make, {}
         started = time.perf_counter()
-        self.run(self.engine.start(), 120 * tensor_parallel)
+        self.run(self.engine.start(), 2 * LIMIT_S)
         self.start_s = time.perf_counter() - started
         self.client = self.run(self._client())
 
@@ -120,7 +121,7 @@ class Rig:
         client.follow(self.publisher.start(), 0)
         return client
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 60) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = LIMIT_S) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
     def publish(self, version: int, canary: Canary | None = None, model: Any = None) -> None:
@@ -139,7 +140,7 @@ class Rig:
         self.run(self.engine.shutdown())
         assert sockets.closed
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(LIMIT_S)
         self.loop.close()
         del self.engine, self.client, self.publisher
         gc.collect()  # what is left open warns here, near its test

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.process.lifecycle import die_with_parent
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +35,7 @@ def group(ranks: int, job: str, specs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"ranks": ranks, "job": job, "specs": specs}
 
 
-def run(script: Path, folder: Path, stages: list[list[dict[str, Any]]], timeout_s: float = 240.0) -> None:
+def run(script: Path, folder: Path, stages: list[list[dict[str, Any]]], timeout_s: float = 12 * LIMIT_S) -> None:
     """Run the stages one after another; the test fails with the ranks' logs when one of them does."""
     command = [sys.executable, str(script), str(folder), json.dumps(stages), str(timeout_s)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

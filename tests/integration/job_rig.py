@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,12 @@ import psutil
 import yaml
 
 from launch.quickstart.assets import main as build_assets
+from tests import waiting
+from tests.waiting import LIMIT_S
 
 COMMAND = [sys.executable, "-m", "launch.cli"]
 REPOSITORY = Path(__file__).resolve().parents[2]
-ANSWER_S = 60
+JOB_S = 4 * LIMIT_S  # for a whole job
 STALENESS = 1
 GROUPS = 4  # per step
 
@@ -78,17 +79,17 @@ class Command:
             for child in descendants(self.process.pid):
                 kill(child.pid)
             self.process.kill()
-            self.process.wait(timeout=10)
+            self.process.wait(timeout=LIMIT_S)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self, timeout_s: float = JOB_S) -> int:
         """Exit code; fails with the output when it takes longer."""
         try:
             return self.process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.name} still runs after {timeout_s} s:\n{self.output()}") from None
+            raise AssertionError(f"{self.name} still runs after {timeout_s:g} s:\n{self.output()}") from None
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")
@@ -96,7 +97,7 @@ class Command:
 
 def slipstream(*words: str) -> str:
     """Output of a command that must succeed."""
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -121,19 +122,18 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
-def until(what: str, condition: Callable[[], Any], timeout_s: float, *commands: Command) -> Any:
+def until(what: str, condition: Callable[[], Any], *commands: Command) -> Any:
     """Wait for something; fails at once when a command that should run has ended."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
+
+    def check() -> None:
         for command in commands:
             code = command.process.poll()
             assert code is None, f"{command.name} ended with {code} while waiting for {what}:\n{command.output()}"
-        time.sleep(0.1)
-    tails = "\n".join(command.output()[-3000:] for command in commands)
-    raise AssertionError(f"no {what} within {timeout_s} s:\n{tails}")
+
+    def told() -> str:
+        return "\n".join(command.output()[-3000:] for command in commands)
+
+    return waiting.until(condition, what, 2 * LIMIT_S, check=check, told=told, every_s=0.1)
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -148,8 +148,8 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def survivors(processes: list[psutil.Process], wait_s: float = 10.0) -> list[psutil.Process]:
-    """Which of these processes still run after a moment."""
+def survivors(processes: list[psutil.Process], wait_s: float = LIMIT_S) -> list[psutil.Process]:
+    """Which of these processes never end."""
     return psutil.wait_procs(processes, timeout=wait_s)[1]
 
 

@@ -19,6 +19,7 @@ from common.weights.transports.registry import open_group
 from learner.publish.publisher import WeightPublisher
 from tests import forked
 from tests.integration import weight_plane_node
+from tests.waiting import LIMIT_S
 
 BUCKET = 64 << 10
 
@@ -50,22 +51,22 @@ class NodeProcess:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
-    def wait(self, event: str, timeout_s: float = 20, **fields: object) -> dict[str, object]:
+    def wait(self, event: str, limit_s: float = LIMIT_S, **fields: object) -> dict[str, object]:
         """The next event of this kind with these fields; earlier ones are kept in `events`."""
-        deadline = time.monotonic() + timeout_s
+        end = time.monotonic() + limit_s
         while True:
             try:
-                got = self._queue.get(timeout=max(0.01, deadline - time.monotonic()))
+                got = self._queue.get(timeout=max(0.01, end - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"no {event} {fields} within {timeout_s} s; saw {self.events}") from None
+                raise AssertionError(f"no {event} {fields} within {limit_s:g} s; saw {self.events}") from None
             self.events.append(got)
             if got["event"] == event and all(got.get(k) == v for k, v in fields.items()):
                 return got
 
     def close(self) -> None:
         self.process.kill()  # also one that stands still
-        self.process.join(10)
-        self._reader.join(10)
+        self.process.join(LIMIT_S)
+        self._reader.join(LIMIT_S)
         self._said.close()
         if self._orders >= 0:
             os.close(self._orders)
@@ -86,7 +87,7 @@ class Plane:
         **config: Any,
     ) -> WeightPublisher:
         """`config`: keys of `weights` that differ from their defaults."""
-        weights = msgspec.structs.replace(WeightsConfig(anchor_every=0), **config)
+        weights = msgspec.structs.replace(WeightsConfig(anchor_every=0, timeout_s=60.0), **config)
         publisher = WeightPublisher(incarnation, "float32", weights, credentials, factory, BUCKET)
         self.closing.append(publisher.close)
         return publisher
@@ -109,16 +110,9 @@ class Plane:
             close()
         for thread in threading.enumerate():
             if thread.name.startswith("send-weights"):  # in a library that must not see the interpreter end around it
-                thread.join(20)
+                thread.join(LIMIT_S)
 
 
 def weights(version: int, floats: int = 200_000) -> list[tuple[str, torch.Tensor]]:
     """About 13 buckets; every element tells the version."""
     return [("a.weight", torch.full((floats // 2, 2), float(version))), ("b.weight", torch.full((33,), float(version)))]
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition not reached in time"
-        time.sleep(0.01)

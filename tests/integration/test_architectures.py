@@ -19,7 +19,6 @@ from tests.integration.architecture_models import REFUSED
 from tests.integration.fork_rig import group
 
 WORKERS = Path(__file__).with_name("architecture_workers.py")
-TIMEOUT_S = 400.0
 
 DENSE = ["qwen2", "qwen2.5-untied", "qwen2-window", "qwen3", "llama", "llama-linear", "llama-tied", "mistral"]
 LATENT = ["deepseek-v3", "deepseek-v3-rope", "deepseek-v3-plain"]
@@ -74,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [group(1, "load", ONE + ROUNDED), group(2, "load", TWO)],
         [group(1, "refused", WRONG + REFUSALS), group(2, "refused", WRONG_TWO)],
     ]
-    fork_rig.run(WORKERS, place, stages, TIMEOUT_S)
+    fork_rig.run(WORKERS, place, stages)
     return place
 
 

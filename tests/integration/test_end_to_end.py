@@ -23,8 +23,6 @@ from tests.integration.job_rig import (
     write_config,
 )
 
-START_S = 120.0  # an engine and a learner starting on two busy cores
-JOB_S = 240.0
 SLOW = {"options": {"pause_s": 0.25}}  # a step takes about this long at least, however fast the machine is
 
 
@@ -37,7 +35,7 @@ def test_job_survives_kills_of_node_broker_and_learner(assets, tmp_path):
     run_dir, steps = tmp_path / "run", 60
     config = write_config(tmp_path / "job.yaml", assets, run_dir, steps, tasks=SLOW)
     with Command(tmp_path, "up", "up", str(config)) as up:
-        until("second step", lambda: len(metrics(run_dir)) >= 2, START_S, up)
+        until("second step", lambda: len(metrics(run_dir)) >= 2, up)
         running = status(run_dir)
         assert running["live"]
         assert {"pid", "state", "policy_version", "waiting_on", "since_s"} <= running["learner"].keys()
@@ -45,18 +43,18 @@ def test_job_survives_kills_of_node_broker_and_learner(assets, tmp_path):
         (node,) = running["nodes"]
         assert {"id", "pid", "state", "policy_version", "leases"} <= node.keys()
         assert node["id"] == "node-0"
-        assert any(entry["state"] == "committed" for entry in until("commit", lambda: ledger(run_dir), 30, up))
+        assert any(entry["state"] == "committed" for entry in until("commit", lambda: ledger(run_dir), up))
 
         kill(node["pid"])
         reached = metrics(run_dir)[-1]["step"]
-        until("steps after the node came back", lambda: len(metrics(run_dir)) > reached + 4, START_S, up)
+        until("steps after the node came back", lambda: len(metrics(run_dir)) > reached + 4, up)
         second = status(run_dir)
         assert [n["id"] for n in second["nodes"] if n["state"] != "gone"] == ["node-0"]
         assert all(n["pid"] != node["pid"] for n in second["nodes"] if n["state"] != "gone")
 
         kill(second["broker"]["pid"])
         reached = metrics(run_dir)[-1]["step"]
-        until("steps after the broker came back", lambda: len(metrics(run_dir)) > reached + 4, START_S, up)
+        until("steps after the broker came back", lambda: len(metrics(run_dir)) > reached + 4, up)
         third = status(run_dir)
         assert third["broker"]["pid"] != second["broker"]["pid"]
         assert third["learner"]["pid"] == second["learner"]["pid"], "the learner noticed no more than a slow answer"
@@ -66,7 +64,7 @@ def test_job_survives_kills_of_node_broker_and_learner(assets, tmp_path):
 
         kill(third["learner"]["pid"])
         processes = descendants(up.process.pid)
-        assert up.wait(JOB_S) == 0, up.output()
+        assert up.wait() == 0, up.output()
     assert survivors(processes) == []
     assert_trained_exactly_once(run_dir, steps)
     assert metrics(run_dir)[-1]["incarnation"] == 1
@@ -87,10 +85,10 @@ def test_interrupted_job_drains_and_the_same_command_goes_on(assets, tmp_path):
         tmp_path / "job.yaml", assets, run_dir, steps, tasks=SLOW, learner={"checkpoint": {"every": 50}}
     )
     with Command(tmp_path, "first", "up", str(config)) as up:
-        until("second step", lambda: len(metrics(run_dir)) >= 2, START_S, up)
+        until("second step", lambda: len(metrics(run_dir)) >= 2, up)
         processes = descendants(up.process.pid)
         up.signal(signal.SIGINT)
-        assert up.wait(60) == 0, up.output()
+        assert up.wait() == 0, up.output()
     assert survivors(processes) == []
     assert "stopped; the same command goes on" in up.output()
     done = len(metrics(run_dir))
@@ -99,7 +97,7 @@ def test_interrupted_job_drains_and_the_same_command_goes_on(assets, tmp_path):
     assert not [entry for entry in ledger(run_dir) if entry["state"] == "leased"]
     assert [entry["state"] for entry in ledger(run_dir)].count("committed") == done * GROUPS
     with Command(tmp_path, "second", "up", str(config)) as up:
-        assert up.wait(JOB_S) == 0, up.output()
+        assert up.wait() == 0, up.output()
     assert [line["step"] for line in metrics(run_dir)] == list(range(steps))
     assert metrics(run_dir)[-1]["incarnation"] == 1
     assert all(line["staleness_max"] <= STALENESS for line in metrics(run_dir))
@@ -113,8 +111,8 @@ def test_roles_started_separately_train_a_second_node_joins_and_each_drains(asse
         Command(tmp_path, "broker", "broker", config) as broker,
         Command(tmp_path, "learner", "learner", config) as learner,
     ):
-        until("broker", (run_dir / "broker.json").exists, 30, broker)
-        until("first step", lambda: metrics(run_dir), START_S, first, broker, learner)
+        until("broker", (run_dir / "broker.json").exists, broker)
+        until("first step", lambda: metrics(run_dir), first, broker, learner)
         address = status(run_dir)["broker"]["address"]
         with Command(tmp_path, "second", "rollout", "--join", address, "--node-id", "second") as second:
 
@@ -124,11 +122,11 @@ def test_roles_started_separately_train_a_second_node_joins_and_each_drains(asse
                     "second",
                 }
 
-            until("work of the second node", trained_by_both, START_S, first, second, broker, learner)
+            until("work of the second node", trained_by_both, first, second, broker, learner)
             assert {n["id"] for n in status(run_dir)["nodes"] if n["state"] != "gone"} == {"first", "second"}
             for command in (second, learner, first, broker):
                 command.signal(signal.SIGTERM)
-                assert command.wait(60) == 0, command.output()
+                assert command.wait() == 0, command.output()
     assert status(run_dir)["learner"]["policy_version"] == len(metrics(run_dir))
     assert not [entry for entry in ledger(run_dir) if entry["state"] == "leased"]
     assert_trained_exactly_once(run_dir, len(metrics(run_dir)))
@@ -138,7 +136,7 @@ def test_nothing_survives_a_killed_supervisor(assets, tmp_path):
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "job.yaml", assets, run_dir, 500)
     with Command(tmp_path, "up", "up", str(config)) as up:
-        until("first step", lambda: metrics(run_dir), START_S, up)
+        until("first step", lambda: metrics(run_dir), up)
         processes = descendants(up.process.pid)
         assert len(processes) >= 5  # broker, torchrun, a rank, node, engine
         kill(up.process.pid)

@@ -10,6 +10,7 @@ from engine_rig import job, make_model
 
 from common.errors import SlipstreamError
 from rollout_fleet.engine.engine import Engine
+from tests.waiting import LIMIT_S
 
 
 def test_a_shutdown_ends_requests_with_its_reason_and_is_not_read_as_the_death_of_the_engine(tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ def test_a_shutdown_ends_requests_with_its_reason_and_is_not_read_as_the_death_o
 
         llm.shutdown = watched
         await engine.shutdown()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             return await asyncio.gather(*requests, return_exceptions=True)
 
     outcomes = asyncio.run(once())

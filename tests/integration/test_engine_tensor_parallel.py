@@ -45,7 +45,7 @@ def test_a_flip_in_flight_is_exact_in_every_token(rig: Rig) -> None:
         await rig.active(2)
         return await asyncio.gather(*tasks)
 
-    for i, got in enumerate(rig.run(across_a_flip(), 120)):
+    for i, got in enumerate(rig.run(across_a_flip())):
         assert {run.version for run in got.version_runs} <= {1, 2} and len(got.tokens) == 300
         prompt = [(i * 7 + j * 3) % 90 + 4 for j in range(12)]
         start = got.version_runs[-1].start if len(got.version_runs) == 2 else len(got.tokens)

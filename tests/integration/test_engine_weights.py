@@ -6,8 +6,7 @@ One engine serves the whole file; tests run in order and the last one breaks it.
 import asyncio
 import copy
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.weights import engine_weights
 from rollout_fleet.weights.staging_poll import StagingFailed
 from rollout_fleet.weights.weight_client import Flip, ProofFailed, WeightClient
+from tests.waiting import until
 
 REQUESTS, TOKENS = 24, 400
 TOLERANCE = 3e-5
@@ -59,13 +59,6 @@ async def flip_in_flight(rig: Rig, version: int) -> list[Generation]:
     done = await asyncio.gather(*tasks)
     stop_at(rig, [END])
     return done
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition not reached in time"
-        time.sleep(0.01)
 
 
 def boundary(generation: Generation, old: int, new: int) -> int:
@@ -414,9 +407,7 @@ def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: Ri
     assert all(isinstance(r, SlipstreamError) for r in results), "nothing that was sampled meanwhile gets out"
     with pytest.raises(SlipstreamError, match="quarantined"):
         rig.run(rig.engine.generate([5, 6], 4))
-    deadline = time.monotonic() + 5
-    while rig.publisher.stats().fatal is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: rig.publisher.stats().fatal is not None)
     assert "published" in (rig.publisher.stats().fatal or "")
 
 

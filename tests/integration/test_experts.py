@@ -1,9 +1,6 @@
 """Mixture of experts in real Megatron against plain transformers: frozen routers, balancing, at every layout."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.integration import fork_rig
+
 WORKERS = Path(__file__).with_name("expert_workers.py")
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 300.0
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"kind": "glm", "moe": {}},
@@ -71,12 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if LAYOUTS[layout][0] == ranks
         ]
         stages.append([{"ranks": ranks, "job": "experts", "specs": specs}])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(WORKERS), str(place), json.dumps(stages), str(TIMEOUT_S)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S + 60)
-    if done.returncode != 0:
-        logs = [f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(place.glob("*.log"))]
-        pytest.fail("\n".join([done.stderr[-3000:], *logs]), pytrace=False)
+    fork_rig.run(WORKERS, place, stages)
     return place
 
 

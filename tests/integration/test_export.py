@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.integration import fork_rig, tiny_models
 from tests.integration.fork_rig import ROOT, Outcome, group
+from tests.waiting import LIMIT_S
 
 WORKERS = Path(__file__).with_name("export_workers.py")
 RUNS = [
@@ -20,7 +21,6 @@ RUNS = [
     {"name": "ep2", "kind": "moe", "parallel": {"expert": 2}},
     {"name": "pp2-bf16", "kind": "served", "dtype": "bfloat16", "parallel": {"pipeline": 2}},
 ]
-LIMIT_S = 180
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 VLLM = """
 import json, os, sys

@@ -20,9 +20,9 @@ from common.metrics import StepMetrics, read_metrics
 from common.process.run_dir import RunDir
 from learner.batch.dynamic_sampling import carries_signal
 from tests.integration.recorded_node import recorded_group
+from tests.waiting import LIMIT_S, until
 
 HERE = Path(__file__).parent
-LIMIT_S = 120
 STEPS, GROUPS, GROUP_SIZE, VOCABULARY = 8, 4, 4, 128
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 BUILD = """
@@ -111,21 +111,22 @@ def process(command: list[str], stdin: bool = False) -> Iterator[subprocess.Pope
         if child.poll() is None:
             child.terminate()
             try:
-                child.wait(20)
+                child.wait(LIMIT_S)
             except subprocess.TimeoutExpired:
                 child.kill()
-                child.wait(20)
+                child.wait(LIMIT_S)
         for pipe in (child.stdin, child.stdout, child.stderr):
             if pipe is not None:
                 pipe.close()
 
 
 def wait_for(condition: Callable[[], bool], child: subprocess.Popen[str], every_s: float = 0.01) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
+    """Wait while `child` runs."""
+
+    def check() -> None:
         assert child.poll() is None, child.stderr.read()[-3000:]
-        assert time.monotonic() < end, "timed out"
-        time.sleep(every_s)
+
+    until(condition, check=check, every_s=every_s)
 
 
 def assert_delivered_once(client: BrokerClient) -> None:
@@ -153,7 +154,7 @@ def test_killed_with_9_between_checkpoints_it_replays_and_ends_bitwise_equal(
         with process(job.learner()) as learner:
             wait_for(lambda: len(job.lines()) >= 5, learner)
             learner.kill()
-            assert learner.wait(20) == -signal.SIGKILL
+            assert learner.wait(LIMIT_S) == -signal.SIGKILL
         assert not job.run.model.exists()
         job.finish()
         assert_delivered_once(client)
@@ -214,7 +215,7 @@ def test_two_ranks_drain_on_sigterm_and_go_on_where_they_stopped(tmp_path: Path,
         with process(job.learner(ranks=2)) as learner:
             wait_for(lambda: len(job.lines()) >= 2, learner)
             learner.send_signal(signal.SIGTERM)
-            assert learner.wait(60) == 0, learner.stderr.read()[-3000:]
+            assert learner.wait(LIMIT_S) == 0, learner.stderr.read()[-3000:]
         stopped = len(job.lines())
         assert 2 <= stopped < STEPS
         assert job.run.checkpoints.joinpath(f"step-{stopped:06d}").is_dir()
@@ -239,7 +240,7 @@ def test_two_ranks_killed_with_9_filter_the_same_groups_again(tmp_path: Path, mo
         with process(job.learner(ranks=2)) as learner:
             wait_for(lambda: len(job.lines()) >= 4, learner)
             learner.kill()
-            learner.wait(20)
+            learner.wait(LIMIT_S)
         job.finish(ranks=2)
         ledger = client.ledger()
     assert any(filtered for _, _, filtered in expected)

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [group(4, "layout", specs[4])],
         [group(8, "layout", specs[8])],
     ]
-    fork_rig.run(WORKERS, place, stages, 400.0)
+    fork_rig.run(WORKERS, place, stages)
     return place
 
 

@@ -20,7 +20,6 @@ from tests.integration.job_rig import (
     write_config,
 )
 
-START_S = 150.0  # three processes of an engine of two and a learner, starting on two busy cores
 TOLERANCE = 2e-4  # nat, between two float32 implementations of one model
 WIDE = "rollout.engine.tensor_parallel=2"
 IDS = {"narrow", "wide"}
@@ -66,14 +65,14 @@ def test_engines_of_one_and_of_two_workers_train_one_policy(assets, tmp_path):
         Command(tmp_path, "broker", "broker", config) as broker,
         Command(tmp_path, "narrow", "rollout", config, "--node-id", "narrow") as narrow,
     ):
-        until("broker", (run_dir / "broker.json").exists, 30, broker)
+        until("broker", (run_dir / "broker.json").exists, broker)
         address = status(run_dir)["broker"]["address"]
         with Command(tmp_path, "wide", "rollout", "--join", address, WIDE, "--node-id", "wide") as wide:
 
             def engines_are_up() -> bool:
                 return [n["joined"]["engine"] > 0 for n in nodes(run_dir).values()] == [True, True]
 
-            until("both engines", engines_are_up, START_S, broker, narrow, wide)
+            until("both engines", engines_are_up, broker, narrow, wide)
             assert workers(wide.process.pid) == ["Worker_TP0", "Worker_TP1"]
             assert workers(narrow.process.pid) == []
             with Command(tmp_path, "learner", "learner", config) as learner:  # from here on the policy changes fast
@@ -83,9 +82,9 @@ def test_engines_of_one_and_of_two_workers_train_one_policy(assets, tmp_path):
                     newest = {n: max((e["version_min"] for e in committed(run_dir, n)), default=-1) for n in IDS}
                     return all(v >= version for v in newest.values())
 
-                until("groups of both nodes", lambda: groups_of_new_versions(0), START_S, *roles)
+                until("groups of both nodes", lambda: groups_of_new_versions(0), *roles)
                 later = status(run_dir)["learner"]["policy_version"] + 3
-                until("groups of newer versions", lambda: groups_of_new_versions(later), 60, *roles)
+                until("groups of newer versions", lambda: groups_of_new_versions(later), *roles)
                 seen = nodes(run_dir)
                 assert seen.keys() == IDS
                 for node in seen.values():
@@ -96,7 +95,7 @@ def test_engines_of_one_and_of_two_workers_train_one_policy(assets, tmp_path):
                     assert reached[0] > 0 and reached == sorted(reached)
                 for command in (wide, learner, narrow, broker):
                     command.signal(signal.SIGTERM)
-                    assert command.wait(60) == 0, command.output()
+                    assert command.wait() == 0, command.output()
     lines = metrics(run_dir)
     assert_trained_exactly_once(run_dir, len(lines))
     assert max(line["mismatch_abs_mean"] for line in lines) < TOLERANCE

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from common.config.schema import WeightsConfig
 from common.rollouts import Sample, Task, decode_group
 from launch.quickstart.assets import build
 from learner.publish.publisher import WeightPublisher
+from tests.waiting import LIMIT_S, until
 
 GROUP_SIZE, PER_STEP, EOS = 4, 4, 1
 TOLERANCE = 2e-4
@@ -90,9 +90,9 @@ class Job:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.broker = self._start("broker", str(folder / "job.yaml"))
         self.node = self._start("rollout", str(folder / "job.yaml"), "--node-id", "n0")
-        self.publisher = WeightPublisher(0, "float32", WeightsConfig(timeout_s=10.0, bucket_mib=1))
+        self.publisher = WeightPublisher(0, "float32", WeightsConfig(timeout_s=60.0, bucket_mib=1))
         self.models: dict[int, Any] = {0: warmed(folder / "assets")}
-        self.client = BrokerClient(self._broker_address(), deadline_s=10.0)
+        self.client = BrokerClient(self._broker_address(), deadline_s=LIMIT_S)
         self.report("training", self.publisher.start())
         self.offered = 0
 
@@ -129,16 +129,14 @@ class Job:
     def log(self, role: str) -> str:
         return (self.folder / f"{role}.log").read_text(errors="replace")[-4000:]
 
-    def until(self, found: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            value = found()
-            if value:
-                return value
+    def until(self, found: Callable[[], Any]) -> Any:
+        """The first true value of `found` while broker and node run."""
+
+        def check() -> None:
             for process, role in ((self.broker, "broker"), (self.node, "rollout")):
                 assert process.poll() is None, f"{role} ended with {process.returncode}:\n{self.log(role)}"
-            time.sleep(0.02)
-        raise AssertionError(f"not within {timeout_s} s; the node says:\n{self.log('rollout')}")
+
+        return until(found, check=check, told=lambda: self.log("rollout"), every_s=0.02)
 
     def _broker_address(self) -> str:
         file = self.folder / "run/broker.json"
@@ -183,7 +181,7 @@ class Job:
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
-            process.wait(10)
+            process.wait(LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +207,7 @@ def check_logprobs(job: Job, sample: Sample, version: int) -> None:
 
 def test_without_weights_the_node_waits_for_the_learner(job: Job) -> None:
     job.offer({"question": "384+519", "answer": "903"}, *({"number": n} for n in (7, 16, 24)))
-    job.until(lambda: (s := job.status()) and s.report.state == "joining" and s.report.waiting_on, 60)
+    job.until(lambda: (s := job.status()) and s.report.state == "joining" and s.report.waiting_on)
     assert [e.state for e in job.client.ledger()] == ["pending"] * 4
 
 
@@ -280,8 +278,8 @@ def test_sigterm_drains_the_node_and_leaves_no_process_behind(job: Job) -> None:
     family = psutil.Process(job.node.pid).children(recursive=True)
     assert family
     job.node.send_signal(signal.SIGTERM)
-    assert job.node.wait(30) == 0, job.log("rollout")
-    _, alive = psutil.wait_procs(family, timeout=5)
+    assert job.node.wait(LIMIT_S) == 0, job.log("rollout")
+    _, alive = psutil.wait_procs(family, timeout=LIMIT_S)
     assert not alive
     status = job.client.status()
     assert status.groups_leased == 0

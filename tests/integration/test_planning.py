@@ -1,9 +1,6 @@
 """The planner's arithmetic against real Megatron-Core on CPU ranks: groups, layers, parameters and bytes, exactly."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +12,10 @@ from launch.plan.process_groups import DENSE, SPARSE, Sizes, rank_groups, stage_
 from launch.plan.rank_parameters import chunk_parameters
 from launch.plan.static_memory import resident
 from launch.plan.transfers import checkpoint_bytes
+from tests.integration import fork_rig
 
 WORKERS = Path(__file__).with_name("planning_workers.py")
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 200.0
 BOTH = ("float32", "bfloat16")
 
 
@@ -84,12 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [world(1, "model", models)],
         [world(1, "groups", groups), *(world(n, "measure", specs) for n, specs in of_size.items())],
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(WORKERS), str(place), json.dumps(stages), str(TIMEOUT_S)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S + 60)
-    if done.returncode != 0:
-        logs = [f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(place.glob("*.log"))]
-        pytest.fail("\n".join([done.stderr[-3000:], *logs]), pytrace=False)
+    fork_rig.run(WORKERS, place, stages)
     return place
 
 

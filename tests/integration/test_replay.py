@@ -22,7 +22,6 @@ from tests.integration.test_learner_resume import (
     GROUP_SIZE,
     GROUPS,
     HERE,
-    LIMIT_S,
     STEPS,
     VOCABULARY,
     Job,
@@ -31,6 +30,7 @@ from tests.integration.test_learner_resume import (
     wait_for,
 )
 from tests.redis_server import RedisServer
+from tests.waiting import LIMIT_S
 
 assert model  # a fixture of this module too
 LEARNER = ", dynamic_sampling: true"
@@ -93,7 +93,7 @@ def test_a_learner_and_a_broker_killed_with_9_end_bitwise_as_if_neither_was(
             wait_for(lambda: len(job.lines()) >= 5, learner)
             learner.kill()
             first.kill()
-            assert (learner.wait(20), first.wait(20)) == (-signal.SIGKILL, -signal.SIGKILL)
+            assert (learner.wait(LIMIT_S), first.wait(LIMIT_S)) == (-signal.SIGKILL, -signal.SIGKILL)
         assert not job.run.model.exists()
         with broker(job) as (second, again):
             assert again == address, "the node finds it where it was"

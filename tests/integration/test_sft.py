@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.metrics import SftMetrics, read_metrics
+from tests.waiting import LIMIT_S
 
-LIMIT_S = 120
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 PAIRS = [("Q: 1+2=? A:", " =3"), ("Q: 40+2=? A:", " =42"), ("Q: 5+5=? A:", " 5+5=10 =10"), ("Guess 1-31\n", "16")]
 BUILD = """

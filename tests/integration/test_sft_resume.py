@@ -16,7 +16,8 @@ import pytest
 from common.metrics import SftMetrics, read_metrics
 from common.process.run_dir import RunDir, read_jsonl
 from tests.integration import sft_assets
-from tests.integration.test_learner_resume import ENVIRONMENT, HERE, LIMIT_S, Job, process, wait_for
+from tests.integration.test_learner_resume import ENVIRONMENT, HERE, Job, process, wait_for
+from tests.waiting import LIMIT_S
 
 STEPS = 24
 ROWS = 10  # an epoch is no whole number of steps
@@ -67,7 +68,9 @@ class WarmStart:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     environment = ENVIRONMENT | {"PYTHONPATH": str(HERE.parents[1])}
-    subprocess.run([sys.executable, str(HERE / "sft_assets.py"), str(folder)], check=True, env=environment, timeout=600)
+    subprocess.run(
+        [sys.executable, str(HERE / "sft_assets.py"), str(folder)], check=True, env=environment, timeout=LIMIT_S
+    )
     return folder
 
 
@@ -162,7 +165,7 @@ def test_experts_tuned_on_two_ranks_go_on_after_a_stop_and_into_the_rl_loop(tmp_
     with process(job.command(2)) as learner:
         wait_for(lambda: len(job.lines()) >= 4, learner)
         learner.send_signal(signal.SIGTERM)
-        assert learner.wait(60) == 0, learner.stderr.read()[-3000:]
+        assert learner.wait(LIMIT_S) == 0, learner.stderr.read()[-3000:]
     stopped = len(job.lines())
     assert 4 <= stopped < STEPS
     done = subprocess.run(job.command(2), capture_output=True, text=True, timeout=LIMIT_S, env=ENVIRONMENT, check=False)

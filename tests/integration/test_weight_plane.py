@@ -16,7 +16,8 @@ from common.weights import messages
 from common.weights.messages import Canary
 from common.weights.transports.gloo import GlooGroup
 from launch.keys import make
-from tests.integration.plane_rig import Plane, until, weights
+from tests.integration.plane_rig import Plane, weights
+from tests.waiting import LIMIT_S, until
 
 
 @pytest.fixture
@@ -70,14 +71,14 @@ def test_with_keys_versions_reach_the_nodes_of_the_key_folder_and_no_others(plan
     for node in (*strangers, *members):
         node.wait("up")
         node.follow(address)
-    until(lambda: publisher.stats().nodes == 2, 20)
+    until(lambda: publisher.stats().nodes == 2)
     publisher.publish(1, weights(1), None)
     for node in members:
         assert node.wait("active", version=1)["value"] == 1.0
     assert publisher.stats().nodes == 2
     for node in strangers:
         with pytest.raises(AssertionError, match="no active"):
-            node.wait("active", timeout_s=0.5)
+            node.wait("active", limit_s=0.5)
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop", "cut"])
@@ -258,7 +259,7 @@ def test_what_does_not_decode_is_refused_and_the_sender_hears_why(plane: Plane) 
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.connect(address)
         stranger.send(b"\xc1 not a message")
-        assert stranger.poll(5000)
+        assert stranger.poll(int(LIMIT_S * 1000))
         answer = messages.decode_from_learner(stranger.recv())
     assert isinstance(answer, messages.Eject) and "malformed" in answer.reason
 
@@ -287,7 +288,7 @@ def test_a_late_answer_to_an_earlier_attempt_counts_neither_way(plane: Plane) ->
         node.setsockopt(zmq.LINGER, 0)
         node.connect(address)
 
-        def hear(kind: type, timeout_s: float = 5) -> object:
+        def hear(kind: type, timeout_s: float = LIMIT_S) -> object:
             deadline = time.monotonic() + timeout_s
             while (left_s := deadline - time.monotonic()) > 0:
                 if node.poll(int(left_s * 1000) + 1):

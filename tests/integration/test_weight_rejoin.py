@@ -6,7 +6,8 @@ import pytest
 import zmq
 
 from common.weights import messages
-from tests.integration.plane_rig import Plane, until, weights
+from tests.integration.plane_rig import Plane, weights
+from tests.waiting import LIMIT_S, until
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_it_gets_the_next_version_whole_though_it_runs_a_base_and_beside_the_del
         step(2)
         heard: list[object] = []
         while not any(isinstance(message, messages.Publish) for message in heard):
-            assert again.poll(10_000), heard
+            assert again.poll(int(LIMIT_S * 1000)), heard
             heard.append(messages.decode_from_learner(again.recv()))
     assert any(isinstance(message, messages.Welcome) for message in heard), "which empties its buffer"
     assert (heard[-1].encoding, heard[-1].base_version) == ("full", -1)

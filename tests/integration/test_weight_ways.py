@@ -8,7 +8,8 @@ import pytest
 
 from common.security.credentials import KeyFolder
 from launch.keys import make
-from tests.integration.plane_rig import NodeProcess, Plane, until, weights
+from tests.integration.plane_rig import NodeProcess, Plane, weights
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_with_keys_a_peer_serves_one_key_and_only_what_the_learner_signed_for(pl
 def _heard_serving(*nodes: NodeProcess) -> bool:
     for node in nodes:
         try:
-            node.wait("serves", timeout_s=0.2)
+            node.wait("serves", limit_s=0.2)
         except AssertionError:
             continue
         return True
@@ -131,12 +132,12 @@ def test_a_node_that_no_collective_reaches_gets_the_relay_and_is_not_ejected(pla
     for version in (1, 2):
         publisher.publish(version, weights(version), None)
         for node in (good, lonely):
-            assert node.wait("active", version=version, timeout_s=30)["value"] == float(version)
+            assert node.wait("active", version=version)["value"] == float(version)
     assert ways(lonely)[-1] == "relay" and publisher.stats().ejections == 0
     publisher.publish(3, weights(3), None)
     before = len(ways(good))
     for node in (good, lonely):
-        node.wait("active", version=3, timeout_s=30)
+        node.wait("active", version=3)
     assert len(ways(good)) - before <= 1, "the collective is not tried with it at every version"
 
 

@@ -4,15 +4,15 @@ import itertools
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import zmq
 
 from broker.guard import flood_guard
 from broker.guard.flood_guard import FloodGuard, own_memory, tcp_bytes, unread_bytes
+from tests.waiting import until
 
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
@@ -47,7 +47,7 @@ class Rig:
         for _ in range(-(-size // len(FRAME))):
             client.sendall(FRAME)
         self.guard.tick(0)
-        eventually(lambda: sum(tcp_bytes(fd)[0] for fd in self.guard._connections) >= size)
+        until(lambda: sum(tcp_bytes(fd)[0] for fd in self.guard._connections) >= size)
         return client
 
 
@@ -61,13 +61,6 @@ def rigged() -> Iterator[Rig]:
         finally:
             router.close(linger=0)
             rig.guard.close()
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.02)
 
 
 def is_cut(client: socket.socket) -> bool:
@@ -93,13 +86,13 @@ def test_whoever_sends_a_message_without_an_end_is_cut_off_when_memory_grows_and
         good = context.socket(zmq.DEALER)
         good.connect(f"tcp://127.0.0.1:{rig.port}")
         good.send(bytes(4 * MIB))
-        eventually(lambda: rig.router.poll(0))
+        until(lambda: rig.router.poll(0))
         rig.read()
         rig.memory = 200 * MIB
         rig.guard.tick(0)
         assert rig.guard.alert
         good.send(b"a sign of life")
-        eventually(lambda: rig.router.poll(0))
+        until(lambda: rig.router.poll(0))
         rig.read()
         rig.guard.tick(0)
         assert is_cut(hostile)
@@ -117,16 +110,16 @@ def test_whoever_sends_a_message_without_an_end_is_cut_off_when_memory_grows_and
 def test_whoever_does_not_read_what_it_asked_for_is_cut_off_when_memory_grows() -> None:
     with rigged() as rig, rig.connect(0) as client:
         client.sendall(b"\x00\x01?")
-        eventually(lambda: rig.router.poll(0))
+        until(lambda: rig.router.poll(0))
         identity = rig.router.recv_multipart()[0]
         for _ in range(64):
             rig.router.send_multipart([identity, bytes(MIB)])
-        eventually(lambda: any(unread_bytes(fd) > MIB // 4 for fd in rig.guard._connections))
+        until(lambda: any(unread_bytes(fd) > MIB // 4 for fd in rig.guard._connections))
         time.sleep(0.3)  # the kernel's buffers are full now, and nothing moves any more
         rig.memory = 200 * MIB
         for _ in range(4):
             rig.guard.tick(0)
-        eventually(lambda: rig.guard.tick(0) or not rig.guard._connections)
+        until(lambda: rig.guard.tick(0) or not rig.guard._connections)
 
 
 @pytest.mark.usefixtures("no_patience")
@@ -166,7 +159,7 @@ def test_memory_and_received_bytes_are_those_of_this_process_and_of_a_connection
         server.accept()[0] as accepted,
     ):
         client.sendall(bytes(1000))
-        eventually(lambda: tcp_bytes(accepted.fileno())[0] == 1000)
+        until(lambda: tcp_bytes(accepted.fileno())[0] == 1000)
     with open("/dev/null", "rb") as no_socket:
         assert tcp_bytes(no_socket.fileno()) == (0, 0)
         assert unread_bytes(no_socket.fileno()) == 0

@@ -11,7 +11,7 @@ import pytest
 
 from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag, alive
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 CHILD = (
     "import time; from common.process.lifecycle import {call}; "
     "{call}({arguments}); print('ready', flush=True); time.sleep(60)"

@@ -16,7 +16,7 @@ from launch import cli
 from launch.cli import HANDLERS, main, missing_package_hint, parse
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 1024}
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ from launch.doctor.machine import Gpu, Machine, look
 from launch.keys import make
 from learner.loop.learner_record import write_record
 from tests.redis_server import RedisServer, free_port
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
@@ -416,13 +417,6 @@ def test_a_broker_that_is_stopped_is_named_with_what_wakes_it(
     finally:
         process.kill()
         process.wait(30)
-
-
-def until(condition: object, timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_the_holder_of_a_lock_is_named(config: Config, run: RunDir) -> None:

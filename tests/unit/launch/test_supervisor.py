@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,8 +13,9 @@ from common.process.lifecycle import alive
 from launch.up import supervisor as module
 from launch.up.core_pinning import plan_cores
 from launch.up.supervisor import RoleSpec, Supervisor, describe_exit
+from tests.waiting import until
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 DRAINING = (
     "import os, signal, sys, time\n"
     "signal.signal(signal.SIGTERM, lambda *_: (open(sys.argv[1], 'a').write(sys.argv[2] + '\\n'), sys.exit(0)))\n"
@@ -50,18 +49,6 @@ def spec(tmp_path: Path, name: str, code: str, *words: str, **options) -> RoleSp
     return RoleSpec(name, [sys.executable, "-c", code, *words], tmp_path / f"{name}.log", **options)
 
 
-def until(condition: Callable[[], object], supervisor: Supervisor | None = None):
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        if supervisor is not None:
-            supervisor.poll()
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.01)
-    raise AssertionError("the condition never held")
-
-
 def printed(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
@@ -74,7 +61,7 @@ def test_output_goes_to_the_log_and_success_is_no_crash(supervisor, tmp_path, ev
     role = supervisor.start(
         spec(tmp_path, "a", "import sys; print('out'); print('err', file=sys.stderr)", max_restarts=3)
     )
-    until(lambda: not role.running, supervisor)
+    until(lambda: not role.running, check=supervisor.poll)
     assert role.exit_code == 0
     assert sorted(printed(tmp_path / "a.log").split()) == ["err", "out"]
     assert kinds(events) == ["started", "ended"]
@@ -89,7 +76,7 @@ def test_crashed_role_is_restarted_until_it_works(supervisor, tmp_path, events, 
         "print('up', flush=True); time.sleep(60)"
     )
     role = supervisor.start(spec(tmp_path, "a", code, str(tmp_path / "count"), max_restarts=3))
-    until(lambda: "up" in printed(tmp_path / "a.log"), supervisor)
+    until(lambda: "up" in printed(tmp_path / "a.log"), check=supervisor.poll)
     assert role.restarts == 2
     assert kinds(events) == ["started", "crashed", "restarted", "crashed", "restarted"]
     assert events[1][1]["exit_code"] == -9
@@ -148,7 +135,7 @@ def test_children_of_a_killed_role_die_with_it(supervisor, tmp_path):
     child = int(until(lambda: printed(tmp_path / "a.log").strip()))
     role.scan()
     os.kill(role.pid, signal.SIGKILL)
-    until(lambda: not role.running, supervisor)
+    until(lambda: not role.running, check=supervisor.poll)
     until(lambda: not alive(child))
 
 

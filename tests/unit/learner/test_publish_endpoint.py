@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,9 @@ from launch.keys import make, revoke
 from learner.publish.control_socket import Endpoint
 from rollout_fleet.weights import weight_client
 from rollout_fleet.weights.weight_client import WeightClient
+from tests.waiting import until
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 JOIN = messages.Join("n0", 1)
 
 
@@ -64,13 +64,6 @@ def dealer(address: str, credential: Credential | None = None) -> Iterator["zmq.
         yield socket
 
 
-def eventually(condition: Any) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.02)
-
-
 def test_a_node_with_its_key_joins_and_nobody_else_does(folder: KeyFolder) -> None:
     with listening(folder.path) as (endpoint, heard):
         others = [None, load_credential(folder.path, "observer"), load_credential(folder.path, "learner")]
@@ -81,7 +74,7 @@ def test_a_node_with_its_key_joins_and_nobody_else_does(folder: KeyFolder) -> No
         assert (heard, endpoint.malformed) == ([], 0)
         with dealer(endpoint.address, load_credential(folder.path, "node")) as socket:
             socket.send(messages.encode(JOIN))
-            eventually(lambda: heard == [JOIN])
+            until(lambda: heard == [JOIN])
 
 
 def test_a_node_that_was_revoked_after_it_joined_is_not_heard_any_more(folder: KeyFolder) -> None:
@@ -90,9 +83,9 @@ def test_a_node_that_was_revoked_after_it_joined_is_not_heard_any_more(folder: K
         dealer(endpoint.address, load_credential(folder.path, "node")) as socket,
     ):
         socket.send(messages.encode(JOIN))
-        eventually(lambda: len(heard) == 1)
+        until(lambda: len(heard) == 1)
         revoke(folder, "a")
-        eventually(lambda: endpoint.malformed >= 1 or socket.send(messages.encode(messages.Pong("n0"))))
+        until(lambda: endpoint.malformed >= 1 or socket.send(messages.encode(messages.Pong("n0"))))
         ejected = messages.decode_from_learner(socket.recv())
         assert isinstance(ejected, messages.Eject)
         assert "revoked" in ejected.reason

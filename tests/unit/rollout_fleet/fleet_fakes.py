@@ -14,6 +14,7 @@ from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.driver import EpisodeDriver, Sampling
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
 from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, WeightsState
+from tests.waiting import LIMIT_S
 
 EOS = 0
 
@@ -195,14 +196,7 @@ def add(prompt: str) -> Generation:
     return say(f" {a}+{b} ={int(a) + int(b)}")
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Return once `condition` holds; raises TimeoutError."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def run(work: Awaitable[None], timeout_s: float = 20.0) -> None:
+def run(work: Awaitable[None], timeout_s: float = LIMIT_S) -> None:
     """asyncio.run with a bound."""
 
     async def bounded() -> None:

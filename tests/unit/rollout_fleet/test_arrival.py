@@ -4,10 +4,11 @@ import subprocess
 import sys
 import time
 
-from fleet_fakes import run, until
+from fleet_fakes import run
 from test_node import Site
 
 from rollout_fleet.join_timing import Arrival, process_age_s
+from tests.waiting import until_async
 
 
 def test_stages_count_from_the_start_of_the_process_and_only_once() -> None:
@@ -37,10 +38,10 @@ def test_the_first_lease_and_the_first_accepted_group_are_reported() -> None:
     async def once() -> None:
         async with Site() as site:
             site.attach(tasks=4)
-            await until(lambda: site.states() == ["ready"] * 4)
+            await until_async(lambda: site.states() == ["ready"] * 4)
             told = site.board.report().joined
             assert 0 < told.leased <= told.delivered
-            await until(lambda: site.learner.status().nodes[0].report.joined == told)
+            await until_async(lambda: site.learner.status().nodes[0].report.joined == told)
 
     run(once())
 
@@ -60,8 +61,8 @@ def test_a_group_that_the_broker_refuses_is_no_first_group() -> None:
     async def once() -> None:
         async with Site(wrap=Refusing) as site:
             site.attach(tasks=1)
-            await until(lambda: site.parts.broker.refused == 1)  # type: ignore[attr-defined]
-            await until(lambda: site.board.report().groups == [])
+            await until_async(lambda: site.parts.broker.refused == 1)  # type: ignore[attr-defined]
+            await until_async(lambda: site.board.report().groups == [])
             assert site.board.report().joined.leased > 0
             assert site.board.report().joined.delivered == 0
 

@@ -5,9 +5,10 @@ import threading
 import time
 
 import pytest
-from fleet_fakes import new_host, run, until
+from fleet_fakes import new_host, run
 
 from rollout_fleet.environments.isolation import thread_host as host_module
+from tests.waiting import until_async
 
 
 async def thread_name() -> str:
@@ -38,7 +39,7 @@ def test_cancelling_the_caller_cancels_the_call() -> None:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await until(ended.is_set)
+        await until_async(ended.is_set)
 
     run(once())
 

@@ -17,7 +17,6 @@ from fleet_fakes import (
     make_driver,
     run,
     run_info,
-    until,
 )
 
 from broker.contract import Waste
@@ -32,6 +31,7 @@ from rollout_fleet.node.broker_timeout import BrokerLost, Patience
 from rollout_fleet.node.heartbeat import Heartbeat
 from rollout_fleet.node.node import Node, NodeParts
 from rollout_fleet.node.node_status import Board
+from tests.waiting import LIMIT_S, until_async
 
 
 class Site:
@@ -96,8 +96,8 @@ def test_it_leases_what_the_window_allows_and_hands_in_every_group() -> None:
     async def once() -> None:
         async with Site() as site:
             site.attach(tasks=20)
-            await until(lambda: site.states()[:8] == ["ready"] * 8)
-            await until(lambda: site.board.report().state == "waiting")
+            await until_async(lambda: site.states()[:8] == ["ready"] * 8)
+            await until_async(lambda: site.board.report().state == "waiting")
             assert site.board.report().waiting_on == "task window: version 0 may lease to serial 7"
             assert site.states()[8:] == ["pending"] * 12
             groups = site.learner.take(0, 4, 0.0)
@@ -129,10 +129,10 @@ def test_a_node_that_ran_dry_asks_for_no_more_groups_than_it_has_room_for() -> N
         site = Site(concurrency=4, wrap=Recording)
         async with site:
             site.attach(tasks=20, group_size=4)
-            await until(lambda: site.states()[:8] == ["ready"] * 8)
+            await until_async(lambda: site.states()[:8] == ["ready"] * 8)
             asked.clear()
             site.feed.set(version=1)
-            await until(lambda: site.states()[:12] == ["ready"] * 12)
+            await until_async(lambda: site.states()[:12] == ["ready"] * 12)
             assert asked[0] == (3, 0)  # one that it runs and two ahead
             assert max(groups for groups, _ in asked) == 3
 
@@ -144,9 +144,9 @@ def test_a_new_version_opens_the_window_at_once() -> None:
     async def once() -> None:
         async with Site() as site:
             site.attach(tasks=20)
-            await until(lambda: site.states()[:8] == ["ready"] * 8)
+            await until_async(lambda: site.states()[:8] == ["ready"] * 8)
             site.feed.set(version=1)
-            await until(lambda: site.states()[:12] == ["ready"] * 12, 0.8)
+            await until_async(lambda: site.states()[:12] == ["ready"] * 12)
             assert site.states()[12] == "pending"
 
     run(once())
@@ -155,9 +155,9 @@ def test_a_new_version_opens_the_window_at_once() -> None:
 def test_without_weights_it_leases_nothing_and_says_so() -> None:
     async def once() -> None:
         async with Site() as site:
-            await until(lambda: site.board.report().waiting_on == "learner (none is attached)")
+            await until_async(lambda: site.board.report().waiting_on == "learner (none is attached)")
             site.attach(tasks=4, version=None)
-            await until(lambda: site.board.report().waiting_on == "weights from learner")
+            await until_async(lambda: site.board.report().waiting_on == "weights from learner")
             assert site.board.report().state == "joining"
             assert site.feed.followed[-1] == ("tcp://127.0.0.1:1", 0)
             assert site.states() == ["pending"] * 4
@@ -170,12 +170,12 @@ def test_weights_of_an_earlier_incarnation_lease_nothing() -> None:
         async with Site() as site:
             site.learner.attach(learner_report(incarnation=3))
             site.learner.offer([addition_task(0)])
-            await until(lambda: bool(site.feed.followed))
+            await until_async(lambda: bool(site.feed.followed))
             site.feed.set(version=5, incarnation=2)
-            await until(lambda: "restarted as incarnation 3" in site.board.report().waiting_on)
+            await until_async(lambda: "restarted as incarnation 3" in site.board.report().waiting_on)
             assert site.states() == ["pending"]
             site.feed.set(version=0, incarnation=3)
-            await until(lambda: site.states() == ["ready"])
+            await until_async(lambda: site.states() == ["ready"])
 
     run(once())
 
@@ -185,13 +185,13 @@ def test_it_leases_ahead_but_no_further_than_two_groups() -> None:
         async with Site(concurrency=4) as site:
             site.sampler.gate.clear()
             site.attach(tasks=8)
-            await until(lambda: site.states().count("leased") == 4)
+            await until_async(lambda: site.states().count("leased") == 4)
             await asyncio.sleep(0.1)
             assert site.states().count("leased") == 4  # two groups of two run, two wait
             assert len(site.sampler.calls) == 4
-            await until(lambda: site.board.report().state == "generating")
+            await until_async(lambda: site.board.report().state == "generating")
             site.sampler.gate.set()
-            await until(lambda: site.states() == ["ready"] * 8)
+            await until_async(lambda: site.states() == ["ready"] * 8)
             assert site.sampler.most_at_once == 4
 
     run(once())
@@ -213,13 +213,13 @@ def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engine_from
 
             site.parts.runner._driver.run = one_long  # type: ignore[method-assign]
             site.attach(tasks=8)
-            await until(lambda: site.parts.runner.episodes_running == 4 and len(site.node._running) >= 4)
+            await until_async(lambda: site.parts.runner.episodes_running == 4 and len(site.node._running) >= 4)
             # four groups with one long episode each hold the four places; counted by groups, two would have filled it
-            await until(lambda: [g.finished for g in site.board.report().groups][:4] == [1, 1, 1, 0])
+            await until_async(lambda: [g.finished for g in site.board.report().groups][:4] == [1, 1, 1, 0])
             work = site.board.report().groups[0]
             assert (work.serial, work.samples, work.place) == (0, 2, "engine")
             first.set()
-            await until(lambda: site.states() == ["ready"] * 8)
+            await until_async(lambda: site.states() == ["ready"] * 8)
 
     run(once())
 
@@ -238,15 +238,15 @@ def test_the_limit_follows_what_the_kv_cache_carries(monkeypatch: pytest.MonkeyP
         async with site:
             site.sampler.gate.clear()
             site.attach(tasks=8)
-            await until(lambda: site.sampler.now == 8)
+            await until_async(lambda: site.sampler.now == 8)
             site.sampler.counters.running, site.sampler.counters.waiting = 6, 2
             for _ in range(LOOKS + 2):
                 site.sampler.counters.recompute_s += 0.5
-                await until(another_look(site.node))
+                await until_async(another_look(site.node))
             assert site.board.report().concurrency == 6
             assert site.sampler.now == 8  # nobody is stopped
             site.sampler.gate.set()
-            await until(lambda: site.states() == ["ready"] * 8)
+            await until_async(lambda: site.states() == ["ready"] * 8)
 
     run(once())
 
@@ -256,7 +256,7 @@ def test_a_node_whose_id_was_taken_by_another_process_stops() -> None:
         async with Site() as site:
             await site.broker.node().register(msgspec.structs.replace(site.board.report(), pid=-1))
             with pytest.raises(BrokerError, match="every node needs an id of its own"):
-                await asyncio.wait_for(site.running, 10)
+                await asyncio.wait_for(site.running, LIMIT_S)
 
     run(once())
 
@@ -266,13 +266,13 @@ def test_heartbeats_come_from_a_thread_of_their_own_and_keep_leases() -> None:
         async with Site(lease_s=0.4) as site:
             site.sampler.gate.clear()
             site.attach(tasks=1)
-            await until(lambda: site.states() == ["leased"])
+            await until_async(lambda: site.states() == ["leased"])
             await asyncio.sleep(1.0)
             assert site.states() == ["leased"]
             assert site.learner.status().lease_expiries == 0
             assert site.link.threads == {"heartbeat"}
             site.sampler.gate.set()
-            await until(lambda: site.states() == ["ready"])
+            await until_async(lambda: site.states() == ["ready"])
 
     run(once())
 
@@ -288,13 +288,13 @@ def test_a_lost_lease_cancels_its_episodes_and_counts_the_waste() -> None:
         site.parts.runner._driver.run = one_of_two  # type: ignore[assignment,method-assign]
         async with site:
             site.attach(tasks=1)
-            await until(lambda: site.states() == ["leased"])
-            await until(lambda: len(site.board.leases) == 1)
+            await until_async(lambda: site.states() == ["leased"])
+            await until_async(lambda: len(site.board.leases) == 1)
             token = site.board.leases[0]
             await site.broker.node().release("n0", [token])
-            await until(lambda: site.board.report().tokens_wasted == 10)
+            await until_async(lambda: site.board.report().tokens_wasted == 10)
             assert site.board.report().waste["cancelled"] == Waste(10, 0.0)  # the broker has counted the seconds
-            await until(lambda: site.board.leases != [token])
+            await until_async(lambda: site.board.leases != [token])
             assert site.learner.status().stale_results == 0
 
     run(once())
@@ -322,7 +322,7 @@ def test_a_result_under_an_old_token_is_refused_and_the_task_done_once() -> None
     async def once() -> None:
         async with Site(wrap=Slow) as site:
             site.attach(tasks=1)
-            await until(lambda: site.states() == ["ready"])
+            await until_async(lambda: site.states() == ["ready"])
             assert site.learner.status().stale_results == 1
 
     run(once())
@@ -332,7 +332,7 @@ def test_a_group_whose_samples_all_fail_counts_as_an_attempt_with_the_reason() -
     async def once() -> None:
         async with Site(respond=lambda _: ValueError("token outside the vocabulary")) as site:
             site.attach(tasks=1)
-            await until(lambda: site.states() == ["dead"])
+            await until_async(lambda: site.states() == ["dead"])
             entry = site.learner.ledger()[0]
             assert entry.attempts == 3
             assert "token outside the vocabulary" in entry.reason
@@ -346,9 +346,9 @@ def test_a_drain_finishes_what_runs_and_returns_what_has_not_started() -> None:
         async with Site(concurrency=4) as site:
             site.sampler.gate.clear()
             site.attach(tasks=8)
-            await until(lambda: site.states().count("leased") == 4 and len(site.sampler.calls) == 4)
+            await until_async(lambda: site.states().count("leased") == 4 and len(site.sampler.calls) == 4)
             site.node.request_drain("SIGTERM")
-            await until(lambda: site.states().count("pending") == 6)
+            await until_async(lambda: site.states().count("pending") == 6)
             assert site.board.report().state == "draining"
             site.sampler.gate.set()
             assert await site.running == EXIT_DONE
@@ -363,9 +363,9 @@ def test_a_drain_is_bounded_and_gives_running_groups_back() -> None:
         async with Site(drain_s=0.2) as site:
             site.sampler.gate.clear()
             site.attach(tasks=1)
-            await until(lambda: len(site.sampler.calls) == 2)
+            await until_async(lambda: len(site.sampler.calls) == 2)
             site.node.request_drain("SIGTERM")
-            assert await asyncio.wait_for(site.running, 3) == EXIT_DONE
+            assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_DONE
             assert site.states() == ["pending"]
             assert site.sampler.cancelled == 2
 
@@ -377,9 +377,9 @@ def test_a_finished_learner_drains_the_node_without_waiting() -> None:
         async with Site(drain_s=60) as site:
             site.sampler.gate.clear()
             site.attach(tasks=1)
-            await until(lambda: len(site.sampler.calls) == 2)
+            await until_async(lambda: len(site.sampler.calls) == 2)
             site.learner.report(learner_report(state="done"))
-            assert await asyncio.wait_for(site.running, 3) == EXIT_DONE
+            assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_DONE
 
     run(once())
 
@@ -389,9 +389,9 @@ def test_a_quarantined_node_gives_everything_back_says_why_and_fails() -> None:
         async with Site() as site:
             site.sampler.gate.clear()
             site.attach(tasks=4)
-            await until(lambda: len(site.sampler.calls) == 4)
+            await until_async(lambda: len(site.sampler.calls) == 4)
             site.feed.set(quarantined="canary differs by 3.2")
-            assert await asyncio.wait_for(site.running, 3) == EXIT_FAILED
+            assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_FAILED
             assert site.states() == ["pending"] * 4
             told = site.learner.status().nodes[0].report
             assert (told.state, told.waiting_on) == ("quarantined", "canary differs by 3.2")
@@ -403,9 +403,9 @@ def test_an_engine_that_refuses_because_of_its_quarantine_counts_as_quarantined(
     async def once() -> None:
         async with Site(respond=lambda _: SlipstreamError("quarantined: bad sum")) as site:
             site.attach(tasks=1)
-            await until(lambda: bool(site.sampler.calls))
+            await until_async(lambda: bool(site.sampler.calls))
             site.feed.set(quarantined="bad sum")
-            assert await asyncio.wait_for(site.running, 3) == EXIT_FAILED
+            assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_FAILED
 
     run(once())
 
@@ -415,7 +415,7 @@ def test_a_dead_engine_ends_the_node_with_its_reason_and_returns_the_leases() ->
         async with Site(respond=lambda _: SlipstreamError("the engine died")) as site:
             site.attach(tasks=3)
             with pytest.raises(SlipstreamError, match="the engine died"):
-                await asyncio.wait_for(site.running, 5)
+                await asyncio.wait_for(site.running, LIMIT_S)
             await site.broker.node().leave("n0")
             assert site.states() == ["pending"] * 3
 
@@ -445,7 +445,7 @@ def test_a_broker_that_is_away_for_a_moment_loses_nothing() -> None:
     async def once() -> None:
         async with Site(wrap=Flaky) as site:
             site.attach(tasks=3)
-            await until(lambda: site.states() == ["ready"] * 3)
+            await until_async(lambda: site.states() == ["ready"] * 3)
             assert [e.attempts for e in site.learner.ledger()] == [1, 1, 1]
 
     run(once())
@@ -462,7 +462,7 @@ def test_a_broker_that_stays_away_ends_the_node_with_the_reason() -> None:
         async with site:
             site.attach(tasks=1)
             with pytest.raises(BrokerLost, match="has not answered for"):
-                await asyncio.wait_for(site.running, 5)
+                await asyncio.wait_for(site.running, LIMIT_S)
 
     run(once())
 
@@ -476,7 +476,7 @@ def test_two_nodes_share_the_window() -> None:
                 site.sampler.gate.clear()
                 site.feed.set(version=0, incarnation=0)
             first.attach(tasks=8)
-            await until(lambda: first.states() == ["leased"] * 8)
+            await until_async(lambda: first.states() == ["leased"] * 8)
             assert {e.nodes[-1] for e in first.learner.ledger()} == {"n0", "n1"}
 
     run(once())

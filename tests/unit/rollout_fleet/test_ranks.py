@@ -13,7 +13,7 @@ from torch import distributed
 from rollout_fleet.weights.tensor_parallel import Ranks
 
 _dist: Any = distributed
-WAIT_S = 60
+WAIT_S = 300
 
 
 class Workers:

@@ -1,0 +1,50 @@
+"""Waiting for events in tests. A limit only ends a test that would otherwise wait for ever."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+LIMIT_S = 300.0  # far above what any wait needs on a slow machine with a busy neighbour
+
+
+def until(
+    condition: Callable[[], Any],
+    what: str = "",
+    limit_s: float = LIMIT_S,
+    *,
+    check: Callable[[], object] = lambda: None,
+    told: Callable[[], str] = str,
+    every_s: float = 0.01,
+) -> Any:
+    """The first true value of `condition`.
+
+    `what` names the awaited event; the default is the source of `condition`. `check` raises when waiting has become
+    pointless, for instance because a process has ended. `told` gives more text for the failure, for instance a log.
+
+    Raises:
+        AssertionError: the event did not come within `limit_s`.
+    """
+    end = time.monotonic() + limit_s
+    while not (value := condition()):
+        check()
+        assert time.monotonic() < end, f"waited {limit_s:g} s in vain for: {what or _source(condition)}\n{told()}"
+        time.sleep(every_s)
+    return value
+
+
+async def until_async(condition: Callable[[], Any], what: str = "", limit_s: float = LIMIT_S) -> Any:
+    """As `until`, while the other tasks of this event loop run."""
+    end = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"waited {limit_s:g} s in vain for: {what or _source(condition)}"
+        await asyncio.sleep(0.005)
+    return value
+
+
+def _source(condition: Callable[[], Any]) -> str:
+    try:
+        return inspect.getsource(condition).strip()
+    except (OSError, TypeError):
+        return repr(condition)
