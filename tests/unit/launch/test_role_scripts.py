@@ -1,0 +1,54 @@
+"""broker.sh, learner.sh and rollout.sh start their role in the environment that launch/setup.sh made for it."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parents[3] / "launch"
+BASH = shutil.which("bash") or "/bin/bash"
+
+
+def checkout(folder: Path, *environments: str) -> Path:
+    """A checkout's scripts beside environments whose `slipstream` says where it lies and what it was given."""
+    (folder / "launch").mkdir()
+    for name in ("role.sh", "broker.sh", "learner.sh", "rollout.sh"):
+        shutil.copy(LAUNCH / name, folder / "launch")
+    for name in environments:
+        command = folder / name / "bin" / "slipstream"
+        command.parent.mkdir(parents=True)
+        command.write_text(f'#!{BASH}\necho {name} "$@"\n')
+        command.chmod(0o755)
+    return folder
+
+
+def ran(folder: Path, role: str, *words: str, path: str = "/usr/bin:/bin") -> subprocess.CompletedProcess[str]:
+    command = [str(folder / "launch" / f"{role}.sh"), *words]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path}, check=False)
+
+
+@pytest.mark.parametrize(
+    ("role", "environments", "expected"),
+    [
+        ("broker", [".venv-learner"], ".venv-learner"),
+        ("broker", [".venv-rollout"], ".venv-rollout"),
+        ("broker", [".venv", ".venv-learner", ".venv-rollout"], ".venv"),
+        ("learner", [".venv", ".venv-learner", ".venv-rollout"], ".venv-learner"),
+        ("learner", [".venv", ".venv-rollout"], ".venv"),
+        ("rollout", [".venv", ".venv-learner", ".venv-rollout"], ".venv-rollout"),
+        ("rollout", [".venv", ".venv-learner"], ".venv"),
+    ],
+)
+def test_a_role_starts_in_its_environment(tmp_path: Path, role: str, environments: list[str], expected: str) -> None:
+    done = ran(checkout(tmp_path, *environments), role, "job.yaml", "run.name=two words")
+    assert (done.returncode, done.stdout) == (0, f"{expected} {role} job.yaml run.name=two words\n")
+
+
+def test_without_an_environment_the_command_on_path_is_taken_and_without_both_it_says_so(tmp_path: Path) -> None:
+    checkout(tmp_path, "elsewhere")
+    found = ran(tmp_path, "learner", "job.yaml", path=f"{tmp_path}/elsewhere/bin:/usr/bin:/bin")
+    assert found.stdout == "elsewhere learner job.yaml\n"
+    missing = ran(tmp_path, "broker", "job.yaml")
+    assert (missing.returncode, missing.stderr) == (2, "no environment found; run launch/setup.sh first\n")
