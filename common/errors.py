@@ -34,11 +34,15 @@ class ConfigError(UsageError):
         expected: what would have been accepted.
         found: what stood there.
         hint: the nearest valid name, or the next step to take.
+        line: the key's line in the file; None when it is not known.
     """
 
-    def __init__(self, file: str, key: str, expected: str, found: str, hint: str | None = None) -> None:
-        self.file, self.key, self.expected, self.found, self.hint = file, key, expected, found, hint
-        text = f"{file}: {key}: expected {expected}, found {found}"
+    def __init__(
+        self, file: str, key: str, expected: str, found: str, hint: str | None = None, line: int | None = None
+    ) -> None:
+        self.file, self.key, self.expected, self.found, self.hint, self.line = file, key, expected, found, hint, line
+        where = file if line is None else f"{file}, line {line}"
+        text = f"{where}: {key}: expected {expected}, found {found}"
         super().__init__(f"{text}; {hint}" if hint else text)
 
 

@@ -1,41 +1,31 @@
-"""Load a YAML config strictly: what a person mistyped is named with its file, key path and nearest valid name.
+"""Load a YAML config strictly: an error names the file, the line, the key path and the nearest valid name.
 
-The schema is walked next to the document, so that every message can say what would have been accepted
-there. `key.path=value` overrides are typed as YAML, applied before the walk and named as '<override>'.
+msgspec checks the document against the schema. Its errors are rewritten here, with what the key accepts and what was
+found. `key.path=value` overrides are typed as YAML, applied before the check and named as '<override>'.
 """
 
 import difflib
-import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 import msgspec
 import yaml
 from msgspec import inspect as schema_info
 
 from common.config import strict_yaml
-from common.config.schema import Config, SftConfig
+from common.config.schema import MOST_FLOAT, MOST_INTEGER, Config, SftConfig
 from common.config.strict_yaml import Document
 from common.errors import ConfigError, UsageError
 
 OVERRIDE = "<override>"
-MOST_INTEGER = 1 << 53  # what travels as a number and stays exact
 MOST_BITS_SHOWN = 256
 S = TypeVar("S", bound=msgspec.Struct)
 
-
-def read_document(path: Path) -> Document:
-    """The YAML mapping in `path`; raises UsageError when it cannot be read, ConfigError when it is malformed."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UsageError(f"config file {path} does not exist{_nearest_file(path)}") from None
-    except IsADirectoryError:
-        raise UsageError(f"{path} is a folder; expected a config file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"config file {path} cannot be read: {error}") from None
-    return strict_yaml.parse_mapping(text, str(path))
+# how msgspec names the place of an error, and the field that is unknown or missing there
+_PLACE = re.compile(r" - at `\$\.?(.*)`$")
+_FIELD = re.compile(r"Object (?:contains (unknown)|missing required) field `(.*?)`")
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), schema: type[S] = Config) -> S:
@@ -51,9 +41,17 @@ def load_config(path: Path, overrides: Sequence[str] = (), schema: type[S] = Con
 
     Raises:
         UsageError: the file cannot be read or an override is not `key=value`.
-        ConfigError: names file (or '<override>'), key path, what was expected, what was found, the nearest key.
+        ConfigError: names file and line (or '<override>'), key path, what was expected and found, the nearest key.
     """
-    return build_config(read_document(path), str(path), overrides, schema)
+    return _load(path, _read(path), overrides, schema)
+
+
+def load_either(path: Path, overrides: Sequence[str] = ()) -> Config | SftConfig:
+    """Load an RL or a warm-start config, whichever `path` contains. Raises as `load_config`."""
+    text = _read(path)
+    if _looks_like_sft(strict_yaml.parse_mapping(text, str(path))):
+        return _load(path, text, overrides, SftConfig)
+    return _load(path, text, overrides, Config)
 
 
 def build_config(document: Document, file: str, overrides: Sequence[str] = (), schema: type[S] = Config) -> S:
@@ -63,18 +61,10 @@ def build_config(document: Document, file: str, overrides: Sequence[str] = (), s
     if schema is SftConfig and "rollout" in document:
         raise UsageError(f"{file} is a config of `slipstream up`: a warm start has no rollout")
     overridden = {_apply_override(document, word, schema) for word in overrides}
-    _check_struct(document, schema, "", _Source(file, overridden, schema))
     try:
         return msgspec.convert(document, schema)
-    except msgspec.ValidationError as error:  # unreachable while the walk above covers the schema
-        raise ConfigError(file, "the document", "a valid config", str(error)) from None
-
-
-def load_either(path: Path, overrides: Sequence[str] = ()) -> Config | SftConfig:
-    """An RL or a warm-start config, whichever `path` holds; raises as `load_config`."""
-    if _looks_like_sft(read_document(path)):
-        return load_config(path, overrides, SftConfig)
-    return load_config(path, overrides, Config)
+    except msgspec.ValidationError as error:
+        raise _rewritten(str(error), document, file, overridden, schema) from None
 
 
 def dump_yaml(config: msgspec.Struct) -> str:
@@ -89,15 +79,53 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     return by_lower[hits[0]] if hits else None
 
 
-class _Source:
-    """Which file, or which override, a key came from."""
+def key_paths(schema: type[msgspec.Struct], at: str = "") -> list[str]:
+    """Every dotted key path of a schema, sections included, in the order of the schema."""
+    out: list[str] = []
+    for field in msgspec.structs.fields(schema):
+        path = _join(at, field.name)
+        out.append(path)
+        if _is_section(field.type):
+            out.extend(key_paths(field.type, path))
+    return out
 
-    def __init__(self, file: str, overridden: set[str], schema: type[msgspec.Struct]) -> None:
-        self.file, self.overridden, self.schema = file, overridden, schema
 
-    def of(self, key: str) -> str:
-        hit = any(key == o or key.startswith(o + ".") for o in self.overridden)
-        return OVERRIDE if hit else self.file
+def describe_value(value: object) -> str:
+    """A value of a document in words, for example "'many' (text)"."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return f"{str(value).lower()} (true or false)"
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, int) and value.bit_length() > MOST_BITS_SHOWN:
+        return f"an integer of {value.bit_length()} bits"
+    words: dict[type, str] = {str: "text", int: "integer", float: "number"}
+    return f"{value!r} ({words.get(type(value), type(value).__name__)})"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"config file {path} does not exist{_nearest_file(path)}") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a folder; expected a config file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"config file {path} cannot be read: {error}") from None
+
+
+def _load(path: Path, text: str, overrides: Sequence[str], schema: type[S]) -> S:
+    document = strict_yaml.parse_mapping(text, str(path))
+    try:
+        return build_config(document, str(path), overrides, schema)
+    except ConfigError as error:
+        if error.file == OVERRIDE:
+            raise
+        line = strict_yaml.line_of(text, error.key)
+        raise ConfigError(error.file, error.key, error.expected, error.found, error.hint, line) from None
 
 
 def _looks_like_sft(document: Document) -> bool:
@@ -113,8 +141,11 @@ def _apply_override(document: Document, word: str, schema: type[msgspec.Struct])
     key, equals, text = word.partition("=")
     if not equals or not key or any(not part for part in key.split(".")):
         raise UsageError(f"override {word!r}: expected key.path=value, for example run.steps=40")
-    kind = _field_type(key, schema)
-    value = _override_value(text, key)
+    kind = schema_info.type_info(_type_of(key, schema))
+    try:
+        value = strict_yaml.load(text)
+    except yaml.YAMLError:
+        raise ConfigError(OVERRIDE, key, "a YAML value", repr(text), "put quotes around the value") from None
     if isinstance(kind, schema_info.StrType) and not isinstance(value, str):
         value = text  # run.name=2026 means the text
     section, *_ = parts = key.split(".")
@@ -129,158 +160,105 @@ def _apply_override(document: Document, word: str, schema: type[msgspec.Struct])
     return key
 
 
-def _override_value(text: str, key: str) -> object:
-    try:
-        return strict_yaml.load(text)
-    except yaml.YAMLError:
-        raise ConfigError(OVERRIDE, key, "a YAML value", repr(text), "put quotes around the value") from None
-
-
-def _field_type(key: str, schema: type[msgspec.Struct]) -> schema_info.Type:
-    """The schema's type at a dotted path; raises ConfigError naming the nearest key."""
-    kind: schema_info.Type = schema_info.type_info(schema)
+def _type_of(key: str, schema: type[msgspec.Struct]) -> Any:
+    """The schema's type at the dotted path of an override; raises ConfigError naming the nearest key."""
+    kind: Any = schema
     done: list[str] = []
-    for part in key.split("."):
-        if isinstance(kind, schema_info.StructType):
-            fields = {f.name: f.type for f in kind.fields}
+    for part in key.split(".") if key else ():
+        if _is_section(kind):
+            fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
             if part not in fields:
-                raise _unknown_key(OVERRIDE, ".".join([*done, part]), part, fields, schema)
+                raise _unknown_key(OVERRIDE, ".".join([*done, part]), kind, schema)
             kind = fields[part]
-        elif isinstance(kind, schema_info.DictType):
-            kind = kind.value_type
+        elif get_origin(kind) is dict:
+            kind = get_args(kind)[1]
         else:
-            raise ConfigError(
-                OVERRIDE, key, f"'{'.'.join(done)}' to be {describe_type(kind)}", f"the key '{part}' below it"
-            )
+            expected = f"'{'.'.join(done)}' to be {_describe_type(kind)}"
+            raise ConfigError(OVERRIDE, key, expected, f"the key '{part}' below it")
         done.append(part)
     return kind
 
 
-def _unknown_key(file: str, key: str, name: str, known: Iterable[str], schema: type[msgspec.Struct]) -> ConfigError:
-    known = list(known)
+def _rewritten(
+    text: str, document: Document, file: str, overridden: set[str], schema: type[msgspec.Struct]
+) -> ConfigError:
+    """msgspec's error, with the key's whole path, what it accepts, what was found there, and the nearest name."""
+    place, field = _PLACE.search(text), _FIELD.match(text)
+    key = place[1] if place else ""
+    if key.endswith("[...]"):  # msgspec does not name the entry of a mapping
+        key = key.removesuffix("[...]")
+        entry_type = get_args(_type_of(key, schema))[1]
+        entries = cast("Document", _value_at(document, key))
+        key = _join(key, next(name for name, entry in entries.items() if not _converts(entry, entry_type)))
+    section = _type_of(key, schema)
+    key = _join(key, field[2]) if field else key
+    source = OVERRIDE if any(key == o or key.startswith(o + ".") for o in overridden) else file
+    if field and field[1]:
+        return _unknown_key(source, key, section, schema)
+    kind = _type_of(key, schema)
+    if field:
+        return ConfigError(file, key, _describe_type(kind), "nothing", "this key is required")
+    value, hint = _value_at(document, key), None
+    info = schema_info.type_info(kind)
+    if isinstance(info, schema_info.LiteralType) and (near := nearest(str(value), map(str, info.values))):
+        hint = f"did you mean '{near}'?"
+    if isinstance(value, int) and abs(value) > MOST_INTEGER:
+        hint = f"at most {MOST_INTEGER}"
+    return ConfigError(source, key, _describe_type(kind), describe_value(value), hint)
+
+
+def _unknown_key(file: str, key: str, section: Any, schema: type[msgspec.Struct]) -> ConfigError:
+    name = key.rpartition(".")[2]
+    known = [field.name for field in msgspec.structs.fields(section)]
     elsewhere = [path for path in key_paths(schema) if path.rpartition(".")[2] == name]
     near = elsewhere[0] if elsewhere else nearest(name, known)
     hint = f"did you mean '{near}'?" if near else f"known keys here: {', '.join(known)}"
     return ConfigError(file, key, "a known key", f"unknown key '{name}'", hint)
 
 
-def key_paths(schema: type[msgspec.Struct], at: str = "") -> list[str]:
-    """Every dotted key path of a schema, sections included, in the order of the schema."""
-    out: list[str] = []
-    for field in msgspec.structs.fields(schema):
-        path = _join(at, field.name)
-        out.append(path)
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            out.extend(key_paths(field.type, path))
-    return out
+def _value_at(document: Document, key: str) -> object:
+    value: object = document
+    for part in key.split(".") if key else ():
+        value = cast("Document", value)[part]
+    return value
 
 
-def _check_struct(value: object, schema: type[msgspec.Struct], at: str, source: _Source) -> None:
-    if not isinstance(value, dict):
-        keys = ", ".join(f.name for f in msgspec.structs.fields(schema))
-        raise ConfigError(source.of(at), at, f"a section with the keys {keys}", describe_value(value))
-    document = cast("Document", value)
-    info = schema_info.type_info(schema)
-    assert isinstance(info, schema_info.StructType)
-    fields = {f.name: f for f in info.fields}
-    for name in document:
-        if name not in fields:
-            key = _join(at, name)
-            raise _unknown_key(source.of(key), key, name, fields, source.schema)
-    for name, field in fields.items():
-        key = _join(at, name)
-        if name not in document:
-            if field.required:
-                raise ConfigError(source.file, key, describe_type(field.type), "nothing", "this key is required")
-            continue
-        _check_value(document[name], field.type, key, source)
-
-
-def _check_value(value: object, kind: schema_info.Type, key: str, source: _Source) -> None:
-    if isinstance(kind, schema_info.StructType):
-        _check_struct(value, kind.cls, key, source)
-        return
-    if isinstance(kind, schema_info.DictType):
-        if not isinstance(value, dict):
-            raise ConfigError(source.of(key), key, "a mapping", describe_value(value))
-        for name, item in cast("Document", value).items():
-            _check_value(item, kind.value_type, _join(key, name), source)
-        return
-    if not _fits(value, kind):
-        hint = None
-        if isinstance(kind, schema_info.LiteralType):
-            near = nearest(str(value), (str(v) for v in kind.values))
-            hint = f"did you mean '{near}'?" if near else None
-        if isinstance(value, int) and abs(value) > MOST_INTEGER:
-            hint = f"at most {MOST_INTEGER}"
-        raise ConfigError(source.of(key), key, describe_type(kind), describe_value(value), hint)
-
-
-def _fits(value: object, kind: schema_info.Type) -> bool:
-    """Whether a leaf value has the type and lies in the range."""
-    if isinstance(value, int) and abs(value) > MOST_INTEGER:
+def _converts(value: object, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
         return False
-    if isinstance(kind, schema_info.UnionType):
-        return any(_fits(value, k) for k in kind.types)
-    if isinstance(kind, schema_info.LiteralType):
-        return any(type(value) is type(v) and value == v for v in kind.values)
-    if isinstance(kind, schema_info.NoneType):
-        return value is None
-    if isinstance(kind, schema_info.BoolType):
-        return isinstance(value, bool)
-    if isinstance(kind, schema_info.IntType):
-        return isinstance(value, int) and not isinstance(value, bool) and _in_range(value, kind)
-    if isinstance(kind, schema_info.FloatType):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return False
-        return math.isfinite(value) and _in_range(value, kind)
-    if isinstance(kind, schema_info.StrType):
-        return isinstance(value, str) and len(value) >= (kind.min_length or 0)
-    raise TypeError(f"the config schema uses {kind}, which the loader does not know")
+    return True
 
 
-def _in_range(value: float, kind: schema_info.IntType | schema_info.FloatType) -> bool:
-    return (
-        (kind.ge is None or value >= kind.ge)
-        and (kind.gt is None or value > kind.gt)
-        and (kind.le is None or value <= kind.le)
-        and (kind.lt is None or value < kind.lt)
-    )
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
-def describe_type(kind: schema_info.Type) -> str:
+def _describe_type(kind: Any) -> str:
     """A type in words, for example 'an integer >= 1' or 'one of keep, recompute'."""
+    if _is_section(kind):
+        return f"a section with the keys {', '.join(field.name for field in msgspec.structs.fields(kind))}"
+    return _in_words(schema_info.type_info(kind))
+
+
+def _in_words(kind: schema_info.Type) -> str:
     if isinstance(kind, schema_info.UnionType):
-        return " or ".join(describe_type(k) for k in kind.types)
+        return " or ".join(_in_words(k) for k in kind.types)
     if isinstance(kind, schema_info.LiteralType):
         return "one of " + ", ".join(str(v) for v in kind.values)
     if isinstance(kind, schema_info.IntType | schema_info.FloatType):
-        word = "an integer" if isinstance(kind, schema_info.IntType) else "a number"
-        bounds = [(">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt)]
-        return " ".join([word, " and ".join(f"{sign} {b}" for sign, b in bounds if b is not None)]).strip()
+        word, most = ("an integer", MOST_INTEGER) if isinstance(kind, schema_info.IntType) else ("a number", MOST_FLOAT)
+        bounds = [(">=", kind.ge), (">", kind.gt), ("<=", kind.le)]
+        shown = [f"{sign} {bound}" for sign, bound in bounds if bound is not None and abs(bound) < most]
+        return " ".join([word, " and ".join(shown)]).strip()
     names: dict[type[schema_info.Type], str] = {
         schema_info.StrType: "text",
         schema_info.BoolType: "true or false",
         schema_info.NoneType: "null",
-        schema_info.StructType: "a section",
         schema_info.DictType: "a mapping",
     }
     return names.get(type(kind), type(kind).__name__)
-
-
-def describe_value(value: object) -> str:
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return f"{str(value).lower()} (true or false)"
-    if isinstance(value, dict):
-        return "a section"
-    if isinstance(value, list):
-        return "a list"
-    if isinstance(value, int) and value.bit_length() > MOST_BITS_SHOWN:
-        return f"an integer of {value.bit_length()} bits"
-    words: dict[type, str] = {str: "text", int: "integer", float: "number"}
-    return f"{value!r} ({words.get(type(value), type(value).__name__)})"
 
 
 def _join(at: str, name: str) -> str:

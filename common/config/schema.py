@@ -9,15 +9,22 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Positive = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
+# Bounds keep every number finite, and every integer exact where it travels as a float. Messages leave them out.
+MOST_INTEGER = 1 << 53
+MOST_FLOAT = 1e300
+Integer = Annotated[int, Meta(ge=-MOST_INTEGER, le=MOST_INTEGER)]
+Positive = Annotated[int, Meta(ge=1, le=MOST_INTEGER)]
+Natural = Annotated[int, Meta(ge=0, le=MOST_INTEGER)]
+Number = Annotated[float, Meta(ge=-MOST_FLOAT, le=MOST_FLOAT)]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]  # more than a billion overflows clocks
 Fraction = Annotated[float, Meta(ge=0, le=1)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0, le=MOST_FLOAT)]
+NonNegativeFloat = Annotated[float, Meta(ge=0, le=MOST_FLOAT)]
 Text = Annotated[str, Meta(min_length=1)]
-Scalar = str | int | float | bool
-AddressSpace = Annotated[int, Meta(ge=32)]  # MiB; measured: a Python process starts with 32, and not with 24
+Scalar = str | Integer | Number | bool
+AddressSpace = Annotated[
+    int, Meta(ge=32, le=MOST_INTEGER)
+]  # MiB; measured: a Python process starts with 32, and not with 24
 AUTO_FACTOR = 2  # rollout.concurrency: auto goes up to this many times rollout.engine.max_num_seqs
 Recompute = Literal["none", "selective", "full"]
 
@@ -105,7 +112,8 @@ class LossConfig(Strict, frozen=True, kw_only=True):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     clip_low: PositiveFloat | None = None  # bound of the objective below; unset: its default
     clip_high: PositiveFloat | None = None  # bound of the objective above
-    clip_dual: Annotated[float, Meta(gt=1)] | None = None  # bound of ppo_clip where advantages are negative
+    clip_dual: AboveOne | None = None  # bound of ppo_clip where advantages are negative
+    )
     proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"  # policy around which the update is bounded
     # of tokens that another version or other arithmetic sampled
     correction: Literal["none", "tis", "icepop", "mis"] = "tis"

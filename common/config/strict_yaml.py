@@ -41,6 +41,19 @@ def load(text: str) -> object:
         raise yaml.YAMLError(f"a value that cannot be read: {error}") from None
 
 
+def line_of(text: str, key: str) -> int | None:
+    """The line, from 1, of a dotted key path in YAML that parses; of the nearest section above it when it is absent."""
+    node: Any = yaml.compose(text, Loader=_Loader)
+    line: int | None = None
+    for part in key.split("."):
+        pairs: list[tuple[Any, Any]] = node.value if isinstance(node, yaml.MappingNode) else []
+        found = next(((name, value) for name, value in pairs if name.value == part), None)
+        if found is None:
+            break
+        line, node = found[0].start_mark.line + 1, found[1]
+    return line
+
+
 def parse_mapping(text: str, file: str) -> Document:
     """A YAML mapping; raises ConfigError naming `file` and the line on malformed YAML or another kind of value."""
     try:

@@ -59,7 +59,11 @@ def kind_of(hint: Any) -> str:
     if get_origin(hint) is Annotated:
         inner, *metas = get_args(hint)
         bounds = [(">=", "ge"), (">", "gt"), ("<=", "le")]
-        limits = [f"{sign} {value:g}" for m in metas for sign, key in bounds if (value := getattr(m, key)) is not None]
+        most = schema.MOST_INTEGER
+        found = [(sign, getattr(meta, key)) for meta in metas for sign, key in bounds]
+        limits = [
+            f"{sign} {value:g}" for sign, value in found if value is not None and abs(value) < schema.MOST_INTEGER
+        ]
         return " ".join([kind_of(inner), ", ".join(limits)]).strip()
     if get_origin(hint) is Literal:
         *most, last = (f"`{choice}`" for choice in get_args(hint))

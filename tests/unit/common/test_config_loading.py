@@ -142,6 +142,23 @@ def test_error_names_key_expected_found_and_hint(write, text, key, expected, fou
     assert str(path) in str(error)
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("learner:\n  parallel:\n    tensr: 2", 7),
+        ("learner: {parallel:\n  {tensr: 2}}", 6),
+        ("rollout:\n\n  # samples\n  group_size: many", 8),
+        ("evaluation: {}", 5),
+    ],
+)
+def test_a_wrong_key_is_named_with_its_line(write, text, line):
+    path = write(MINIMAL + text)
+    error = error_of(path)
+    assert error.line == line
+    assert str(error).startswith(f"{path}, line {line}: {error.key}: expected ")
+    assert error_of(path, "run.stepz=1").line is None
+
+
 def test_missing_section_is_named(write):
     error = error_of(write("run: {name: a, dir: b, steps: 1}\ntasks: {environment: e, dataset: d}"))
     assert (error.key, error.hint) == ("model", "this key is required")
