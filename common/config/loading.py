@@ -217,9 +217,9 @@ def _unknown_key(file: str, key: str, section: Any, schema: type[msgspec.Struct]
 
 
 def _value_at(document: Document, key: str) -> object:
-    value: object = document
+    value: Any = document
     for part in key.split(".") if key else ():
-        value = cast("Document", value)[part]
+        value = value[part]
     return value
 
 

@@ -13,6 +13,7 @@ from msgspec import Meta
 MOST_INTEGER = 1 << 53
 MOST_FLOAT = 1e300
 Integer = Annotated[int, Meta(ge=-MOST_INTEGER, le=MOST_INTEGER)]
+AboveOne = Annotated[float, Meta(gt=1, le=MOST_FLOAT)]
 Positive = Annotated[int, Meta(ge=1, le=MOST_INTEGER)]
 Natural = Annotated[int, Meta(ge=0, le=MOST_INTEGER)]
 Number = Annotated[float, Meta(ge=-MOST_FLOAT, le=MOST_FLOAT)]
@@ -22,9 +23,7 @@ PositiveFloat = Annotated[float, Meta(gt=0, le=MOST_FLOAT)]
 NonNegativeFloat = Annotated[float, Meta(ge=0, le=MOST_FLOAT)]
 Text = Annotated[str, Meta(min_length=1)]
 Scalar = str | Integer | Number | bool
-AddressSpace = Annotated[
-    int, Meta(ge=32, le=MOST_INTEGER)
-]  # MiB; measured: a Python process starts with 32, and not with 24
+AddressSpace = Annotated[int, Meta(ge=32, le=MOST_INTEGER)]  # MiB; a Python process does not start with 24
 AUTO_FACTOR = 2  # rollout.concurrency: auto goes up to this many times rollout.engine.max_num_seqs
 Recompute = Literal["none", "selective", "full"]
 
@@ -34,52 +33,60 @@ class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class RunConfig(Strict, frozen=True, kw_only=True):
-    name: Text  # of the run in logs and reports and, with Redis, in its keys
-    dir: Text  # the run folder RUN: config, metrics, events, store, checkpoints, logs, the final model
-    seed: Natural = 0  # of the dataset's order, of sampling and of environments
-    steps: Positive  # optimizer steps of the whole run
-    max_restarts: Natural = 3  # times `up` restarts a crashed role before it gives up
+    name: Text  # Name of the run in logs, reports and Redis keys.
+    dir: Text  # The run folder RUN, with config, metrics, events, store, checkpoints, logs and the final model.
+    seed: Natural = 0  # Seeds the order of the dataset, sampling and environments. Change it to repeat an experiment.
+    steps: Positive  # Optimizer steps of the whole run. A finished run continues when it is raised.
+    max_restarts: Natural = 3  # How often `up` restarts a role that crashed before the job fails.
 
 
 class ModelConfig(Strict, frozen=True, kw_only=True):
-    path: Text  # Hugging Face folder: config.json, safetensors, tokenizer
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters of learner and engine
-    verify: bool = True  # compare Megatron's forward pass with Hugging Face's when the model is loaded
+    path: Text  # Hugging Face folder with config.json, safetensors files and a tokenizer.
+    # Type of the parameters in learner and engine. Use float32 on CPUs and for tiny models.
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # Compares Megatron's forward pass with Hugging Face's at start-up. Turn it off to start faster.
+    verify: bool = True
 
 
 class LimitsConfig(Strict, frozen=True, kw_only=True):
-    """What environments may take; None: what their class says (docs/environments.md)."""
+    """Limits of an environment. Each one that is unset is what the environment's class says (docs/environments.md)."""
 
-    reset_s: Seconds | None = None  # building an environment and its first observation
-    step_s: Seconds | None = None  # each of its answers
-    observation_chars: Positive | None = None  # of one observation
-    max_concurrent: Positive | None = None  # episodes at once on a node
-    process: bool | None = None  # every episode in a process of its own
-    cpu_s: Positive | None = None  # CPU seconds of that process, over the whole episode
-    memory_mib: AddressSpace | None = None  # address space of that process
-    python: Text | None = None  # interpreter of that process, for libraries that do not fit the node's
+    reset_s: Seconds | None = None  # Seconds to build an environment and to get its first observation.
+    step_s: Seconds | None = None  # Seconds for each later answer of the environment.
+    observation_chars: Positive | None = None  # Characters of one observation; a longer one fails the sample.
+    # Episodes that run at once on a node. Lower it for an environment that needs much memory.
+    max_concurrent: Positive | None = None
+    # Runs every episode in its own process. Turn it on for code that blocks or that is not trusted.
+    process: bool | None = None
+    cpu_s: Positive | None = None  # CPU seconds of that process over the whole episode.
+    memory_mib: AddressSpace | None = None  # Address space of that process.
+    # Interpreter of that process. Set it for libraries that do not fit the node's environment.
+    python: Text | None = None
 
 
 class TasksConfig(Strict, frozen=True, kw_only=True):
-    environment: Text  # built-in name or 'module:Class'; docs/environments.md
-    dataset: Text  # JSONL, one problem per line
-    eval_dataset: str | None = None  # held-out JSONL of `slipstream eval`
-    options: dict[str, Scalar] = {}  # keyword arguments of the environment
+    environment: Text  # Built-in name or 'module:Class'; docs/environments.md lists both.
+    dataset: Text  # JSONL file with one problem per line.
+    eval_dataset: str | None = None  # Held-out JSONL file for `slipstream eval`.
+    options: dict[str, Scalar] = {}  # Keyword arguments of the environment.
     limits: LimitsConfig = LimitsConfig()
-    shuffle: bool = True  # every epoch in an order of its own; false: as in the file
-    max_attempts: Positive = 3  # failures after which a task is given up; docs/delivery.md
+    shuffle: bool = True  # Gives every epoch its own order. False keeps the order of the file.
+    max_attempts: Positive = 3  # Failed attempts after which a task is given up; docs/delivery.md.
 
 
 class ParallelConfig(Strict, frozen=True, kw_only=True):
-    tensor: Positive = 1  # ranks that share each matrix
-    pipeline: Positive = 1  # stages, one behind the other; docs/layouts.md
-    virtual_pipeline: Positive = 1  # pieces of the model that each stage holds
-    context: Positive = 1  # ranks that share each sequence
-    expert: Positive = 1  # ranks over which the experts are spread
-    expert_tensor: Positive = 1  # ranks that share each matrix of an expert
-    sequence: bool = True  # sequence parallelism wherever tensor > 1
-    first_stage_layers: Positive | None = None  # layers of the first pipeline stage; unset: as many as the others
-    last_stage_layers: Positive | None = None  # the same of the last stage
+    tensor: Positive = 1  # Ranks that share each matrix. Raise it when a layer does not fit one GPU.
+    # Stages of consecutive layers. Raise it when the model does not fit one node; docs/layouts.md.
+    pipeline: Positive = 1
+    virtual_pipeline: Positive = 1  # Pieces of the model on each stage. Raise it to shorten the pipeline's idle time.
+    context: Positive = 1  # Ranks that share each sequence. Raise it for long sequences.
+    expert: Positive = 1  # Ranks over which the experts are spread.
+    expert_tensor: Positive = 1  # Ranks that share each matrix of an expert.
+    sequence: bool = True  # Sequence parallelism wherever tensor > 1. It saves activation memory.
+    # Layers of the first pipeline stage. Unset, it gets as many as the others.
+    first_stage_layers: Positive | None = None
+    # Layers of the last pipeline stage. Unset, it gets as many as the others.
+    last_stage_layers: Positive | None = None
 
     @property
     def sequence_parallel(self) -> bool:
@@ -87,75 +94,81 @@ class ParallelConfig(Strict, frozen=True, kw_only=True):
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one copy of the dense model and one sequence: tensor x pipeline x context."""
+        """Ranks that share one copy of the dense model and one sequence: tensor x pipeline x context."""
         return self.tensor * self.pipeline * self.context
 
 
 class OptimizerConfig(Strict, frozen=True, kw_only=True):
-    lr: PositiveFloat = 1e-6  # highest learning rate
-    beta1: Fraction = 0.9  # Adam's decay of the mean gradient
-    beta2: Fraction = 0.95  # and of the mean squared gradient
-    eps: PositiveFloat = 1e-8  # added to the root of the latter
-    weight_decay: NonNegativeFloat = 0.0  # decoupled; norms and biases have none
-    grad_clip: NonNegativeFloat = 1.0  # largest norm of all gradients together; 0 turns clipping off
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate after the warm-up
-    warmup_steps: Natural = 0  # over which the learning rate rises in equal parts
-    decay_steps: Natural = 0  # step at which the schedule ends; 0: run.steps
-    min_lr_fraction: Fraction = 0.0  # of lr, where the schedule ends
+    lr: PositiveFloat = 1e-6  # Highest learning rate of Adam.
+    beta1: Fraction = 0.9  # Adam's decay of the mean gradient.
+    beta2: Fraction = 0.95  # Adam's decay of the mean squared gradient.
+    eps: PositiveFloat = 1e-8  # Adam adds it to the root of the mean squared gradient.
+    weight_decay: NonNegativeFloat = 0.0  # Decoupled weight decay. Norms and biases have none.
+    grad_clip: NonNegativeFloat = 1.0  # Largest norm of all gradients together; 0 turns clipping off.
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # Shape of the learning rate after the warm-up.
+    warmup_steps: Natural = 0  # Steps over which the learning rate rises linearly from 0.
+    decay_steps: Natural = 0  # Step at which the schedule ends; 0 means run.steps.
+    min_lr_fraction: Fraction = 0.0  # Fraction of lr that is left where the schedule ends.
 
 
 class LossConfig(Strict, frozen=True, kw_only=True):
     """Bounds that are None take their default from common/config/loss_defaults.py; see docs/algorithms.md."""
 
-    objective: Literal["ppo_clip", "cispo", "gspo", "dppo_tv"] = "ppo_clip"  # docs/algorithms.md
-    # how the rewards of a group become advantages
+    # How the update of a token is bounded; docs/algorithms.md compares the objectives.
+    objective: Literal["ppo_clip", "cispo", "gspo", "dppo_tv"] = "ppo_clip"
+    # How the rewards of a group become advantages; docs/algorithms.md compares the estimators.
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
-    clip_low: PositiveFloat | None = None  # bound of the objective below; unset: its default
-    clip_high: PositiveFloat | None = None  # bound of the objective above
-    clip_dual: AboveOne | None = None  # bound of ppo_clip where advantages are negative
-    )
-    proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"  # policy around which the update is bounded
-    # of tokens that another version or other arithmetic sampled
+    clip_low: PositiveFloat | None = None  # Lower bound of the objective. Unset, the objective's default applies.
+    clip_high: PositiveFloat | None = None  # Upper bound of the objective. Unset, the objective's default applies.
+    clip_dual: AboveOne | None = None  # Second bound of ppo_clip for negative advantages.
+    # Policy around which the update is bounded; docs/corrections.md.
+    proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"
+    # Importance correction of tokens that an older version sampled; docs/corrections.md.
     correction: Literal["none", "tis", "icepop", "mis"] = "tis"
-    # whose ratio decides: the token's, the sample's, or its geometric mean
+    # Ratio that the correction uses: the token's, the sample's, or its geometric mean.
     correction_level: Literal["token", "sequence", "geometric"] = "token"
-    correction_low: PositiveFloat | None = None  # bound of the weight below; unset: the correction's default
-    correction_cap: PositiveFloat | None = None  # bound of the weight above
-    correction_normalize: bool = False  # divide by the batch's mean weight
-    correction_veto: PositiveFloat | None = None  # a sample with a token's weight below it leaves the loss
-    kl_coefficient: NonNegativeFloat = 0.0  # of the divergence from the reference model
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # of that divergence
-    reference: Text | None = None  # Hugging Face folder of the reference model; unset: model.path
-    entropy_coefficient: NonNegativeFloat = 0.0  # of the entropy bonus
-    reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"  # what the loss is averaged over
+    correction_low: PositiveFloat | None = None  # Lower bound of the weight. Unset, the correction's default applies.
+    correction_cap: PositiveFloat | None = None  # Upper bound of the weight. Unset, the correction's default applies.
+    correction_normalize: bool = False  # Divides the weights by their mean over the batch.
+    correction_veto: PositiveFloat | None = None  # A sample with a token whose weight is below this leaves the loss.
+    # Weight of the KL divergence from the reference model; 0 loads no reference.
+    kl_coefficient: NonNegativeFloat = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # Estimator of that divergence.
+    reference: Text | None = None  # Hugging Face folder of the reference model. Unset, it is model.path.
+    entropy_coefficient: NonNegativeFloat = 0.0  # Weight of the entropy bonus.
+    # How the loss of tokens is averaged; docs/algorithms.md.
+    reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
 
 
 class MemoryConfig(Strict, frozen=True, kw_only=True):
-    recompute: Recompute = "none"  # activations computed again in the backward pass
-    offload_optimizer: bool = False  # states and main parameters in host memory while not in use
-    offload_gradients: bool = False  # likewise
-    offload_parameters: bool = False  # likewise
+    # Computes activations again in the backward pass. Raise it when activations do not fit.
+    recompute: Recompute = "none"
+    # Keeps optimizer states and main parameters in host memory while they are not in use.
+    offload_optimizer: bool = False
+    offload_gradients: bool = False  # Keeps gradients in host memory while they are not in use.
+    offload_parameters: bool = False  # Keeps parameters in host memory while they are not in use.
 
 
 class MoeConfig(Strict, frozen=True, kw_only=True):
-    freeze_router: bool = False  # routers are not trained
-    balance: Literal["none", "aux_loss", "bias"] = "none"  # how the load of experts is evened out
-    balance_rate: NonNegativeFloat = 1e-3  # coefficient of aux_loss; step of the experts' bias
-    replay_routing: bool = False  # train with the experts that the engine routed each token to
+    freeze_router: bool = False  # Does not train the routers.
+    balance: Literal["none", "aux_loss", "bias"] = "none"  # How the load of the experts is balanced.
+    balance_rate: NonNegativeFloat = 1e-3  # Coefficient of aux_loss, or step of the experts' bias.
+    replay_routing: bool = False  # Trains each token with the experts that the engine chose for it.
 
 
 class CheckpointConfig(Strict, frozen=True, kw_only=True):
-    every: Positive = 20  # steps; commits are tied to it
-    keep: Positive = 2  # newest checkpoints that stay on the disk
-    asynchronous: bool = True  # written behind the next steps; committed when it is on the disk
+    every: Positive = 20  # Steps between checkpoints. Groups are committed with them; docs/delivery.md.
+    keep: Positive = 2  # Number of newest checkpoints that stay on the disk.
+    asynchronous: bool = True  # Writes checkpoints while the next steps run. A commit still waits for the disk.
 
 
 class LearnerConfig(Strict, frozen=True, kw_only=True):
-    world_size: Positive = 1  # learner ranks in all
-    threads: Positive = 1  # CPU threads per rank
-    groups_per_step: Positive = 16  # prompts of one optimizer step
-    micro_batch_tokens: Positive = 16384  # packed places of one forward and backward pass
-    dynamic_sampling: bool = False  # a step takes further groups in place of those whose rewards are all equal
+    world_size: Positive = 1  # Number of learner ranks.
+    threads: Positive = 1  # CPU threads of each rank.
+    groups_per_step: Positive = 16  # Prompts of one optimizer step.
+    # Packed tokens of one forward and backward pass. Lower it when activations do not fit.
+    micro_batch_tokens: Positive = 16384
+    dynamic_sampling: bool = False  # Replaces groups whose rewards are all equal by further groups.
     parallel: ParallelConfig = ParallelConfig()
     memory: MemoryConfig = MemoryConfig()
     moe: MoeConfig = MoeConfig()
@@ -169,33 +182,36 @@ class LearnerConfig(Strict, frozen=True, kw_only=True):
 
 
 class EngineConfig(Strict, frozen=True, kw_only=True):
-    max_model_len: Positive = 2048  # tokens of one sequence, prompt included
-    max_num_seqs: Positive = 256  # sequences that the engine computes at once
-    max_batched_tokens: Positive | None = None  # tokens of one engine step; unset: vLLM's default
-    kv_cache_mib: Positive | None = None  # size of the KV cache; unset: from gpu_memory_utilization
-    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9  # share of a GPU that the engine may take
-    tensor_parallel: Positive = 1  # devices of one engine
-    eager: bool = False  # without compilation and CUDA graphs
-    block_size: Positive | None = None  # tokens of one block of the KV cache; unset: vLLM's default
+    max_model_len: Positive = 2048  # Tokens of one sequence, prompt included.
+    max_num_seqs: Positive = 256  # Sequences that the engine computes at once.
+    max_batched_tokens: Positive | None = None  # Tokens of one engine step. Unset, vLLM's default applies.
+    kv_cache_mib: Positive | None = None  # Size of the KV cache. Unset, gpu_memory_utilization decides.
+    # Share of a GPU's memory that the engine may take.
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    tensor_parallel: Positive = 1  # Devices of one engine. Raise it when the model does not fit one GPU.
+    eager: bool = False  # Runs without compilation and CUDA graphs. It starts faster and generates more slowly.
+    block_size: Positive | None = None  # Tokens of one block of the KV cache. Unset, vLLM's default applies.
 
 
 class RolloutConfig(Strict, frozen=True, kw_only=True):
-    nodes: Natural = 1  # nodes that `up` starts
-    group_size: Positive = 8  # samples per prompt
-    max_tokens: Positive = 1024  # sampled tokens per episode
-    max_turns: Positive = 1  # generate calls per episode
-    temperature: PositiveFloat = 1.0  # of sampling in training
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0  # 1 in training
-    concurrency: Positive | Literal["auto"] = 128  # episodes in flight per node; auto: as the KV cache allows
-    sample_timeout_s: Seconds = 600.0  # bound on one episode, which then fails with a reason
-    threads: Positive = 1  # CPU threads of the engine
+    nodes: Natural = 1  # Nodes that `up` starts. `slipstream rollout --join` adds others.
+    group_size: Positive = 8  # Samples per prompt.
+    max_tokens: Positive = 1024  # Sampled tokens per episode, over all turns.
+    max_turns: Positive = 1  # Generate calls per episode. Raise it for an environment of several turns.
+    temperature: PositiveFloat = 1.0  # Sampling temperature in training.
+    # Nucleus sampling. Training needs 1: other values bias the importance ratios.
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    # Episodes in flight per node; auto adapts it to the KV cache (docs/scheduling.md).
+    concurrency: Positive | Literal["auto"] = 128
+    sample_timeout_s: Seconds = 600.0  # Longest duration of one episode, which then fails with a reason.
+    threads: Positive = 1  # CPU threads of the engine.
     engine: EngineConfig = EngineConfig()
 
     @property
     def concurrency_bounds(self) -> tuple[int, int]:
         """Fewest and most episodes in flight; equal unless `concurrency` is auto.
 
-        Episodes that wait for their environment are in flight and not in the engine, hence more than max_num_seqs.
+        Episodes that wait for their environment are in flight but not in the engine, so max_num_seqs may be exceeded.
         """
         if self.concurrency == "auto":
             return self.group_size, max(self.group_size, AUTO_FACTOR * self.engine.max_num_seqs)
@@ -206,40 +222,43 @@ class BrokerConfig(Strict, frozen=True, kw_only=True):
     backend: Literal["zeromq", "redis"] = "zeromq"  # the embedded broker, or a Redis server
     address: Text = "tcp://127.0.0.1:0"  # port 0: a free one, written to RUN/broker.json; redis: docs/redis.md
     credentials: Text | None = None  # folder of `slipstream keys`; needed beyond loopback
-    durability: Literal["fsync", "everysec", "memory"] = "fsync"  # when the broker's word holds; docs/delivery.md
-    retain_steps: Natural = 16  # committed steps whose groups are kept for `slipstream replay`
-    max_bytes: Positive = 4 << 30  # of groups that the broker holds; nodes wait while it is full
-    max_message_bytes: Positive = 1 << 30  # of one message: no group may be larger
-    lease_s: Seconds = 60.0  # a node that is silent for so long loses its tasks
-    max_lease_s: Seconds = 3600.0  # heartbeats renew a lease no longer than this: bounds a node that never finishes
-    heartbeat_s: Seconds = 2.0  # how often nodes report
+    # A promise waits for fsync, for a write that is synced every second, or for no disk at all; docs/delivery.md.
+    durability: Literal["fsync", "everysec", "memory"] = "fsync"
+    retain_steps: Natural = 16  # Committed steps whose groups are kept for `slipstream replay`.
+    max_bytes: Positive = 4 << 30  # Bytes of groups that the broker keeps. Nodes wait while it is full.
+    max_message_bytes: Positive = 1 << 30  # Bytes of one message. No group may be larger.
+    lease_s: Seconds = 60.0  # A node that is silent for this long loses its tasks.
+    max_lease_s: Seconds = 3600.0  # Longest lease that heartbeats renew. It bounds a node that never finishes a group.
+    heartbeat_s: Seconds = 2.0  # Seconds between the reports of a node.
 
 
 class WeightsConfig(Strict, frozen=True, kw_only=True):
-    # what the learner sends over and a node receives over; relay always works; docs/weights.md
+    # How versions reach the nodes. A node that cannot use it falls back to relay; docs/weights.md.
     transport: Literal["gloo", "nccl", "relay"] = "gloo"
-    address: Text = "127.0.0.1"  # interface that the learner's weight plane binds
-    publish_every: Positive = 1  # steps from one published version to the next
-    timeout_s: Seconds = 20.0  # bound on one publish to one set of nodes
-    overlap: bool = True  # false: the learner waits until every node runs the version, at most timeout_s
-    bucket_mib: Positive = 8  # piece of a version that is sent and verified by itself
-    encoding: Literal["full", "delta"] = "full"  # delta: only what changed, bit for bit; docs/delta.md
-    anchor_every: Natural = 64  # publishes, of which one travels whole to everyone; 0: only where a delta does not fit
-    kv_cache: Literal["keep", "recompute"] = "keep"  # of requests in flight at a flip; docs/delta.md
-    canary_every: Natural = 10  # publishes from one comparison of engine and learner to the next; 0: at start-up only
-    canary_tokens: Positive = 32  # of the sequence that is compared
-    canary_tolerance: PositiveFloat = 0.5  # largest |difference| of a log-probability
+    address: Text = "127.0.0.1"  # Interface that the learner's weight plane binds.
+    publish_every: Positive = 1  # Steps from one published version to the next.
+    timeout_s: Seconds = 20.0  # Longest duration of one publish to one set of nodes.
+    overlap: bool = True  # False makes the learner wait, at most timeout_s, until every node runs the version.
+    bucket_mib: Positive = 8  # Size of the pieces in which a version is sent and verified.
+    encoding: Literal["full", "delta"] = "full"  # delta sends only changed elements, bit for bit; docs/delta.md.
+    # Every so many publishes are sent whole to all nodes; 0: only where a delta does not fit.
+    anchor_every: Natural = 64
+    # A flip keeps the KV cache of running requests, or recomputes it; docs/delta.md.
+    kv_cache: Literal["keep", "recompute"] = "keep"
+    canary_every: Natural = 10  # Publishes between two comparisons of engine and learner; 0: only at start-up.
+    canary_tokens: Positive = 32  # Tokens of the sequence that is compared.
+    canary_tolerance: PositiveFloat = 0.5  # Largest difference of a log-probability that the comparison accepts.
 
 
 class StalenessConfig(Strict, frozen=True, kw_only=True):
-    max: Natural = 2  # versions by which a trained token may be older than its step; 0: synchronous
-    # older tokens: leave them out, generate the group again, or let steps wait for their own groups
+    max: Natural = 2  # Versions by which a trained token may be older than its step; 0 is synchronous training.
+    # Older tokens leave the loss, their group is generated again, or the step waits for its own groups.
     expired: Literal["mask", "regenerate", "wait"] = "mask"
 
 
 class TelemetryConfig(Strict, frozen=True, kw_only=True):
-    log_level: Literal["debug", "info", "warning", "error"] = "info"  # of RUN/logs
-    refresh_s: Seconds = 1.0  # from one picture of the live view to the next
+    log_level: Literal["debug", "info", "warning", "error"] = "info"  # Least severe level that RUN/logs contains.
+    refresh_s: Seconds = 1.0  # Seconds between two pictures of the live view.
 
 
 class Config(Strict, frozen=True, kw_only=True):
@@ -257,14 +276,14 @@ class Config(Strict, frozen=True, kw_only=True):
 
 
 class SftTasksConfig(Strict, frozen=True, kw_only=True):
-    dataset: Text  # JSONL: {"prompt", "completion"}, {"segments": [[text, trained 0|1], ...]} or {"messages": [...]}
-    shuffle: bool = True  # every epoch in an order of its own
+    dataset: Text  # JSONL: {"prompt", "completion"}, {"segments": [[text, trained 0|1], ...]} or {"messages": [...]}.
+    shuffle: bool = True  # Gives every epoch its own order. False keeps the order of the file.
 
 
 class SftLearnerConfig(Strict, frozen=True, kw_only=True):
     world_size: Positive = 1
     threads: Positive = 1
-    sequences_per_step: Positive = 32  # of one optimizer step
+    sequences_per_step: Positive = 32  # Sequences of one optimizer step.
     micro_batch_tokens: Positive = 16384
     parallel: ParallelConfig = ParallelConfig()
     memory: MemoryConfig = MemoryConfig()

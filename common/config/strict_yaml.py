@@ -43,7 +43,7 @@ def load(text: str) -> object:
 
 def line_of(text: str, key: str) -> int | None:
     """The line, from 1, of a dotted key path in YAML that parses; of the nearest section above it when it is absent."""
-    node: Any = yaml.compose(text, Loader=_Loader)
+    node: Any = cast("Any", yaml.compose(text, Loader=_Loader))  # pyright: ignore[reportUnknownMemberType]
     line: int | None = None
     for part in key.split("."):
         pairs: list[tuple[Any, Any]] = node.value if isinstance(node, yaml.MappingNode) else []
