@@ -57,7 +57,9 @@ class AgentProcess:
         channel = await self._host.open(self._limits, self._wall_s)
         try:
             request = {"problem": problem, **keywords, **self._options}
-            return await channel.ask(ipc_frames.SMALL_BYTES, do="call", path=self._path, keywords=request)
+            said = await channel.ask(ipc_frames.SMALL_BYTES, do="call", path=self._path, keywords=request)
+            await self._host.learn(channel)
+            return said
         finally:
             channel.close()
 

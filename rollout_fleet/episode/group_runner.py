@@ -44,6 +44,11 @@ class GroupProgress:
         """Episodes that ended."""
         return sum(episode.place == "done" for episode in self.episodes)
 
+    @property
+    def starting(self) -> int:
+        """Episodes whose environment has not given its first observation."""
+        return sum(episode.place == "environment" and not episode.turns for episode in self.episodes)
+
     def seconds(self) -> float:
         """Since its first episode began; 0 before."""
         return 0.0 if self.started_at is None else time.monotonic() - self.started_at

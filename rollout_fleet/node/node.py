@@ -334,7 +334,9 @@ class Node:
         parts.board.work(oldest_work(running), parts.runner.places.limit)
         if self._drain_reason is None:
             episodes = parts.runner.episodes_running
-            parts.board.show(*explain(parts.feed.state, self._learner, episodes, self._leased_before, self._run_info))
+            starting = sum(r.progress.starting for r in running)
+            state = explain(parts.feed.state, self._learner, episodes, starting, self._leased_before, self._run_info)
+            parts.board.show(*state)
 
     def _adjust(self) -> None:
         """Follow the pressure on the KV cache, now and then."""

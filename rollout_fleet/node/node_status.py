@@ -112,7 +112,12 @@ class Board:
 
 
 def explain(
-    weights: WeightsState, learner_incarnation: int | None, episodes: int, leased_before: bool, run: RunInfo
+    weights: WeightsState,
+    learner_incarnation: int | None,
+    episodes: int,
+    starting: int,
+    leased_before: bool,
+    run: RunInfo,
 ) -> tuple[str, str]:
     """(state, waiting_on) of a node that is neither starting nor leaving.
 
@@ -120,6 +125,7 @@ def explain(
         weights: what the engine holds.
         learner_incarnation: of the attached learner; None while there is none.
         episodes: running now.
+        starting: those of them whose environment has not given its first observation.
         leased_before: whether this node ever got a task.
         run: the job, for its window.
     """
@@ -128,7 +134,7 @@ def explain(
     if weights.flipping:
         return "flipping", ""
     if episodes:
-        return "generating", ""
+        return ("environments", f"the start of {starting} environments") if starting == episodes else ("generating", "")
     if learner_incarnation is None:
         return "joining" if weights.version < 0 else "waiting", "learner (none is attached)"
     if weights.version < 0:

@@ -1,13 +1,14 @@
 """The process that environment processes are forked from: small, single-threaded, without secrets.
 
-    node --socket of one episode--> zygote --fork--> guard (pid 1 of its own namespace) --fork--> worker
+    node --socket of one episode--> fork server --fork--> guard (pid 1 of its own namespace) --fork--> worker
 
 The worker runs the environment (worker.py). The guard ends everything below it when the worker ends, when the node
 closes its end of the episode's socket (also by dying), when the wall time is over or when too many processes are
 there. Importing the environment's module happens once, here; a fork costs a few milliseconds.
 
-python -m rollout_fleet.environments.isolation.fork_server CONTROL_FD MODULE...
-(started by process_host.py; standard library only)
+python -m rollout_fleet.environments.isolation.fork_server CONTROL_FD MODULE... -- LEARNED...
+(started by process_host.py; standard library only). LEARNED are the modules that an earlier episode has imported: one
+that fails to import here is left to the episodes.
 """
 
 import contextlib
@@ -38,9 +39,14 @@ def main(arguments: list[str]) -> int:
     """Serve until the node closes the control socket."""
     control = socket.socket(fileno=int(arguments[0]))
     try:
-        for module in arguments[1:]:
+        split = arguments.index("--")
+        for module in arguments[1:split]:
             importlib.import_module(module)
-        control.send(json.dumps({"ready": True, "namespaces": _namespaces_work()}).encode())
+        for module in arguments[split + 1 :]:
+            with contextlib.suppress(Exception, SystemExit):
+                importlib.import_module(module)
+        ready = {"namespaces": _namespaces_work(), "threads": len(os.listdir("/proc/self/task"))}
+        control.send(json.dumps(ready).encode())
     except BaseException as error:  # a user's module may raise anything while it is imported
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}).encode())
         return 1
@@ -65,7 +71,7 @@ def _namespaces_work() -> bool:
 
 
 def _become_guard(request: dict[str, Any], fd: int) -> None:
-    """In the first child: leave the zygote's world, then go on in a child that is the first of its own."""
+    """In the first child: leave the fork server's world, then go on in a child that is the first of its own."""
     try:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

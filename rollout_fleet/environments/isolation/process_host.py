@@ -1,4 +1,4 @@
-"""Environments in processes of their own, with limits: the node's side of zygote.py.
+"""Environments in processes of their own, with limits: the node's side of fork_server.py.
 
 What is contained: blocking, endless loops, memory, output without end, forks, crashes. The processes get none of the
 node's descriptors and environment variables. They run under the node's user: this is no wall against code that attacks
@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,15 @@ from rollout_fleet.environments.protocol import Action, Limits, Observation, Ste
 logger = logging.getLogger(__name__)
 
 START_S = 120.0
+LOOK_S = 0.5
+IMPORTS_BYTES = 1 << 20
 ROOT = Path(__file__).resolve().parents[3]
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 SPARE_S = 60.0  # of wall time beyond the episode's own: the node is to notice first
 
 
 class ProcessHost:
-    """One zygote and the channels to what it forks. Thread-safe; channels belong to the loop that opens them."""
+    """A fork server and the channels to what it forks. Thread-safe; channels belong to the loop that opens them."""
 
     def __init__(self, modules: tuple[str, ...] = (), python: str = sys.executable, isolate: bool = True) -> None:
         """Nothing is started yet.
@@ -50,9 +53,9 @@ class ProcessHost:
         """
         self._modules, self._python, self._isolate = modules, python, isolate
         self._lock = threading.Lock()
-        self._zygote: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self.namespaces = False
+        self._server: _ForkServer | None = None
+        self._learned: list[str] | None = None  # what the first episode imported
+        self._closed = threading.Event()
 
     async def open(self, limits: Limits, wall_s: float, network: bool = True, file_bytes: int = 1 << 26) -> "Channel":
         """A process for one episode.
@@ -78,37 +81,76 @@ class ProcessHost:
         reader, writer = await asyncio.open_connection(sock=here)
         return Channel(reader, writer)
 
-    def _hand_over(self, request: bytes, there: socket.socket) -> None:
-        with there:
-            self._send(request, there.fileno())
+    async def learn(self, channel: "Channel") -> None:
+        """After the first answer of an episode: import in advance, from now on, what that episode has imported.
 
-    def _send(self, request: bytes, fd: int) -> None:
+        A new fork server does so in the background. Until it is ready the old one goes on, also when the new one fails.
+        """
+        if self._learned is not None:
+            return
+        self._learned = []
+        found = await channel.ask(IMPORTS_BYTES, do="imports")
+        self._learned = [str(name) for name in found]
+        if self._learned:
+            threading.Thread(target=self._warm_up, name="fork server", daemon=True).start()
+
+    def close(self) -> None:
+        """End the fork server; processes of episodes end when their channels are closed."""
+        self._closed.set()
         with self._lock:
+            self._end()
+
+    def _hand_over(self, request: bytes, there: socket.socket) -> None:
+        with there, self._lock:
             for attempt in (1, 2):
-                self._start()
-                assert self._control is not None
+                if self._server is None or not self._server.alive:
+                    self._end()
+                    self._server = _ForkServer(self._python, self._modules, self._learned or [])
                 try:
-                    socket.send_fds(self._control, [request], [fd])
+                    socket.send_fds(self._server.control, [request], [there.fileno()])
                     return
                 except OSError as error:
                     self._end()  # somebody killed it: once more, with a new one
                     if attempt == 2:
                         raise StageFailed(f"environment processes cannot be started: {error}") from error
 
-    def _start(self) -> None:
-        if self._zygote is not None and self._zygote.poll() is None:
-            return
-        self._end()
-        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _warm_up(self) -> None:
+        started = time.monotonic()
         try:
-            self._zygote = subprocess.Popen(
-                [
-                    self._python,
-                    "-m",
-                    "rollout_fleet.environments.isolation.fork_server",
-                    str(theirs.fileno()),
-                    *self._modules,
-                ],
+            fresh = _ForkServer(self._python, self._modules, self._learned or [], self._closed)
+        except StageFailed as error:
+            logger.warning("the first episode's modules are not imported in advance: %s", error)
+            self._learned = []
+            return
+        with self._lock:
+            if fresh.threads > 1 or self._closed.is_set():  # a fork copies no thread, but the locks that it held
+                logger.info("modules that start threads are not imported in advance")
+                self._learned = []
+                fresh.end()
+                return
+            self._end()
+            self._server = fresh
+        took = time.monotonic() - started
+        logger.info("environments start from %d modules imported in advance (%.1f s)", len(self._learned or []), took)
+
+    def _end(self) -> None:
+        if self._server is not None:
+            self._server.end()
+            self._server = None
+
+
+class _ForkServer:
+    """A process of fork_server.py that has said that it is ready."""
+
+    def __init__(
+        self, python: str, modules: tuple[str, ...], learned: list[str], given_up: threading.Event | None = None
+    ) -> None:
+        """Blocks until it is ready; `given_up` ends the wait. Raises StageFailed."""
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        name = "rollout_fleet.environments.isolation.fork_server"
+        try:
+            self._process = subprocess.Popen(
+                [python, "-m", name, str(theirs.fileno()), *modules, "--", *learned],
                 env=child_variables(),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -117,37 +159,41 @@ class ProcessHost:
                 start_new_session=True,
             )
         except OSError as error:
-            control.close()
-            raise StageFailed(f"environment processes of {self._python} cannot be started: {error}") from error
+            self.control.close()
+            raise StageFailed(f"environment processes of {python} cannot be started: {error}") from error
         finally:
             theirs.close()
-        control.settimeout(START_S)
-        try:
-            said: dict[str, Any] = json.loads(control.recv(65536) or b'{"error": "it ended at once"}')
-        except (OSError, ValueError) as error:
-            said = {"error": str(error)}
-        self._control = control
+        said = self._ready(given_up or threading.Event())
         if "error" in said:
-            self._end()
-            raise StageFailed(f"environment processes of {self._python} cannot be started: {said['error']}")
-        self.namespaces = bool(said["namespaces"])
-        if not self.namespaces:
+            self.end()
+            raise StageFailed(f"environment processes of {python} cannot be started: {said['error']}")
+        self.threads = int(said["threads"])
+        if not said["namespaces"]:
             logger.warning("no process namespaces here: environment processes are ended one by one, and have a network")
 
-    def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._zygote is not None:
-            with contextlib.suppress(OSError):
-                os.killpg(self._zygote.pid, signal.SIGKILL)
-            self._zygote.wait()
-            self._zygote = None
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
-    def close(self) -> None:
-        """End the zygote; processes of episodes end when their channels are closed."""
-        with self._lock:
-            self._end()
+    def end(self) -> None:
+        """Kill it; what it has forked lives on."""
+        self.control.close()
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _ready(self, given_up: threading.Event) -> dict[str, Any]:
+        """Its first message, or the reason why there is none."""
+        deadline = time.monotonic() + START_S
+        self.control.settimeout(LOOK_S)
+        while time.monotonic() < deadline and not given_up.is_set():
+            try:
+                return json.loads(self.control.recv(65536) or b'{"error": "it ended at once"}')
+            except TimeoutError:
+                continue
+            except (OSError, ValueError) as error:
+                return {"error": str(error)}
+        return {"error": f"it was not ready after {START_S:g} s"}
 
 
 class Channel:
@@ -208,7 +254,9 @@ class _ProcessSeat:
 
     async def reset(self) -> Observation:
         self._channel = await self._host.open(self._limits, self._wall_s)
-        return ipc_frames.observation_of(await self._channel.ask(self._limit_bytes, do="reset", **self._request))
+        said = await self._channel.ask(self._limit_bytes, do="reset", **self._request)
+        await self._host.learn(self._channel)
+        return ipc_frames.observation_of(said)
 
     async def step(self, action: Action) -> StepResult:
         assert self._channel is not None

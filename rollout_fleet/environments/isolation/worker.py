@@ -4,11 +4,13 @@ import asyncio
 import importlib
 import inspect
 import socket
+import sys
 from typing import Any
 
 from rollout_fleet.environments.isolation import ipc_frames
 
 REQUEST_BYTES = 1 << 30
+MOST_IMPORTS = 8192  # names of modules that are told to the node
 
 
 def serve(connection: socket.socket) -> None:
@@ -42,6 +44,7 @@ class _World:
 
     def __init__(self) -> None:
         self._environment: Any = None
+        self._before = set(sys.modules)
 
     async def do(self, request: dict[str, Any]) -> Any:
         operation = request["do"]
@@ -58,7 +61,15 @@ class _World:
         if operation == "call":
             result = load(request["path"])(**request["keywords"])
             return await result if inspect.isawaitable(result) else result
+        if operation == "imports":
+            return self._imports()
         raise ValueError(f"unknown request {operation!r}")
+
+    def _imports(self) -> list[str]:
+        """Modules that are here since this process began, without those of the standard library, in order."""
+        new = [name for name, module in list(sys.modules.items()) if getattr(module, "__spec__", None) is not None]
+        own = [name for name in new if name.partition(".")[0] not in sys.stdlib_module_names]
+        return [name for name in own if name not in self._before][:MOST_IMPORTS]
 
 
 def load(path: str) -> Any:

@@ -60,5 +60,13 @@ def test_the_wait_names_who_unblocks_it(make_config: Callable[..., Config], fake
     assert world.lead.reporter.snapshot().waiting_on.endswith(
         "none being generated: fake is starting (the engine's start)"
     )
+    state = world.memory.state
+    state.register(NodeReport("fake", 1, "here", "environments", 0, "the start of 2 environments"))
+    (lease,) = state.lease("fake", 0, 1)
+    world.lead.next_command(0)
+    assert world.lead.reporter.snapshot().waiting_on.endswith(
+        "none being generated: fake waits for the start of 2 environments"
+    )
+    state.release("fake", [lease.token])
     world.trainer.run()
     assert world.lead.reporter.snapshot().state == "checkpointing"

@@ -20,24 +20,33 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("weights", "learner", "episodes", "leased", "state", "waiting_on"),
+    ("weights", "learner", "episodes", "starting", "leased", "state", "waiting_on"),
     [
-        (WeightsState(), None, 0, False, "joining", "learner (none is attached)"),
-        (WeightsState(), 0, 0, False, "joining", "weights from learner"),
-        (HELD, 0, 0, False, "waiting", "tasks (learner has offered none)"),
-        (HELD, 0, 0, True, "waiting", "task window: version 12 may lease to serial 239"),
-        (HELD, None, 0, True, "waiting", "learner (none is attached)"),
-        (HELD, 1, 0, True, "waiting", "weights from learner (it restarted as incarnation 1)"),
-        (HELD, 0, 5, True, "generating", ""),
-        (WeightsState(version=12, incarnation=0, flipping=True), 0, 5, True, "flipping", ""),
-        (WeightsState(version=12, quarantined="canary differs by 3"), 0, 5, True, "quarantined", "canary differs by 3"),
+        (WeightsState(), None, 0, 0, False, "joining", "learner (none is attached)"),
+        (WeightsState(), 0, 0, 0, False, "joining", "weights from learner"),
+        (HELD, 0, 0, 0, False, "waiting", "tasks (learner has offered none)"),
+        (HELD, 0, 0, 0, True, "waiting", "task window: version 12 may lease to serial 239"),
+        (HELD, None, 0, 0, True, "waiting", "learner (none is attached)"),
+        (HELD, 1, 0, 0, True, "waiting", "weights from learner (it restarted as incarnation 1)"),
+        (HELD, 0, 5, 5, True, "environments", "the start of 5 environments"),
+        (HELD, 0, 5, 4, True, "generating", ""),
+        (WeightsState(version=12, incarnation=0, flipping=True), 0, 5, 5, True, "flipping", ""),
+        (
+            WeightsState(version=12, quarantined="canary differs by 3"),
+            0,
+            5,
+            5,
+            True,
+            "quarantined",
+            "canary differs by 3",
+        ),
     ],
 )
 def test_the_explanation_names_who_unblocks_the_node(
-    weights: WeightsState, learner: int | None, episodes: int, leased: bool, state: str, waiting_on: str
+    weights: WeightsState, learner: int | None, episodes: int, starting: int, leased: bool, state: str, waiting_on: str
 ) -> None:
     run = run_info(groups_per_step=16, max_staleness=2)
-    assert explain(weights, learner, episodes, leased, run) == (state, waiting_on)
+    assert explain(weights, learner, episodes, starting, leased, run) == (state, waiting_on)
 
 
 def test_since_counts_from_the_change_of_state_not_of_reason() -> None:

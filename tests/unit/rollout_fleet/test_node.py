@@ -224,6 +224,30 @@ def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engine_from
     run(once())
 
 
+def test_a_node_whose_environments_start_says_so_until_the_first_of_them_answers() -> None:
+    async def once() -> None:
+        site, answer = Site(), asyncio.Event()
+        play = site.parts.runner._driver.run
+
+        async def slow_start(problem: dict[str, Any], seed: int, progress: Any, *more: Any) -> Any:
+            progress.at("environment")
+            await answer.wait()
+            return await play(problem, seed, progress, *more)
+
+        site.parts.runner._driver.run = slow_start  # type: ignore[method-assign]
+        async with site:
+            site.sampler.gate.clear()
+            site.attach(tasks=1)
+            await until_async(lambda: site.board.report().state == "environments")
+            assert site.board.report().waiting_on == "the start of 2 environments"
+            answer.set()
+            await until_async(lambda: site.board.report().state == "generating")
+            site.sampler.gate.set()
+            await until_async(lambda: site.states() == ["ready"])
+
+    run(once())
+
+
 def another_look(adapting: Node) -> Callable[[], bool]:
     last = adapting._adapt_at
     return lambda: adapting._adapt_at != last

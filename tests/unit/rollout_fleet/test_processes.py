@@ -23,14 +23,27 @@ from rollout_fleet.episode.rendering import Renderer
 LIMITS = Limits(process=True, reset_s=60.0, step_s=30.0, cpu_s=1, memory_mib=512, observation_chars=10_000)
 
 
-MARK = f"zygote_of_{os.getpid()}"  # a module's name: it stands in the command line of what this test starts
+MARK = f"fork_server_of_{os.getpid()}"  # a module's name: it stands in the command line of what this test starts
+
+LIBRARY = """
+from pathlib import Path
+with Path(__file__).with_suffix(".imports").open("a") as file:
+    file.write("imported\\n")
+"""
+THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n"
 
 
 @pytest.fixture(scope="module")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """What a zygote of this test imports; a secret is in the environment meanwhile."""
-    folder = tmp_path_factory.mktemp("modules")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("modules")
+
+
+@pytest.fixture(scope="module")
+def modules(folder: Path) -> Iterator[tuple[str, str]]:
+    """What a fork server of this test imports; a secret is in the environment meanwhile."""
     (folder / f"{MARK}.py").touch()
+    for name, more in (("plain_library", ""), ("threaded_library", THREAD)):
+        (folder / f"{name}.py").write_text(LIBRARY + more)
     with pytest.MonkeyPatch.context() as patch:
         paths = filter(None, (str(Path(__file__).parent), str(folder), os.environ.get("PYTHONPATH")))
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
@@ -125,7 +138,7 @@ def test_what_goes_wrong_there_fails_the_sample_with_its_reason_and_leaves_no_pr
     (sample,) = play(host, how, limits)
     assert (sample.stop_reason, why in str(sample.error)) == (reason, True), sample.error
     deadline = time.monotonic() + 10
-    while len(left_over()) > 1 and time.monotonic() < deadline:  # the zygote stays
+    while len(left_over()) > 1 and time.monotonic() < deadline:  # the fork server stays
         time.sleep(0.05)
     assert len(left_over()) == 1
     assert play(host, "plain")[0].error is None
@@ -142,18 +155,50 @@ def test_where_the_kernel_allows_no_namespaces_everything_ends_too(
     finally:
         plain.close()
     deadline = time.monotonic() + 10
-    while len(left_over()) > 1 and time.monotonic() < deadline:  # the other test's zygote
+    while len(left_over()) > 1 and time.monotonic() < deadline:  # the other test's fork server
         time.sleep(0.05)
     assert len(left_over()) <= 1
 
 
-def test_a_zygote_that_was_killed_is_replaced(host: ProcessHost) -> None:
+def test_a_fork_server_that_was_killed_is_replaced(host: ProcessHost) -> None:
     assert play(host, "plain")[0].error is None
     for process in left_over():
         with contextlib.suppress(psutil.NoSuchProcess):  # a child of one that was killed just now
             process.kill()
             process.wait(5)
     assert play(host, "plain")[0].error is None
+
+
+def test_what_the_first_episode_imports_is_imported_once_for_the_later_ones(
+    folder: Path, modules: tuple[str, str]
+) -> None:
+    host, log = ProcessHost(modules), folder / "plain_library.imports"
+    try:
+        assert play(host, "plain_library")[0].error is None
+        deadline, before = time.monotonic() + 300, ""
+        while log.read_text() != before and time.monotonic() < deadline:
+            before = log.read_text()
+            assert play(host, "plain_library")[0].error is None
+        assert log.read_text() == before, "every episode imports the library again"
+        assert play(host, "spin")[0].stop_reason == "environment_killed"
+    finally:
+        host.close()
+
+
+def test_a_library_that_starts_threads_is_left_to_the_episodes(
+    modules: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    host = ProcessHost(modules)
+    try:
+        assert play(host, "threaded_library")[0].error is None
+        deadline = time.monotonic() + 300
+        while "modules that start threads" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert "modules that start threads are not imported in advance" in caplog.text
+        assert play(host, "threaded_library")[0].error is None
+    finally:
+        host.close()
 
 
 def test_a_module_that_does_not_import_is_named() -> None:
@@ -180,7 +225,7 @@ def test_an_episode_that_is_given_up_while_processes_start_hands_over_no_other_c
 
     async def given_up() -> list[tuple[socket.socket, socket.socket]]:
         loop = asyncio.get_running_loop()
-        with host._lock:  # as while the zygote starts
+        with host._lock:  # as while the fork server starts
             opening = asyncio.create_task(host.open(LIMITS, 60.0))
             await asyncio.sleep(0.2)
             opening.cancel()

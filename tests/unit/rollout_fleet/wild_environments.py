@@ -1,6 +1,7 @@
 """Environments that misbehave, for processes of their own; `problem["how"]` says in which way."""
 
 import asyncio
+import importlib
 import os
 import signal
 import sys
@@ -76,6 +77,8 @@ class Wild:
         self.turn = 0
 
     async def reset(self) -> Any:
+        if self.how.endswith("_library"):
+            importlib.import_module(self.how)
         if self.how == "talk":
             return Chat((("user", "hi"),), (("enable_thinking", False),), "[]")
         return "go"
