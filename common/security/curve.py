@@ -1,7 +1,7 @@
-"""CURVE on ZeroMQ sockets: which keys are let in, who a message is from, and why a handshake failed.
+"""CURVE on ZeroMQ sockets: which keys are let in, who sent a message, and why a handshake failed.
 
-The broker and the learner's control socket are CURVE servers; every client proves its key in the handshake, before
-any message of it is read. ZeroMQ then attaches the proven key to every message of the connection.
+The broker, the learner's control socket and the relays of weights are CURVE servers. A client proves its key in the
+handshake, before any of its messages is read. ZeroMQ then attaches the proven key to every message of the connection.
 """
 
 import logging
@@ -9,8 +9,8 @@ import secrets
 import threading
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, cast
 
 import zmq
@@ -18,13 +18,13 @@ import zmq.auth.thread
 from zmq.utils.monitor import recv_monitor_message
 
 from common.errors import UsageError
-from common.security.credentials import Credential, Identity, KeyFolder, Role, ServerKeys, load_allowed
+from common.security.credentials import Credential, Identity, KeyFolder, Role, load_allowed
 
 logger = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "slipstream"
 HANDSHAKE_MS = 10_000  # a connection that has not proven its key by then is closed
-BROKEN_HANDSHAKES, BROKEN_S = 5, 3.0  # in a row, and how long, before the other side is said to hold another key
+BROKEN_HANDSHAKES, BROKEN_S = 5, 3.0  # so many in a row, for so long, mean that the other side has another key
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _OUTCOMES = (
@@ -64,11 +64,11 @@ class KeyRing:
         logger.info("allowed keys: added %s, removed %s", added or "none", removed or "none")
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """What pyzmq asks for every connection that wants in."""
+        """Whether a connection with this key is let in; pyzmq calls it."""
         try:
             self.refresh()
             return self.identity(key) is not None
-        except Exception:  # whatever it is, it must not end the thread that lets clients in
+        except Exception:  # no error may end the thread that lets clients in
             logger.exception("a key could not be checked")
             return False
 
@@ -83,7 +83,9 @@ class KeyRing:
         return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-class _Keys(Protocol):
+class KeyPair(Protocol):
+    """Something that has a CURVE key pair, each key as 40 characters of Z85."""
+
     @property
     def public(self) -> str: ...
 
@@ -91,27 +93,61 @@ class _Keys(Protocol):
     def secret(self) -> str: ...
 
 
-class CurveServer:
-    """Lets only the keys of a ring into the CURVE sockets of one context.
+@dataclass(frozen=True)
+class Keys:
+    """A key pair as Z85 text; '' where there are no keys."""
 
-    One a context: it owns the context's ZAP endpoint and a thread that serves it. Close it after its sockets and
-    before its context.
+    public: str = ""
+    secret: str = ""
+
+
+NO_KEYS = Keys()
+
+
+def new_keys() -> Keys:
+    """A fresh key pair."""
+    return Keys(*(key.decode() for key in zmq.curve_keypair()))
+
+
+class KeyCheck(Protocol):
+    """Decides who is let in."""
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a connection that proved `key` is let in; called from another thread."""
+        ...
+
+
+class CurveGate:
+    """Lets only the keys that `allowed` accepts into the CURVE sockets of one context.
+
+    A context has at most one gate, which owns its ZAP endpoint and a thread that serves it. Close the gate after its
+    sockets and before its context.
     """
 
-    def __init__(self, context: "zmq.Context[Any]", keys: ServerKeys | Credential, ring: KeyRing) -> None:
-        self.ring = ring
-        self._keys: _Keys = keys
+    def __init__(self, context: "zmq.Context[Any]", keys: KeyPair, allowed: KeyCheck) -> None:
+        self._keys = keys
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=ring)
+        self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=allowed)
 
     def secure(self, socket: "zmq.Socket[Any]") -> None:
-        """Before `bind`: only clients with a key of the ring get in, and nobody when the ring's thread is gone."""
+        """Call it before `bind`. When the gate's thread has ended, the socket lets in no client at all."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public.encode())
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
+        _set_keys(socket, self._keys)
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._authenticator.stop()
+
+
+class CurveServer(CurveGate):
+    """A gate for the keys of a ring; it also tells who sent a message."""
+
+    def __init__(self, context: "zmq.Context[Any]", keys: KeyPair, ring: KeyRing) -> None:
+        super().__init__(context, keys, ring)
+        self.ring = ring
 
     def sender(self, frame: zmq.Frame) -> Identity | None:
         """Who sent the message that `frame` belongs to; None when its key has been revoked since it connected."""
@@ -121,62 +157,56 @@ class CurveServer:
             return None
         return self.ring.identity(str(public))
 
-    def close(self) -> None:
-        """End the thread."""
-        self._authenticator.stop()
 
-    def __enter__(self) -> "CurveServer":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-
-def secure_client(socket: "zmq.Socket[Any]", credential: Credential, server_public: str) -> None:
-    """Before `connect`: prove `credential` to the server, and let it prove that it holds `server_public`."""
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, credential.public.encode())
-    socket.setsockopt(zmq.CURVE_SECRETKEY, credential.secret.encode())
+def secure_client(socket: "zmq.Socket[Any]", keys: KeyPair, server_public: str) -> None:
+    """Call it before `connect`: the client proves `keys`, and the server must prove that it has `server_public`."""
+    _set_keys(socket, keys)
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_public.encode())
+
+
+def _set_keys(socket: "zmq.Socket[Any]", keys: KeyPair) -> None:
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
 
 
 _PROVEN: set[tuple[str, str]] = set()  # (server, public key) of all clients of this process that ever got in
 
 
 class Handshakes:
-    """What became of a client socket's attempts to connect."""
+    """Watches a client socket's attempts to connect."""
 
     def __init__(self, socket: "zmq.Socket[Any]", server: str, credential: Credential | None) -> None:
-        """Before `connect`. `server` names the other side in messages."""
+        """Make it before `connect`. `server` names the other side in messages."""
         self._socket, self._server, self._credential = socket, server, credential
-        place = f"inproc://handshakes-{secrets.token_hex(8)}"
-        socket.monitor(place, _OUTCOMES)
+        endpoint = f"inproc://handshakes-{secrets.token_hex(8)}"
+        socket.monitor(endpoint, _OUTCOMES)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shadow=cast(Any, socket).context.underlying)
         self._events = context.socket(zmq.PAIR)  # never an asyncio one
         self._events.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's own thread
-        self._events.connect(place)
+        self._events.connect(endpoint)
         self._broken, self._broken_since = 0, 0.0
         self._proven = (server, credential.public) in _PROVEN if credential is not None else False
         self._refusal = ""
 
     def refusal(self) -> str:
-        """Why the other side will not have this client, '' while nothing speaks against it. Never waits."""
+        """Why the other side refuses this client; '' when it does not. Never waits."""
         while self._events.poll(0):
             message = cast("dict[str, Any]", recv_monitor_message(self._events, zmq.NOBLOCK))
             self._note(int(message["event"]), int(message["value"]))
         return self._refusal
 
     def suspicion(self) -> str:
-        """What `refusal` would say if connections went on breaking as they did, '' when none broke. Never waits."""
+        """The reason that `refusal` would give if connections kept breaking; '' when none broke. Never waits."""
         return self.refusal() or (self._another_key() if self._broken else "")
 
     def proven(self) -> None:
-        """The two sides know each other: connections that break from now on are not about keys."""
+        """Note that both sides know each other: connections that break later have other reasons than keys."""
         if not self._proven and self._credential is not None:
             self._proven = True
             _PROVEN.add((self._server, self._credential.public))
 
     def close(self) -> None:
-        """Stop watching; before the socket is closed."""
+        """Stop watching. Call it before the socket is closed."""
         self._socket.monitor(None, 0)
         self._events.close(linger=0)
 
@@ -203,7 +233,7 @@ class Handshakes:
         who = self._credential
         assert who is not None
         return (
-            f"{self._server} refused this key: it does not hold the server key that the credential of "
+            f"{self._server} refused this key: it does not have the server key that the credential of "
             f"{who.role} {who.name!r} names (are both from one key folder?), or it only forwards connections "
             "to something that is down"
         )

@@ -26,11 +26,11 @@ class Broadcast:
         attempt: "Attempt",
         group: Group | None,
         factory: GroupFactory,
-        report: Callable[["Attempt", Group | None, str], None],
+        report: Callable[["Sent"], None],
     ) -> None:
         """Send over `group`, or over a new group of the attempt's epoch.
 
-        The thread calls `report(attempt, group, error)` at its end, with the usable group or with None and the reason.
+        At its end the thread reports the attempt, with the usable group or with None and the reason.
         """
         snapshot = attempt.snapshot.retain()
 
@@ -52,7 +52,7 @@ class Broadcast:
             finally:
                 self.use(None)
                 snapshot.release()
-            report(attempt, formed, error)
+            report((attempt, formed, error))
 
         threading.Thread(target=run, daemon=True, name=f"send-weights-{attempt.version}").start()
 
@@ -115,6 +115,9 @@ class Attempt:
     def from_peer(self) -> Publish:
         """The announcement for a fetch from another node, whose bytes need a proof that nobody can forge."""
         return msgspec.structs.replace(self.publish, sha256=self.snapshot.sha256)
+
+
+Sent = tuple[Attempt, Group | None, str]  # the outcome of a broadcast: its group, or why there is none
 
 
 def new_attempt(

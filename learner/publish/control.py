@@ -15,9 +15,9 @@ import zmq
 
 from common.config.schema import WeightsConfig
 from common.weights import messages
-from common.weights.collectives import Group, GroupFactory
+from common.weights.collectives import GroupFactory
 from common.weights.transports.registry import open_group
-from learner.publish.attempt import Attempt, new_attempt
+from learner.publish.attempt import Attempt, Sent, new_attempt
 from learner.publish.collective_groups import Groups
 from learner.publish.control_socket import Endpoint
 from learner.publish.figures import Figures
@@ -49,8 +49,6 @@ from learner.publish.snapshot import Snapshot
 logger = logging.getLogger(__name__)
 
 BUSY_PING_S, IDLE_PING_S = 0.25, 1.0
-
-Sent = tuple[Attempt, Group | None, str]
 
 
 class PublishControl:
@@ -288,7 +286,7 @@ class PublishControl:
         self._attempts.append(attempt)
         for rank, identity in enumerate(identities, start=1):
             self._feed(identity, Begin(attempt, snapshot.layout, rank if group is None else 0))
-        attempt.broadcast.start(attempt, group, self._group_factory, lambda *result: self._endpoint.post(result))
+        attempt.broadcast.start(attempt, group, self._group_factory, self._endpoint.post)
 
     def _start_fetch(self, snapshot: Snapshot, receiver: Receiver) -> None:
         payload, epoch = snapshot.payload_for({receiver.base}), self._groups.relay_epoch()

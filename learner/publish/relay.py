@@ -9,8 +9,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import zmq
-
+from common.security.curve import NO_KEYS, Keys, new_keys
 from common.weights.messages import Serve, Serving, Source
 from common.weights.transports.relay_server import RelayServer
 from learner.publish.attempt import Attempt
@@ -20,15 +19,14 @@ from learner.publish.snapshot import Snapshot
 PEER_FETCHES = 2  # that one node serves at a time
 
 
-@dataclass
+@dataclass(frozen=True)
 class Fetching:
-    """A relayed attempt: the payload's name at its source, and the keys made for it ('' without credentials)."""
+    """A relayed attempt: the payload's name at its source, the peer that serves it, and the keys made for it."""
 
     attempt: Attempt
     key: str
-    public: str = ""
-    secret: str = ""
     peer: bytes | None = None
+    keys: Keys = NO_KEYS
 
 
 class Relays:
@@ -60,19 +58,17 @@ class Relays:
 
     def ask(self, attempt: Attempt, peer: Receiver) -> Serve:
         """The request to `peer` that lets the attempt's node fetch from it."""
-        fetch = Fetching(attempt, secrets.token_hex(8), peer=peer.identity)
-        if self._secured:
-            fetch.public, fetch.secret = (k.decode() for k in zmq.curve_keypair())
-        publish = attempt.publish
+        keys = new_keys() if self._secured else NO_KEYS
+        fetch, publish = Fetching(attempt, secrets.token_hex(8), peer.identity, keys), attempt.publish
         self._fetches[publish.epoch] = fetch
-        return Serve(publish.incarnation, publish.version, fetch.key, publish.timeout_s, self._reach, fetch.public)
+        return Serve(publish.incarnation, publish.version, fetch.key, publish.timeout_s, self._reach, keys.public)
 
     def answered(self, peer: bytes, answer: Serving) -> tuple[bytes, Source | None] | None:
         """(the node that `peer` was asked to serve, the source or None if it cannot be used); None: nobody."""
         for fetch in self._fetches.values():
             if fetch.key == answer.key and fetch.peer == peer:
                 usable = answer.address.startswith("tcp://") and bool(answer.public) == self._secured
-                found = Source(answer.address, fetch.key, answer.public, fetch.public, fetch.secret)
+                found = Source(answer.address, fetch.key, answer.public, fetch.keys.public, fetch.keys.secret)
                 return next(iter(fetch.attempt.members)), found if usable else None
         return None
 

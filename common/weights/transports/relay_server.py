@@ -15,16 +15,14 @@ from typing import Any, cast
 
 import torch
 import zmq
-import zmq.auth.thread
 
+from common.security.curve import HANDSHAKE_MS, NO_KEYS, CurveGate, new_keys
 from common.weights.messages import Source
 from common.weights.transports.relay_wire import CREDIT, PIECE_BYTES, Get, Gone, Piece, decode_get, encode
 
 logger = logging.getLogger(__name__)
 
-ZAP_DOMAIN = "slipstream-relay"
 MAX_REQUEST_BYTES = 4096
-HANDSHAKE_MS = 10_000
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class RelayServer:
         self._offers: dict[str, Offer] = {}
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a client that takes nothing in shows, instead of loss
@@ -57,10 +54,14 @@ class RelayServer:
         self._router.setsockopt(zmq.SNDHWM, 2 * CREDIT)
         self._router.setsockopt(zmq.RCVHWM, 4 * CREDIT)
         self._router.setsockopt(zmq.IPV6, int(":" in host))
-        self.public = self._secure() if secured else ""
-        place = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        keys = new_keys() if secured else NO_KEYS
+        self.public = keys.public
+        self._gate = CurveGate(self._context, keys, self) if secured else None
+        if self._gate is not None:
+            self._gate.secure(self._router)
+        interface = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         try:
-            self.address = f"{place}:{self._router.bind_to_random_port(place)}"
+            self.address = f"{interface}:{self._router.bind_to_random_port(interface)}"
         except zmq.ZMQError:
             self._release()
             raise
@@ -77,9 +78,9 @@ class RelayServer:
 
     def source(self, key: str, flat: torch.Tensor, timeout_s: float) -> Source:
         """Offer `flat` to one node, with keys made for it if this server is secured: what its Epoch names."""
-        public, secret = (k.decode() for k in zmq.curve_keypair()) if self.public else ("", "")
-        self.offer(key, flat, timeout_s, public)
-        return Source(self.address, key, self.public, public, secret)
+        keys = new_keys() if self.public else NO_KEYS
+        self.offer(key, flat, timeout_s, keys.public)
+        return Source(self.address, key, self.public, keys.public, keys.secret)
 
     def withdraw(self, key: str | None = None) -> None:
         """Hand out nothing more under `key`, or under any; the memory may be written again."""
@@ -96,26 +97,14 @@ class RelayServer:
         self._thread.join(5)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """What pyzmq asks for every connection that wants in: whether an offer is for this key."""
+        """Whether an offer is for the client with this key; pyzmq asks it for every new connection."""
         with self._lock:
             return any(o.client_public == key.decode("ascii", "replace") for o in self._offers.values())
 
-    def _secure(self) -> str:
-        public, secret = zmq.curve_keypair()
-        self._authenticator = zmq.auth.thread.ThreadAuthenticator(cast("zmq.Context[Any]", self._context))
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=self)
-        self._router.setsockopt(zmq.CURVE_SERVER, 1)
-        self._router.setsockopt(zmq.CURVE_PUBLICKEY, public)
-        self._router.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        self._router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
-        self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        return public.decode()
-
     def _release(self) -> None:
         self._router.close()
-        if self._authenticator is not None:
-            self._authenticator.stop()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
 
     def _serve(self) -> None:
