@@ -18,7 +18,7 @@ import machine
 
 from broker.contract import LearnerReport, NodeReport, RunInfo
 from broker.delivery.event_log import EventLog
-from broker.journal.durable_state import DurableState
+from broker.delivery.state import DeliveryState
 from broker.journal.file_store.folder import StoreFolder, StoreInfo, new_info
 from broker.journal.file_store.store import FileStore
 from broker.journal.journal import Journal
@@ -32,13 +32,13 @@ META = GroupMeta(version_min=3, version_max=4, reward_mean=0.5, sampled_tokens=8
 RUN = RunInfo("bench", "", GROUPS_PER_STEP, 1 << 20, 3, 60.0, 1 << 40)
 
 
-def opened(folder: StoreFolder, info: StoreInfo) -> tuple[DurableState, Journal, Recovered]:
+def opened(folder: StoreFolder, info: StoreInfo) -> tuple[DeliveryState, Journal, Recovered]:
     numbers = itertools.count(time.monotonic_ns())
     folder.lock()
     journal = Journal(FileStore(folder, info), "everysec")
 
-    def make(recorder: Journal) -> DurableState:
-        return DurableState(RUN, time.monotonic, lambda: f"{next(numbers):x}", EventLog(), recorder, RETAIN_STEPS)
+    def make(recorder: Journal) -> DeliveryState:
+        return DeliveryState(RUN, time.monotonic, lambda: f"{next(numbers):x}", EventLog(), recorder, RETAIN_STEPS)
 
     state, found = recover(journal, make)
     return state, journal, found
@@ -50,7 +50,7 @@ def settle(journal: Journal) -> None:
         time.sleep(0.001)
 
 
-def fill(state: DurableState, journal: Journal, groups: int, payload_bytes: int, commit: bool) -> None:
+def fill(state: DeliveryState, journal: Journal, groups: int, payload_bytes: int, commit: bool) -> None:
     """`groups` groups through the state machine, all but the last steps committed where `commit` says so."""
     payload = os.urandom(payload_bytes)
     state.attach(LearnerReport(1, 1, "training", 0))

@@ -33,7 +33,8 @@ class MemoryBroker:
     """Shared state; `learner()` and `node()` give the two sides of the contract."""
 
     def __init__(self, run: RunInfo, clock: Callable[[], float] = time.monotonic) -> None:
-        self.state = DeliveryState(run, clock, lambda: secrets.token_hex(8), EventLog(), address="memory")
+        self.state = DeliveryState(run, clock, lambda: secrets.token_hex(8), EventLog())
+        self.state.address = "memory"
 
     def learner(self) -> "MemoryLearner":
         """A learner's or an observer's client."""

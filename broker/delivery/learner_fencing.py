@@ -1,4 +1,4 @@
-"""The learner as the broker sees it: newest report, fencing of replaced learners, silence."""
+"""The learner as the broker sees it: its newest report, fencing of replaced learners, silence."""
 
 import msgspec
 
@@ -7,25 +7,31 @@ from common.errors import BrokerError
 
 
 class LearnerRecord:
-    """What is known of the learner; `now` arguments are monotonic seconds."""
+    """Data about the learner; `now` arguments are monotonic seconds.
+
+    Attributes:
+        replaced: instances of the current incarnation that another instance replaced.
+        job_ended: the report is of a job that ended, and no learner has reported since.
+    """
 
     def __init__(self) -> None:
         self.report: LearnerReport | None = None
+        self.replaced: set[str] = set()
+        self.job_ended = False
         self._seen_at = 0.0
-        self._replaced: set[str] = set()  # instances of the current incarnation that another one replaced
 
     def check(self, incarnation: int | None, instance: str = "") -> None:
-        """Fence a learner that was replaced; None is a client that never attached.
+        """Refuse a learner that was replaced; None is a client that never attached.
 
         Raises:
-            BrokerError: when a later incarnation, or another process of the same one, is the learner now.
+            BrokerError: a later incarnation, or another process of the same one, is the learner now.
         """
         current = self.report
         if incarnation is None or current is None or incarnation > current.incarnation:
             return
         if incarnation < current.incarnation:
             by = f"incarnation {current.incarnation}"
-        elif instance in self._replaced or self._is_other(instance):
+        elif instance in self.replaced or self._is_other(instance):
             by = "another process of the same incarnation"
         else:
             return
@@ -33,38 +39,40 @@ class LearnerRecord:
             f"learner incarnation {incarnation} was replaced by {by} (pid {current.pid}); this process must stop"
         )
 
-    def update(self, report: LearnerReport, now: float) -> LearnerReport | None:
-        """Keep `report`; returns the one before. Raises BrokerError when fenced, or when the learner is alive."""
-        before = self.report
-        if before is not None and report.incarnation > before.incarnation:
-            self._replaced.clear()
-        elif before is not None and report.incarnation == before.incarnation and self._is_other(report.instance):
-            self._replace(before, report, now)
-        self.check(report.incarnation, report.instance)
-        self.report = report
-        self._seen_at = now
-        return before
-
-    def _is_other(self, instance: str) -> bool:
-        """Whether this is another process than the learner's; one that does not say cannot be told apart."""
+    def check_report(self, report: LearnerReport, now: float) -> None:
+        """Refuse a report of a learner that was replaced, or that would replace a living one. Raises BrokerError."""
         current = self.report
-        return current is not None and bool(instance) and bool(current.instance) and instance != current.instance
-
-    def _replace(self, current: LearnerReport, report: LearnerReport, now: float) -> None:
-        """Another process of the same incarnation comes; BrokerError while the learner is alive."""
-        if report.instance in self._replaced:
-            return  # check says so
+        takes_over = (
+            current is not None
+            and report.incarnation == current.incarnation
+            and report.instance not in self.replaced
+            and self._is_other(report.instance)
+        )
+        if not takes_over:
+            self.check(report.incarnation, report.instance)
+            return
         silent_s = self.silent_s(now)
-        if current.state not in LEARNER_ENDED and silent_s <= LOST_AFTER_S:
+        if current is not None and current.state not in LEARNER_ENDED and silent_s <= LOST_AFTER_S:
             raise BrokerError(
                 f"learner incarnation {report.incarnation} is alive already: process {current.pid}, {current.state}, "
                 f"seen {silent_s:.1f} s ago; stop it, or wait until it has been silent for {LOST_AFTER_S:.0f} s"
             )
-        self._replaced.add(current.instance)
-        self.report = None
+
+    def accept(self, report: LearnerReport) -> None:
+        """Keep a report that passed `check_report`. An earlier instance of its incarnation is replaced for good."""
+        before, self.report, self.job_ended = self.report, report, False
+        if before is None or report.incarnation > before.incarnation:
+            self.replaced.clear()
+        elif before.instance and report.instance and before.instance != report.instance:
+            self.replaced.add(before.instance)
+
+    def _is_other(self, instance: str) -> bool:
+        """Whether this is another process than the learner's; a process without an instance counts as the same."""
+        current = self.report
+        return current is not None and bool(instance) and bool(current.instance) and instance != current.instance
 
     def seen(self, now: float) -> None:
-        """Any request of the learner is a sign of life."""
+        """Note a sign of life; any request of the learner is one."""
         self._seen_at = now
 
     def silent_s(self, now: float) -> float:
@@ -72,9 +80,15 @@ class LearnerRecord:
         return max(0.0, now - self._seen_at) if self.report is not None else 0.0
 
     def status(self, now: float) -> LearnerReport | None:
-        """The newest report, in state `lost` when the learner fell silent without saying that it ended."""
+        """The newest report, in state `lost` when the learner fell silent without reporting an end."""
         report, silent_s = self.report, self.silent_s(now)
         if report is None or silent_s <= LOST_AFTER_S or report.state in LEARNER_ENDED:
             return report
         waiting_on = f"not seen for {silent_s:.0f} s, was {report.state}"
         return msgspec.structs.replace(report, state="lost", waiting_on=waiting_on, since_s=silent_s)
+
+
+def lasting(report: LearnerReport) -> LearnerReport:
+    """The part of a report that matters after a restart; the journal records a report when this part changes."""
+    state = report.state if report.state in LEARNER_ENDED else ""
+    return msgspec.structs.replace(report, state=state, policy_version=0, waiting_on="", since_s=0.0, step=0, waste={})

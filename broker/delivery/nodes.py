@@ -2,78 +2,106 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from broker.contract import WASTE_REASONS, NodeReport, NodeStatus, Waste
 from broker.delivery import waste
 from broker.delivery.deadlines import Deadlines
 from common.errors import BrokerError
 
-MOST_NODES = 1 << 14  # dead ones that are not forgotten yet included
+MOST_NODES = 1 << 14  # including dead ones that are not forgotten yet
 NOT_WORKING = ("quarantined", "draining")  # states in which a node takes no tasks
 FORGET_AFTER_S = 600.0  # a dead node stays in the status for at least this long
 
 
+class NodeCounts(msgspec.Struct, frozen=True):
+    """The broker's counters of a node, as they are recorded."""
+
+    handed_in: int
+    counted: dict[str, Waste]
+
+
 @dataclass(slots=True)
 class Node:
+    """A node that has joined.
+
+    Attributes:
+        tokens: its leases.
+        has_leased: whether this process of the node ever leased a task.
+        handed_in: sampled tokens of the groups that this process handed in.
+        counted: waste that the broker counted, and all waste of earlier processes of the node.
+        in_doubt: the last heartbeat named an older version than `version`.
+    """
+
     report: NodeReport
     version: int
     seen_at: float
-    tokens: set[str] = field(default_factory=set[str])  # its leases
+    tokens: set[str] = field(default_factory=set[str])
     alive: bool = True
-    has_leased: bool = False  # this process of the node
-    handed_in: int = 0  # sampled tokens of the groups that this process handed in
-    counted: dict[str, Waste] = field(default_factory=dict[str, Waste])  # by the broker, and of its earlier processes
-    in_doubt: bool = False  # its last heartbeat told of an older version than `version`
+    has_leased: bool = False
+    handed_in: int = 0
+    counted: dict[str, Waste] = field(default_factory=dict[str, Waste])
+    in_doubt: bool = False
 
-    def asks_with(self, version: int) -> None:
-        """A request that names the version."""
+    def set_version(self, version: int) -> None:
+        """Note the version that a request named."""
         self.version, self.in_doubt = version, False
 
-    def told(self, version: int) -> bool:
-        """A heartbeat with this version; returns whether the node's version changed.
+    def note_heartbeat(self, version: int) -> bool:
+        """Note the version that a heartbeat named; returns whether the node's version changed.
 
-        A heartbeat has a connection of its own, so a request that was sent later may overtake it: an older version
-        than that of the request counts when the next heartbeat tells of it too, as after a learner's restart.
+        Heartbeats have their own connection, so a later request may overtake one. An older version than that of the
+        request therefore counts only when the next heartbeat repeats it, as after a learner's restart.
         """
         if version < self.version and not self.in_doubt:
             self.in_doubt = True
             return False
         changed = version != self.version
-        self.asks_with(version)
+        self.set_version(version)
         return changed
 
     @property
     def tokens_generated(self) -> int:
-        """By this process; its reports come with heartbeats, so groups handed in since are the better lower bound."""
+        """Tokens of this process. Reports come with heartbeats; groups handed in since then may raise the bound."""
         return max(self.report.tokens_generated, self.handed_in)
 
     @property
     def wasted(self) -> dict[str, Waste]:
-        """By this node id since it joined."""
+        """Waste of this node id since it joined."""
         return waste.merged((self.counted, reported(self.report)))
 
 
 class Fleet:
-    """Nodes by id. A node unseen for `silent_s` seconds is dead until it is seen again."""
+    """Nodes by id. A node unseen for `silent_s` seconds is dead until it is seen again.
+
+    Attributes:
+        past_generated: tokens of processes that are gone.
+        past_wasted: waste of nodes that are gone.
+    """
 
     def __init__(self, silent_s: float) -> None:
         self.nodes: dict[str, Node] = {}
         self._silent_s = silent_s
         self._deadlines = Deadlines()
-        self._past_generated = 0  # tokens of processes that are gone
-        self._past_wasted: dict[str, Waste] = {}  # of nodes that are gone
+        self.past_generated = 0
+        self.past_wasted: dict[str, Waste] = {}
+
+    def check_room(self, node_id: str) -> None:
+        """Raise BrokerError when this node is new and MOST_NODES others have joined."""
+        if node_id not in self.nodes and len(self.nodes) >= MOST_NODES:
+            raise BrokerError(f"{len(self.nodes)} nodes have joined, which is as many as this broker takes")
+
+    def alive(self, node_id: str) -> bool:
+        """Whether the node is known and was seen within the lease time."""
+        node = self.nodes.get(node_id)
+        return node is not None and node.alive
 
     def join(self, report: NodeReport, now: float) -> Node:
-        """Add a node, or a new process of one; the record's leases are kept for the caller to end.
-
-        Raises:
-            BrokerError: there are MOST_NODES others.
-        """
+        """Add a node, or a new process of one. The new record takes over the leases of the old one."""
         old = self.nodes.get(report.node_id)
-        if old is None and len(self.nodes) >= MOST_NODES:
-            raise BrokerError(f"{len(self.nodes)} nodes have joined, which is as many as this broker takes")
         goes_on = old is not None and same_process(old.report, report)
         if old is not None and not goes_on:
-            self._past_generated += old.tokens_generated
+            self.past_generated += old.tokens_generated
         node = Node(report, report.policy_version, now, old.tokens if old else set())
         if old is not None:
             node.counted = old.counted if goes_on else old.wasted
@@ -96,15 +124,15 @@ class Fleet:
         """Forget a node, keeping its totals."""
         node = self.nodes.pop(node_id, None)
         if node is not None:
-            self._past_generated += node.tokens_generated
-            self._past_wasted = waste.merged((self._past_wasted, node.wasted))
+            self.past_generated += node.tokens_generated
+            self.past_wasted = waste.merged((self.past_wasted, node.wasted))
 
     def next_check(self) -> float | None:
         """When some node may turn dead, monotonic seconds."""
         return self._deadlines.next()
 
-    def newly_dead(self, now: float) -> list[str]:
-        """Ids of nodes that turned dead by `now`; nodes long dead are forgotten."""
+    def expire(self, now: float) -> tuple[list[str], list[str]]:
+        """Ids of nodes that turned dead by `now`, and of those dead for so long that the caller may forget them."""
         forget_s = max(FORGET_AFTER_S, 10 * self._silent_s)
 
         def deadline(node_id: str) -> float | None:
@@ -114,6 +142,7 @@ class Fleet:
             return node.seen_at + (self._silent_s if node.alive else forget_s)
 
         dead: list[str] = []
+        forgotten: list[str] = []
         for node_id in list(self._deadlines.passed(now, deadline)):
             node = self.nodes[node_id]
             if node.alive:
@@ -121,8 +150,8 @@ class Fleet:
                 dead.append(node_id)
                 self._deadlines.add(node_id, node.seen_at + forget_s)
             else:
-                self.leave(node_id)
-        return dead
+                forgotten.append(node_id)
+        return dead, forgotten
 
     def others_may_succeed(self, node_id: str) -> bool:
         """Whether a node besides this one lives and may be given tasks."""
@@ -134,16 +163,16 @@ class Fleet:
 
     def tokens_generated(self) -> int:
         """Sampled tokens over all nodes that ever joined."""
-        return self._past_generated + sum(n.tokens_generated for n in self.nodes.values())
+        return self.past_generated + sum(n.tokens_generated for n in self.nodes.values())
 
     def waste_of(self, node_id: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
-        """Count what was lost of a node's work; the node may be gone."""
+        """Count waste of a node, which may be gone."""
         node = self.nodes.get(node_id)
-        waste.add(self._past_wasted if node is None else node.counted, reason, tokens, seconds)
+        waste.add(self.past_wasted if node is None else node.counted, reason, tokens, seconds)
 
     def waste(self) -> dict[str, Waste]:
-        """Over all nodes that ever joined."""
-        return waste.merged([self._past_wasted, *(n.wasted for n in self.nodes.values())])
+        """Waste of all nodes that ever joined, by reason."""
+        return waste.merged([self.past_wasted, *(n.wasted for n in self.nodes.values())])
 
     def status(self, now: float) -> list[NodeStatus]:
         """One line per node, by id."""
@@ -154,7 +183,7 @@ class Fleet:
 
 
 def reported(report: NodeReport) -> dict[str, Waste]:
-    """What a node says it wasted, under known reasons; a node of an earlier release says none."""
+    """A node's own count of waste, by known reason. A node of an earlier release reports one number only."""
     if report.waste or not report.tokens_wasted:
         return {reason: spent for reason, spent in report.waste.items() if reason in WASTE_REASONS}
     return {"cancelled": Waste(report.tokens_wasted)}

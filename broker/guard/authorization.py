@@ -1,14 +1,14 @@
-"""What each role may ask of the broker, and which node ids a credential may speak for."""
+"""Which requests each role may send, and which credential may speak for a node id."""
 
-from collections.abc import Callable
+from typing import get_args
 
-from broker.delivery.node_ownership import NodeOwners
+from broker.delivery.state import DeliveryState
 from broker.messaging import wire
 from common.security.credentials import Identity
 
 OBSERVING: frozenset[type[wire.Request]] = frozenset({wire.AskStatus, wire.AskLedger, wire.AskEvents})
 PERMITTED: dict[str, frozenset[type[wire.Request]]] = {
-    "learner": OBSERVING | {wire.Attach, wire.Offer, wire.Take, wire.Regenerate, wire.Filter, wire.Commit, wire.Report},
+    "learner": OBSERVING | {kind for kind in get_args(wire.AnyRequest) if issubclass(kind, wire.LearnerRequest)},
     "node": frozenset(
         {
             wire.AskStatus,
@@ -28,18 +28,18 @@ PERMITTED: dict[str, frozenset[type[wire.Request]]] = {
 
 
 class Roles:
-    """Says no to requests that their sender may not make.
+    """Refuses requests that their sender may not send.
 
-    The first credential that names a node id speaks for it as long as that node is alive, and others may only take
-    it by registering when it is not. So a node can neither learn of another's leases nor end them. Who speaks for which
-    id is part of the broker's state: it holds for the next broker of the run too.
+    The first credential that names a node id owns it while that node is alive. Another credential may take the id over
+    only by registering after the node died. So no node can read or end the leases of another one. Owners are part of
+    the delivery state, so they survive a restart of the broker.
     """
 
-    def __init__(self, node_alive: Callable[[str], bool], owners: NodeOwners) -> None:
-        self._node_alive, self._owners = node_alive, owners
+    def __init__(self, state: DeliveryState) -> None:
+        self._state = state
 
     def refusal(self, sender: Identity | None, request: wire.Request) -> str:
-        """Why `sender` may not make this request; '' when it may."""
+        """The reason for which `sender` may not send this request; '' when it may."""
         if sender is None:
             return "this key was revoked"
         kind = type(request)
@@ -48,18 +48,18 @@ class Roles:
         node_id = named_node(request)
         if node_id is None:
             return ""
-        owner = self._owners.get(node_id)
+        owner = self._state.owners.get(node_id)
         if owner == sender.public:
             return ""
         joins = isinstance(request, wire.Register | wire.Heartbeat)
-        if owner is None or (joins and not self._node_alive(node_id)):
-            self._owners.bind(node_id, sender.public, self._node_alive)
+        if owner is None or (joins and not self._state.fleet.alive(node_id)):
+            self._state.own(node_id, sender.public)
             return ""
         return f"node id {node_id!r} belongs to another credential; every node needs an id of its own"
 
 
 def named_node(request: wire.Request) -> str | None:
-    """The node id that a request speaks for."""
+    """The node id that a request speaks for; None for requests that name no node."""
     if isinstance(request, wire.Register | wire.Heartbeat):
         return request.report.node_id
     if isinstance(request, wire.AskLease | wire.Complete | wire.Fail | wire.Release | wire.Leave):

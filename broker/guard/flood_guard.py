@@ -1,10 +1,10 @@
-"""Cuts off whoever sends a message that never ends, or asks for ever more and never reads the answers.
+"""Closes connections that send endless messages, or that ask for replies and do not read them.
 
-ZeroMQ limits the size of a frame and the number of waiting messages, but not the number of frames of one message: it
-collects them in memory until the last one has come, which a hostile sender never sends. So the broker watches its own
-memory. When it grows beyond what the held groups explain, connections from which nothing complete arrives any more
-are closed, those that brought the most bytes first. So are connections that take nothing of what waits for
-them. An innocent one among them reconnects and repeats its request.
+ZeroMQ limits the size of a frame and the number of waiting messages, but not the number of frames of one message. It
+collects the frames in memory until the last one, which a hostile sender never sends. So the broker watches its own
+memory. When the groups that it stores do not explain the growth, it closes connections without complete messages,
+those with the most received bytes first. It also closes connections that read none of their replies. An innocent
+client among them reconnects and repeats its request.
 """
 
 import contextlib
@@ -28,20 +28,20 @@ from zmq.utils.monitor import recv_monitor_message
 logger = logging.getLogger(__name__)
 
 UNEXPLAINED_BYTES = 512 << 20  # or twice broker.max_message_bytes
-PATIENCE_S = 3.0  # nodes and learners that live say something more often
+PATIENCE_S = 3.0  # living nodes and learners send messages more often
 CUT_AT_ONCE = 16
-LEAST_BYTES = 1 << 20  # received by a connection that is worth closing
+LEAST_BYTES = 1 << 20  # a connection that received less is not closed
 LEAST_UNREAD_BYTES = 64 << 10
 _ACKED_AT, _RECEIVED_AT = 120, 128  # tcpi_bytes_acked, tcpi_bytes_received in Linux's struct tcp_info
 
 
 class FloodGuard:
-    """Watches the connections of one bound socket; belongs to its thread.
+    """Watches the connections of one bound socket, in the socket's thread.
 
     Args:
-        router: the socket; it must outlive no call of this.
-        allowed_bytes: of this process's own memory, beyond what it has now and what is explained.
-        resident: bytes of this process's own memory.
+        router: the bound socket.
+        allowed_bytes: growth of this process's own memory that needs no explanation.
+        resident: returns the bytes of this process's own memory.
     """
 
     def __init__(
@@ -49,32 +49,32 @@ class FloodGuard:
     ) -> None:
         self._resident = resident or own_memory
         self._limit = self._resident() + allowed_bytes
-        self._since: float | None = None  # of an alert, monotonic seconds
+        self._since: float | None = None  # begin of an alert, monotonic seconds
         self._heard: set[int] = set()  # connections that completed a message during the alert
         self._connections: set[int] = set()  # file descriptors
-        self._acked: dict[int, int] = {}  # bytes that each had taken when last looked at
-        place = f"inproc://connections-{secrets.token_hex(8)}"
-        router.monitor(place, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._acked: dict[int, int] = {}  # bytes that each had acknowledged at the last check
+        monitor = f"inproc://connections-{secrets.token_hex(8)}"
+        router.monitor(monitor, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shadow=cast(Any, router).context.underlying)
         self._events = context.socket(zmq.PAIR)
         self._events.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's own thread
-        self._events.connect(place)
+        self._events.connect(monitor)
 
     @property
     def alert(self) -> bool:
-        """Whether `heard` wants to know of every message."""
+        """Whether `heard` must be called for every message."""
         return self._since is not None
 
     def heard(self, frame: zmq.Frame) -> None:
-        """A complete message came."""
+        """Note that a complete message arrived on the connection of `frame`."""
         with contextlib.suppress(zmq.ZMQError, KeyError, ValueError):
             self._heard.add(int(str(frame.get("__fd"))))
 
     def tick(self, explained_bytes: int) -> None:
-        """About once a second; `explained_bytes` are held with good reason."""
+        """Check the memory, about once a second; `explained_bytes` is the size of all stored groups."""
         self._follow()
         if self._resident() - explained_bytes > self._limit:
-            give_free_memory_back()  # what a flood has left behind is free, but still counted
+            give_free_memory_back()  # freed memory of an earlier flood still counts as resident
         if self._resident() - explained_bytes <= self._limit:
             self._since = None
             return
@@ -87,7 +87,7 @@ class FloodGuard:
             self._cut()
 
     def close(self) -> None:
-        """After the socket was closed."""
+        """Call it after the socket was closed."""
         self._events.close(linger=0)
 
     def _follow(self) -> None:
@@ -103,17 +103,17 @@ class FloodGuard:
         silent = [(received, fd) for fd, (received, _) in counts.items() if fd not in self._heard]
         worst = sorted((found for found in silent if found[0] >= LEAST_BYTES), reverse=True)[:CUT_AT_ONCE]
         for received, fd in worst:
-            logger.warning("cut a connection that brought %d bytes and no end of a message; memory is short", received)
+            logger.warning("cut a connection that sent %d bytes and completed no message; memory is short", received)
             _shut(fd)
         for fd, (_, acked) in counts.items():
             if acked == self._acked.get(fd) and unread_bytes(fd) >= LEAST_UNREAD_BYTES:
-                logger.warning("cut a connection that does not read what it asked for; memory is short")
+                logger.warning("cut a connection that does not read its replies; memory is short")
                 _shut(fd)
         self._acked = {fd: acked for fd, (_, acked) in counts.items()}
 
 
 def tcp_bytes(fd: int) -> tuple[int, int]:
-    """(received, sent and acknowledged) bytes of a TCP connection so far; zeros for anything else."""
+    """(received, acknowledged) bytes of a TCP connection so far; zeros for other file descriptors."""
     try:
         with socket.socket(fileno=os.dup(fd)) as connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
@@ -125,7 +125,7 @@ def tcp_bytes(fd: int) -> tuple[int, int]:
 
 
 def unread_bytes(fd: int) -> int:
-    """What the kernel holds because the other side has not taken it."""
+    """Bytes in the kernel's send buffer that the other side has not read."""
     try:
         return int.from_bytes(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
     except OSError:
@@ -138,7 +138,7 @@ def _shut(fd: int) -> None:
 
 
 def own_memory() -> int:
-    """Resident bytes of this process that it shares with no file; 0 where that cannot be known."""
+    """Resident bytes of this process that belong to no file; 0 where the system does not say."""
     try:
         fields = Path("/proc/self/statm").read_text().split()
     except OSError:
@@ -147,6 +147,6 @@ def own_memory() -> int:
 
 
 def give_free_memory_back() -> None:
-    """Let the C library return pages that nothing uses, also those between others; does nothing where it cannot."""
+    """Return unused pages to the system, where the C library can."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

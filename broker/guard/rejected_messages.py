@@ -1,4 +1,4 @@
-"""What becomes of messages that are refused: counted, logged at a bounded rate, the first ones kept to look at."""
+"""Counts refused messages, logs them at a bounded rate, and keeps the first ones for inspection."""
 
 import hashlib
 import logging
@@ -13,16 +13,16 @@ from broker.messaging.wire import WireError
 logger = logging.getLogger(__name__)
 
 LOGGED_A_MINUTE = 20
-KEPT_MESSAGES = 32  # in RUN/quarantine, over all brokers of the run
+KEPT_MESSAGES = 32  # in RUN/quarantine, by all brokers of the run together
 KEPT_BYTES = 64 << 10  # of each header
 
 
 class Denied(WireError):
-    """A request that its sender may not make."""
+    """A request that its sender may not send."""
 
 
 class Later(WireError):
-    """A request that its sender may make, but not now: it is told to wait, and asks again."""
+    """A request that its sender must repeat later."""
 
 
 class KeptMessage(msgspec.Struct, frozen=True):
@@ -36,11 +36,11 @@ class KeptMessage(msgspec.Struct, frozen=True):
 
 
 class Refusals:
-    """The one place where a refusal leaves traces.
+    """The single writer of refusals.
 
     Args:
-        state: whose counters and events tell of them.
-        quarantine: folder for what did not decode; None keeps nothing.
+        state: has the counters and the events.
+        quarantine: folder for messages that did not decode; None keeps nothing.
     """
 
     def __init__(self, state: DeliveryState, quarantine: Path | None = None) -> None:
@@ -49,7 +49,7 @@ class Refusals:
         self._minute, self._logged, self._silent = 0.0, 0, 0
 
     def note(self, client: bytes, error: WireError, header: bytes, payloads: int) -> None:
-        """Count a refusal; log it, and keep the message if it may be one of the first that did not decode."""
+        """Count and log a refusal, and keep the message if it is one of the first that did not decode."""
         self._state.refused_messages += 1
         who = anonymous(client)
         if isinstance(error, Denied):
@@ -87,7 +87,7 @@ class Refusals:
 
 
 def anonymous(client: bytes) -> str:
-    """A name for a connection in logs and events: whoever knew its real id could take its place."""
+    """A name for a connection in logs and events. Its real id is secret, because it identifies the connection."""
     return hashlib.blake2b(client, digest_size=6).hexdigest()
 
 

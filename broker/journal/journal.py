@@ -10,8 +10,11 @@ import time
 from typing import cast
 
 from broker.contract import StoreStatus
+from broker.delivery.moves import Closed, Statistics
+from broker.delivery.state import DeliveryState
+from broker.delivery.tables import Move, Recorder
 from broker.journal import records
-from broker.journal.durable_state import DurableState
+from broker.journal.snapshot import Captured
 from broker.journal.store import Compaction, Record, Store, StoredPayload, StoreFailed
 from broker.journal.writer import Sync, Writer
 
@@ -22,7 +25,7 @@ STATISTICS_S = 1.0
 CLOSE_S = 30.0
 
 
-class Journal:
+class Journal(Recorder):
     """Records nothing until `begin`, so that a state can be replayed into existence with it.
 
     Args:
@@ -35,17 +38,16 @@ class Journal:
         self.store, self._segment_bytes = store, segment_bytes
         self._sync: Sync = sync
         self._writer: Writer | None = None
-        self._state: DurableState | None = None
+        self._state: DeliveryState | None = None
         self._seq = self._written_bytes = 0
-        self._marks: records.Marks | None = None
-        self._statistics: records.Statistics | None = None
+        self._statistics: Statistics | None = None
         self._statistics_at = 0.0
         self._last_acknowledged = 0
         self._pending = False
         self._told_stuck = ""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def begin(self, state: DurableState, seq: int, history: int) -> None:
+    def begin(self, state: DeliveryState, seq: int, history: int) -> None:
         """Record from now on, behind `seq`, beginning with a snapshot; `history` is the size of the history."""
         self._state, self._seq = state, seq
         self._writer = Writer(self.store, self._sync, seq, history, self._notify)
@@ -54,12 +56,12 @@ class Journal:
 
     # ---------------------------------------------------------------- recording
 
-    def record(self, move: records.Move) -> None:
+    def record(self, move: Move) -> None:
         """Recorder."""
         if self._writer is not None:
             self._put(self._writer, records.encode(move))
 
-    def record_group(self, move: records.Move, payload: object) -> StoredPayload:
+    def record_group(self, move: Move, payload: object) -> StoredPayload:
         """Recorder; `payload` is anything with a buffer."""
         stored = StoredPayload(self.store.read)
         if self._writer is not None:
@@ -79,7 +81,7 @@ class Journal:
         if writer.failure is not None:
             raise StoreFailed(f"{self.store.name} cannot be written: {writer.failure}") from writer.failure
         self._tell_if_stuck(state, writer.stuck)
-        self._record_values(state)
+        self._record_statistics(state)
         if self._pending:
             self._pending = False
             if self._written_bytes >= self._segment_bytes:
@@ -120,7 +122,7 @@ class Journal:
         whole = True
         if self._writer is not None:
             if not self._writer.stuck:
-                self.record(records.Closed())
+                self.record(Closed())
             whole = self._writer.close(CLOSE_S)
             self._last_acknowledged = self._writer.acknowledged
             if not whole:
@@ -141,30 +143,26 @@ class Journal:
         self._pending = True
         writer.put(Record(self._seq, body, payload, stored))
 
-    def _tell_if_stuck(self, state: DurableState, stuck: str) -> None:
+    def _tell_if_stuck(self, state: DeliveryState, stuck: str) -> None:
         if stuck and not self._told_stuck:
             state.event_log.add("store_full", reason=stuck)
         elif self._told_stuck and not stuck:
             state.event_log.add("store_writable")
         self._told_stuck = stuck
 
-    def _record_values(self, state: DurableState) -> None:
-        """What was promised at once, statistics now and then."""
-        marks, now = state.marks(), time.monotonic()
-        if marks != self._marks:
-            self._marks = marks
-            self.record(marks)
+    def _record_statistics(self, state: DeliveryState) -> None:
+        now = time.monotonic()
         if now >= self._statistics_at:
             self._statistics_at = now + STATISTICS_S
-            statistics = state.statistics()
+            statistics = Statistics.of(state)
             if statistics != self._statistics:
                 self._statistics = statistics
                 self.record(statistics)
 
-    def _compact(self, state: DurableState) -> None:
+    def _compact(self, state: DeliveryState) -> None:
         """Replace the log by a snapshot of the state as it is now."""
         assert self._writer is not None
-        captured = state.capture()
+        captured = Captured(state)
         self._seq += 1
         self._written_bytes = 0
 

@@ -1,7 +1,6 @@
 """What a broker remembers when it starts: nothing, or what RUN/store holds; as broker.durability says."""
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from broker.contract import BrokerEvent, RunInfo
 from broker.delivery.event_log import EventLog
 from broker.delivery.lease_tokens import Tokens
 from broker.delivery.state import DeliveryState
-from broker.journal.durable_state import DurableState
 from broker.journal.file_store.folder import StoreFolder
 from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import Journal
@@ -58,7 +56,7 @@ def open_memory(config: Config, run: RunInfo, write_event: Callable[[BrokerEvent
     if durability == "memory":
         set_aside_store(run_dir, "broker.durability is memory")
         _set_aside_redis(run_dir)
-        return Memory(DeliveryState(run, time.monotonic, Tokens(), EventLog(write_event), os.getpid()))
+        return Memory(DeliveryState(run, time.monotonic, Tokens(), EventLog(write_event)))
     store = open_file_store(run_dir.store, config.run.name)
     try:
         _set_aside_redis(run_dir)
@@ -73,9 +71,9 @@ def recovered(config: Config, run: RunInfo, store: Store, write_event: Callable[
     earlier = former_events(RunDir(config.run.dir).events) if store.address else ()
     events = EventLog(write_event, earlier=earlier)
 
-    def make_state(journal: Journal) -> DurableState:
-        retain, pid = config.broker.retain_steps, os.getpid()
-        return DurableState(run, time.monotonic, Tokens(), events, journal, retain, pid, store.store_id)
+    def make_state(journal: Journal) -> DeliveryState:
+        retain_steps = config.broker.retain_steps
+        return DeliveryState(run, time.monotonic, Tokens(), events, journal, retain_steps, store.store_id)
 
     assert config.broker.durability != "memory"
     journal = Journal(store, config.broker.durability)

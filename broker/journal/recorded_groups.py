@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from broker.contract import RunInfo, StoredGroup
 from broker.journal.file_store.folder import StoreFolder
@@ -73,21 +74,18 @@ def steps_of(store: Store) -> RecordedSteps:
         UsageError: the store is damaged.
     """
     state = read_only(store, RunInfo("", "", 1, 0, 1, 1.0, 1))
-    steps = {
-        step: [RecordedGroup(k.task, k.node_id, k.meta, k.filtered, k.stored) for k in kept]
-        for step, kept in state.table.kept.items()
-    }
-    for step, serials in state.tasks.steps.items():
-        entries = [state.tasks.living[serial] for serial in serials]
-        steps[step] = [
-            RecordedGroup(e.task, e.nodes[-1], e.meta, e.filtered, state.table.stored[e.serial])
+    tasks = state.tasks
+    taken = {step: [tasks.living[serial] for serial in serials] for step, serials in tasks.steps.items()}
+    groups = {
+        step: [
+            RecordedGroup(e.task, e.nodes[-1], e.meta, e.filtered, cast(StoredPayload, e.stored))
             for e in entries
             if e.meta is not None
         ]
-    places = {step: state.tasks.places_taken(step) for step in state.tasks.steps}
-    return RecordedSteps(
-        store.store_id, state.committed_step, dict(sorted(steps.items())), state.tasks.next_serial, places
-    )
+        for step, entries in sorted((tasks.retained | taken).items())
+    }
+    places = {step: tasks.slots_filled(step) for step in tasks.steps}
+    return RecordedSteps(store.store_id, state.committed_step, groups, tasks.next_serial, places)
 
 
 def existing_file_store(run_dir: RunDir) -> FileStore:

@@ -1,6 +1,5 @@
 """The groups of a run's store, or of its Redis, as a recording: put into a broker again as steps that were taken."""
 
-import os
 import secrets
 import time
 from collections.abc import Generator, Sequence
@@ -75,7 +74,6 @@ def preloaded(run: RunInfo, recording: Recording, steps: Sequence[int]) -> Deliv
         time.monotonic,
         lambda: secrets.token_hex(8),
         EventLog(),
-        os.getpid(),
         store_id=recording.store_id,
     )
     table = state.tasks
@@ -84,7 +82,7 @@ def preloaded(run: RunInfo, recording: Recording, steps: Sequence[int]) -> Deliv
     for step in steps:
         groups = recording.steps[step]
         table.steps[step] = [group.task.serial for group in groups]
-        table.replaced[step] = len(groups) - run.groups_per_step  # filtered groups that others were taken for
+        table.freed_by_step[step] = len(groups) - run.groups_per_step  # filtered groups that others were taken for
         for group in groups:
             table.living[group.task.serial] = Entry(
                 group.task,

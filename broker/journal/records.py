@@ -1,7 +1,7 @@
-"""What the journal records: every move of the delivery state, and snapshots of all of it.
+"""The records of the journal: moves of the delivery state, snapshots of all of it, and lines of finished tasks.
 
-The same rules as on the wire: structs are keyed and tagged, fields are only appended and have defaults; SCHEMA changes
-when an older reader would go wrong. Replaying a snapshot and the moves after it gives the state back.
+A snapshot and the moves after it give the state back. Structs are keyed and tagged as on the wire: fields are only
+appended and have defaults. SCHEMA changes when an older reader would misread a store.
 """
 
 import zlib
@@ -9,153 +9,24 @@ from collections.abc import Sequence
 
 import msgspec
 
-from broker.contract import LearnerReport, LedgerEntry, NodeReport, Waste
+from broker.contract import LearnerReport, LedgerEntry, NodeReport
+from broker.delivery.moves import AnyMove, Marks, Statistics
+from broker.delivery.tables import Move
+from broker.delivery.task_table import TaskRecord
 from broker.journal.store import Location
 from common.rollouts import GroupMeta, Task
 
 SCHEMA = 1
 
 
-class Move(msgspec.Struct, frozen=True):
-    """Base of all records."""
+class SavedTask(TaskRecord):
+    """A task that is not finished, with the place of its group if it has one."""
 
-
-class Offered(Move, frozen=True, tag="offered"):
-    """A new pending task."""
-
-    task: Task
-
-
-class Leased(Move, frozen=True, tag="leased"):
-    """pending -> leased."""
-
-    serial: int
-    node: str
-    token: str
-
-
-class HandedBack(Move, frozen=True, tag="handed_back"):
-    """leased -> pending, the attempt not counted."""
-
-    token: str
-
-
-class Lost(Move, frozen=True, tag="lost"):
-    """leased -> pending or dead; `spared`: another node may still succeed."""
-
-    token: str
-    reason: str
-    max_attempts: int
-    spared: bool = False
-
-
-class Accepted(Move, frozen=True, tag="accepted"):
-    """leased -> ready; the group's payload follows the record."""
-
-    token: str
-    meta: GroupMeta
-
-
-class Taken(Move, frozen=True, tag="taken"):
-    """ready -> taken by `step`, in this order."""
-
-    step: int
-    serials: list[int]
-
-
-class Filtered(Move, frozen=True, tag="filtered"):
-    """The step that took it trains nothing on it."""
-
-    serial: int
-    most_replaced: int
-
-
-class GivenUp(Move, frozen=True, tag="given_up"):
-    """taken -> pending; the group is dropped."""
-
-    serial: int
-
-
-class Committed(Move, frozen=True, tag="committed"):
-    """taken -> committed for everything that steps <= `step` took."""
-
-    step: int
-
-
-class Reported(Move, frozen=True, tag="reported"):
-    """The learner attached, ended, or says something that outlives it."""
-
-    report: LearnerReport
-
-
-class Joined(Move, frozen=True, tag="joined"):
-    """A node, or a new process of one."""
-
-    report: NodeReport
-
-
-class Left(Move, frozen=True, tag="left"):
-    """A node is forgotten."""
-
-    node_id: str
-
-
-class Owned(Move, frozen=True, tag="owned"):
-    """From now on this key speaks for the node id."""
-
-    node_id: str
-    public: str
-
-
-class Marks(Move, frozen=True, tag="marks"):
-    """Single values that answers to the learner rest on, as they were at the end of a turn."""
-
-    first_step: int
-    committed_step: int
-
-
-class NodeCounts(msgspec.Struct, frozen=True):
-    """What the broker has counted of a node."""
-
-    handed_in: int
-    counted: dict[str, Waste]
-
-
-class Statistics(Move, frozen=True, tag="statistics"):
-    """Counters that promise nothing: recorded about once a second, as they are then."""
-
-    next_event: int = 0
-    lease_expiries: int = 0
-    stale_results: int = 0
-    past_generated: int = 0
-    past_wasted: dict[str, Waste] = {}
-    nodes: dict[str, NodeCounts] = {}
-
-
-class Closed(Move, frozen=True, tag="closed"):
-    """The broker ended in good order: everything before this record was synced."""
-
-
-class SavedTask(msgspec.Struct, frozen=True):
-    """A living task; `location` of its group when it has one. Times are not saved: a lease begins anew."""
-
-    task: Task
-    state: str
-    attempts: int
-    failures: int
-    nodes: list[str]
-    token: str
-    node: str
-    meta: GroupMeta | None
-    step: int | None
-    reason: str
-    filtered: bool
-    location: Location | None
-    failed_by: list[str] = []
+    location: Location | None = None
 
 
 class KeptGroup(msgspec.Struct, frozen=True):
-    """A committed group that may still be replayed."""
+    """A group of a committed step that is retained for a replay."""
 
     task: Task
     node_id: str
@@ -165,20 +36,21 @@ class KeptGroup(msgspec.Struct, frozen=True):
 
 
 class SavedNode(msgspec.Struct, frozen=True):
+    """A node that has joined."""
+
     report: NodeReport
     has_leased: bool = False
 
 
-class Snapshot(Move, frozen=True, tag="snapshot"):
-    """All of the state but the finished tasks, which are the first `history_bytes` of the history file.
+class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
+    """The state without finished tasks, which are the first `history_bytes` of the history file.
 
     Attributes:
         steps: serials that each uncommitted step took, in the order given out.
-        replaced: filtered groups of each uncommitted step that passed their place on.
-        passed: serials that passed their place to a later one, from the oldest living task on.
-        passed_gone: how many older ones there were.
+        replaced: TaskTable.freed_by_step.
+        passed, passed_gone: TaskTable.freed, TaskTable.freed_earlier.
         accepted: (token, node) of accepted results, oldest first.
-        kept: groups of committed steps within broker.retain_steps, in the order given out.
+        kept: TaskTable.retained.
         owners: public key of the credential that speaks for each node id.
     """
 
@@ -207,53 +79,35 @@ class Snapshot(Move, frozen=True, tag="snapshot"):
 class FinishedTasks(msgspec.Struct, frozen=True, omit_defaults=True):
     """One record of the history file: `packed` is a zlib stream of the entries in MessagePack."""
 
-    entries: list[LedgerEntry] = []  # of stores from before they were packed
+    entries: list[LedgerEntry] = []  # older stores have them unpacked
     packed: bytes = b""
 
 
-AnyMove = (
-    Offered
-    | Leased
-    | HandedBack
-    | Lost
-    | Accepted
-    | Taken
-    | Filtered
-    | GivenUp
-    | Committed
-    | Reported
-    | Joined
-    | Left
-    | Owned
-    | Marks
-    | Statistics
-    | Closed
-    | Snapshot
-)
+AnyRecord = AnyMove | Snapshot
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyMove)
+_decoder = msgspec.msgpack.Decoder(AnyRecord)
 _finished = msgspec.msgpack.Decoder(FinishedTasks)
 _entries = msgspec.msgpack.Decoder(list[LedgerEntry])
 
 
-def encode(move: Move) -> bytes:
+def encode(record: Move | Snapshot) -> bytes:
     """The body of a record."""
-    return _encoder.encode(move)
+    return _encoder.encode(record)
 
 
-def decode(body: bytes) -> AnyMove:
-    """The other way; raises msgspec.DecodeError."""
+def decode(body: bytes) -> AnyRecord:
+    """The record of a body. Raises msgspec.DecodeError."""
     return _decoder.decode(body)
 
 
 def encode_finished(entries: Sequence[LedgerEntry]) -> bytes:
-    """The body of a record of the history file; keys and names repeat, so it takes a tenth of what it holds."""
+    """The body of a record of the history file; compression saves nine tenths."""
     return _encoder.encode(FinishedTasks(packed=zlib.compress(_encoder.encode(entries), 1)))
 
 
 def decode_finished(body: bytes) -> list[LedgerEntry]:
-    """Ledger entries of one record of the history file; raises msgspec.DecodeError."""
+    """Ledger entries of one record of the history file. Raises msgspec.DecodeError."""
     record = _finished.decode(body)
     if not record.packed:
         return record.entries

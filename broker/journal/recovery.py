@@ -7,16 +7,18 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from broker.contract import BrokerEvent, RunInfo
 from broker.delivery.event_log import RING_EVENTS, EventLog
-from broker.journal import records as moves
-from broker.journal.durable_state import DurableState
+from broker.delivery.moves import Accepted
+from broker.delivery.state import DeliveryState
+from broker.journal import records
 from broker.journal.journal import Journal
-from broker.journal.journaled_tables import Recorder
+from broker.journal.snapshot import restore
 from broker.journal.store import Store, StoreCorrupt, StoredPayload, StoredRecord
 from common.errors import UsageError
 
@@ -26,7 +28,7 @@ EVENT_TAIL_BYTES = 4 << 20
 
 
 class Recovered(msgspec.Struct, frozen=True):
-    """What recovery found; `torn` says why records at the end were dropped, '' when none were."""
+    """The result of a recovery; `torn` is the reason for which records at the end were dropped, if any."""
 
     seq: int = 0
     history_bytes: int = 0
@@ -35,11 +37,11 @@ class Recovered(msgspec.Struct, frozen=True):
     torn: str = ""
 
 
-def rebuild(store: Store, state: DurableState) -> Recovered:
-    """Fill an empty state from the store, which is only read.
+def rebuild(store: Store, state: DeliveryState) -> Recovered:
+    """Fill an empty state from the store, without changing the store.
 
     Raises:
-        StoreCorrupt: something that had been synced is damaged.
+        StoreCorrupt: synced data is damaged.
     """
     begun = time.monotonic()
     found = store.load()
@@ -47,14 +49,14 @@ def rebuild(store: Store, state: DurableState) -> Recovered:
         return Recovered(torn=found.torn, seconds=time.monotonic() - begun)
     first = found.records[0]
     snapshot = _decoded(first)
-    if not isinstance(snapshot, moves.Snapshot) or snapshot.schema != moves.SCHEMA:
-        what = f"schema {snapshot.schema}" if isinstance(snapshot, moves.Snapshot) else type(snapshot).__name__
+    if not isinstance(snapshot, records.Snapshot) or snapshot.schema != records.SCHEMA:
+        what = f"schema {snapshot.schema}" if isinstance(snapshot, records.Snapshot) else type(snapshot).__name__
         raise UsageError(
-            f"{first.where}: expected a snapshot of schema {moves.SCHEMA}, found {what}; use the release that wrote it"
+            f"{first.where}: expected snapshot schema {records.SCHEMA}, found {what}; run the release that wrote it"
         )
-    state.restore(snapshot, store.read)
+    restore(state, snapshot, partial(StoredPayload, store.read))
     for body in store.history(snapshot.history_bytes):
-        for entry in moves.decode_finished(body):
+        for entry in records.decode_finished(body):
             state.tasks.history.add(entry)
     for record in found.records[1:]:
         _apply(state, store, record)
@@ -62,7 +64,7 @@ def rebuild(store: Store, state: DurableState) -> Recovered:
     return Recovered(found.records[-1].seq, snapshot.history_bytes, len(found.records), seconds, found.torn)
 
 
-def recover(journal: Journal, make_state: Callable[[Journal], DurableState]) -> tuple[DurableState, Recovered]:
+def recover(journal: Journal, make_state: Callable[[Journal], DeliveryState]) -> tuple[DeliveryState, Recovered]:
     """The state in the journal's store, which is recorded there from now on.
 
     Raises:
@@ -71,10 +73,10 @@ def recover(journal: Journal, make_state: Callable[[Journal], DurableState]) -> 
     state = make_state(journal)
     found = rebuild(journal.store, state)
     if found.torn:
-        logger.warning("%s; what was written there was not acknowledged to anybody and is dropped", found.torn)
+        logger.warning("%s; nothing there was acknowledged, so it is dropped", found.torn)
         state.event_log.add("store_torn", reason=found.torn)
     state.recovery_s = round(found.seconds, 3)
-    state.ready_again()
+    state.resume()
     if found.records:
         state.event_log.add("broker_recovered", records=found.records, seconds=round(found.seconds, 3))
         logger.info("recovered %d records in %.2f s", found.records, found.seconds)
@@ -82,28 +84,15 @@ def recover(journal: Journal, make_state: Callable[[Journal], DurableState]) -> 
     return state, found
 
 
-def read_only(store: Store, run: RunInfo) -> DurableState:
-    """The state as the store has it, to look at; payloads are read when they are asked for."""
-    state = DurableState(run, time.monotonic, lambda: "", EventLog(), Nowhere(), retain_steps=1 << 60)
+def read_only(store: Store, run: RunInfo) -> DeliveryState:
+    """The state of the store, for readers; payloads are read on demand."""
+    state = DeliveryState(run, time.monotonic, lambda: "", EventLog(), retain_steps=1 << 60)
     rebuild(store, state)
     return state
 
 
-class Nowhere(Recorder):
-    """Records nothing."""
-
-    def record(self, move: moves.Move) -> None:
-        return
-
-    def record_group(self, move: moves.Move, payload: object) -> StoredPayload:
-        raise AssertionError("a state that is only looked at accepts no groups")
-
-    def status(self) -> None:
-        return None
-
-
 def former_events(path: Path) -> list[BrokerEvent]:
-    """The newest broker events of RUN/events.jsonl, oldest first; lines of others are passed over."""
+    """The newest broker events of RUN/events.jsonl, oldest first; lines of other writers are skipped."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -115,25 +104,31 @@ def former_events(path: Path) -> list[BrokerEvent]:
         try:
             found.append(msgspec.json.decode(line, type=BrokerEvent))
         except (msgspec.DecodeError, UnicodeDecodeError):
-            continue  # a supervisor's line, or the cut first or last one
+            continue  # a line of the supervisor, or a first or last line that is cut
     ordered = {event.index: event for event in found}
     return [ordered[index] for index in sorted(ordered)][-RING_EVENTS:]
 
 
-def _apply(state: DurableState, store: Store, record: StoredRecord) -> None:
-    stored = StoredPayload(store.read, record.payload) if record.payload is not None else None
+def _apply(state: DeliveryState, store: Store, record: StoredRecord) -> None:
     move = _decoded(record)
     try:
-        state.apply(move, stored)
+        if isinstance(move, records.Snapshot):
+            raise ValueError("a snapshot is only expected at the beginning")
+        if isinstance(move, Accepted):
+            if record.payload is None:
+                raise ValueError("an accepted group has no payload")
+            stored = StoredPayload(store.read, record.payload)
+            state.tasks.put_group(state.tasks.leased[move.token], stored, record.payload.length, stored)
+        move.apply(state)
     except (LookupError, ValueError, AssertionError) as error:
         name = type(move).__name__
         raise StoreCorrupt(
-            record.where, f"record {record.seq} ({name}) does not fit what came before: {error!r}"
+            record.where, f"record {record.seq} ({name}) does not fit the records before it: {error!r}"
         ) from error
 
 
-def _decoded(record: StoredRecord) -> moves.AnyMove:
+def _decoded(record: StoredRecord) -> records.AnyRecord:
     try:
-        return moves.decode(record.body)
+        return records.decode(record.body)
     except msgspec.DecodeError as error:
         raise StoreCorrupt(record.where, f"record {record.seq} does not decode: {error}") from error

@@ -112,7 +112,8 @@ def status(address: str, replies: list[Any], node_replies: list[Any]) -> BrokerS
     total = waste.merged(spent)
     learner = LearnerRecord()
     if b"learner" in state:
-        learner.update(msgspec.json.decode(state[b"learner"], type=LearnerReport), int(state[b"l_seen"]) / 1000)
+        learner.accept(msgspec.json.decode(state[b"learner"], type=LearnerReport))
+        learner.seen(int(state[b"l_seen"]) / 1000)
     return BrokerStatus(
         pid=_number(state, b"pid"),
         address=address,

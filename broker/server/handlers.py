@@ -107,7 +107,7 @@ class Handlers:
         own = (key for node_id in changed for key in self.parked.of_node(node_id))
         if not for_all:
             return own
-        dead = (key for key in own if not state.node_alive(self.parked.leases[key].request.node_id))
+        dead = (key for key in own if not state.fleet.alive(self.parked.leases[key].request.node_id))
         return itertools.chain(dead, self.parked.leases)
 
     def payloads(self, reply: wire.Reply) -> list[Payload]:
@@ -185,7 +185,7 @@ class Handlers:
         return None
 
     def _try_parked_lease(self, request: wire.AskLease) -> wire.Reply | None:
-        if not self._state.node_alive(request.node_id):
+        if not self._state.fleet.alive(request.node_id):
             return wire.Leased(id=request.id, leases=[])
         leases = self._state.lease(request.node_id, None, request.max_groups)
         return wire.Leased(id=request.id, leases=leases) if leases else None

@@ -19,8 +19,8 @@ from broker.contract import LearnerBroker, LearnerReport, NodeBroker, NodeReport
 from broker.delivery import waste
 from broker.delivery.event_log import EventLog
 from broker.delivery.in_process import MemoryBroker
-from broker.delivery.state import ALONE, DeliveryState
-from broker.journal.durable_state import DurableState
+from broker.delivery.leasing import ALONE
+from broker.delivery.state import DeliveryState
 from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import Journal
 from broker.journal.recovery import recover
@@ -99,8 +99,8 @@ def zeromq_durable(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(open_file_store(Path(folder, "store"), run.name), "fsync", segment_bytes=1 << 12)
 
-        def make_state(recorder: Journal) -> DurableState:
-            return DurableState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog(), recorder, 2)
+        def make_state(recorder: Journal) -> DeliveryState:
+            return DeliveryState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog(), recorder, 2)
 
         state, _ = recover(journal, make_state)
         yield from served(BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, journal=journal), runner)

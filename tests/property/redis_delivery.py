@@ -71,7 +71,7 @@ class Tasks:
     def leased(self) -> dict[str, Entry]:
         return {e.token: e for e in self.living.values() if e.state == "leased"}
 
-    def passed_before(self, serial: int) -> int:
+    def freed_before(self, serial: int) -> int:
         return self.passed_gone + sum(s < serial for s in self.passed)
 
 

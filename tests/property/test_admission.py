@@ -115,8 +115,8 @@ class World:
 
     def learn(self) -> None:
         s = self.scenario
-        passed = self.state.tasks.passed_before(self.state.tasks.next_serial)
-        end = window_end(self.version, s.groups_per_step, s.max_staleness, passed) + s.groups_per_step
+        freed = self.state.tasks.freed_before(self.state.tasks.next_serial)
+        end = window_end(self.version, s.groups_per_step, s.max_staleness, freed) + s.groups_per_step
         self.state.offer([Task(n, b"", n, 2) for n in range(self.state.tasks.next_serial, end)])
         taken = self.state.take(self.step, s.groups_per_step, in_order=s.mode == "wait")
         if taken is None:
@@ -135,7 +135,7 @@ class World:
             self.after(0.1, self.learn)
             return
         for entry in taken:
-            due = due_step(entry.serial, s.groups_per_step, self.state.tasks.passed_before(entry.serial))
+            due = due_step(entry.serial, s.groups_per_step, self.state.tasks.freed_before(entry.serial))
             self.trained.append(Trained(entry.serial, self.step, self.version_of(entry), due, entry.filtered))
         self.training = True
         self.after(self.random.uniform(0.2, 2.0), self.publish)

@@ -10,7 +10,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
 from broker.delivery.event_log import EventLog
-from broker.delivery.state import ALONE, DeliveryState
+from broker.delivery.leasing import ALONE
+from broker.delivery.state import DeliveryState
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
 
@@ -182,7 +183,7 @@ class Delivery(RuleBasedStateMachine):
         self.learner_version = step
 
     def replaced(self, step: int) -> int:
-        """Groups of `step` that passed their place on."""
+        """Groups of `step` that freed their slot."""
         return min(len(self.filtered.get(step, [])), 2 * self.b)
 
     @rule(data=st.data(), again=st.booleans())
@@ -192,14 +193,14 @@ class Delivery(RuleBasedStateMachine):
             return
         step = max(open_steps)
         chosen = data.draw(st.lists(st.sampled_from(self.taken[step]), unique=True, min_size=1))
-        passed = self.state.tasks.passed_before(self.state.tasks.next_serial)
+        freed = self.state.tasks.freed_before(self.state.tasks.next_serial)
         before = self.replaced(step)
         known = self.filtered.setdefault(step, [])
         known += [serial for serial in chosen if serial not in known]
         for _ in range(1 + again):
             self.state.filter(step, chosen, 2 * self.b)
-        now = self.state.tasks.passed_before(self.state.tasks.next_serial)
-        assert now - passed == self.replaced(step) - before, "a place is passed on once"
+        now = self.state.tasks.freed_before(self.state.tasks.next_serial)
+        assert now - freed == self.replaced(step) - before, "a slot is freed once"
         if self.replaced(step) > before:
             self.learner_version = step  # the step is short of groups again
 

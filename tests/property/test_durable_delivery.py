@@ -10,18 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from broker.contract import RunInfo
 from broker.delivery.event_log import EventLog
-from broker.journal.durable_state import DurableState
+from broker.delivery.learner_fencing import lasting
+from broker.delivery.state import DeliveryState
+from broker.delivery.task_table import Entry, TaskRecord
 from broker.journal.file_store.folder import StoreFolder, new_info
 from broker.journal.file_store.store import FileStore
 from broker.journal.journal import Journal
-from broker.journal.journaled_tables import lasting
 from broker.journal.recovery import Recovered, recover
 from broker.journal.store import StoredPayload
 from tests.property.test_delivery_state import Delivery
@@ -29,30 +29,34 @@ from tests.property.test_delivery_state import Delivery
 RETAIN_STEPS = 2
 
 
-def everything(state: DurableState) -> dict[str, Any]:
+def everything(state: DeliveryState) -> dict[str, Any]:
     """All of a state that has to survive, in plain values."""
-    saved = [task for task, _ in state.table.saved()]
+    tasks = state.tasks
     return {
-        "tasks": sorted((msgspec.to_builtins(t) for t in saved), key=lambda t: t["task"]["serial"]),
+        "tasks": {serial: surviving(entry) for serial, entry in tasks.living.items()},
         "ledger": state.ledger(),
-        "pending": sorted(state.tasks.pending),
-        "ready": state.tasks.ready,
-        "steps": state.tasks.steps,
-        "replaced": state.tasks.replaced,
-        "filtered": state.tasks.filtered,
-        "bytes": state.tasks.bytes_held,
-        "table": state.table.describe(),
-        "accepted": state.accepted,
-        "marks": state.marks(),
+        "pending": sorted(tasks.pending),
+        "ready": tasks.ready,
+        "steps": tasks.steps,
+        "freed": (tasks.freed, tasks.freed_earlier, tasks.freed_by_step),
+        "filtered": tasks.filtered,
+        "bytes": tasks.bytes_held,
+        "accepted_groups": (tasks.accepted_groups, tasks.accepted_bytes),
+        "accepted": list(state.accepted.items()),
+        "marks": (state.first_step, state.committed_step),
         "learner": state.learner.report and lasting(state.learner.report),
-        "owners": dict(state.owners.keys),
+        "owners": dict(state.owners),
         "nodes": {n: (x.report.pid, x.has_leased, sorted(x.tokens)) for n, x in state.fleet.nodes.items()},
-        "kept": {s: [(k.task, k.node_id, k.meta, k.filtered) for k in g] for s, g in state.table.kept.items()},
-        "groups": {serial: stored_payload(state, serial) for serial in state.table.stored},
+        "retained": {s: [(k.task, k.nodes[-1], k.meta, k.filtered) for k in g] for s, g in tasks.retained.items()},
+        "groups": {serial: stored_payload(state, serial) for serial, e in tasks.living.items() if e.stored},
     }
 
 
-def stored_payload(state: DurableState, serial: int) -> bytes:
+def surviving(entry: Entry) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in TaskRecord.__struct_fields__}
+
+
+def stored_payload(state: DeliveryState, serial: int) -> bytes:
     held = state.tasks.living[serial].payload
     data = held.read() if isinstance(held, StoredPayload) else held
     assert isinstance(data, bytes)
@@ -66,19 +70,19 @@ class DurableDelivery(Delivery):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
 
-    def new_state(self, run: RunInfo, new_token: Callable[[], str]) -> DurableState:
+    def new_state(self, run: RunInfo, new_token: Callable[[], str]) -> DeliveryState:
         self.run, self.new_token = run, new_token
         self.info = new_info("property")
         return self.open()
 
-    def open(self) -> DurableState:
+    def open(self) -> DeliveryState:
         self.store = StoreFolder(self.folder)
         self.store.lock()
         self.journal = Journal(FileStore(self.store, self.info), "everysec", segment_bytes=1 << 12)
 
-        def make(journal: Journal) -> DurableState:
+        def make(journal: Journal) -> DeliveryState:
             events = EventLog(wall_clock=lambda: 0)
-            return DurableState(self.run, lambda: self.now, self.new_token, events, journal, RETAIN_STEPS)
+            return DeliveryState(self.run, lambda: self.now, self.new_token, events, journal, RETAIN_STEPS)
 
         self.durable, self.found = recover(self.journal, make)
         return self.durable

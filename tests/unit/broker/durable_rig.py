@@ -8,7 +8,7 @@ from typing import Literal
 
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
 from broker.delivery.event_log import EventLog
-from broker.journal.durable_state import DurableState
+from broker.delivery.state import DeliveryState
 from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import SEGMENT_BYTES, Journal
 from broker.journal.recovery import Recovered, recover
@@ -40,8 +40,8 @@ class Rig:
         def token() -> str:
             return f"t{next(numbers)}"
 
-        def make(journal: Journal) -> DurableState:
-            return DurableState(RUN, time.monotonic, token, self.events, journal, retain_steps, store_id=self.store_id)
+        def make(journal: Journal) -> DeliveryState:
+            return DeliveryState(RUN, time.monotonic, token, self.events, journal, retain_steps, store_id=self.store_id)
 
         self.found: Recovered
         try:

@@ -19,7 +19,6 @@ import zmq
 from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, NodeReport, RunInfo
 from broker.delivery.event_log import EventLog
-from broker.delivery.node_ownership import NodeOwners
 from broker.delivery.state import DeliveryState
 from broker.guard.authorization import PERMITTED, Roles
 from broker.messaging import wire
@@ -242,14 +241,18 @@ def test_a_token_of_another_node_is_of_no_use_under_ones_own_id(keys: Path) -> N
 
 
 def test_the_id_of_a_node_that_is_gone_may_be_taken_over_by_another_credential() -> None:
-    alive = {"n0"}
-    roles = Roles(lambda node_id: node_id in alive, NodeOwners())
+    now = 0.0
+    run = RunInfo("test", "/nowhere", 2, 1, 3, 30.0, 1 << 30)
+    state = DeliveryState(run, lambda: now, lambda: secrets.token_hex(8), EventLog())
+    roles = Roles(state)
     a, b = Identity("A" * 40, "node", "a"), Identity("B" * 40, "node", "b")
     register = wire.Register(id=0, report=report())
     lease = wire.AskLease(id=1, node_id="n0", version=0, max_groups=1, wait_s=0)
     assert roles.refusal(a, register) == ""
+    state.register(report())
     assert "another credential" in roles.refusal(b, register)
-    alive.clear()
+    now = 31.0
+    state.expire()
     assert "another credential" in roles.refusal(b, lease)
     assert roles.refusal(b, register) == ""
     assert "another credential" in roles.refusal(a, lease)

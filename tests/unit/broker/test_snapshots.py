@@ -114,5 +114,5 @@ def test_deadlines_of_leases_that_ended_do_not_pile_up() -> None:
 
 def test_a_lease_that_ends_is_no_longer_watched() -> None:
     state = state_with(4 * HEAP_SLACK)
-    watched = state._lease_deadlines  # pyright: ignore[reportPrivateUsage]
+    watched = state.lease_deadlines
     assert len(watched._heap) <= 2 * HEAP_SLACK  # pyright: ignore[reportPrivateUsage]

@@ -5,13 +5,13 @@ import random
 import msgspec
 import pytest
 
-from broker.contract import LOST_AFTER_S, BrokerEvent, LearnerReport, LedgerEntry, NodeReport
+from broker.contract import LOST_AFTER_S, BrokerEvent, LearnerReport, LedgerEntry, NodeReport, RunInfo
 from broker.delivery.deadlines import Deadlines
 from broker.delivery.event_log import RING_EVENTS, EventLog
 from broker.delivery.finished_tasks import History
 from broker.delivery.learner_fencing import LearnerRecord
 from broker.delivery.nodes import FORGET_AFTER_S, Fleet
-from broker.delivery.task_table import TaskTable
+from broker.delivery.state import DeliveryState
 from broker.journal import records
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
@@ -108,15 +108,16 @@ def node_report(pid: int = 1, generated: int = 0) -> NodeReport:
 def test_a_silent_node_dies_once_revives_when_seen_and_is_forgotten_long_after() -> None:
     fleet = Fleet(silent_s=5.0)
     node = fleet.join(node_report(generated=7), 0.0)
-    assert fleet.newly_dead(4.0) == []
+    assert fleet.expire(4.0)[0] == []
     fleet.seen(node, 4.0)
-    assert fleet.newly_dead(8.0) == []
-    assert fleet.newly_dead(9.5) == ["n"]
-    assert fleet.newly_dead(10.0) == []
+    assert fleet.expire(8.0)[0] == []
+    assert fleet.expire(9.5)[0] == ["n"]
+    assert fleet.expire(10.0)[0] == []
     assert fleet.seen(node, 11.0)
-    assert fleet.newly_dead(17.0) == ["n"]
+    assert fleet.expire(17.0)[0] == ["n"]
     assert [n.alive for n in fleet.status(17.0)] == [False]
-    assert fleet.newly_dead(12.0 + FORGET_AFTER_S) == []
+    assert fleet.expire(12.0 + FORGET_AFTER_S) == ([], ["n"])
+    fleet.leave("n")
     assert fleet.nodes == {}
     assert fleet.tokens_generated() == 7
 
@@ -126,15 +127,30 @@ def test_a_node_that_leaves_and_joins_again_is_watched_again() -> None:
     fleet.join(node_report(pid=1), 0.0)
     fleet.leave("n")
     fleet.join(node_report(pid=2), 1.0)
-    assert fleet.newly_dead(5.5) == []
-    assert fleet.newly_dead(6.5) == ["n"]
+    assert fleet.expire(5.5)[0] == []
+    assert fleet.expire(6.5)[0] == ["n"]
     assert list(fleet.nodes) == ["n"]
+
+
+def working_state(groups_per_step: int) -> DeliveryState:
+    """A state with one node, which has new enough weights for every task."""
+    tokens = iter(range(1 << 20))
+    run = RunInfo("test", "/nowhere", groups_per_step, 1000, 3, 30.0, 1 << 30)
+    state = DeliveryState(run, lambda: 0.0, lambda: str(next(tokens)), EventLog())
+    state.register(NodeReport("n", 1, "h", "generating", 1000))
+    return state
+
+
+def update(record: LearnerRecord, report: LearnerReport, now: float) -> None:
+    record.check_report(report, now)
+    record.accept(report)
+    record.seen(now)
 
 
 def test_a_silent_learner_is_shown_as_lost_unless_it_ended() -> None:
     record = LearnerRecord()
     assert (record.status(100.0), record.silent_s(100.0)) == (None, 0.0)
-    record.update(LearnerReport(1, 1, "training", 4), 0.0)
+    update(record, LearnerReport(1, 1, "training", 4), 0.0)
     on_time = record.status(LOST_AFTER_S)
     assert on_time is not None
     assert on_time.state == "training"
@@ -146,7 +162,7 @@ def test_a_silent_learner_is_shown_as_lost_unless_it_ended() -> None:
     assert back is not None
     assert back.state == "training"
     for state in ("done", "drained", "failed"):
-        record.update(LearnerReport(1, 1, state, 5), 30.0)
+        update(record, LearnerReport(1, 1, state, 5), 30.0)
         ended = record.status(1000.0)
         assert ended is not None
         assert ended.state == state
@@ -158,13 +174,13 @@ def learner_process(instance: str, state: str = "training", incarnation: int = 1
 
 def test_a_second_learner_of_an_incarnation_takes_the_place_of_a_silent_one_which_never_comes_back() -> None:
     record = LearnerRecord()
-    record.update(learner_process("a"), 0.0)
+    update(record, learner_process("a"), 0.0)
     record.seen(5.0)
     with pytest.raises(BrokerError, match=r"incarnation 1 is alive already: process 7, training, seen 9.0 s ago"):
-        record.update(learner_process("b"), 14.0)
+        update(record, learner_process("b"), 14.0)
     record.check(1, "a")
-    record.update(learner_process("b"), 15.5)
-    for step in (lambda: record.check(1, "a"), lambda: record.update(learner_process("a"), 100.0)):
+    update(record, learner_process("b"), 15.5)
+    for step in (lambda: record.check(1, "a"), lambda: update(record, learner_process("a"), 100.0)):
         with pytest.raises(BrokerError, match="incarnation 1 was replaced by another process of the same incarnation"):
             step()
     record.check(1, "b")
@@ -173,15 +189,15 @@ def test_a_second_learner_of_an_incarnation_takes_the_place_of_a_silent_one_whic
 @pytest.mark.parametrize("state", ["done", "drained", "failed"])
 def test_a_learner_that_ended_is_replaced_at_once(state: str) -> None:
     record = LearnerRecord()
-    record.update(learner_process("a", state), 0.0)
-    record.update(learner_process("b"), 0.5)
+    update(record, learner_process("a", state), 0.0)
+    update(record, learner_process("b"), 0.5)
     record.check(1, "b")
 
 
 def test_a_process_of_a_later_incarnation_is_no_second_learner() -> None:
     record = LearnerRecord()
-    record.update(learner_process("a"), 0.0)
-    record.update(learner_process("b", incarnation=2), 0.5)
+    update(record, learner_process("a"), 0.0)
+    update(record, learner_process("b", incarnation=2), 0.5)
     record.check(2, "b")
     with pytest.raises(BrokerError, match="incarnation 1 was replaced by incarnation 2"):
         record.check(1, "a")
@@ -189,34 +205,32 @@ def test_a_process_of_a_later_incarnation_is_no_second_learner() -> None:
 
 def test_a_process_that_does_not_say_which_one_it_is_counts_as_the_known_one() -> None:
     record = LearnerRecord()
-    record.update(learner_process("a"), 0.0)
+    update(record, learner_process("a"), 0.0)
     record.check(1, "")
-    record.update(learner_process(""), 1.0)
-    record.update(learner_process("b"), 2.0)
+    update(record, learner_process(""), 1.0)
+    update(record, learner_process("b"), 2.0)
 
 
 def test_bytes_on_the_way_are_foreseen_at_the_mean_size() -> None:
-    table = TaskTable()
-    for serial in range(3):
-        table.add(Task(serial, b"", 0, 1))
-    first = table.lease_oldest("n", "a", 0.0, 1.0)
-    table.accept(first, GroupMeta(0, 0, 0.0, 1), b"", 100)
-    table.lease_oldest("n", "b", 0.0, 1.0)
-    assert (table.bytes_held, table.bytes_expected()) == (100, 200)
+    state = working_state(groups_per_step=3)
+    state.offer([Task(serial, b"", 0, 1) for serial in range(3)])
+    first, _ = state.lease("n", 0, 2)
+    state.complete("n", first.token, GroupMeta(0, 0, 0.0, 1), b"", 100)
+    assert (state.tasks.bytes_held, state.tasks.bytes_expected()) == (100, 200)
 
 
-def test_places_that_were_passed_on_are_counted_and_not_kept_once_no_older_task_lives() -> None:
-    table = TaskTable()
-    for serial in range(2000):
-        table.add(Task(serial, b"", serial, 2))
+def test_freed_slots_are_counted_and_forgotten_once_no_older_task_is_unfinished() -> None:
+    state = working_state(groups_per_step=3)
+    state.offer([Task(serial, b"", serial, 2) for serial in range(2000)])
     for step in range(400):
-        for n in range(3):
-            table.accept(table.lease_oldest("n", f"{step}-{n}", 0.0, 1.0), GroupMeta(0, 0, 0.5, 1), b"", 0)
-        table.take_oldest(step, 3)
-        assert table.filter(table.living[table.steps[step][0]], 2)
-        assert table.passed_before(table.next_serial) == step + 1
-        table.commit(step - 1)
-        assert len(table._passed) <= 2  # pyright: ignore[reportPrivateUsage]
+        for lease in state.lease("n", 1000, 3):
+            state.complete("n", lease.token, GroupMeta(0, 0, 0.5, 1), b"", 0)
+        taken = state.take(step, 3)
+        assert taken is not None
+        state.filter(step, [taken[0].serial], 2)
+        assert state.tasks.freed_before(state.tasks.next_serial) == step + 1
+        state.commit(step - 1)
+        assert len(state.tasks.freed) <= 2
 
 
 def test_the_history_file_takes_a_few_bytes_a_task_and_gives_back_every_entry() -> None:

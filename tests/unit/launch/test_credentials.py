@@ -66,7 +66,7 @@ def served(job: Job, keys: Path) -> Iterator[RunDir]:
     config, run = load_job(str(job(credentials=str(keys))))
     run.prepare(config)
     info = RunInfo("demo", str(run.path), 2, 1, 3, 30.0, 1 << 30, b"no config")
-    state = DeliveryState(info, time.monotonic, lambda: "token", EventLog(), os.getpid())
+    state = DeliveryState(info, time.monotonic, lambda: "token", EventLog())
     server = BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, credentials=str(keys))
     write_json(run.broker_json, {"pid": os.getpid(), "address": server.address, "started_s": time.time()})
     thread = threading.Thread(target=server.run)

@@ -446,7 +446,7 @@ def test_a_folder_with_another_run_is_named(config: Config, run: RunDir) -> None
 
 def test_a_running_job_is_explained(config: Config, run: RunDir) -> None:
     info = run_info(config, msgspec.json.encode(config))
-    state = DeliveryState(info, time.monotonic, lambda: "token", EventLog(), os.getpid())
+    state = DeliveryState(info, time.monotonic, lambda: "token", EventLog())
     server = BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, lambda: None)
     write_json(run.broker_json, {"pid": os.getpid(), "address": server.address, "started_s": time.time()})
     thread = threading.Thread(target=server.run)

@@ -148,7 +148,7 @@ def test_broker_that_does_not_answer_is_not_called_ended(ended, capsys):
 def living_broker(config, run):
     """A real broker on a thread, found through RUN/broker.json."""
     info = run_info(config, msgspec.json.encode(config))
-    state = DeliveryState(info, time.monotonic, lambda: "token", EventLog(), os.getpid())
+    state = DeliveryState(info, time.monotonic, lambda: "token", EventLog())
     server = BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, lambda: None)
     write_json(run.broker_json, {"pid": os.getpid(), "address": server.address, "started_s": time.time()})
     thread = threading.Thread(target=server.run)

@@ -1,0 +1,242 @@
+"""The rules for nodes: joining, leasing tasks, heartbeats, results, and leases that are lost."""
+
+from collections.abc import Callable, Sequence
+
+from broker.contract import LEARNER_ENDED, HeartbeatReply, Lease, NodeReport, RunInfo
+from broker.delivery import moves
+from broker.delivery.nodes import same_process
+from broker.delivery.tables import Tables
+from broker.delivery.task_table import DEAD, Entry
+from common.errors import BrokerError
+from common.rollouts import GroupMeta
+from common.staleness import may_lease
+
+ALONE = 4  # times tasks.max_attempts: so often must one node fail a task to kill it while others work
+MOST_OWNERS = 4096  # beyond this number, owners of node ids whose nodes are gone are dropped
+
+
+class Leasing(Tables):
+    """The nodes' side of the delivery state; see NodeBroker in broker/contract.py."""
+
+    new_token: Callable[[], str]
+
+    # ---------------------------------------------------------------- joining
+
+    def register(self, report: NodeReport) -> RunInfo:
+        """Add a node. A new process under a known id loses the leases of the old one.
+
+        Raises:
+            BrokerError: too many nodes have joined.
+        """
+        old = self.fleet.nodes.get(report.node_id)
+        replaced = old is not None and not same_process(old.report, report)
+        if old is not None and replaced:
+            for token in list(old.tokens):
+                self._take_back(self.tasks.leased[token], f"node {report.node_id} restarted")
+        self.fleet.check_room(report.node_id)
+        self.do(moves.Joined(report))
+        if old is None or replaced:
+            self.event_log.add("join", node=report.node_id, pid=report.pid, host=report.host)
+        self._note_version(report.node_id, report.policy_version)
+        return self.run
+
+    def leave(self, node_id: str) -> None:
+        """Forget a node; its leases are handed back without counting an attempt."""
+        node = self.fleet.nodes.get(node_id)
+        if node is None:
+            return
+        self.release(node_id, list(node.tokens))
+        self.do(moves.Left(node_id))
+        self.event_log.add("leave", node=node_id, pid=node.report.pid)
+
+    def own(self, node_id: str, public: str) -> None:
+        """Let the credential with this public key speak for `node_id` from now on."""
+        if len(self.owners) >= MOST_OWNERS:
+            self.owners = {known: key for known, key in self.owners.items() if self.fleet.alive(known)}
+        self.do(moves.Owned(node_id, public))
+
+    # ---------------------------------------------------------------- leases
+
+    def lease(self, node_id: str, version: int | None, max_groups: int) -> list[Lease]:
+        """Lease up to `max_groups` oldest tasks to a node at `version`; None: the last version it named.
+
+        A node without weights (version -1) gets nothing.
+
+        Raises:
+            BrokerError: the node is not registered.
+        """
+        node = self.fleet.nodes.get(node_id)
+        if node is None:
+            raise BrokerError(f"node {node_id} is not registered with this broker; register first")
+        if version is not None:
+            node.set_version(version)
+            self.newest_version = max(self.newest_version, version)
+            self._seen(node_id)
+        leases: list[Lease] = []
+        is_first = not node.has_leased
+        most = max_groups if node.version >= 0 else 0
+        while len(leases) < most and self._admits_oldest(node.version - self.first_step):
+            token = self.new_token()
+            self.do(moves.Leased(self.tasks.pending[0], node_id, token))
+            entry = self.tasks.leased[token]
+            self.begin_lease(entry)
+            leases.append(Lease(entry.task, token, entry.attempts, self.run.lease_s))
+        if leases and is_first:
+            self.event_log.add("first_lease", node=node_id, version=node.version)
+        return leases
+
+    def _admits_oldest(self, steps: int) -> bool:
+        """Whether a node may lease the oldest pending task, by the staleness rule and the bound on memory.
+
+        While ready and expected groups exceed `max_bytes`, only tasks that the learner's next take may need are leased:
+        those with fewer older ones ready or leased than it wants. So memory is bounded, and the learner never waits for
+        a task that no node may start.
+
+        Args:
+            steps: optimizer steps from the one at which task 0 is due to the node's version.
+        """
+        tasks, run = self.tasks, self.run
+        if not tasks.pending:
+            return False
+        serial = tasks.pending[0]
+        if not may_lease(serial, steps, run.groups_per_step, run.max_staleness, tasks.freed_before(serial)):
+            return False
+        return tasks.bytes_expected() <= run.max_bytes or tasks.older_in_progress(serial) < self.wanted
+
+    def heartbeat(self, report: NodeReport, tokens: Sequence[str]) -> HeartbeatReply:
+        """Renew the leases of `tokens`; an unknown node is registered by this.
+
+        The first heartbeat after the broker restarted shows which recovered leases the node never received, since the
+        reply was lost with the broker. They are handed back at once and count no attempt.
+
+        Raises:
+            BrokerError: another process has registered under this id. Two processes that took the id from each other
+                in turn would lose each other's leases until the tasks are dead.
+        """
+        node_id = report.node_id
+        node = self.fleet.nodes.get(node_id)
+        if node is None:
+            self.register(report)
+            node = self.fleet.nodes[node_id]
+        elif not same_process(node.report, report):
+            owner = f"process {node.report.pid} on {node.report.host or 'this host'}"
+            raise BrokerError(f"node id {node_id!r} belongs to {owner} now; every node needs an id of its own")
+        recovered = self.unconfirmed & node.tokens
+        self.unconfirmed -= recovered
+        if unheard := recovered.difference(tokens):
+            self.release(node_id, sorted(unheard))
+        self._seen(node_id)
+        if node.note_heartbeat(report.policy_version):
+            self._note_version(node_id, report.policy_version)
+        node.report = report
+        return self._heartbeat_reply([token for token in tokens if not self._renewed(node_id, token)])
+
+    def _renewed(self, node_id: str, token: str) -> bool:
+        """Extend a lease; returns False when the node has lost it. No lease lasts longer than `max_lease_s`."""
+        entry = self._leased_by(node_id, token)
+        if entry is None:
+            return self.accepted.get(token) == node_id
+        entry.deadline = min(self.clock() + self.run.lease_s, entry.leased_at + self.run.max_lease_s)
+        return True
+
+    def _heartbeat_reply(self, lost: list[str]) -> HeartbeatReply:
+        learner = self.learner.report
+        if learner is None:
+            return HeartbeatReply(lost=lost)
+        return HeartbeatReply(
+            lost=lost,
+            weights_address="" if learner.state in LEARNER_ENDED else learner.weights_address,
+            learner_incarnation=learner.incarnation,
+            drain=learner.state == "done" and not self.learner.job_ended,  # a job that ended goes on: nodes stay
+        )
+
+    # ---------------------------------------------------------------- ends of leases
+
+    def complete(self, node_id: str, token: str, meta: GroupMeta, payload: object, payload_bytes: int) -> bool:
+        """Accept a group under a current token, once; a repetition of an accepted one is True, anything else False."""
+        self._seen(node_id)
+        entry = self._leased_by(node_id, token)
+        if entry is None and self.accepted.get(token) == node_id:
+            return True
+        if node_id in self.fleet.nodes:
+            self.fleet.nodes[node_id].handed_in += meta.sampled_tokens
+        if entry is None:
+            self.stale_results += 1
+            self.fleet.waste_of(node_id, "lost", meta.sampled_tokens)  # its seconds were counted with the lost lease
+            self.event_log.add("stale_result", node=node_id, tokens=meta.sampled_tokens)
+            return False
+        move = moves.Accepted(token, meta)
+        move.apply(self)
+        self.tasks.put_group(entry, payload, payload_bytes, self.recorder.record_group(move, payload))
+        return True
+
+    def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
+        """End a lease whose group could not be generated, after `tokens` and `seconds`; it counts towards death.
+
+        A token that is not current is ignored.
+        """
+        self._seen(node_id)
+        entry = self._leased_by(node_id, token)
+        if entry is not None:
+            self.event_log.add("group_failed", serial=entry.serial, node=node_id, reason=reason)
+            self.fleet.waste_of(node_id, "failed", tokens, seconds)
+            self._lose(entry, reason)
+
+    def release(self, node_id: str, tokens: Sequence[str]) -> None:
+        """Hand leases back without counting an attempt. Tokens that are not current are ignored."""
+        self._seen(node_id)
+        for token in tokens:
+            if self._leased_by(node_id, token) is not None:
+                self.do(moves.HandedBack(token))
+        self.lease_revision += 1
+
+    def expire(self) -> None:
+        """Take back leases past their deadline, mark silent nodes dead, forget those long dead."""
+        now = self.clock()
+
+        def deadline(token: str) -> float | None:
+            entry = self.tasks.leased.get(token)
+            return entry.deadline if entry is not None else None
+
+        for token in self.lease_deadlines.passed(now, deadline):
+            entry = self.tasks.leased[token]
+            if entry.deadline >= entry.leased_at + self.run.max_lease_s:  # the node lives but does not finish
+                limit = f"node {entry.node} held the lease for {self.run.max_lease_s:g} s (broker.max_lease_s)"
+                self._take_back(entry, f"{limit} and did not finish", "lease_overdue")
+            else:
+                self._take_back(entry, f"lease of node {entry.node} expired")
+        dead, forgotten = self.fleet.expire(now)
+        for node_id in dead:
+            self.event_log.add("node_lost", node=node_id, silent_s=self.run.lease_s)
+            self.changed_nodes.add(node_id)
+        for node_id in forgotten:
+            self.do(moves.Left(node_id))
+
+    def _take_back(self, entry: Entry, reason: str, kind: str = "lease_expired") -> None:
+        self.lease_expiries += 1
+        self.fleet.waste_of(entry.node, "lost", seconds=self.clock() - entry.leased_at)
+        self.event_log.add(kind, serial=entry.serial, node=entry.node, attempt=entry.attempts)
+        self._lose(entry, reason)
+
+    def _lose(self, entry: Entry, reason: str) -> None:
+        alone = not set(entry.failed_by) - {entry.node} and entry.failures + 1 < ALONE * self.run.max_attempts
+        spared = alone and self.fleet.others_may_succeed(entry.node)
+        self.do(moves.Lost(entry.token, reason, self.run.max_attempts, spared))
+        if entry.state == DEAD:
+            self.event_log.add("task_dead", serial=entry.serial, attempts=entry.attempts, reason=reason)
+        self.lease_revision += 1
+
+    # ---------------------------------------------------------------- inside
+
+    def _leased_by(self, node_id: str, token: str) -> Entry | None:
+        entry = self.tasks.leased.get(token)
+        return entry if entry is not None and entry.node == node_id else None
+
+    def _note_version(self, node_id: str, version: int) -> None:
+        self.newest_version = max(self.newest_version, version)
+        self.changed_nodes.add(node_id)
+
+    def _seen(self, node_id: str) -> None:
+        node = self.fleet.nodes.get(node_id)
+        if node is not None and self.fleet.seen(node, self.clock()):
+            self.event_log.add("node_back", node=node_id)

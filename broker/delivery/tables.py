@@ -1,0 +1,112 @@
+"""All data of a run, and the recorder that every change of it goes to."""
+
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from broker.contract import RunInfo, StoreStatus
+from broker.delivery.deadlines import Deadlines
+from broker.delivery.event_log import EventLog
+from broker.delivery.learner_fencing import LearnerRecord
+from broker.delivery.nodes import Fleet
+from broker.delivery.task_table import Entry, Stored, TaskTable
+
+REMEMBERED_TOKENS = 8192  # a repeated result with one of the newest accepted tokens is still answered with True
+
+
+class Move(msgspec.Struct, frozen=True):
+    """A change that survives a restart. The subclasses are in broker/delivery/moves.py."""
+
+    @abstractmethod
+    def apply(self, tables: "Tables") -> None:
+        """Make the change. Raises LookupError or ValueError when it does not fit the data."""
+
+
+class Recorder(Protocol):
+    """Receives every move, in order."""
+
+    def record(self, move: Move) -> None: ...
+
+    def record_group(self, move: Move, payload: object) -> Stored | None:
+        """Record a move with a group's payload; returns the payload's place in the store."""
+        ...
+
+    def status(self) -> StoreStatus | None: ...
+
+
+class NullRecorder(Recorder):
+    """Records nothing: for a state in memory only, and for one that is only read."""
+
+    def record(self, move: Move) -> None:
+        return
+
+    def record_group(self, move: Move, payload: object) -> Stored | None:
+        return None
+
+    def status(self) -> StoreStatus | None:
+        return None
+
+
+class Tables:
+    """Data without rules; the rules are in taking.py and leasing.py.
+
+    Attributes:
+        owners: public key of the credential that speaks for each node id.
+        accepted: token -> node of the newest accepted results.
+        first_step: the step at which task 0 is due.
+        wanted: groups that the learner's next take needs.
+        unconfirmed: recovered leases whose nodes have sent no heartbeat yet.
+        lease_revision: grows whenever a lease that was refused may now be given to any node.
+        changed_nodes: nodes whose waiting lease requests must be checked again.
+        newest_version: no node has a later one.
+    """
+
+    def __init__(
+        self, run: RunInfo, clock: Callable[[], float], events: EventLog, recorder: Recorder, retain_steps: int | None
+    ) -> None:
+        self.run, self.clock, self.event_log, self.recorder = run, clock, events, recorder
+        self.tasks = TaskTable(retain_steps)
+        self.fleet = Fleet(run.lease_s)
+        self.learner = LearnerRecord()
+        self.owners: dict[str, str] = {}
+        self.accepted: OrderedDict[str, str] = OrderedDict()
+        self.lease_deadlines = Deadlines()
+        self.first_step, self.committed_step = 0, -1
+        self.lease_expiries: int = 0
+        self.stale_results: int = 0
+        self.wanted = run.groups_per_step
+        self.unconfirmed: set[str] = set()
+        self.lease_revision: int = 0
+        self.newest_version = -1
+        self.changed_nodes: set[str] = set()
+
+    def do(self, move: Move) -> None:
+        """Make a change and record it."""
+        move.apply(self)
+        self.recorder.record(move)
+
+    def end_lease(self, token: str) -> Entry:
+        """Take a lease from its node; returns the task, which is in no state until the caller gives it one."""
+        entry = self.tasks.leased[token]
+        del self.tasks.leased[token]
+        self.lease_deadlines.discard(token)
+        node = self.fleet.nodes.get(entry.node)
+        if node is not None:
+            node.tokens.discard(token)
+        entry.token = entry.node = ""
+        return entry
+
+    def begin_lease(self, entry: Entry) -> None:
+        """Start the clock of a lease."""
+        now = self.clock()
+        entry.leased_at, entry.deadline = now, now + min(self.run.lease_s, self.run.max_lease_s)
+        self.lease_deadlines.add(entry.token, entry.deadline)
+
+    def remember(self, token: str, node_id: str) -> None:
+        """Keep an accepted token, so that a repetition of the result is answered with True."""
+        self.accepted[token] = node_id
+        if len(self.accepted) > REMEMBERED_TOKENS:
+            self.accepted.popitem(last=False)

@@ -1,0 +1,137 @@
+"""The rules for the learner: attaching, offering tasks, taking groups and committing them."""
+
+from collections.abc import Sequence
+
+from broker.contract import LEARNER_ENDED, Attached, LearnerReport
+from broker.delivery import moves
+from broker.delivery.learner_fencing import lasting
+from broker.delivery.tables import Tables
+from broker.delivery.task_table import Entry
+from common.errors import BrokerError
+from common.rollouts import Task
+
+
+class Taking(Tables):
+    """The learner's side of the delivery state; see LearnerBroker in broker/contract.py."""
+
+    store_id: str
+
+    def attach(self, report: LearnerReport) -> Attached:
+        """Begin with a learner that (re)starts.
+
+        If no task was ever offered, task 0 is due at the step that the learner resumes at. So the staleness bound holds
+        for a learner that continues from a checkpoint with a new broker.
+
+        Raises:
+            BrokerError: the learner was replaced, or another process of its incarnation is alive.
+        """
+        self.report(report)
+        if self.tasks.next_serial == 0 and self.first_step != report.step:
+            self.do(moves.Marks(report.step, self.committed_step))
+        self.event_log.add("learner_attached", incarnation=report.incarnation, pid=report.pid, step=report.step)
+        return Attached(self.tasks.next_serial, self.store_id, self.committed_step)
+
+    def report(self, report: LearnerReport) -> None:
+        """Keep the learner's newest report. Raises BrokerError when the learner was replaced."""
+        self.learner.check_report(report, self.clock())
+        before = self.learner.report
+        if before is None or lasting(before) != lasting(report):
+            self.do(moves.Reported(report))
+        else:
+            self.learner.accept(report)
+        self.learner.seen(self.clock())
+        if before is not None and before.state != report.state and report.state in LEARNER_ENDED:
+            self.event_log.add("learner_" + report.state, incarnation=report.incarnation, step=report.step)
+
+    def check_learner(self, incarnation: int | None, instance: str = "") -> None:
+        """Run before every request of a learner: it counts as a sign of life. Raises BrokerError for a replaced one."""
+        self.learner.check(incarnation, instance)
+        if incarnation is not None:
+            self.learner.seen(self.clock())
+
+    def offer(self, tasks: Sequence[Task]) -> int:
+        """Add tasks in order of serial; known ones are ignored. Returns how many were new.
+
+        Raises:
+            BrokerError: there is a gap between serials; no task was added.
+        """
+        expected = self.tasks.next_serial
+        for task in tasks:
+            if task.serial > expected or task.serial < 0:
+                raise BrokerError(f"task {task.serial} was offered, the next serial is {expected}; offer without gaps")
+            expected = max(expected, task.serial + 1)
+        first = self.tasks.next_serial
+        for task in tasks:
+            if task.serial >= self.tasks.next_serial:
+                self.do(moves.Offered(task))
+        added = self.tasks.next_serial - first
+        self.lease_revision += bool(added)
+        return added
+
+    def take(self, step: int, count: int, in_order: bool = False) -> list[Entry] | None:
+        """Give `step` its groups: those it took before, and the oldest ready ones; None when too few are ready.
+
+        Filtered groups that freed their slot come on top of `count`.
+
+        Raises:
+            BrokerError: `step` is committed, and its groups are gone.
+        """
+        if step <= self.committed_step:
+            raise BrokerError(f"step {step} is committed (up to {self.committed_step}); its groups are gone")
+        missing = count - self.tasks.slots_filled(step)
+        if missing > 0:
+            if not self.tasks.has_ready(missing, in_order):
+                if missing > self.wanted:
+                    self.wanted = missing
+                    self.lease_revision += 1
+                return None
+            self.wanted = self.run.groups_per_step
+            self.do(moves.Taken(step, self.tasks.ready[:missing]))
+            self.lease_revision += 1
+        return [self.tasks.living[serial] for serial in self.tasks.steps.get(step, [])]
+
+    def regenerate(self, step: int, serials: Sequence[int]) -> None:
+        """Give up groups that `step` took. Filtered ones and those that it no longer has are ignored.
+
+        Raises:
+            BrokerError: a serial was never offered, or is finished.
+        """
+        for entry in self.tasks.taken_by(step, serials, "generated again"):
+            self._waste_group(entry, "regenerated")
+            self.do(moves.GivenUp(entry.serial))
+            self.event_log.add("regenerate", serial=entry.serial, step=step)
+        self.lease_revision += 1
+
+    def filter(self, step: int, serials: Sequence[int], most_replaced: int) -> None:
+        """Mark groups that `step` does not train on; the first `most_replaced` of the step free their slot.
+
+        Groups that were filtered before, or that the step no longer has, are ignored.
+
+        Raises:
+            BrokerError: a serial was never offered, or is finished.
+        """
+        entries = self.tasks.taken_by(step, serials, "filtered")
+        before = self.tasks.freed_by_step.get(step, 0)
+        for entry in entries:
+            self.do(moves.Filtered(entry.serial, most_replaced))
+            self._waste_group(entry, "filtered")
+        replaced = self.tasks.freed_by_step.get(step, 0) - before
+        if entries:
+            self.event_log.add("filter", step=step, groups=len(entries), replaced=replaced)
+        self.lease_revision += bool(replaced)
+
+    def commit(self, step: int) -> int:
+        """Release everything that steps <= `step` took; returns how many groups that were."""
+        if step <= self.committed_step or not self.tasks.steps:
+            return 0
+        before = self.tasks.history.committed
+        self.do(moves.Committed(step))
+        count = self.tasks.history.committed - before
+        if count:
+            self.event_log.add("commit", step=step, groups=count)
+            self.lease_revision += 1
+        return count
+
+    def _waste_group(self, entry: Entry, reason: str) -> None:
+        if entry.meta is not None:
+            self.fleet.waste_of(entry.nodes[-1], reason, entry.meta.sampled_tokens, entry.meta.generation_s)
