@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from common.config.checks import problems
 from common.config.schema import Config, SftConfig
-from common.errors import ConfigError
 from common.security.credentials import KeyFolder
 from launch.doctor.findings import Finding, fine, problem, warning
-from rollout_fleet.environments.description import PYTHON_KEY, check_environment
+from launch.plan.review import TOO_FEW_TURNS, TOO_FEW_TURNS_WHY, Review
+from rollout_fleet.environments.description import PYTHON_KEY
 
+ENVIRONMENT_KEYS = ("tasks.environment", "tasks.options", PYTHON_KEY)
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100 << 20
 LFS = b"version https://git-lfs"
@@ -21,32 +21,23 @@ READ_BYTES = 64 << 20  # of a dataset, at most
 GET_AGAIN = "get it again: `hf download NAME --local-dir FOLDER`"
 
 
-def check_config_and_files(config: Config | SftConfig, file: str) -> Iterator[Finding]:
-    """What a launch would refuse, and what it would not notice before it is late."""
-    refused = list(problems(config))
+def check_config_and_files(review: Review) -> Iterator[Finding]:
+    """Everything that a launch would refuse, then the content of the files, which a launch reads too late."""
+    config, file = review.config, review.file
+    refused = [*review.refused, *review.missing]
     for key, expected, found, hint in refused:
-        yield problem(
-            "config",
-            f"{file}: {key}: found {found}",
-            f"expected {expected}",
-            hint or f"set {key} in the config, or after it as {key}=VALUE",
-        )
-    if isinstance(config, Config) and PYTHON_KEY not in [key for key, *_ in refused]:
-        yield from _environment(config, file)
+        of_environment = key in ENVIRONMENT_KEYS
+        default = "install it where the rollout nodes run" if of_environment else f"set {key} in the config"
+        check = "environment" if of_environment else "config"
+        yield problem(check, f"{file}: {key}: found {found}", f"expected {expected}", hint or default)
     if not refused:
         yield fine("config", f"{file} passes the checks of a launch")
+    if review.too_few_turns:
+        yield warning("environment", TOO_FEW_TURNS, TOO_FEW_TURNS_WHY, "a larger rollout.max_turns")
     yield from check_model(Path(config.model.path))
     yield from check_dataset("tasks.dataset", Path(config.tasks.dataset), config)
     if isinstance(config, Config) and config.broker.credentials is not None:
         yield from check_permissions(Path(config.broker.credentials))
-
-
-def _environment(config: Config, file: str) -> Iterator[Finding]:
-    try:
-        check_environment(config.tasks, file)
-    except ConfigError as error:
-        why, mend = f"expected {error.expected}", error.hint or "install it where the rollout nodes run"
-        yield problem("environment", f"{error.key}: {error.found}", why, mend)
 
 
 def check_model(folder: Path) -> Iterator[Finding]:

@@ -13,9 +13,8 @@ import msgspec
 
 from common.config.checks import resolve_paths
 from common.config.loading import load_either
-from common.config.parallel_layout import ModelShape, model_problems, world_problems
 from common.config.schema import Config, SftConfig
-from common.errors import EXIT_DONE, EXIT_FAILED, SlipstreamError, UsageError
+from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from common.process.run_dir import RunDir
 from launch.doctor import packages
 from launch.doctor.config_files import check_config_and_files
@@ -25,12 +24,8 @@ from launch.doctor.machine import Machine, look
 from launch.doctor.network import check_network
 from launch.doctor.resources import check_machine
 from launch.doctor.run_state import check_run
-from launch.plan.architecture import UnknownArchitecture, read_architecture
-from launch.plan.job_plan import Plan, make_plan
-from launch.plan.review import read_model
-from rollout_fleet.node.node import LOOKAHEAD_GROUPS
+from launch.plan.review import review
 
-GPUS_PER_NODE = 8
 SIGNS = {"problem": ("✗", "red"), "warning": ("!", "yellow"), "fine": ("✓", "green")}
 
 
@@ -54,33 +49,21 @@ def examine(machine: Machine, role: str, config: Config | SftConfig | None, file
         config: with absolute paths; None: the machine alone.
         file: the config's name in messages.
     """
-    plan = None if config is None else plan_of(config)
+    reviewed = None if config is None else review(config, file)
+    plan = None if reviewed is None else reviewed.plan
     yield from packages.check_python(machine)
     yield from packages.check_packages(machine, role, packages.pins_of(role))
     yield from packages.check_torch(machine, config)
     yield from check_machine(machine, config, plan)
-    if config is None:
+    if config is None or reviewed is None:
         return
-    yield from check_config_and_files(config, file)
+    yield from check_config_and_files(reviewed)
     run = RunDir(config.run.dir)
     yield from check_disk(run.path, config, plan)
     found, running = check_run(run, config)
     if isinstance(config, Config):
         yield from check_network(config, running)
     yield from found
-
-
-def plan_of(config: Config | SftConfig) -> Plan | None:
-    """The plan that memory and disk are compared with; None when layout or model do not allow one."""
-    learner = config.learner
-    try:
-        document = read_model(Path(config.model.path))
-        shape = ModelShape.of(document.get)
-        if [*world_problems(learner.world_size, learner.parallel), *model_problems(shape, learner.parallel)]:
-            return None
-        return make_plan(config, read_architecture(document), GPUS_PER_NODE, LOOKAHEAD_GROUPS)
-    except (SlipstreamError, UnknownArchitecture):
-        return None
 
 
 def show(findings: Iterable[Finding]) -> None:

@@ -17,58 +17,91 @@ from launch.plan.remarks import remarks
 from rollout_fleet.environments.description import PYTHON_KEY, check_environment
 from rollout_fleet.node.node import LOOKAHEAD_GROUPS
 
-# how config_checks begins what it expects of a model's folder beside config.json
+GPUS_PER_NODE = 8
+TOO_FEW_TURNS = "rollout.max_turns is 1, and the environment plays several turns"
+TOO_FEW_TURNS_WHY = "every episode ends after its first turn, and later rewards are never seen"
+
+# the checks of a config describe a model's folder without these files with such a beginning
 MISSING_FROM_MODEL = ("a Hugging Face model folder with a tokenizer", "a Hugging Face model folder with weights")
 
 
 @dataclass
 class Review:
-    """What was found out about a config.
+    """A config, the plan of its job, and everything that speaks against a launch.
 
     Attributes:
-        file: the config, as it was typed.
-        plan: None when the layout does not fit the model.
-        failed: checks that a launch would fail, whatever is brought along.
-        before_launch: what has to be brought along, or is not possible yet.
-        remarks: what no check refuses but a person should know.
+        file: the config's name in messages.
+        plan: None when the layout does not fit the model, or `no_plan` says why.
+        refused: a launch refuses these, even when every file is in its place.
+        missing: files that have to be brought along.
+        not_yet: what this version cannot launch by itself.
+        remarks: sentences on what no check refuses.
+        no_plan: the reason why the model cannot be planned.
+        too_few_turns: the environment plays several turns and rollout.max_turns is 1.
     """
 
     file: str
     config: Config | SftConfig
     plan: Plan | None = None
-    failed: list[str] = field(default_factory=list)
-    before_launch: list[str] = field(default_factory=list)
+    refused: list[Problem] = field(default_factory=list)
+    missing: list[Problem] = field(default_factory=list)
+    not_yet: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    no_plan: str = ""
+    too_few_turns: bool = False
+
+    @property
+    def failed(self) -> list[str]:
+        return [describe(problem) for problem in self.refused]
+
+    @property
+    def before_launch(self) -> list[str]:
+        return [*(describe(problem) for problem in self.missing), *self.not_yet]
 
 
-def make_review(file: str, overrides: list[str], gpus_per_node: int = 8) -> Review:
-    """Check and plan a config.
+def make_review(file: str, overrides: list[str], gpus_per_node: int = GPUS_PER_NODE) -> Review:
+    """Check and plan a config on a machine that need not run it.
 
     Raises:
         UsageError: the config or the model's config.json cannot be read, or the planner cannot count the architecture.
     """
     config = resolve_paths(load_either(Path(file), overrides))
-    review = Review(file, config)
-    found = list(problems(config))
-    for problem in found:
-        (review.before_launch if _is_missing_file(problem, config) else review.failed).append(describe(problem))
-    if isinstance(config, Config) and PYTHON_KEY not in [key for key, *_ in found]:
+    made = review(config, file, gpus_per_node, libraries=False)
+    if made.no_plan:
+        raise UsageError(made.no_plan)
+    return made
+
+
+def review(config: Config | SftConfig, file: str, gpus_per_node: int = GPUS_PER_NODE, libraries: bool = True) -> Review:
+    """Check and plan a config with absolute paths.
+
+    Args:
+        libraries: whether the environment's libraries must be installed here.
+    """
+    made = Review(file, config, not_yet=_not_yet(config, gpus_per_node))
+    for problem in problems(config):
+        (made.missing if _is_missing_file(problem, config) else made.refused).append(problem)
+    if isinstance(config, Config) and PYTHON_KEY not in [key for key, *_ in made.refused]:
         try:
-            check_environment(config.tasks, file, libraries=False)
+            environment = check_environment(config.tasks, file, libraries)
         except ConfigError as error:
-            review.failed.append(describe((error.key, error.expected, error.found, error.hint)))
-    review.before_launch += _not_yet(config, gpus_per_node)
-    document = read_model(Path(config.model.path))
-    learner = config.learner
-    shape = ModelShape.of(document.get)
-    if not [*world_problems(learner.world_size, learner.parallel), *model_problems(shape, learner.parallel)]:
-        try:
-            model = read_architecture(document)
-        except UnknownArchitecture as error:
-            raise UsageError(f"model.path: {config.model.path}/config.json: {error}") from None
-        review.plan = make_plan(config, model, gpus_per_node, LOOKAHEAD_GROUPS)
-        review.remarks = remarks(config, review.plan)
-    return review
+            made.refused.append((error.key, error.expected, error.found, error.hint))
+        else:
+            made.too_few_turns = environment.several_turns and config.rollout.max_turns == 1
+    learner, path = config.learner, Path(config.model.path)
+    try:
+        document = read_model(path)
+        shape = ModelShape.of(document.get)
+        if not [*world_problems(learner.world_size, learner.parallel), *model_problems(shape, learner.parallel)]:
+            made.plan = make_plan(config, read_architecture(document), gpus_per_node, LOOKAHEAD_GROUPS)
+            made.remarks = remarks(config, made.plan)
+    except UnknownArchitecture as error:
+        made.no_plan = f"model.path: {path}/config.json: {error}"
+    except UsageError as error:
+        made.no_plan = str(error)
+    if made.too_few_turns:
+        made.remarks.append(f"{TOO_FEW_TURNS}: {TOO_FEW_TURNS_WHY}.")
+    return made
 
 
 def read_model(folder: Path) -> dict[str, object]:

@@ -37,6 +37,7 @@ class Description:
         shares_seed: whether its constructor names `group_seed`.
         limits: of its class, overridden by tasks.limits.
         preload: modules that its processes import before an episode begins.
+        several_turns: whether its source shows that an episode may have more than one turn.
     """
 
     path: str
@@ -44,6 +45,7 @@ class Description:
     shares_seed: bool
     limits: Limits
     preload: tuple[str, ...]
+    several_turns: bool
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -78,7 +80,8 @@ def check_environment(tasks: "TasksConfig", file: str = "config", libraries: boo
 
 def _description(name: str, facts: dict[str, Any], tasks: "TasksConfig") -> Description:
     limits = limits_of(Limits(**facts["limits"]), tasks.limits)
-    return Description(registry.path_of(name), facts["agent"], facts["shares_seed"], limits, tuple(facts["preload"]))
+    path, preload = registry.path_of(name), tuple(facts["preload"])
+    return Description(path, facts["agent"], facts["shares_seed"], limits, preload, facts["several_turns"])
 
 
 def _facts(found: object) -> dict[str, Any]:
@@ -88,6 +91,7 @@ def _facts(found: object) -> dict[str, Any]:
         "shares_seed": registry.takes_group_seed(found),
         "limits": asdict(own_limits(found)),
         "preload": list(getattr(found, "PRELOAD", ())),
+        "several_turns": registry.plays_several_turns(found),
     }
 
 

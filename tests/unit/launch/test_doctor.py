@@ -44,6 +44,7 @@ from launch.doctor import packages as doctor_packages
 from launch.doctor.findings import Finding
 from launch.doctor.machine import Gpu, Machine, look
 from launch.keys import make
+from launch.plan.review import review
 from learner.loop.learner_record import write_record
 from tests.redis_server import RedisServer, free_port
 from tests.waiting import until
@@ -209,7 +210,7 @@ def test_threads_without_cores_of_their_own_are_a_warning(config: Config) -> Non
 
 
 def test_memory_is_compared_with_the_plan(config: Config) -> None:
-    plan = doctor.plan_of(config)
+    plan = review(config, "job.yaml").plan
     assert plan is not None
     small = resources.check_memory(machine(memory_bytes=2 * GIB, available_bytes=GIB), config, plan)
     assert "needed at least, 2.0 GiB" in only(small).what
@@ -245,7 +246,7 @@ def test_a_clock_that_was_never_set_or_is_not_kept_is_named(config: Config) -> N
 
 
 def test_a_full_disk_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = doctor.plan_of(config)
+    plan = review(config, "job.yaml").plan
     for free, level in ((GIB, "problem"), (12 * GIB, "warning")):
         monkeypatch.setattr(disk.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
         finding = found(disk.check_disk(Path(config.run.dir), config, plan), level)[0]
@@ -289,9 +290,18 @@ def test_slow_syncs_matter_only_to_a_broker_that_waits_for_them(
 
 def test_what_a_launch_would_refuse_is_a_problem(config: Config) -> None:
     missing = of(config, "tasks", dataset="/nowhere.jsonl", environment="no_such")
-    findings = found(config_files.check_config_and_files(missing, "job.yaml"))
-    assert [f.check for f in findings] == ["config", "environment"]
-    assert "tasks.dataset: found /nowhere.jsonl" in findings[0].what
+    findings = found(config_files.check_config_and_files(review(missing, "job.yaml")))
+    assert {f.check for f in findings} == {"config", "environment"}
+    assert any("tasks.dataset: found /nowhere.jsonl" in f.what for f in findings)
+
+
+def test_one_turn_of_an_environment_that_plays_several_is_a_warning(config: Config) -> None:
+    guessing = of(config, "tasks", environment="number_guessing")
+    checked = config_files.check_config_and_files
+    assert "plays several turns" in only(checked(review(guessing, "job.yaml")), "warning").what
+    several = of(guessing, "rollout", max_turns=5)
+    assert found(checked(review(several, "job.yaml")), "warning") == []
+    assert found(checked(review(config, "job.yaml")), "warning") == []
 
 
 def test_weights_that_were_cut_off_are_found(config: Config) -> None:

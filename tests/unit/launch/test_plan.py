@@ -102,6 +102,14 @@ def test_a_config_that_passes_exits_with_0_and_machine_readable(here: Path, caps
     assert len(found["before_launch"]) == 4
 
 
+def test_one_turn_of_an_environment_that_plays_several_gets_a_remark(here: Path) -> None:
+    words = ["tasks.environment=number_guessing", "tasks.options={}"]
+    assert "rollout.max_turns is 1" in make_review("configs/qwen3-0.6b-gsm8k.yaml", words).remarks[-1]
+    for more in (["rollout.max_turns=5"], ["tasks.environment=gsm8k"]):
+        said = make_review("configs/qwen3-0.6b-gsm8k.yaml", [*words, *more]).remarks
+        assert not any("max_turns" in remark for remark in said)
+
+
 def test_missing_files_are_brought_before_launch_but_a_bad_dataset_fails(here: Path) -> None:
     (here / "data" / "gsm8k").mkdir(parents=True)
     (here / "data" / "gsm8k" / "train.jsonl").write_text("not json\n")

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import ConfigError
 from rollout_fleet.environments.builtin.addition import Addition
-from rollout_fleet.environments.registry import BUILT_IN, check_libraries, resolve
+from rollout_fleet.environments.registry import BUILT_IN, check_libraries, plays_several_turns, resolve
 
 SOURCE = """
 class Fine:
@@ -128,3 +128,20 @@ def test_resolving_imports_neither_torch_nor_vllm() -> None:
 )
 def test_a_class_that_a_node_would_trip_over_is_refused_before(user_folder: Path, name: str, why: str) -> None:
     assert why in str(refusal(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "several"),
+    [
+        ("addition", False),
+        ("gsm8k", False),
+        ("math", False),
+        ("number_guessing", True),
+        ("python_tool", True),
+        ("frozen_lake", True),
+        ("openenv", True),
+        ("verifiers", False),
+    ],
+)
+def test_the_source_shows_whether_an_environment_plays_several_turns(name: str, several: bool) -> None:
+    assert plays_several_turns(resolve(name)) is several
