@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,41 @@ def test_plots_are_png_files_that_show_something(run):
         data = path.read_bytes()
         assert data.startswith(b"\x89PNG")
         assert len(data) > 5_000, path.name
+
+
+def points_of(name: str, lines: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    from launch.report.plots import PLOTS, drawn_points
+
+    return dict(drawn_points(next(plot for plot in PLOTS if plot.name == name), lines))
+
+
+def test_the_first_step_of_a_learner_does_not_flatten_where_its_time_goes():
+    lines = [{**line(step), "incarnation": step // 3, "step_s": 2.0 if step % 3 else 90.0} for step in range(6)]
+    assert points_of("step_time", lines)["whole step"] == [(1, 2.0), (2, 2.0), (4, 2.0), (5, 2.0)]
+    assert points_of("step_time", lines[:1])["whole step"] == [(0, 90.0)]
+
+
+def test_the_line_of_the_same_version_leaves_out_steps_without_such_tokens():
+    stale = {**line(1), "tokens_by_age": [0, 80, 0, 0, 0, 0], "mismatch_abs_mean": 0.5}
+    before = {name: value for name, value in line(2).items() if name != "tokens_by_age"}
+    assert points_of("mismatch", [line(0), stale, before])["same version"] == [(0, 1e-6), (2, 1e-6)]
+
+
+def test_the_half_way_ratio_is_called_the_median():
+    assert "median" in points_of("ratio", [line(0)])
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_the_overview_has_no_empty_cell(count: int):
+    from launch.report.plots import cells
+
+    taken = sorted((row, column) for row, columns in cells(count) for column in range(columns.start, columns.stop))
+    assert taken == [(row, column) for row in range(-(-count // 3)) for column in range(6)]
+
+
+def test_a_plot_without_points_is_left_out(run):
+    assert main(["report", str(run.path)]) == 0
+    assert not (run.report / "versions.png").exists()
 
 
 def test_report_works_while_the_first_step_is_the_only_one(run):
