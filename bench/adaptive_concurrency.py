@@ -7,7 +7,6 @@ Each arm starts on an idle engine and asks for the same requests, with the same 
 counted when the engine samples them, so that long answers which have not ended count, and from `SETTLE_S` on.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -19,10 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import async_tail
-import jobs
-import machine
+import harness
 import tailed_environment
-from adaptive_page import over_best
 
 from common.config.loading import load_config
 from common.config.schema import Config
@@ -149,7 +146,7 @@ async def measure(config: Config, kind: str, turn: int) -> dict[str, dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--case", choices=CASES, required=True, help="lengths, and MiB of KV cache")
     parser.add_argument("--turn", type=int, default=0)
     args = parser.parse_args()
@@ -159,13 +156,12 @@ def main() -> None:
     config = load_config(async_tail.CONFIG, [*words, f"rollout.engine.kv_cache_mib={mib}"])
     os.environ.update(thread_environment(config.rollout.threads))
     arms = asyncio.run(measure(config, kind, args.turn))
-    path = jobs.ROOT / "bench" / "results" / f"{NAME}.json"
-    result = json.loads(path.read_text()) if path.exists() else {"cases": {}}
-    turns = result["cases"].setdefault(args.case, {})
-    turns[str(args.turn)] = arms
-    result |= {"machine": machine.describe(), "settle_s": SETTLE_S, "counted_s": COUNTED_S, "fixed_places": FIXED}
-    result["auto_over_best_fixed"] = {name: round(over_best(case), 4) for name, case in result["cases"].items()}
-    print(jobs.write(NAME, result))
+    path = harness.RESULTS / f"{NAME}.json"
+    cases = json.loads(path.read_text())["cases"] if path.exists() else {}
+    cases.setdefault(args.case, {})[str(args.turn)] = arms
+    rounds = min(len(turns) for turns in cases.values())
+    settings = {"settle_s": SETTLE_S, "counted_s": COUNTED_S, "fixed_places": FIXED}
+    harness.save(NAME, args, {"rounds": rounds, "cases": cases, **settings})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ A round, all on the same machine:
 Writes bench/results/async_tail.json.
 """
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -21,8 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import jobs
-import machine
+import harness
 import numpy as np
 import simulate
 import tailed_environment
@@ -35,7 +33,7 @@ from common.config.schema import Config
 from common.process.run_dir import RunDir
 from common.rollouts import Sample, decode_group
 
-CONFIG = jobs.ROOT / "bench" / "async_tail.yaml"
+CONFIG = harness.ROOT / "bench" / "async_tail.yaml"
 
 
 def turns_of(sample: Sample) -> simulate.Episode:
@@ -57,7 +55,7 @@ def lengths_by_step(run: RunDir, config: Config) -> dict[int, dict[int, list[sim
     return found
 
 
-def learner_parts(job: jobs.Job, by_step: dict[int, dict[int, list[simulate.Episode]]]) -> dict[str, float]:
+def learner_parts(job: harness.Job, by_step: dict[int, dict[int, list[simulate.Episode]]]) -> dict[str, float]:
     """The learner's part of the speeds: its seconds without waiting, fitted to every step's lengths."""
     rows, busy = [], []
     for line in job.lines[1:]:
@@ -67,7 +65,7 @@ def learner_parts(job: jobs.Job, by_step: dict[int, dict[int, list[simulate.Epis
     return dict(zip(("train_s", "train_token_s", "train_pair_s"), fit_positive(rows, busy), strict=True))
 
 
-def figures(job: jobs.Job) -> dict[str, float]:
+def figures(job: harness.Job) -> dict[str, float]:
     return {
         "wall_s": round(job.lines[-1]["time_s"] - job.lines[0]["time_s"], 3),
         "learner_idle_s": round(job.total("learner_idle_s") - job.lines[0]["learner_idle_s"], 3),
@@ -84,7 +82,7 @@ def figures(job: jobs.Job) -> dict[str, float]:
 class Run:
     """A finished job and the lengths that it drew."""
 
-    job: jobs.Job
+    job: harness.Job
     by_step: dict[int, dict[int, list[simulate.Episode]]]
 
     def lengths(self, serial: int) -> list[simulate.Episode]:
@@ -98,11 +96,11 @@ class Run:
 
 def measure(scratch: Path, overrides: list[str], seed: int, staleness: int) -> Run:
     run_dir = scratch / f"k{staleness}-{seed}"
-    job = jobs.run(str(CONFIG), run_dir, *overrides, f"run.seed={seed}", f"staleness.max={staleness}")
+    job = harness.run(str(CONFIG), run_dir, *overrides, f"run.seed={seed}", f"staleness.max={staleness}")
     return Run(job, lengths_by_step(RunDir(run_dir), load_config(run_dir / "config.yaml")))
 
 
-async def calibrate(config: Config, synchronous: jobs.Job, out: Path) -> tuple[simulate.Speeds, Beside]:
+async def calibrate(config: Config, synchronous: harness.Job, out: Path) -> tuple[simulate.Speeds, Beside]:
     """The engine's speeds, and what learner and engine cost each other."""
     async with running_engine(config) as engine:
         return await engine_alone(engine), await both(engine, synchronous.run_dir, config, out)
@@ -154,11 +152,10 @@ def medians(rounds: list[dict], windows: list[int]) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--staleness", type=int, nargs="+", default=[4, 8], help="windows of the asynchronous runs")
-    parser.add_argument("--name", default="async_tail")
     args = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="slipstream-bench-"))
     model, dataset = tailed_environment.build(scratch / "assets")
@@ -168,14 +165,9 @@ def main() -> None:
     for seed in range(1, args.rounds + 1):
         rounds.append(measure_round(scratch, overrides, seed, config, args.staleness))
         print(json.dumps(rounds[-1]), flush=True)
-    result = {
-        "machine": machine.describe(),
-        "steps": args.steps,
-        "rounds": rounds,
-        "medians": medians(rounds, args.staleness),
-    }
-    print(json.dumps(result["medians"]))
-    print(jobs.write(args.name, result))
+    harness.save(
+        "async_tail", args, {"steps": args.steps, "rounds": rounds, "medians": medians(rounds, args.staleness)}
+    )
 
 
 if __name__ == "__main__":

@@ -6,16 +6,17 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from typing import NamedTuple
 
 import broker_groups
 import msgspec
 from broker_ways import PATIENCE_S, Load
 
 from broker.connect import Access, connect, connect_node
-from broker.contract import LearnerReport, Lease, NodeReport
+from broker.contract import LearnerBroker, LearnerReport, Lease, NodeReport
 from broker.main import run_broker
 from common.config.schema import (
     BrokerConfig,
@@ -27,7 +28,7 @@ from common.config.schema import (
     TasksConfig,
 )
 from common.process.malloc_tuning import keep_freed_memory
-from common.rollouts import Group, GroupMeta, Task, decode_group, encode_group
+from common.rollouts import GroupMeta, Task, decode_group, encode_group
 
 GROUPS_PER_STEP = 16
 STALENESS = 4
@@ -54,55 +55,88 @@ class Embedded:
         keep_freed_memory()  # as a node does
         source = broker_groups.structs(load.size)
         next(source)  # the groups are made now
+
+        def made(serial: int) -> tuple[GroupMeta, bytes]:
+            group, meta = next(source)
+            return meta, encode_group(msgspec.structs.replace(group, serial=serial))
+
         yield
-        asyncio.run(_node(address, load, source, self._published))
+        asyncio.run(run_node(address, load.groups, self._published, made))
 
     def consume(self, address: str, load: Load) -> Iterator[None]:
         keep_freed_memory()  # as a learner does
-        steps = load.groups // GROUPS_PER_STEP
         self._published.value = 0
         with connect(Access(address=address, role="learner")) as client:
             client.attach(LearnerReport(os.getpid(), 0, "training", 0))
             yield
-            client.offer([Task(i, PROBLEM, i, broker_groups.SAMPLES) for i in range(steps * GROUPS_PER_STEP)])
-            for step in range(steps):
-                taken = None
-                while taken is None:
-                    taken = client.take(step, GROUPS_PER_STEP, 10)
-                for stored in taken:
-                    broker_groups.arrays_of_structs(decode_group(stored.payload))
-                client.commit(step)
-                self._published.value = step + 1
+            run_learner(client, load.groups, self._published, load.groups, computable)
 
 
-async def _node(
-    address: str, load: Load, source: Iterator[tuple[Group, GroupMeta]], published: "Synchronized[int]"
-) -> None:
+class Times(NamedTuple):
+    """Seconds of every call of a node."""
+
+    lease_s: list[float]
+    complete_s: list[float]
+
+
+async def run_node(
+    address: str, groups: int, published: "Synchronized[int]", made: Callable[[int], tuple[GroupMeta, bytes]]
+) -> Times:
+    """A node that hands in `made(serial)` for every task, until it has handed in `groups`."""
     report = NodeReport("n0", os.getpid(), "host", "generating", 0)
-    held: set[str] = set()
+    leased: set[str] = set()
+    times = Times([], [])
     async with connect_node(Access(address=address, role="node")) as client:
 
         async def hand_in(lease: Lease) -> None:
-            group, meta = next(source)
-            payload = encode_group(msgspec.structs.replace(group, serial=lease.task.serial))
+            meta, payload = made(lease.task.serial)
+            started = time.perf_counter()
             assert await client.complete("n0", lease.token, meta, payload)
-            held.discard(lease.token)
+            times.complete_s.append(time.perf_counter() - started)
+            leased.discard(lease.token)
 
         async def beat() -> None:
             while True:
                 current = msgspec.structs.replace(report, policy_version=published.value)
-                await client.heartbeat(current, sorted(held))
+                await client.heartbeat(current, sorted(leased))
                 await asyncio.sleep(HEARTBEAT_S)
 
         await client.register(report)
         beating = asyncio.create_task(beat())
         done = 0
-        while done < load.groups:
+        while done < groups:
+            started = time.perf_counter()
             leases = await client.lease("n0", published.value, LEASES_AT_ONCE, NEW_WEIGHTS_S)
-            held.update(lease.token for lease in leases)
+            times.lease_s.append(time.perf_counter() - started)
+            leased.update(lease.token for lease in leases)
             await asyncio.gather(*(hand_in(lease) for lease in leases))
             done += len(leases)
         beating.cancel()
+    return times
+
+
+def run_learner(
+    client: LearnerBroker, groups: int, published: "Synchronized[int]", ahead: int, use: Callable[[bytes], object]
+) -> None:
+    """Take and commit `groups` groups; at most `ahead` tasks are offered beyond the step that is taken."""
+    offered = 0
+    for step in range(groups // GROUPS_PER_STEP):
+        wanted = min(groups, (step + 1) * GROUPS_PER_STEP + ahead)
+        if wanted > offered:
+            client.offer([Task(i, PROBLEM, i, broker_groups.SAMPLES) for i in range(offered, wanted)])
+            offered = wanted
+        taken = None
+        while taken is None:
+            taken = client.take(step, GROUPS_PER_STEP, 10)
+        for stored in taken:
+            use(stored.payload)
+        client.commit(step)
+        published.value = step + 1
+
+
+def computable(payload: bytes) -> object:
+    """The arrays that a learner computes with."""
+    return broker_groups.arrays_of_structs(decode_group(payload))
 
 
 @contextlib.contextmanager

@@ -4,16 +4,12 @@
 
 From structs at the node to numpy arrays at the learner: microseconds of CPU per group over every process, and groups
 per second. All ways of a size run in turn, round after round, so a ratio holds when the machine's speed drifts.
-Writes bench/results/broker_overhead.json; with --only nothing is written.
+Writes bench/results/broker_overhead.json.
 """
 
-import argparse
-import json
-import os
 import statistics
 
-import jobs
-import machine
+import harness
 from broker_embedded import GROUPS_PER_STEP, Embedded
 from broker_peers import MsgspecListsZeroMQ, RedisPickledLists
 from broker_ways import Load, RawZeroMQ, Way, measure
@@ -25,15 +21,14 @@ FLOOR = RawZeroMQ.name
 
 
 def measure_size(ways: list[Way], load: Load, rounds: int, scratch: str | None) -> dict[str, dict[str, object]]:
-    """Per way: the median of every figure, and the CPU of each round; the order turns from round to round."""
-    runs: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
-    for number in range(rounds):
-        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-            peer = isinstance(way, RedisPickledLists | MsgspecListsZeroMQ)
-            figures = measure(way, load._replace(groups=load.groups // PEERS_FEWER) if peer else load, scratch)
-            runs[way.name].append(figures)
-            rounded = {name: round(value, 1) for name, value in figures.items()}
-            print(json.dumps({"size": load.size, "way": way.name, **rounded}), flush=True)
+    """Per way: the median of every figure, and the CPU of each round."""
+    named = {way.name: way for way in ways}
+
+    def one(name: str) -> dict[str, float]:
+        peer = isinstance(named[name], RedisPickledLists | MsgspecListsZeroMQ)
+        return measure(named[name], load._replace(groups=load.groups // PEERS_FEWER) if peer else load, scratch)
+
+    runs = harness.in_turns(list(named), rounds, one)
     return {name: summary(of_way, runs.get(FLOOR)) for name, of_way in runs.items()}
 
 
@@ -49,8 +44,8 @@ def summary(runs: list[dict[str, float]], floor: list[dict[str, float]] | None) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--durability", nargs="+", choices=DURABILITIES, default=["memory"])
+    parser = harness.parser(__doc__)
+    parser.add_argument("--durability", nargs="+", choices=DURABILITIES, default=list(DURABILITIES))
     parser.add_argument("--size", nargs="+", choices=tuple(GROUPS), default=list(GROUPS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="times the number of groups")
@@ -58,11 +53,11 @@ def main() -> None:
     embedded = {durability: Embedded(durability) for durability in DURABILITIES}
     floor, peers = RawZeroMQ(), [RedisPickledLists(), MsgspecListsZeroMQ()]
     named: dict[str, Way] = {way.name: way for way in (floor, *embedded.values(), *peers)}
-    parser.add_argument("--only", nargs="+", choices=tuple(named), help="the ways to run; nothing is written")
+    parser.add_argument("--only", nargs="+", choices=tuple(named), help="the ways to run; implies --dry")
     options = parser.parse_args()
     ways: list[Way] = [floor, *(embedded[d] for d in options.durability), *peers]
     if options.only:
-        ways = [named[name] for name in options.only]
+        ways, options.dry = [named[name] for name in options.only], True
     sizes: dict[str, object] = {}
     for size in options.size:
         groups = int(GROUPS[size] * options.scale) // GROUPS_PER_STEP * GROUPS_PER_STEP
@@ -70,9 +65,9 @@ def main() -> None:
             "groups": groups,
             "ways": measure_size(ways, Load(size, groups), options.rounds, options.scratch),
         }
-    packages = ("pyzmq", "msgspec", "redis", "numpy")
-    result = {"machine": machine.describe(packages), "load_1min": round(os.getloadavg()[0], 1), "sizes": sizes}
-    print(json.dumps(result) if options.only else jobs.write("broker_overhead", result))
+    harness.save(
+        "broker_overhead", options, {"rounds": options.rounds, "sizes": sizes}, ("pyzmq", "msgspec", "redis", "numpy")
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ and the last. Needs `pip install ray`, which is no dependency of this project: u
 numpy, msgspec, psutil and pyzmq. Writes bench/results/broker_ray.json.
 """
 
-import argparse
 import json
 import os
 import pickle
@@ -17,8 +16,7 @@ import time
 from typing import Any
 
 import broker_groups
-import jobs
-import machine
+import harness
 import psutil
 import ray
 from broker_ways import Load, RawZeroMQ, measure
@@ -113,7 +111,7 @@ def pass_on(queue: Any, producer: Any, consumer: Any, size: str, groups: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--size", nargs="+", choices=tuple(GROUPS), default=list(GROUPS))
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -140,9 +138,7 @@ def main() -> None:
             "rounds_us": [round(r["cpu_us_per_group"], 1) for r in runs],
         }
     ray.shutdown()
-    packages = ("ray", "pyzmq", "numpy")
-    result = {"machine": machine.describe(packages), "load_1min": round(os.getloadavg()[0], 1), "sizes": sizes}
-    print(jobs.write("broker_ray", result))
+    harness.save("broker_ray", options, {"rounds": options.rounds, "sizes": sizes}, ("ray", "pyzmq", "numpy"))
 
 
 if __name__ == "__main__":

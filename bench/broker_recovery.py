@@ -3,10 +3,10 @@
     python bench/broker_recovery.py [--groups 10000] [--payload 83000]
 
 Two stores of that many groups: one of a run that went on as runs do (steps of 16 groups, committed, 16 steps kept), and
-the worst case, where nothing was ever committed and every group is still there. One JSON document.
+the worst case, where nothing was ever committed and every group is still there.
+Writes bench/results/broker_recovery.json.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import machine
+import harness
 
 from broker.contract import LearnerReport, NodeReport, RunInfo
 from broker.delivery.event_log import EventLog
@@ -92,20 +92,18 @@ def measure(groups: int, payload_bytes: int, commit: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--groups", type=int, default=10_000)
     parser.add_argument("--payload", type=int, default=83_000, help="bytes of one encoded group")
     options = parser.parse_args()
-    result = {
-        "bench": "broker_recovery",
+    figures = {
+        "rounds": 1,
         "groups": options.groups,
         "payload_bytes": options.payload,
         "a_run_as_usual": measure(options.groups, options.payload, commit=True),
         "nothing_committed": measure(options.groups, options.payload, commit=False),
-        "load_1min": round(os.getloadavg()[0], 1),
-        "machine": machine.describe(("msgspec", "xxhash")),
     }
-    print(json.dumps(result, indent=1))
+    harness.save("broker_recovery", options, figures, ("msgspec", "xxhash"))
 
 
 if __name__ == "__main__":

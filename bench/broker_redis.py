@@ -12,10 +12,8 @@ argument of a script that stores it in a string key. All ways run in turn, round
 group over every process. Writes bench/results/broker_redis.json; with --only nothing is written.
 """
 
-import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import os
 import shutil
@@ -27,8 +25,7 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 import broker_groups
-import jobs
-import machine
+import harness
 import msgspec
 from broker_embedded import GROUPS_PER_STEP, HEARTBEAT_S, LEASES_AT_ONCE, NEW_WEIGHTS_S, PROBLEM, STALENESS
 from broker_peers import wait_for_redis
@@ -261,15 +258,8 @@ def encoded(size: str) -> list[bytes]:
 
 def run_all(ways: list[Way], load: Load, rounds: int, scratch: str | None) -> dict[str, dict[str, object]]:
     """Medians per way, and the median over the rounds of the ratio to the first way."""
-    runs: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
-    for number in range(rounds):
-        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-            figures = measure(way, load, scratch)
-            runs[way.name].append(figures)
-            print(
-                json.dumps({"size": load.size, "way": way.name, **{k: round(v, 1) for k, v in figures.items()}}),
-                flush=True,
-            )
+    named = {way.name: way for way in ways}
+    runs = harness.in_turns(list(named), rounds, lambda name: measure(named[name], load, scratch))
     first = runs[ways[0].name]
     result: dict[str, dict[str, object]] = {}
     for name, of_way in runs.items():
@@ -281,7 +271,7 @@ def run_all(ways: list[Way], load: Load, rounds: int, scratch: str | None) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--appendfsync", nargs="+", choices=("no", "everysec", "always"), default=["everysec"])
     parser.add_argument("--size", nargs="+", choices=tuple(GROUPS), default=list(GROUPS))
     parser.add_argument("--rounds", type=int, default=5)
@@ -308,7 +298,7 @@ def main() -> None:
         return
     packages = ("redis", "msgspec", "numpy")
     version = subprocess.run([server_program(), "--version"], capture_output=True, text=True, check=True).stdout.strip()
-    print(jobs.write("broker_redis", {"machine": machine.describe(packages), "server": version, "results": results}))
+    harness.save("broker_redis", options, {"rounds": options.rounds, "server": version, "results": results}, packages)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ per node and second, not per group. Writes bench/results/broker_scale.json.
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import multiprocessing.process
 import os
@@ -26,8 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import broker_groups
-import jobs
-import machine
+import harness
 import psutil
 from broker_embedded import HEARTBEAT_S, PROBLEM, broker_process, wait_for_address
 
@@ -242,22 +240,17 @@ def quantiles(ordered: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 100, 1000])
     parser.add_argument("--leases", type=int, default=1000, help="groups under way over all nodes")
     parser.add_argument("--think", type=float, default=5.0, help="mean seconds of a rollout")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--size", choices=tuple(broker_groups.COMPLETION_TOKENS), default="1k")
-    parser.add_argument("--dry", action="store_true", help="write nothing")
     options = parser.parse_args()
-    runs = []
-    for nodes in options.nodes:
-        runs.append(measure(nodes, options))
-        print(json.dumps(runs[-1]), flush=True)
+    runs = [measure(nodes, options) for nodes in options.nodes]
     costs = [run["broker_cpu_us_per_group_without_waiting"] for run in runs]
-    result = {
-        "machine": machine.describe(("pyzmq", "msgspec")),
-        "load_1min": round(os.getloadavg()[0], 1),
+    figures = {
+        "rounds": 1,
         "think_s": options.think,
         "groups_under_way": options.leases,
         "heartbeat_s": HEARTBEAT_S,
@@ -265,7 +258,7 @@ def main() -> None:
         "runs": runs,
         "cost_ratio": round(costs[-1] / costs[0], 2),
     }
-    print(json.dumps(result) if options.dry else jobs.write("broker_scale", result))
+    harness.save("broker_scale", options, figures, ("pyzmq", "msgspec"))
 
 
 if __name__ == "__main__":

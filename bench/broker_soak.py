@@ -8,7 +8,6 @@ is one of 8 samples x 8,192 tokens, the others are small (8 x 264). Writes bench
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import tempfile
@@ -19,24 +18,14 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 import broker_groups
-import jobs
-import machine
-import msgspec
+import harness
 import psutil
-from broker_embedded import (
-    GROUPS_PER_STEP,
-    HEARTBEAT_S,
-    LEASES_AT_ONCE,
-    NEW_WEIGHTS_S,
-    PROBLEM,
-    broker_process,
-    wait_for_address,
-)
+from broker_embedded import GROUPS_PER_STEP, broker_process, run_learner, run_node, wait_for_address
 from broker_scale import quantiles
 
-from broker.connect import Access, connect, connect_node
-from broker.contract import LearnerReport, Lease, NodeReport
-from common.rollouts import Task, encode_group
+from broker.connect import Access, connect
+from broker.contract import LearnerReport
+from common.rollouts import GroupMeta, encode_group
 
 SAMPLES_OF_MEMORY = 50
 OFFERED_AHEAD = 20 * GROUPS_PER_STEP
@@ -45,57 +34,20 @@ SETTLED = 0.2  # part of the groups after which memory has to be flat
 
 def node(address: str, groups: int, large_every: int, published: "Synchronized[int]", pipe: Connection) -> None:
     """Hand in `groups` groups; sends the seconds of every lease and every complete."""
-    pipe.send(asyncio.run(_node(address, groups, large_every, published)))
-
-
-async def _node(
-    address: str, groups: int, large_every: int, published: "Synchronized[int]"
-) -> tuple[list[float], list[float]]:
     (small, meta), (large, _) = (next(broker_groups.structs(size)) for size in ("tiny", "8k"))
     payloads = (encode_group(small), encode_group(large))
-    report = NodeReport("n0", os.getpid(), "host", "generating", 0)
-    lease_s: list[float] = []
-    complete_s: list[float] = []
-    async with connect_node(Access(address=address, role="node")) as client:
 
-        async def hand_in(lease: Lease) -> None:
-            payload = payloads[lease.task.serial % large_every == 0]
-            started = time.perf_counter()
-            assert await client.complete("n0", lease.token, meta, payload)
-            complete_s.append(time.perf_counter() - started)
+    def made(serial: int) -> tuple[GroupMeta, bytes]:
+        return meta, payloads[serial % large_every == 0]
 
-        done = 0
-
-        async def beat() -> None:
-            while True:
-                await client.heartbeat(msgspec.structs.replace(report, policy_version=published.value), [])
-                await asyncio.sleep(HEARTBEAT_S)
-
-        await client.register(report)
-        beating = asyncio.create_task(beat())
-        while done < groups:
-            started = time.perf_counter()
-            leases = await client.lease("n0", published.value, LEASES_AT_ONCE, NEW_WEIGHTS_S)
-            lease_s.append(time.perf_counter() - started)
-            await asyncio.gather(*(hand_in(lease) for lease in leases))
-            done += len(leases)
-        beating.cancel()
-    return lease_s, complete_s
+    pipe.send(asyncio.run(run_node(address, groups, published, made)))
 
 
 def learner(address: str, groups: int, published: "Synchronized[int]", pipe: Connection) -> None:
-    """Take and commit all; sends a word at the end."""
+    """Take and commit all, then say so."""
     with connect(Access(address=address, role="learner")) as client:
         client.attach(LearnerReport(os.getpid(), 0, "training", 0))
-        offered = 0
-        for step in range(groups // GROUPS_PER_STEP):
-            ahead = min(groups, (step + 1) * GROUPS_PER_STEP + OFFERED_AHEAD)
-            client.offer([Task(i, PROBLEM, i, broker_groups.SAMPLES) for i in range(offered, ahead)])
-            offered = max(offered, ahead)
-            while client.take(step, GROUPS_PER_STEP, 10) is None:
-                pass
-            client.commit(step)
-            published.value = step + 1
+        run_learner(client, groups, published, OFFERED_AHEAD, len)
     pipe.send("done")
 
 
@@ -177,17 +129,14 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--groups", type=int, default=100_000)
     parser.add_argument("--large-every", type=int, default=50)
     parser.add_argument("--durability", choices=("memory", "fsync", "everysec"), default="memory")
     parser.add_argument("--scratch", help="folder for the broker's store; put it on a real disk")
     parser.add_argument("--limit", type=float, default=900, help="seconds")
-    parser.add_argument("--dry", action="store_true", help="write nothing")
     options = parser.parse_args()
-    result = {"machine": machine.describe(("pyzmq", "msgspec")), "load_1min": round(os.getloadavg()[0], 1)}
-    result |= measure(options)
-    print(json.dumps(result) if options.dry else jobs.write("broker_soak", result))
+    harness.save("broker_soak", options, {"rounds": 1, **measure(options)}, ("pyzmq", "msgspec"))
 
 
 if __name__ == "__main__":

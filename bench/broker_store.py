@@ -11,8 +11,6 @@ fdatasync per batch, an xxh3 checksum over every payload, and whole segments unl
 LMDB is not a dependency: pip install lmdb==3.0.0.
 """
 
-import argparse
-import json
 import mmap
 import os
 import resource
@@ -26,8 +24,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import harness
 import lmdb
-import machine
 
 from broker.journal.file_store.frames import checksum, head
 from broker.journal.file_store.segment_file import SegmentFile, new_stage
@@ -192,7 +190,7 @@ WAYS: dict[str, Callable[[Path], Store]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--groups", type=int, default=3200)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--folder", help="a folder on the disk to measure")
@@ -208,23 +206,14 @@ def main() -> None:
             name: sorted(found, key=lambda run: run["cpu_us_per_group"])[len(found) // 2]
             for name, found in runs.items()
         }
-    packages = ("lmdb", "xxhash")
-    versions = {"sqlite": sqlite3.sqlite_version}
-    print(
-        json.dumps(
-            {
-                "bench": "broker_store",
-                "batch_groups": BATCH,
-                "kept_groups": KEPT,
-                "median_of": options.repeat,
-                "payload_bytes": results,
-                "load_1min": round(os.getloadavg()[0], 1),
-                "versions": versions,
-                "machine": machine.describe(packages),
-            },
-            indent=1,
-        )
-    )
+    figures = {
+        "rounds": options.repeat,
+        "batch_groups": BATCH,
+        "kept_groups": KEPT,
+        "payload_bytes": results,
+        "versions": {"sqlite": sqlite3.sqlite_version},
+    }
+    harness.save("broker_store", options, figures, ("lmdb", "xxhash"))
 
 
 if __name__ == "__main__":

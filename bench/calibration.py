@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jobs
+import harness
 import psutil
 from simulate import Node, Speeds
 
@@ -161,11 +161,11 @@ def learner_busy(run_dir: Path, config: Config, out: Path) -> Replayed:
     """`slipstream replay` of the run on the learner's cores."""
     cores = core_plan(config).learner
     command = [sys.executable, "-m", "launch.cli", "replay", str(run_dir), "--out", str(out)]
-    replay = subprocess.Popen(command, cwd=jobs.ROOT, stdout=subprocess.DEVNULL)
+    replay = subprocess.Popen(command, cwd=harness.ROOT, stdout=subprocess.DEVNULL)
     if cores is not None:
         pin(replay.pid, cores)
     if replay.wait() != 0:
         raise RuntimeError(f"{' '.join(command)} exited with {replay.returncode}")
-    lines = jobs.read(out).lines
+    lines = harness.read(out).lines
     busy_s = sum(line["step_s"] - line["learner_idle_s"] for line in lines[1:])
     return Replayed(lines[0]["time_s"], lines[-1]["time_s"], busy_s)

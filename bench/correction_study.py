@@ -6,18 +6,14 @@ the study goes on where it stopped. Writes bench/results/correction_study.json a
     python bench/correction_study.py --folder runs/correction-study [--workers 2] [--lags 0 2 8 32] [--seeds 1 2 3]
 """
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-import jobs
-import machine
+import harness
 
 VARIANTS = {
     "none": ["learner.loss.correction=none"],
@@ -37,25 +33,11 @@ def run(folder: Path, variant: str, lag: int, seed: int, core: int, extra: list[
     out = folder / f"{variant}-{lag}-{seed}.json"
     if out.exists():
         return out
-    script = str(jobs.ROOT / "bench" / "lagged_loop.py")
-    command = ["taskset", "-c", str(core), sys.executable, "-W", "ignore", script, "configs/quickstart.yaml"]
-    command += ["--lag", str(lag), "--out", str(out), f"run.seed={seed}", *VARIANTS[variant], *extra]
-    environment = {**os.environ, "PYTHONPATH": str(jobs.ROOT)}
-    done = subprocess.run(command, cwd=jobs.ROOT, env=environment, capture_output=True, text=True, timeout=3600)
-    if done.returncode != 0:
-        raise RuntimeError(f"{out.name}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-    print(f"{out.stem}: {done.stdout.strip().splitlines()[-1]}", flush=True)
+    words = ("configs/quickstart.yaml", "--lag", lag, "--out", out, f"run.seed={seed}", *VARIANTS[variant], *extra)
+    script = harness.ROOT / "bench" / "lagged_loop.py"
+    output = harness.command("taskset", "-c", core, sys.executable, "-W", "ignore", script, *words)
+    print(f"{out.stem}: {output.strip().splitlines()[-1]}", flush=True)
     return out
-
-
-def steps_to(curve: list[dict], level: float) -> int | None:
-    """Steps until the exponentially smoothed reward reaches `level`; None if never."""
-    smoothed = curve[0]["reward"]
-    for step, point in enumerate(curve):
-        smoothed = jobs.SMOOTHING * smoothed + (1 - jobs.SMOOTHING) * point["reward"]
-        if smoothed >= level:
-            return step + 1
-    return None
 
 
 def summary(results: list[dict]) -> dict:
@@ -64,7 +46,7 @@ def summary(results: list[dict]) -> dict:
     out["held_out_mean"] = round(statistics.mean(out["held_out"]), 4)
     out["reward_mean"] = [round(statistics.mean(p["reward"] for p in r["curve"]), 4) for r in results]
     for level in LEVELS:
-        out[f"steps_to_{level}"] = [steps_to(r["curve"], level) for r in results]
+        out[f"steps_to_{level}"] = [harness.steps_to([p["reward"] for p in r["curve"]], level) for r in results]
     out["ratio_max"] = max(p["ratio_max"] for r in results for p in r["curve"])
     out["drift_last_ten"] = round(statistics.mean(p["drift"] for r in results for p in r["curve"][-10:]), 4)
     return out
@@ -100,7 +82,7 @@ def plot(found: dict[str, dict[int, list[dict]]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 2, 8, 32])
@@ -133,16 +115,16 @@ def main() -> None:
     for (variant, lag, _), path in zip(keys, paths, strict=True):
         found.setdefault(variant, {}).setdefault(lag, []).append(json.loads(path.read_text()))
     table = {v: {str(lag): summary(r) for lag, r in by_lag.items()} for v, by_lag in found.items()}
-    result = {
-        "machine": machine.describe(),
+    figures = {
+        "rounds": len(words.seeds),
         "task": "configs/quickstart.yaml, constant lag in place of the job's varying staleness",
         "overrides": words.set,
         "seeds": words.seeds,
         "variants": MEANING,
         "figures": table,
     }
-    print(jobs.write("correction_study", result))
-    plot(found, jobs.ROOT / "docs" / "img" / "correction_study.png")
+    harness.save("correction_study", words, figures)
+    plot(found, harness.ROOT / "docs" / "img" / "correction_study.png")
 
 
 if __name__ == "__main__":

@@ -4,61 +4,34 @@ A transformer of 26 million parameters is trained in float32 with AdamW, as the 
 samples itself; each step's weights are exported to bfloat16 (and float32) into the flat buffer of the weight plane, and
 the buffer of one version is encoded against that of the one before. Per learning rate: changed elements, bytes, and
 seconds to encode and to apply, each the median over steps; other encodings of the same pairs for comparison. Every
-delta is applied and compared bit for bit. `--steps 1` is the short mode. Writes bench/results/delta.json and the
-figures of docs/delta.md.
+delta is applied and compared bit for bit. `--steps 1` is the short mode. Writes bench/results/delta.json.
 """
 
-import argparse
-import json
 import statistics
+import tempfile
 import time
 import zlib
 from pathlib import Path
 
+import harness
 import torch
 
 from common.weights import delta, packing
 from common.weights.layout import Layout
-from launch.dev.doc_markers import replaced
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULTS = ROOT / "docs" / "delta.md", ROOT / "bench" / "results" / "delta.json"
-BEGIN, END = "<!-- figures: python bench/delta.py -->", "<!-- end of figures -->"
 RATES = (1e-6, 3e-6, 1e-5)
 SETTLE = 3  # steps before the first that is measured: Adam's first ones are larger
 PROMPTS, GROUP, PROMPT, TOKENS, VOCABULARY = 4, 4, 12, 24, 4096
 
 
-def table(result: dict) -> str:
-    """The rows as Markdown."""
-    head = ["learning rate", "dtype", "elements changed", "of these by one unit", "bytes of full", "times smaller"]
-    head += ["encode ms", "apply ms", "verify ms", "XOR + zlib", "pays below MB/s"]
-    rows = [
-        [
-            f"{row['lr']:g}", row["dtype"], f"{100 * row['changed']:.1f} %",
-            f"{100 * row['steps_of_one']:.0f} %" if row["steps_of_one"] else "-", f"{100 * row['share']:.1f} %",
-            f"{1 / row['share']:.1f}", f"{1000 * row['encode_s']:.0f}", f"{1000 * row['apply_s']:.0f}",
-            f"{1000 * row['verify_s']:.0f}", f"{100 * row['share_xor_zlib']:.1f} %", f"{row['pays_below_mb_per_s']:,}",
-        ]
-        for row in result["rows"]
-    ]  # fmt: skip
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
+def make_model(folder: Path):
+    from transformers import Qwen3ForCausalLM
 
-
-def write_page(result: dict) -> None:
-    """The figures of docs/delta.md."""
-    PAGE.write_text(replaced(PAGE.read_text(), BEGIN, END, f"\n{table(result)}\n"))
-
-
-def make_model():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=None,
+    harness.qwen3(
+        folder, vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=512, eos_token_id=None,
     )  # fmt: skip
-    return Qwen3ForCausalLM(config)
+    return Qwen3ForCausalLM.from_pretrained(folder)
 
 
 def grpo_step(model, optimizer) -> None:
@@ -116,7 +89,8 @@ def compared(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> dict:
 
 def measured(rate: float, steps: int, dtypes: list[str]) -> list[dict]:
     """Medians over `steps` pairs of neighbouring versions, per dtype."""
-    model = make_model()
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder))
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(SETTLE):
         grpo_step(model, optimizer)
@@ -143,20 +117,15 @@ def measured(rate: float, steps: int, dtypes: list[str]) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--out", default=str(RESULTS))
-    arguments = parser.parse_args()
-    import machine
-
+    options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for rate in RATES:
-        rows += measured(rate, arguments.steps, ["bfloat16", "float32"] if rate == RATES[0] else ["bfloat16"])
-    result = {"machine": machine.describe(), "bucket_bytes": delta.BUCKET_BYTES, "steps": arguments.steps, "rows": rows}
-    Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
-    if arguments.out == str(RESULTS):
-        write_page(result)
+        rows += measured(rate, options.steps, ["bfloat16", "float32"] if rate == RATES[0] else ["bfloat16"])
+    figures = {"rounds": options.steps, "bucket_bytes": delta.BUCKET_BYTES, "steps": options.steps, "rows": rows}
+    harness.save("delta", options, figures)
 
 
 if __name__ == "__main__":

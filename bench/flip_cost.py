@@ -18,31 +18,37 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jobs
-import machine
-from node_throughput import make_model, prompts
+import harness
+from node_throughput import prompts, tiny_model
+
+from common.config.loading import load_config
 
 VARIANTS = [("keep", "full"), ("keep", "delta"), ("recompute", "full"), ("recompute", "delta")]
 
 
-def run_figures(job: jobs.Job) -> dict:
-    """Figures of one run; the first step is left out, it holds the start of the engine."""
+def run_figures(path: Path) -> dict:
+    """Figures of one finished run; the first step is left out, because the engine starts in it."""
+    job = harness.read(path)
     lines = job.lines[1:]
     steps = sum(x["step_s"] for x in lines)
-    flips = len(lines)
     stall = sum(x["generation_stall_s"] for x in lines)
+
+    def median(name: str) -> float:
+        return statistics.median(x[name] for x in lines)
+
     return {
+        "staleness_max": load_config(path / "config.yaml").staleness.max,
         "steps": len(job.lines),
         "publish_bytes": lines[-1]["publish_bytes"],
-        "stall_per_flip_ms": round(1000 * stall / flips, 3),
+        "stall_per_flip_ms": round(1000 * stall / len(lines), 3),
         "stall_share_of_step": round(stall / steps, 5),
-        "seconds_to_active_median": round(statistics.median(x["seconds_to_active"] for x in lines), 4),
+        "seconds_to_active_median": round(median("seconds_to_active"), 4),
         "seconds_to_active_share_of_step": round(sum(x["seconds_to_active"] for x in lines) / steps, 4),
-        "publish_s_median": round(statistics.median(x["publish_s"] for x in lines), 4),
-        "learner_copy_ms_median": round(1000 * statistics.median(x["snapshot_s"] for x in lines), 3),
+        "publish_s_median": round(median("publish_s"), 4),
+        "learner_copy_ms_median": round(1000 * median("snapshot_s"), 3),
         "learner_copy_share_of_step": round(sum(x["snapshot_s"] for x in lines) / steps, 5),
-        "step_s_median": round(statistics.median(x["step_s"] for x in lines), 4),
-        "canary_max_difference": max(x["canary_max_difference"] for x in lines),
+        "step_s_median": round(median("step_s"), 4),
+        "canary_max_difference": job.largest("canary_max_difference"),
     }
 
 
@@ -144,7 +150,7 @@ async def engine_figures(arguments: argparse.Namespace, model: str) -> list[dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("runs", nargs="*", type=Path)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -155,23 +161,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--flips", type=int, default=4, help="of one round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", default=str(jobs.ROOT / "bench/results/flip_cost.json"))
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), arguments.hidden, arguments.layers)
+        tiny_model(Path(folder), arguments.hidden, arguments.layers)
         rows = asyncio.run(engine_figures(arguments, folder))
-    runs = []
-    for path in arguments.runs:
-        bound = next(x for x in (path / "config.yaml").read_text().splitlines() if x.strip().startswith("max:"))
-        runs.append({"staleness_max": int(bound.split(":")[1]), **run_figures(jobs.read(path))})
-        print(json.dumps(runs[-1]))
-    before = jobs.ROOT / "bench/results/flip_cost.json"
+    runs = [run_figures(path) for path in arguments.runs]
+    before = harness.RESULTS / "flip_cost.json"
     if not runs and before.exists():
         runs = json.loads(before.read_text()).get("runs", [])
-    settings = {k: v for k, v in vars(arguments).items() if k not in ("runs", "out")}
-    result = {"machine": machine.describe(), "arguments": settings, "engine": rows, "runs": runs}
-    Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
+    harness.save("flip_cost", arguments, {"rounds": arguments.rounds, "engine": rows, "runs": runs})
 
 
 if __name__ == "__main__":

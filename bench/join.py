@@ -19,8 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jobs
-import machine
+import harness
 
 from broker.contract import JoinTimes
 from common.errors import SlipstreamError
@@ -35,10 +34,10 @@ WARM_STEPS = 5  # trained before the first node is added
 
 def slipstream(log: Path, *words: str) -> "subprocess.Popen[bytes]":
     """A `slipstream` command in the background."""
-    environment = {**os.environ, "PYTHONPATH": str(jobs.ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(harness.ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
         command = [sys.executable, "-m", "launch.cli", *words]
-        return subprocess.Popen(command, cwd=jobs.ROOT, stdout=file, stderr=file, env=environment)
+        return subprocess.Popen(command, cwd=harness.ROOT, stdout=file, stderr=file, env=environment)
 
 
 def until(what: str, found: Callable[[], T | None], process: "subprocess.Popen[bytes]", log: Path) -> T:
@@ -126,7 +125,7 @@ def trained(run: RunDir) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--config", default="configs/quickstart.yaml")
     parser.add_argument("--joins", type=int, default=6)
     parser.add_argument("overrides", nargs="*")
@@ -137,8 +136,7 @@ def main() -> None:
         name: {"median": round(statistics.median(r[name] for r in rows), 3), "worst": max(r[name] for r in rows)}
         for name in rows[0]
     }
-    settings = {"config": arguments.config, "overrides": arguments.overrides}
-    print(jobs.write("join", {"machine": machine.describe(), **settings, **summary, "joins": rows}))
+    harness.save("join", arguments, {"rounds": len(rows), **summary, "joins": rows})
 
 
 if __name__ == "__main__":

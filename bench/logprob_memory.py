@@ -1,6 +1,6 @@
 """Peak memory of the log-probability pass, forward and backward, against the naive one over the full logits.
 
-usage: python bench/logprob_memory.py [--out bench/results/logprob_memory.json]
+    python bench/logprob_memory.py
 
 Both get hidden states [tokens, hidden] and output weights [vocabulary, hidden] in float32, return the
 log-probabilities of random targets and leave the gradients of both inputs. Naive: logits = hidden @ weight.T,
@@ -9,11 +9,10 @@ Every measurement is a process of its own: what the kernel counts as its peak re
 exist until the gradients do, minus what was resident before. The gradients themselves are part of it.
 """
 
-import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+import harness
 
 TOKENS, HIDDEN = 2048, 256
 VOCABULARIES = (32768, 65536, 131072, 262144)
@@ -59,8 +58,8 @@ def compare(vocabulary: int, tokens: int) -> dict[str, object]:
     """Both ways in fresh processes; their results must agree."""
     found = {}
     for way in WAYS:
-        command = [sys.executable, __file__, "--way", way, "--vocabulary", str(vocabulary), "--tokens", str(tokens)]
-        found[way] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        words = ("--way", way, "--vocabulary", vocabulary, "--tokens", tokens)
+        found[way] = harness.last_json(harness.python(__file__, *words))
     for key in ("logprobs", "hidden_gradient", "weight_gradient"):
         one, other = (found[way][key] for way in WAYS)
         if abs(one - other) > 1e-4 * abs(one):
@@ -79,25 +78,18 @@ def compare(vocabulary: int, tokens: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Print a line per vocabulary and, with --out, write them with the machine."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
+    parser = harness.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--way", choices=WAYS)
+    parser.add_argument("--way", choices=WAYS, help="measure this way in this process")
     parser.add_argument("--vocabulary", type=int)
-    words = parser.parse_args()
-    if words.way:
-        print(json.dumps(measure(words.way, words.vocabulary, words.tokens)))
+    options = parser.parse_args()
+    if options.way:
+        print(json.dumps(measure(options.way, options.vocabulary, options.tokens)))
         return
-    rows = []
-    for vocabulary in [words.vocabulary] if words.vocabulary else VOCABULARIES:
-        rows.append(compare(vocabulary, words.tokens))
-        print(json.dumps(rows[-1]), flush=True)
-    if words.out:
-        from machine import describe
-
-        document = {"machine": describe(("torch",)), "tokens": words.tokens, "hidden": HIDDEN, "rows": rows}
-        words.out.write_text(json.dumps(document, indent=2) + "\n")
+    sizes = [options.vocabulary] if options.vocabulary else VOCABULARIES
+    rows = [compare(vocabulary, options.tokens) for vocabulary in sizes]
+    figures = {"rounds": 1, "tokens": options.tokens, "hidden": HIDDEN, "rows": rows}
+    harness.save("logprob_memory", options, figures, ("torch",))
 
 
 if __name__ == "__main__":

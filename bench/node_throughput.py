@@ -14,15 +14,12 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-import machine
+import harness
 
-ROOT = Path(__file__).resolve().parents[1]
 OBSERVATION = [9, 8, 7, 6, 5, 4, 10, 11]  # what the environment says between two turns
 
 
@@ -35,17 +32,8 @@ def prompts(arguments: argparse.Namespace) -> list[list[int]]:
     ]
 
 
-def make_model(folder: Path, hidden: int, layers: int) -> None:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=128, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=hidden // 4, max_position_embeddings=2048,
-        tie_word_embeddings=True, initializer_range=0.08, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+def tiny_model(folder: Path, hidden: int, layers: int) -> None:
+    harness.qwen3(folder, vocab_size=128, hidden_size=hidden, num_hidden_layers=layers, initializer_range=0.08)
 
 
 def cpu_seconds() -> dict[str, float]:
@@ -80,10 +68,7 @@ def bare(arguments: argparse.Namespace) -> list[dict]:
         max_num_seqs=arguments.concurrency, enable_prefix_caching=True,
         kv_cache_memory_bytes=256 << 20, logprobs_mode="processed_logprobs", skip_tokenizer_init=True,
     )  # fmt: skip
-    options = {"flat_logprobs": True} if arguments.bare_flat else {}
-    params = SamplingParams(
-        max_tokens=arguments.tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False, **options
-    )
+    params = SamplingParams(max_tokens=arguments.tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False)
 
     def serve() -> None:
         contexts = prompts(arguments)
@@ -129,30 +114,17 @@ def node(arguments: argparse.Namespace) -> list[dict]:
         loop.run_until_complete(all_of_them())
 
     serve()
-    if arguments.profile:
-        import cProfile
-        import pstats
-
-        profile = cProfile.Profile()
-        profile.runcall(serve)
-        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
     found = measure(arguments.rounds, arguments.requests * arguments.turns * arguments.tokens, serve)
     loop.run_until_complete(engine.shutdown())
     return found
 
 
 def run_side(side: str, arguments: argparse.Namespace) -> list[dict]:
-    command = [sys.executable, __file__, "--side", side, "--out", arguments.out]
-    for name in ("model", "dtype", "requests", "group", "prompt", "tokens", "turns", "concurrency", "rounds"):
-        command += [f"--{name}", str(getattr(arguments, name))]
-    command += ["--bare-flat"] if arguments.bare_flat else []
-    pinned = ["taskset", "-c", arguments.cores] if arguments.cores else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": f"{ROOT}:{ROOT / 'bench'}"}
-    done = subprocess.run(pinned + command, env=environment, capture_output=True, text=True, timeout=600)
-    if done.returncode != 0:
-        raise SystemExit(f"{side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    names = ("model", "dtype", "requests", "group", "prompt", "tokens", "turns", "concurrency", "rounds")
+    words = [word for name in names for word in (f"--{name}", getattr(arguments, name))]
+    environment = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    output = harness.python(__file__, "--side", side, *words, VLLM_LOGGING_LEVEL="ERROR", **environment)
+    return harness.last_json(output)
 
 
 def summary(rounds: list[dict]) -> dict:
@@ -173,7 +145,7 @@ def compared(arguments: argparse.Namespace) -> dict:
     result: dict = {name: summary(found) for name, found in sides.items()}
     for figure in ("tokens_per_s", "tokens_per_cpu_s"):
         result[f"ratio_{figure}"] = round(result["node"][figure] / result["bare"][figure], 3)
-    left_out = ("side", "out", "model", "profile", "all")
+    left_out = ("side", "model", "all", "dry")
     result["arguments"] = {k: v for k, v in vars(arguments).items() if k not in left_out}
     print(f"{arguments.turns} turns", json.dumps({k: v for k, v in result.items() if k.startswith("ratio")}))
     for name in sides:
@@ -182,7 +154,7 @@ def compared(arguments: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", default="", help="Hugging Face folder; default: a new one")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
@@ -198,11 +170,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=2)
-    parser.add_argument("--cores", default="", help="as for taskset -c; default: all")
-    parser.add_argument("--bare-flat", action="store_true", help="give the bare side flat_logprobs too")
-    parser.add_argument("--profile", action="store_true", help="with --side node: where the front process's time goes")
     parser.add_argument("--side", choices=["bare", "node"])
-    parser.add_argument("--out", default=str(ROOT / "bench/results/node_throughput.json"))
     arguments = parser.parse_args()
     if arguments.side:
         print(json.dumps({"bare": bare, "node": node}[arguments.side](arguments)))
@@ -210,12 +178,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if not arguments.model:
             arguments.model = folder
-            make_model(Path(folder), arguments.hidden, arguments.layers)
-        result = {"machine": machine.describe(), **compared(arguments)}
+            tiny_model(Path(folder), arguments.hidden, arguments.layers)
+        result = compared(arguments)
         if arguments.all:
-            arguments.turns, arguments.tokens = 4, arguments.tokens // 4
-            result["multi_turn"] = compared(arguments)
-    Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
+            several = argparse.Namespace(**vars(arguments) | {"turns": 4, "tokens": arguments.tokens // 4})
+            result["multi_turn"] = compared(several)
+    harness.save("node_throughput", arguments, {"rounds": arguments.rounds * arguments.pairs, **result})
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ bench/results/packing.json.
 """
 
 import json
-from pathlib import Path
 
+import harness
 import numpy as np
 
 from common.config.parallel_layout import document_multiple
@@ -79,9 +79,7 @@ def main() -> None:
         print(json.dumps(row))
     setting = {"documents_per_step": DOCUMENTS, "steps": STEPS, "hidden_size": HIDDEN}
     workloads = [dict(zip(("name", "median", "spread", "longest", "bound"), w, strict=True)) for w in WORKLOADS]
-    result = {"setting": setting, "workloads": workloads, "rows": rows}
-    path = Path(__file__).parent / "results" / "packing.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    harness.save("packing", None, {"rounds": STEPS, "setting": setting, "workloads": workloads, "rows": rows})
 
 
 if __name__ == "__main__":

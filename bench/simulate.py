@@ -13,10 +13,8 @@ machine, either may be slower while the other works: `engine_shared`, `learner_s
 these on real processes and compares.
 """
 
-import argparse
 import heapq
 import itertools
-import json
 import math
 import random
 from bisect import bisect_left
@@ -434,23 +432,18 @@ def predict(nodes: int, staleness: Sequence[int], steps: int, heavy: float = 1.2
 
 
 def main() -> None:
-    import jobs
+    import harness
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=list(SCALE))
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--large-staleness", type=int, default=8, help=f"the only bound from {LARGE} nodes on (8)")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--name", default="simulate")
     args = parser.parse_args()
     found: list[dict[str, object]] = []
     for nodes in args.nodes:
-        bounds = args.staleness if nodes < LARGE else [args.large_staleness]
-        found += predict(nodes, bounds, args.steps)
-        print(
-            json.dumps([{k: v for k, v in one.items() if k != "speeds"} for one in found[-len(bounds) :]]), flush=True
-        )
-    print(jobs.write(args.name, {"steps": args.steps, "predictions": found}))
+        found += predict(nodes, args.staleness if nodes < LARGE else [args.large_staleness], args.steps)
+    harness.save("simulate", args, {"rounds": 1, "steps": args.steps, "predictions": found})
 
 
 if __name__ == "__main__":

@@ -9,11 +9,8 @@ Three ways to do one supervised step (forward, backward, clip, AdamW) on the sam
     python bench/step_overhead.py [--rounds 20]
 """
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,36 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jobs
-import machine
+import harness
 
-SHAPES = {
-    # hidden, intermediate, layers, vocabulary, (documents, tokens in each) per microbatch, microbatches
-    "wide": {"hidden": 256, "intermediate": 1024, "layers": 4, "vocabulary": 4096, "documents": 16, "tokens": 256},
-    "quickstart": {"hidden": 128, "intermediate": 256, "layers": 2, "vocabulary": 128, "documents": 128, "tokens": 44},
-    "vocabulary": {
-        "hidden": 256,
-        "intermediate": 1024,
-        "layers": 2,
-        "vocabulary": 32000,
-        "documents": 8,
-        "tokens": 256,
-    },
+SHAPES = {  # documents of so many tokens, in one microbatch
+    "wide": dict(hidden=256, intermediate=1024, layers=4, vocabulary=4096, documents=16, tokens=256),
+    "quickstart": dict(hidden=128, intermediate=256, layers=2, vocabulary=128, documents=128, tokens=44),
+    "vocabulary": dict(hidden=256, intermediate=1024, layers=2, vocabulary=32000, documents=8, tokens=256),
 }
 LR, CLIP = 1e-4, 1.0
-
-
-def make_model(folder: Path, shape: dict[str, int]) -> None:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=shape["vocabulary"], hidden_size=shape["hidden"], intermediate_size=shape["intermediate"],
-        num_hidden_layers=shape["layers"], num_attention_heads=4, num_key_value_heads=2, head_dim=shape["hidden"] // 4,
-        max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
 def documents(shape: dict[str, int]) -> list[Any]:
@@ -159,7 +134,10 @@ def measure(name: str, rounds: int) -> dict:
     rows = documents(shape)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        make_model(folder, shape)
+        harness.qwen3(
+            folder, vocab_size=shape["vocabulary"], hidden_size=shape["hidden"],
+            intermediate_size=shape["intermediate"], num_hidden_layers=shape["layers"],
+        )  # fmt: skip
         from learner.batch.packing import build
 
         batch = build(rows, [list(range(len(rows)))])[0]
@@ -199,24 +177,21 @@ def summary(found: dict, shape: dict[str, int]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--shape", choices=SHAPES, help="measure this one in this process and print it")
-    words = parser.parse_args()
-    if words.shape:
-        print(json.dumps(measure(words.shape, words.rounds)))
+    options = parser.parse_args()
+    if options.shape:
+        print(json.dumps(measure(options.shape, options.rounds)))
         return
     shapes = {}
     for name, shape in SHAPES.items():
-        command = [sys.executable, "-W", "ignore", __file__, "--shape", name, "--rounds", str(words.rounds)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{jobs.ROOT}:{jobs.ROOT / 'bench'}"}
-        done = subprocess.run(["taskset", "-c", "0", *command], env=environment, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise SystemExit(done.stderr[-3000:])
-        shapes[name] = summary(json.loads(done.stdout.strip().splitlines()[-1]), shape)
+        words = ("-W", "ignore", __file__, "--shape", name, "--rounds", options.rounds)
+        output = harness.command("taskset", "-c", "0", sys.executable, *words, OMP_NUM_THREADS="1")
+        shapes[name] = summary(harness.last_json(output), shape)
         print(name, json.dumps(shapes[name]), flush=True)
     about = "one optimizer step, float32, one thread; CPU seconds of the process, ways in turns"
-    print(jobs.write("step_overhead", {"machine": machine.describe(), "measured": about, "shapes": shapes}))
+    harness.save("step_overhead", options, {"rounds": options.rounds, "measured": about, "shapes": shapes})
 
 
 if __name__ == "__main__":

@@ -1,29 +1,25 @@
 """Slipstream against TRL's GRPOTrainer on one machine: same model, task, batch and optimizer, both with all cores.
 
-Per seed the two run one after the other (order alternates). Time starts when set-up is over: for TRL at the start of
-training, for Slipstream when the first group is leased. Writes bench/results/NAME.json.
+Per seed the two run one after the other, in alternating order. Time starts when set-up is over: for TRL at the start
+of training, for Slipstream when the first group is leased. Writes bench/results/NAME.json.
 """
 
 import argparse
 import json
-import statistics
-import subprocess
 import tempfile
 from pathlib import Path
 
-import jobs
-import machine
+import harness
+
+GROUP_SIZE = 8
 
 
-def run_trl(args: argparse.Namespace, seed: int) -> dict:
-    command = [args.trl_python, str(jobs.ROOT / "bench" / "trl_grpo.py"), "--seed", str(seed)]
-    for name in ("model", "dataset", "steps", "max_tokens", "lr", "threads", "micro_batch"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, cwd=tempfile.mkdtemp())
-    lines = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
-    if not lines:
-        raise RuntimeError(done.stderr[-2000:])
-    result = json.loads(lines[0][7:])
+def run_trl(options: argparse.Namespace, seed: int) -> dict:
+    names = ("model", "dataset", "steps", "max_tokens", "lr", "threads", "micro_batch")
+    words = [word for name in names for word in (f"--{name.replace('_', '-')}", getattr(options, name))]
+    script = harness.ROOT / "bench" / "trl_grpo.py"
+    output = harness.command(options.trl_python, script, "--seed", seed, *words, timeout_s=options.timeout)
+    result = next(json.loads(x[7:]) for x in output.splitlines() if x.startswith("RESULT "))
     hit = next((x for x in result["curve"] if x["reward_smoothed"] >= 0.9), None)
     result["seconds_to_0.9"] = hit and hit["time_s"]
     result["steps_to_0.9"] = hit and hit["step"]
@@ -31,11 +27,11 @@ def run_trl(args: argparse.Namespace, seed: int) -> dict:
     return result
 
 
-def run_ours(args: argparse.Namespace, seed: int, run_dir: Path) -> dict:
-    job = jobs.run(
-        args.config, run_dir, f"run.seed={seed}", f"run.steps={args.steps}", *args.overrides, timeout_s=args.timeout
-    )
-    samples = job.total("groups") * args.group_size
+def run_ours(options: argparse.Namespace, seed: int, run_dir: Path) -> dict:
+    words = (f"run.seed={seed}", f"run.steps={options.steps}", *options.overrides)
+    job = harness.run(options.config, run_dir, *words, timeout_s=options.timeout)
+    samples = job.total("groups") * GROUP_SIZE
+    sums = ("learner_idle_s", "step_s", "publish_s", "generation_stall_s")
     return {
         "system": "slipstream",
         "seed": seed,
@@ -44,23 +40,34 @@ def run_ours(args: argparse.Namespace, seed: int, run_dir: Path) -> dict:
         "samples_per_s": round(samples / job.wall_s, 2),
         "seconds_to_0.9": job.seconds_to_reward(0.9),
         "steps_to_0.9": job.steps_to_reward(0.9),
-        "learner_idle_s": round(job.total("learner_idle_s"), 2),
-        "step_s": round(job.total("step_s"), 2),
-        "publish_s": round(job.total("publish_s"), 2),
-        "generation_stall_s": round(job.total("generation_stall_s"), 2),
-        "curve": [round(x["reward_mean"], 3) for x in job.lines],
+        **{name: round(job.total(name), 2) for name in sums},
+        "curve": [round(reward, 3) for reward in job.rewards],
+    }
+
+
+def pair(seed: int, ours: dict, trl: dict) -> dict:
+    """Both runs of a seed, and both of their ratios."""
+    ratio = ours["samples_per_s"] / trl["samples_per_s"]
+    reached = trl["seconds_to_0.9"], ours["seconds_to_0.9"]
+    print(f"seed {seed}: samples/s ours/trl {ratio:.2f}, seconds to 0.9 trl, ours {reached}", flush=True)
+    time_ratio = round(reached[0] / reached[1], 3) if all(reached) else None
+    return {
+        "seed": seed,
+        "ours": ours,
+        "trl": trl,
+        "throughput_ratio": round(ratio, 3),
+        "time_to_0.9_ratio": time_ratio,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--trl-python", required=True, help="python of the environment with bench/requirements-trl.txt")
     parser.add_argument("--config", default="configs/quickstart.yaml")
     parser.add_argument("--model", required=True)
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--threads", type=int, default=2)
@@ -68,33 +75,16 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=1800)
     parser.add_argument("--name", default="trl_comparison")
     parser.add_argument("overrides", nargs="*")
-    args = parser.parse_args()
+    options = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="slipstream-bench-"))
     pairs = []
-    for i, seed in enumerate(args.seeds):
+    for i, seed in enumerate(options.seeds):
         runs: dict[str, dict] = {}
         for system in ("ours", "trl") if i % 2 == 0 else ("trl", "ours"):
-            runs[system] = run_ours(args, seed, scratch / f"seed{seed}") if system == "ours" else run_trl(args, seed)
-        pairs.append({"seed": seed, **runs})
-        ratio = runs["ours"]["samples_per_s"] / runs["trl"]["samples_per_s"]
-        pairs[-1]["throughput_ratio"] = round(ratio, 3)
-        reached = [runs[x]["seconds_to_0.9"] for x in ("trl", "ours")]
-        pairs[-1]["time_to_0.9_ratio"] = round(reached[0] / reached[1], 3) if all(reached) else None
-        print(
-            f"seed {seed}: samples/s ours/trl {ratio:.2f}, seconds to 0.9 trl {reached[0]} ours {reached[1]}",
-            flush=True,
-        )
-    result = {
-        "machine": machine.describe(),
-        "arguments": {
-            k: v
-            for k, v in vars(args).items()
-            if k in ("config", "steps", "max_tokens", "lr", "threads", "micro_batch", "overrides")
-        },
-        "pairs": pairs,
-        "throughput_ratio_median": statistics.median(p["throughput_ratio"] for p in pairs),
-    }
-    print(jobs.write(args.name, result))
+            ours = system == "ours"
+            runs[system] = run_ours(options, seed, scratch / f"seed{seed}") if ours else run_trl(options, seed)
+        pairs.append(pair(seed, **runs))
+    harness.save(options.name, options, {"rounds": len(pairs), "pairs": pairs})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ processes, in turns, so that a busy machine slows all of them alike:
 Writes bench/results/weight_broadcast.json. Short mode: --mib 32 --rounds 2.
 """
 
-import argparse
 import asyncio
 import os
 import signal
@@ -25,8 +24,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-import jobs
-import machine
+import harness
 import msgspec
 import torch
 
@@ -332,7 +330,7 @@ def death(named: list[tuple[str, torch.Tensor]], harm: signal.Signals, rounds: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--mib", type=int, default=256, help="size of the model of large tensors")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--nodes", type=int, default=2)
@@ -342,18 +340,15 @@ def main() -> None:
     large = model(64, args.mib << 20)
     small = model(SMALL_TENSORS, SMALL_TENSORS * SMALL_BYTES)
     few = max(1, args.rounds // 2)
-    result = {
-        "machine": machine.describe(("torch", "pyzmq")),
-        "timeout_s": TIMEOUT_S,
-        "broadcast": [
-            broadcast(name, named, nodes, args.rounds)
-            for nodes in (args.nodes, 1)
-            for name, named in (("large tensors", large), ("many small tensors", small))
-        ],
-    }
+    result: dict[str, Any] = {"rounds": args.rounds, "timeout_s": TIMEOUT_S}
+    result["broadcast"] = [
+        broadcast(name, named, nodes, args.rounds)
+        for nodes in (args.nodes, 1)
+        for name, named in (("large tensors", large), ("many small tensors", small))
+    ]
     result["join"] = {"bytes": args.mib << 20, **join(large, few)}
     result["death"] = [death(large, harm, few) for harm in (signal.SIGKILL, signal.SIGSTOP)]
-    print(jobs.write("weight_broadcast", result))
+    harness.save("weight_broadcast", args, result, ("torch", "pyzmq"))
     for thread in threading.enumerate():
         if thread.name.startswith("send-weights"):
             thread.join(TIMEOUT_S)

@@ -1,11 +1,9 @@
 """The simulator: cases that a person can compute, rules that must hold, and the page that shows its predictions."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from bench.async_page import PAGE, RESULTS, render
 from bench.fitting import fit_positive
 from bench.simulate import (
     Episode,
@@ -180,8 +178,3 @@ def test_a_prediction_names_its_assumptions() -> None:
 
 def test_the_steady_pace_leaves_out_start_and_end() -> None:
     assert steady_s(Outcome(step_ends=[100.0, 101, 102, 104, 106, 108, 110, 150, 190])) == pytest.approx(2.0)
-
-
-def test_the_page_is_what_the_committed_results_say() -> None:
-    assert PAGE.read_text() == render()
-    assert json.loads((RESULTS / "simulate.json").read_text())["predictions"]

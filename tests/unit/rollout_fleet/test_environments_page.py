@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -82,12 +81,3 @@ def test_every_stop_reason_every_limit_and_every_built_in_name_is_on_the_page() 
     for name in (*StopReason, *(f.name for f in fields(Limits)), *registry.BUILT_IN):
         assert f"`{name}`" in rows, name
     assert {f.name for f in fields(Limits)} == set(LimitsConfig.__struct_fields__)
-
-
-def test_the_figures_are_those_of_the_result() -> None:
-    page = load(ROOT / "bench" / "guessing_page.py", "guessing_page")
-    result = json.loads((ROOT / "bench" / "results" / "guessing.json").read_text())
-    assert page.written(PAGE, result) == PAGE
-    for run in result["runs"]:
-        assert run["success_first_5"] < 0.4 and run["success_last_10"] >= 0.85
-        assert run["episodes_of_several_versions"] > 0

@@ -1,0 +1,105 @@
+"""Reads bench/results/*.json and writes figures as text: tables, ranges, and where a figure comes from."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+
+
+def result(name: str) -> Any:
+    """The committed figures of one script."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    """Rows as Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def span(values: Sequence[float], form: str) -> str:
+    """'3 to 5', or one figure where rounding leaves one."""
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """One ratio a round."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of docs/benchmarks.md: its value in every round, and the aim if there is one."""
+
+    what: str
+    values: Sequence[float]
+    form: str = ".2f"
+    unit: str = ""
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def value(self) -> str:
+        """The median over the rounds, with its unit."""
+        return f"{statistics.median(self.values):{self.form}} {self.unit}".strip()
+
+    @property
+    def range(self) -> str:
+        return span(self.values, self.form) if len(self.values) > 1 else "one value"
+
+    @property
+    def aim(self) -> str:
+        if self.at_most is not None:
+            return f"at most {self.at_most:g}"
+        return f"at least {self.at_least:g}" if self.at_least is not None else "none"
+
+    @property
+    def verdict(self) -> str:
+        """Whether the median reaches the aim."""
+        if self.aim == "none":
+            return ""
+        median = statistics.median(self.values)
+        met = median <= self.at_most if self.at_most is not None else median >= (self.at_least or 0.0)
+        return "met" if met else "missed"
+
+    @property
+    def cells(self) -> list[str]:
+        return [self.what, self.value, self.range, self.aim, self.verdict]
+
+
+COLUMNS = ["figure", "median", "range over rounds", "aim", "reached"]
+
+
+def machine_of(found: dict[str, Any]) -> str:
+    """'2 cores of AMD EPYC'; a few results are counted, not timed, and have no machine."""
+    machine = found.get("machine")
+    return f"{machine['cores']} cores of {machine['processor']}" if machine else "machine not recorded"
+
+
+def provenance(name: str, folder: str = "../bench/results") -> str:
+    """Machine, commit, arguments and rounds, as far as the result has them."""
+    found = result(name)
+    found = found if isinstance(found, dict) else {}
+    arguments = found.get("arguments")
+    parts = [
+        machine_of(found),
+        f"commit {found['commit']}" if "commit" in found else "commit not recorded",
+        f"arguments `{' '.join(f'{k}={_word(v)}' for k, v in arguments.items())}`"
+        if arguments
+        else "arguments not recorded",
+    ]
+    parts += [f"{found['rounds']} rounds"] if isinstance(found.get("rounds"), int) else []
+    parts += [f"load {found['load_1min']} at the end"] if "load_1min" in found else []
+    return f"Source: [{name}.json]({folder}/{name}.json); {'; '.join(parts)}."
+
+
+def _word(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(str(item).rpartition("/")[2] for item in value) or "none"
+    return str(value) or "none"

