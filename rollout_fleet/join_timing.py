@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from broker.contract import JoinTimes
+from common.process.lifecycle import start_ticks
 
 Stage = Literal["registered", "engine", "staged", "active", "leased", "delivered"]
 
@@ -36,9 +37,7 @@ class Arrival:
 
 def process_age_s() -> float:
     """Seconds since this process started, to a hundredth; 0 where the operating system does not say (not Linux)."""
-    try:
-        with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
-            started_ticks = int(file.read().rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, AttributeError, IndexError, ValueError):
+    ticks = start_ticks(os.getpid())
+    if ticks is None:
         return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

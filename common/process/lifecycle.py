@@ -58,11 +58,20 @@ def alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
+    return not os.path.isdir("/proc/self") or start_ticks(pid) is not None
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a living process started, in clock ticks since the machine's start: with the id, it names one process.
+
+    None: no such process runs (a zombie counts as gone), or the operating system does not say (not Linux).
+    """
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
+            fields = file.read().rpartition(")")[2].split()
     except OSError:
-        return True
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
 
 
 class DrainFlag:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from common.config.schema import Config
@@ -19,13 +20,15 @@ from common.errors import SlipstreamError, UsageError
 from common.rollouts import VersionRun
 from rollout_fleet.engine import environment_variables, scheduler_stats
 from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation
+from rollout_fleet.vllm_patches import shared_files
 from rollout_fleet.vllm_patches.prefix_cache import salt
 from rollout_fleet.vllm_plugin import BACKEND
 from rollout_fleet.weights.engine_weights import UNLABELLED, EngineWeights
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_S = 2.0  # for the engine process, which holds nothing worth saving
+SHUTDOWN_S = 2.0  # for the engine process, which has nothing worth saving
+WORKERS_END_S = 10.0  # for its workers, once they were killed
 
 
 class Engine:
@@ -57,6 +60,7 @@ class Engine:
         self._vocabulary = 0  # of the model, known when the engine is up
         self._moe_layers: list[int] | None = None  # whose routing is recorded; None: it is not
         self._creator: ThreadPoolExecutor | None = None
+        self._workers: list[shared_files.Worker] = []
         self.weights = EngineWeights(recompute=config.weights.kv_cache == "recompute")
 
     @property
@@ -92,6 +96,9 @@ class Engine:
             raise SlipstreamError(f"the vLLM engine did not start: {error}") from error
         if self._config.learner.moe.replay_routing:
             self._moe_layers = (await self._llm.collective_rpc("slipstream_moe_layers"))[0]
+        found = await self._llm.collective_rpc("slipstream_shared_files")
+        self._workers = [msgspec.msgpack.decode(one, type=shared_files.Worker) for one in found]
+        shared_files.record(self._workers)
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
         await self.weights.attach(self._llm, usable=not self._random)
 
@@ -139,6 +146,7 @@ class Engine:
             for socket in list(view._sockets):
                 socket.close(linger=0)
             context.destroy(linger=0)
+            await loop.run_in_executor(creator, shared_files.remove_after, self._workers, WORKERS_END_S)
         if creator is not None:
             await loop.run_in_executor(None, creator.shutdown)
 
@@ -204,6 +212,7 @@ class Engine:
 
     def _create(self) -> Any:
         """Build AsyncLLM; blocks for the whole start."""
+        shared_files.remove_left_files()
         environment_variables.prepare(self._config)
         import torch
 

@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 from common.weights import messages, packing
 from common.weights.layout import Layout
 from common.weights.transports.nccl import remember_device
+from rollout_fleet.vllm_patches.shared_files import this_worker
 from rollout_fleet.weights import weight_proof
 from rollout_fleet.weights.tensor_parallel import Ranks
 
@@ -162,6 +163,10 @@ class WorkerExtension:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         return sorted(m.layer_id for m in self.model_runner.get_model().modules() if isinstance(m, MoERunner))
+
+    def slipstream_shared_files(self) -> bytes:
+        """Encoded Worker of shared_files.py: this process and the shared memory files that it maps."""
+        return msgspec.msgpack.encode(this_worker())
 
     def slipstream_proof(self) -> bytes:
         """Encoded Proof of the newest flip, or None while it is not there yet."""

@@ -4,10 +4,13 @@ One engine serves the file; the last test breaks it.
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -17,13 +20,24 @@ from engine_rig import Rig, logprobs, make_model
 from common.errors import SlipstreamError
 from common.weights.messages import Canary
 from rollout_fleet.episode.sampler_protocol import Generation
+from rollout_fleet.vllm_patches.shared_files import FOLDER, PREFIX, Worker, remove_left_files
 
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     made = Rig(tmp_path_factory.mktemp("engine"), tensor_parallel=2)
     yield made
+    files = recorded()
     made.close()
+    assert files and not [name for name in files if (FOLDER / name).exists()]
+
+
+def recorded() -> list[str]:
+    """Names of the shared memory files that this test's engine has on record."""
+    records = [msgspec.json.decode(path.read_bytes()) for path in FOLDER.glob(f"{PREFIX}*")]
+    workers = [worker for found in records for worker in msgspec.convert(found["workers"], list[Worker])]
+    ours = [w for w in workers if os.getpid() in [parent.pid for parent in psutil.Process(w.pid).parents()]]
+    return [name for worker in ours for name in worker.files]
 
 
 def test_both_workers_get_load_and_prove_their_shards_and_the_canary_agrees(rig: Rig) -> None:
@@ -52,6 +66,13 @@ def test_a_flip_in_flight_is_exact_in_every_token(rig: Rig) -> None:
         of_first = logprobs(rig.models[1], prompt + got.tokens[:start])[11:]
         assert max(abs(a - b) for a, b in zip(of_first, got.logprobs[:start], strict=True)) < 1e-4
     assert rig.engine.version == 2
+
+
+def test_the_shared_memory_of_the_workers_is_on_record_and_stays_while_they_live() -> None:
+    files = recorded()
+    assert any(name.startswith("vllm_dist_") for name in files), files
+    assert remove_left_files() == []
+    assert all((FOLDER / name).exists() for name in files)
 
 
 def test_one_element_damaged_in_one_shard_is_caught_and_stops_the_engine(rig: Rig) -> None:

@@ -1,0 +1,123 @@
+"""Removes the shared memory of engines that were killed; left alone, it fills /dev/shm over time.
+
+The workers of one engine share memory through files there, and remove them only when they end in order. A node writes
+a record of the files that its workers map. A later node of the same user removes the files of every record whose
+workers have all ended. A record of another container (another process namespace) is left alone, because its workers
+cannot be seen from here. Our own staging buffers need no record: they have no name (common/weights/shared_memory.py).
+"""
+
+import contextlib
+import logging
+import os
+import stat
+import time
+from pathlib import Path
+
+import msgspec
+
+from common.process.lifecycle import start_ticks
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path("/dev/shm")
+PREFIX = "slipstream-engine-"
+RECORD_BYTES = 1 << 20
+LOOK_S = 0.02
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """A worker process and the shared files that it maps.
+
+    Attributes:
+        pid, started: of the process; `started` in clock ticks since the machine's start.
+        files: name to inode.
+    """
+
+    pid: int
+    started: int
+    files: dict[str, int]
+
+
+class _Record(msgspec.Struct, frozen=True):
+    namespace: str
+    workers: list[Worker]
+
+
+def this_worker(folder: Path = FOLDER) -> Worker:
+    """What this process maps of `folder`."""
+    files: dict[str, int] = {}
+    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            inode, path = [*line.rstrip("\n").split(None, 5), ""][4:6]
+            if path.startswith(f"{folder}/") and not path.endswith(" (deleted)"):
+                files[path.removeprefix(f"{folder}/")] = int(inode)
+    return Worker(os.getpid(), start_ticks(os.getpid()) or 0, files)
+
+
+def record(workers: list[Worker], folder: Path = FOLDER) -> None:
+    """Write down what the workers of a living engine map, if they map anything."""
+    if not any(worker.files for worker in workers):
+        return
+    first = min(workers, key=lambda worker: worker.pid)
+    path = folder / f"{PREFIX}{first.pid}-{first.started}"
+    unfinished = path.with_name(f".{path.name}")
+    with contextlib.suppress(OSError):
+        unfinished.write_bytes(msgspec.json.encode(_Record(_namespace(), workers)))
+        unfinished.replace(path)
+
+
+def remove_after(workers: list[Worker], limit_s: float) -> None:
+    """Remove what these leave, once they have ended; `limit_s` bounds the wait."""
+    end = time.monotonic() + limit_s
+    others = [worker for worker in workers if worker.files and worker.pid != os.getpid()]
+    while any(start_ticks(worker.pid) == worker.started for worker in others) and time.monotonic() < end:
+        time.sleep(LOOK_S)
+    remove_left_files()
+
+
+def remove_left_files(folder: Path = FOLDER) -> list[str]:
+    """Remove what this user's ended engines have left in `folder`; returns the files' names."""
+    removed: list[str] = []
+    for path in sorted(folder.glob(f"{PREFIX}*")):
+        found = _read(path)
+        if found is None or any(start_ticks(worker.pid) == worker.started for worker in found.workers):
+            continue
+        for name, inode in {item for worker in found.workers for item in worker.files.items()}:
+            if Path(name).name == name and _remove(folder / name, inode):
+                removed.append(name)
+        path.unlink(missing_ok=True)
+    if removed:
+        logger.info("removed %d shared files of engines that have ended: %s", len(removed), ", ".join(removed[:4]))
+    return removed
+
+
+def _read(path: Path) -> _Record | None:
+    """A record that this user wrote in this process namespace; None for anything else."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+                return None
+            found = msgspec.json.decode(file.read(RECORD_BYTES), type=_Record)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return found if found.namespace == _namespace() else None
+
+
+def _remove(path: Path, inode: int) -> bool:
+    """Whether the file was still the one that the record means, and is gone now."""
+    try:
+        status = path.lstat()
+        if status.st_ino != inode or status.st_uid != os.getuid():
+            return False
+        path.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
