@@ -121,7 +121,8 @@ class LearnerReport(msgspec.Struct, frozen=True):
 
     pid: int
     incarnation: int
-    state: Text  # starting | waiting | training | publishing | checkpointing | replaying | done | drained | failed
+    # starting | waiting | training | publishing | checkpointing | replaying | stalled | done | drained | failed
+    state: Text
     policy_version: Version
     waiting_on: Text = ""
     since_s: Finite = 0.0  # seconds in this state

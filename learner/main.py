@@ -92,6 +92,7 @@ def prepare_lead(config: Config, run_dir: RunDir, broker_address: str | None) ->
         role="learner",
         max_message_bytes=broker.max_message_bytes,
         credentials=broker.credentials,
+        deadline_s=min(BROKER_WAIT_S, config.learner.timeout_s / 2),  # the other ranks wait in a collective meanwhile
     )
     reporter = Reporter(lambda: connect(access))
     resume, state = find_start(config, run_dir, checkpoints, events, source.digest, reporter.take_over)
@@ -117,6 +118,7 @@ def train(config: Config, run_dir: RunDir, process: RankProcess, parts: LeadPart
 
     from learner.loop.trainer import Start, Trainer
     from learner.megatron.backend import MegatronBackend  # after the checks: it takes seconds to import
+    from learner.rank_monitor import RankMonitor
 
     backend = MegatronBackend.of(config)
     process.drain_on_signals()
@@ -145,12 +147,22 @@ def train(config: Config, run_dir: RunDir, process: RankProcess, parts: LeadPart
         )
         lead.attach(resume.version)
     trainer = Trainer(config, run_dir, backend, start, lead)
-    try:
-        state = trainer.run()
-    except BaseException as error:
+
+    def failed(reason: str) -> None:
         if lead is not None:
             write_record(run_dir, resume.incarnation, "failed", trainer.version)
-            lead.close("failed", trainer.version, str(error))
+            lead.close("failed", trainer.version, reason)
+
+    def silent(ranks: str) -> None:
+        if lead is not None:
+            lead.reporter.set_silence(ranks)
+
+    monitor = RankMonitor(backend.rank, backend.world_size, config.learner.timeout_s, silent, failed)
+    try:
+        with monitor:
+            state = trainer.run()
+    except BaseException as error:
+        failed(str(error))
         raise
     if lead is not None:
         write_record(run_dir, resume.incarnation, state, trainer.version)

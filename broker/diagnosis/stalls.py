@@ -91,12 +91,13 @@ def _learner(status: BrokerStatus) -> Iterator[Stall]:
         yield from _ended(learner, status.learner_last_seen_s)
     elif learner.state in ("waiting", "replaying"):
         yield from _waiting(status, learner, since_s)
-    elif learner.state in ("starting", "checkpointing", "publishing") and since_s > PROMPT_S:
+    elif learner.state in ("starting", "checkpointing", "publishing", "stalled") and since_s > PROMPT_S:
         on = learner.waiting_on or "itself"
         release = {
             "starting": "it has loaded and checked the model, and publishes its first version",
             "checkpointing": "the checkpoint is copied, or on the disk when it is the last one",
             "publishing": "the weights are copied for the weight plane",
+            "stalled": "the ranks answer again; else all end after learner.timeout_s and resume from the checkpoint",
         }[learner.state]
         yield Stall(f"learner_{learner.state}", "the learner", f"{on} ({learner.state})", since_s, release)
 

@@ -18,6 +18,7 @@ Positive = Annotated[int, Meta(ge=1, le=MOST_INTEGER)]
 Natural = Annotated[int, Meta(ge=0, le=MOST_INTEGER)]
 Number = Annotated[float, Meta(ge=-MOST_FLOAT, le=MOST_FLOAT)]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]  # more than a billion overflows clocks
+CollectiveSeconds = Annotated[float, Meta(ge=10, le=1e9)]  # ticks between ranks and calls to the broker must fit in
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=MOST_FLOAT)]
 NonNegativeFloat = Annotated[float, Meta(ge=0, le=MOST_FLOAT)]
@@ -165,6 +166,8 @@ class CheckpointConfig(Strict, frozen=True, kw_only=True):
 class LearnerConfig(Strict, frozen=True, kw_only=True):
     world_size: Positive = 1  # Number of learner ranks.
     threads: Positive = 1  # CPU threads of each rank.
+    # Limit of every collective of the ranks. Raise it if one rank may keep the others waiting for longer.
+    timeout_s: CollectiveSeconds = 300.0
     groups_per_step: Positive = 16  # Prompts of one optimizer step.
     # Packed tokens of one forward and backward pass. Lower it when activations do not fit.
     micro_batch_tokens: Positive = 16384
@@ -283,6 +286,7 @@ class SftTasksConfig(Strict, frozen=True, kw_only=True):
 class SftLearnerConfig(Strict, frozen=True, kw_only=True):
     world_size: Positive = 1
     threads: Positive = 1
+    timeout_s: CollectiveSeconds = 300.0
     sequences_per_step: Positive = 32  # Sequences of one optimizer step.
     micro_batch_tokens: Positive = 16384
     parallel: ParallelConfig = ParallelConfig()

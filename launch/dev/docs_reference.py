@@ -29,7 +29,7 @@ SFT_HEAD = """
 ## slipstream sft
 
 A warm start has `run`, `model` and `telemetry` as above; under `learner` it has `world_size`, `threads`,
-`micro_batch_tokens`, `parallel`, `memory`, `moe`, `optimizer` and `checkpoint` as above, and these:
+`timeout_s`, `micro_batch_tokens`, `parallel`, `memory`, `moe`, `optimizer` and `checkpoint` as above, and these:
 
 """
 METRICS_HEAD = """# Metrics

@@ -30,6 +30,7 @@ ADVICE = {
     "learner_silent": "look at the learner's process: stopped (kill -CONT), out of memory (dmesg), a rank that hangs",
     "learner_failed": "RUN/logs/learner-0.log",
     "learner_drained": "`slipstream up CONFIG` or `slipstream learner CONFIG`",
+    "learner_stalled": "look at the processes and the network of these ranks; a larger learner.timeout_s",
     "learner_starting": "model.verify=false saves the forward check; a large model is read from the disk first",
     "learner_checkpointing": "learner.checkpoint.asynchronous, a larger learner.checkpoint.every, or a faster disk",
     "learner_publishing": "a larger weights.publish_every",

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from broker.contract import Delivery, LearnerReport, Waste
+from broker.contract import LEARNER_ENDED, Delivery, LearnerReport, Waste
 from common.errors import SlipstreamError
 from learner.publish.undelivered import Undelivered
 
@@ -34,6 +34,8 @@ class Reporter:
     def __init__(self, connect: Callable[[], ReportSink]) -> None:
         self._connect = connect
         self._report = LearnerReport(os.getpid(), 0, "starting", 0, instance=secrets.token_hex(8))
+        self._silence = ""
+        self._silent_since = 0.0
         self._undelivered: Callable[[], Sequence[Undelivered]] = tuple
         self._since = time.monotonic()
         self._lock = threading.Lock()
@@ -62,16 +64,25 @@ class Reporter:
         self._thread.start()
 
     def snapshot(self) -> LearnerReport:
-        """The report as of now."""
+        """The report as of now; silent ranks come before what the loop does."""
         missing, now = self._undelivered(), time.perf_counter()
         oldest = [Delivery(m.node_id, m.version, m.stage, now - m.since) for m in missing[:SHOWN_DELIVERIES]]
         with self._lock:
+            report, since = self._report, self._since
+            if self._silence and report.state not in LEARNER_ENDED:
+                report = msgspec.structs.replace(report, state="stalled", waiting_on=self._silence)
+                since = self._silent_since
             return msgspec.structs.replace(
-                self._report,
-                since_s=time.monotonic() - self._since,
-                deliveries=oldest,
-                deliveries_waiting=len(missing),
+                report, since_s=time.monotonic() - since, deliveries=oldest, deliveries_waiting=len(missing)
             )
+
+    def set_silence(self, silence: str) -> None:
+        """Report these silent ranks as what the learner waits for; '' when all of them answer."""
+        with self._lock:
+            if bool(silence) != bool(self._silence):
+                self._silent_since = time.monotonic()
+                self._changed.set()
+            self._silence = silence
 
     def watch_publisher(self, undelivered: Callable[[], Sequence[Undelivered]]) -> None:
         """Reports say from now on which nodes wait for a version; called from the reporting thread."""

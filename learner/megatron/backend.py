@@ -71,7 +71,8 @@ class MegatronBackend:
             model: Hugging Face folder, and the dtype of the parameters; main gradients and optimizer states are
                 float32.
             learner: `parallel` cuts the world, what remains of it is data-parallel; `optimizer` is AdamW and its
-                schedule; `memory` and `moe` say what is kept where and how experts are balanced.
+                schedule; `memory` and `moe` say what is kept where and how experts are balanced; `timeout_s` bounds
+                every collective.
             total_steps: where the schedule ends unless the optimizer's decay_steps says otherwise.
             seed: of Megatron's random generators.
 
@@ -82,7 +83,7 @@ class MegatronBackend:
         layout, dtype = learner.parallel, DTYPES[model.dtype]
         hf_config = read_config(self.model_path)
         check_layout(hf_config, layout, parallel.world_size())
-        parallel.initialize(layout, seed)
+        parallel.initialize(layout, seed, learner.timeout_s)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.data_parallel_rank = mpu.get_data_parallel_rank()
         self.data_parallel_size = mpu.get_data_parallel_world_size()

@@ -37,6 +37,7 @@ from learner.megatron.optimizer import Optimizer
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
+DISK_POLL_S = 1.0
 _SHARDING = "fully_reshardable"
 _COMMON, _INDEX = "common.pt", "metadata.json"  # Megatron's names
 
@@ -84,8 +85,8 @@ class Save:
     def running(self) -> bool:
         return self._thread.is_alive()
 
-    def wait(self) -> None:
-        self._thread.join()
+    def wait(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         """The thread: everything that this rank writes, flushed."""
@@ -178,12 +179,15 @@ class Writer:
         save = self._save
         if save is None:
             return True
-        if wait:
-            save.wait()
-        reports = parallel.gather((save.running, save.problem))
-        problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(reports) if problem]
-        if not problems and any(running for running, _ in reports):
-            return False
+        while True:
+            if wait:
+                save.wait(DISK_POLL_S)  # a slow disk may take longer than a collective
+            reports = parallel.gather((save.running, save.problem))
+            problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(reports) if problem]
+            if problems or not any(running for running, _ in reports):
+                break
+            if not wait:
+                return False
         self._save = None
         problem = "; ".join(problems)
         results = parallel.gather_to_lead(save.results)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from common.config.schema import ParallelConfig
 
-_CONTROL_TIMEOUT = timedelta(days=7)  # the lead rank may wait that long for rollouts
-_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+_JOIN_S = 300.0  # ranks start apart from one another: imports, the lead's search for its broker
 
 _control: dist.ProcessGroup | None = None
 
@@ -31,19 +30,27 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def initialize(parallel: ParallelConfig, seed: int) -> None:
+def initialize(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
     """Join torch.distributed's world (torchrun's, or one of a single process) and cut it into Megatron's groups.
 
     Collective. Does nothing to a world that exists already; Megatron's groups must not exist.
+
+    Args:
+        parallel: the layout.
+        seed: of Megatron's random generators.
+        timeout_s: a collective that takes longer raises on the ranks that wait in it.
     """
     global _control
+    limit = timedelta(seconds=timeout_s)
     here = device()
     if here.type == "cuda":
         torch.cuda.set_device(here)
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             _single_process_world()
-        dist.init_process_group("nccl" if here.type == "cuda" else "gloo", timeout=_COLLECTIVE_TIMEOUT)
+        join = timedelta(seconds=max(timeout_s, _JOIN_S))
+        dist.init_process_group("nccl" if here.type == "cuda" else "gloo", timeout=join)
+        dist.distributed_c10d._set_pg_timeout(limit)
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -51,9 +58,9 @@ def initialize(parallel: ParallelConfig, seed: int) -> None:
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
-        distributed_timeout_minutes=int(_COLLECTIVE_TIMEOUT.total_seconds() // 60),
+        distributed_timeout_minutes=timeout_s / 60,  # typed int, used as a timedelta's minutes
     )
-    _control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
+    _control = dist.new_group(backend="gloo", timeout=limit)
     model_parallel_cuda_manual_seed(seed)
 
 

@@ -54,7 +54,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Job:
     """A run folder with its broker and a node that hands in recorded groups."""
 
-    def __init__(self, folder: Path, model: Path, learner: str = "", checkpoint: str = "every: 3") -> None:
+    def __init__(
+        self, folder: Path, model: Path, learner: str = "", checkpoint: str = "every: 3", broker: str = ""
+    ) -> None:
         folder.mkdir()
         (folder / "tasks.jsonl").write_text(
             "".join(f'{{"question": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(9))
@@ -67,18 +69,28 @@ class Job:
             f"learner: {{groups_per_step: {GROUPS}, optimizer: {{lr: 0.001}}, "
             f"checkpoint: {{{checkpoint}}}{learner}}}\n"
             f"rollout: {{group_size: {GROUP_SIZE}, max_tokens: 64, engine: {{max_model_len: 128}}}}\n"
+            f"broker: {{{broker}}}\n"
         )
         self.run = RunDir(folder / "run")
 
     @contextlib.contextmanager
     def served(self) -> Iterator[BrokerClient]:
         """While active, a broker process and a node process serve the learner."""
+        with self.broker() as client, self.node():
+            yield client
+
+    @contextlib.contextmanager
+    def broker(self) -> Iterator[BrokerClient]:
+        """While active, a broker process serves the learner."""
         with process([sys.executable, "-c", BROKER, str(self.config)]) as broker:
             wait_for(lambda: self.run.broker() is not None, broker)
-            address = self.run.broker().address
-            words = [address, str(VOCABULARY), str(GROUP_SIZE), str(GROUPS)]
-            with process([sys.executable, str(HERE / "recorded_node.py"), *words]), BrokerClient(address) as client:
+            with BrokerClient(self.run.broker().address) as client:
                 yield client
+
+    def node(self) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+        """While active, a node process generates."""
+        words = [self.run.broker().address, str(VOCABULARY), str(GROUP_SIZE), str(GROUPS)]
+        return process([sys.executable, str(HERE / "recorded_node.py"), *words])
 
     def learner(self, ranks: int = 1) -> list[str]:
         command = [sys.executable]
@@ -101,10 +113,12 @@ class Job:
 
 
 @contextlib.contextmanager
-def process(command: list[str], stdin: bool = False) -> Iterator[subprocess.Popen[str]]:
+def process(
+    command: list[str], stdin: bool = False, env: dict[str, str] = ENVIRONMENT
+) -> Iterator[subprocess.Popen[str]]:
     """A child that is gone afterwards, whatever happens; with `stdin` one to talk with."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if stdin else {"stdout": subprocess.DEVNULL}
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, **pipes)
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, **pipes)
     try:
         yield child
     finally:

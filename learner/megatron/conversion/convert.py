@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 import learner.megatron.backend  # noqa: F401  (prepares the process for megatron)
-from common.config.schema import ModelConfig, MoeConfig, ParallelConfig
+from common.config.schema import LearnerConfig, ModelConfig, MoeConfig, ParallelConfig
 from learner.megatron import checkpoint, parallel
 from learner.megatron.conversion.export import Exporter
 from learner.megatron.conversion.hf_folder import check_layout, read_config
@@ -26,7 +26,7 @@ def write_hugging_face(model: ModelConfig, saved: Path, target: Path) -> None:
     source, alone = Path(model.path), ParallelConfig()
     hf_config = read_config(source)
     check_layout(hf_config, alone, world_size=1)
-    parallel.initialize(alone, seed=0)
+    parallel.initialize(alone, seed=0, timeout_s=LearnerConfig().timeout_s)
     built = build(source, hf_config, DTYPES[model.dtype], alone, MoeConfig())
     checkpoint.load_weights(saved, built.chunks, alone)
     with torch.no_grad():

@@ -1,0 +1,161 @@
+"""Ends every rank when one of them is silent for learner.timeout_s, and says which one.
+
+Every rank counts up a number in the world's TCPStore, from a thread. The lead reads the numbers of all ranks, and the
+others read the lead's. A process that is stopped counts no further; one behind a cut cable reads nothing new.
+Collectives have the same limit, but that is not enough: a gloo broadcast may complete although no rank received it, and
+neither gloo nor NCCL says which rank is missing.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+
+import torch.distributed as dist
+
+from common.errors import EXIT_FAILED, SlipstreamError
+from common.process.lifecycle import leave
+
+logger = logging.getLogger(__name__)
+
+LONGEST_INTERVAL_S = 5.0
+INTERVALS = 16  # in learner.timeout_s
+SILENT_AFTER = 3  # intervals without a sign before a rank is mentioned
+GOODBYE_S = 5.0  # for the last words of a rank that ends
+
+
+class RankMonitor:
+    """While the context is active, this rank ends when another one is silent for too long or has failed."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        on_silence: Callable[[str], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            rank: of this process.
+            world_size: ranks in all; a rank that is alone has no monitor.
+            timeout_s: learner.timeout_s.
+            on_silence: told several times a minute which ranks are silent, '' when none is. Called from a thread.
+            on_end: told the reason before the process ends. Called from a thread.
+        """
+        self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
+        self._on_silence, self._on_end = on_silence, on_end
+        self._interval_s = min(LONGEST_INTERVAL_S, timeout_s / INTERVALS)
+        self._peers = [peer for peer in range(world_size if rank == 0 else 1) if peer != rank]
+        self._heard: dict[int, float] = {}  # monotonic time of a peer's last sign
+        self._leaving = threading.Event()
+        self._ending = threading.Lock()
+        self._store: dist.Store | None = None
+
+    def __enter__(self) -> "RankMonitor":
+        if self._world_size > 1:
+            self._store = _connect(self._timeout_s)
+            self._heard = dict.fromkeys(self._peers, time.monotonic())
+            for work in (self._exchange, self._watch):
+                threading.Thread(target=work, name=f"monitor{work.__name__}", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop; an error is told to the other ranks, and named by its cause where a silent rank was the cause.
+
+        Raises:
+            SlipstreamError: instead of the collective's own error.
+        """
+        self._leaving.set()
+        if error is None or self._store is None:
+            return
+        if isinstance(error, SlipstreamError):
+            self._tell(error.exit_code, str(error))
+            return
+        silent = self._silence()
+        if not silent and "Timed out" in str(error):
+            silent = f"a collective waited {self._timeout_s:g} s for another rank (learner.timeout_s)"
+        self._tell(EXIT_FAILED, silent or f"{type(error).__name__}: {error}")
+        if silent:
+            raise SlipstreamError(f"{silent}: {error}") from error
+
+    def _exchange(self) -> None:
+        """The thread that talks to the store, which may take for ever when the network is cut."""
+        assert self._store is not None
+        seen: dict[int, bytes] = {}
+        count = 0
+        try:
+            while not self._leaving.wait(self._interval_s):
+                count += 1
+                self._store.set(_sign_of(self._rank), str(count))
+                for peer in self._peers:
+                    if (sign := self._store.get(_sign_of(peer))) != seen.get(peer):
+                        seen[peer], self._heard[peer] = sign, time.monotonic()
+                if self._store.check(["end"]):
+                    code, _, reason = self._store.get("end").decode().partition(" ")
+                    self._end(int(code), reason)
+        except RuntimeError as error:
+            if not self._leaving.is_set():
+                self._end(EXIT_FAILED, f"the ranks' store is gone: {str(error).splitlines()[0]}")
+
+    def _watch(self) -> None:
+        """The thread that never waits for anybody."""
+        while not self._leaving.wait(self._interval_s):
+            silence = self._silence()
+            self._on_silence(silence)
+            if silence and self._longest_silence() > self._timeout_s:
+                self._end(EXIT_FAILED, silence)
+
+    def _longest_silence(self) -> float:
+        return time.monotonic() - min(self._heard.values())
+
+    def _silence(self) -> str:
+        """Which ranks are silent and for how long; '' when none is."""
+        now = time.monotonic()
+        quiet = {peer: now - at for peer, at in self._heard.items() if now - at > SILENT_AFTER * self._interval_s}
+        if not quiet:
+            return ""
+        names = ", ".join(map(str, quiet))
+        return (
+            f"rank{'s' * (len(quiet) > 1)} {names} silent for {max(quiet.values()):.0f} s; "
+            f"every rank ends after {self._timeout_s:g} s (learner.timeout_s)"
+        )
+
+    def _end(self, code: int, reason: str) -> None:
+        """End this process after telling the others; only the first caller's reason counts."""
+        if self._leaving.is_set() or not self._ending.acquire(blocking=False):
+            return
+        logger.error("this rank ends: %s", reason)
+        self._tell(code, reason)
+        words = threading.Thread(target=self._on_end, args=(reason,), daemon=True)
+        words.start()
+        words.join(GOODBYE_S)
+        leave(code)
+
+    def _tell(self, code: int, reason: str) -> None:
+        """Leave the reason in the store, from a thread: the store may not answer."""
+        assert self._store is not None
+        told = threading.Thread(target=_quietly_set, args=(self._store, f"{code} {reason}"), daemon=True)
+        told.start()
+        told.join(GOODBYE_S)
+
+
+def _sign_of(rank: int) -> str:
+    return f"sign/{rank}"
+
+
+def _connect(timeout_s: float) -> dist.Store:
+    """A connection of its own to the store of torch.distributed's world."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    return dist.PrefixStore("rank-monitor", store)
+
+
+def _quietly_set(store: dist.Store, text: str) -> None:
+    try:
+        store.set("end", text)
+    except RuntimeError:
+        logger.debug("the ranks' store is gone")
