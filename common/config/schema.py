@@ -119,9 +119,12 @@ class LossConfig(Strict, frozen=True, kw_only=True):
     objective: Literal["ppo_clip", "cispo", "gspo", "dppo_tv"] = "ppo_clip"
     # How the rewards of a group become advantages; docs/algorithms.md compares the estimators.
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
-    clip_low: PositiveFloat | None = None  # Lower bound of the objective. Unset, the objective's default applies.
-    clip_high: PositiveFloat | None = None  # Upper bound of the objective. Unset, the objective's default applies.
-    clip_dual: AboveOne | None = None  # Second bound of ppo_clip for negative advantages.
+    # Lower bound of the objective. Unset, its default applies. It never acts under proximal: recompute.
+    clip_low: PositiveFloat | None = None
+    # Upper bound of the objective. Unset, its default applies. It never acts under proximal: recompute.
+    clip_high: PositiveFloat | None = None
+    # Second bound of ppo_clip for negative advantages. It never acts under proximal: recompute.
+    clip_dual: AboveOne | None = None
     # Policy around which the update is bounded; docs/corrections.md.
     proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"
     # Importance correction of tokens that an older version sampled; docs/corrections.md.

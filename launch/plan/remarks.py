@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from common.config.schema import Config, SftConfig
+from common.config.schema import Config, LossConfig, SftConfig
 from launch.plan.job_plan import Plan, RlPart
 
 GIB = 1 << 30
@@ -14,10 +14,15 @@ UNEVEN = 1.15
 
 
 def remarks(config: Config | SftConfig, plan: Plan) -> list[str]:
-    """In the order of the page: groups, memory, pipeline, window, weight plane, engines."""
+    """In the order of the page: groups, memory, pipeline, loss, window, weight plane, engines."""
     out = [*_groups(plan), *_memory(config, plan), *_pipeline(config, plan), *_experts(config, plan)]
     if isinstance(config, Config) and plan.rl is not None:
-        out += [*_window(config, plan.rl), *_publish(config, plan.rl), *_engines(config, plan.rl)]
+        out += [
+            *_clipping(config.learner.loss),
+            *_window(config, plan.rl),
+            *_publish(config, plan.rl),
+            *_engines(config, plan.rl),
+        ]
     return out
 
 
@@ -93,6 +98,15 @@ def _experts(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
     )
     if config.learner.moe.balance == "none" and not config.learner.moe.freeze_router:
         yield "Routers train without balancing; learner.moe.balance or freeze_router keeps the load even."
+
+
+def _clipping(loss: LossConfig) -> Iterator[str]:
+    given = [name for name in ("clip_low", "clip_high", "clip_dual") if getattr(loss, name) is not None]
+    if given and loss.proximal == "recompute":
+        yield (
+            f"learner.loss.{' and '.join(given)} never act{'s' * (len(given) == 1)}: a batch is one optimizer step, so "
+            "under proximal: recompute every ratio is 1. proximal: behavior bounds the change since the sampler."
+        )
 
 
 def _window(config: Config, rl: RlPart) -> Iterator[str]:

@@ -3,8 +3,6 @@
 import contextlib
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -22,17 +20,10 @@ from tests.integration.test_learner_resume import (
     process,
     wait_for,
 )
+from tests.waiting import LIMIT_S, until
 
 __all__ = ["model"]  # the fixture
-LIMIT_S = 600
 TWO_RANKS = ", world_size: 2, timeout_s: {}"
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, f"waited {LIMIT_S} s for {what}"
-        time.sleep(0.02)
 
 
 def rank_process(parent: int, rank: int) -> psutil.Process:

@@ -142,6 +142,16 @@ CASES: dict[str, tuple[BrokerStatus, Stall]] = {
             "it goes on (is it stopped, swapping or cut off?), or is started again",
         ),
     ),
+    "a rank of the learner is silent": (
+        status_of(NODE, learner=learner(state="stalled", waiting_on="rank 1 silent for 30 s", since_s=6.0)),
+        Stall(
+            "learner_stalled",
+            "the learner",
+            "rank 1 silent for 30 s (stalled)",
+            6.5,
+            "the ranks answer again; else all end after learner.timeout_s and resume from the checkpoint",
+        ),
+    ),
     "the learner was told to stop": (
         status_of(NODE, learner=learner(state="drained"), learner_last_seen_s=60.0),
         Stall(

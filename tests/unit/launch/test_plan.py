@@ -177,6 +177,12 @@ def test_offloaded_bytes_leave_the_device_where_they_are_not_in_use(here: Path) 
         ("mixtral-8x7b", ["learner.moe.freeze_router=false"], "Routers train without balancing"),
         ("mixtral-8x7b", ["learner.memory.recompute=selective"], "flash attention never keeps it"),
         ("mixtral-8x7b", ["learner.world_size=8"], "does not fit a GPU of 80 GB"),
+        ("mixtral-8x7b", ["learner.loss.clip_high=0.28"], "learner.loss.clip_high never acts"),
+        (
+            "mixtral-8x7b",
+            ["learner.loss.clip_low=0.2", "learner.loss.clip_dual=3"],
+            "learner.loss.clip_low and clip_dual never act",
+        ),
     ],
 )
 def test_remarks_say_what_no_check_refuses(here: Path, name: str, words: list[str], remark: str | None) -> None:
@@ -185,6 +191,12 @@ def test_remarks_say_what_no_check_refuses(here: Path, name: str, words: list[st
         assert not any("nothing shards" in line for line in found)
     else:
         assert any(remark.lower() in line.lower() for line in found), found
+
+
+def test_clipping_that_acts_gets_no_remark(here: Path) -> None:
+    words = ["learner.loss.clip_high=0.28", "learner.loss.proximal=behavior", "learner.loss.correction=none"]
+    assert not any("never act" in line for line in make_review("configs/mixtral-8x7b.yaml", words).remarks)
+    assert not any("never act" in line for line in make_review("configs/mixtral-8x7b.yaml", []).remarks)
 
 
 def test_the_page_is_within_its_width_and_says_everything_that_json_says(here: Path) -> None:

@@ -93,3 +93,18 @@ def test_how_many_groups_are_missing_is_said_only_while_they_are_waited_for() ->
     assert reporter.snapshot().groups_missing == 3
     reporter.set("training")
     assert reporter.snapshot().groups_missing == 0
+
+
+def test_silent_ranks_are_reported_in_place_of_what_the_loop_does_until_they_answer() -> None:
+    reporter = Reporter(Sink)
+    reporter.set("training", "the optimizer step 3")
+    reporter.set_silence("rank 1 silent for 9 s")
+    reporter.set("training", "the optimizer step 4")
+    report = reporter.snapshot()
+    assert (report.state, report.waiting_on) == ("stalled", "rank 1 silent for 9 s")
+    reporter.set_silence("")
+    report = reporter.snapshot()
+    assert (report.state, report.waiting_on) == ("training", "the optimizer step 4")
+    reporter.set_silence("rank 1 silent for 21 s")
+    reporter.set("failed", "rank 1 silent for 21 s")
+    assert reporter.snapshot().state == "failed"
