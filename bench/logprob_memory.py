@@ -31,11 +31,11 @@ def measure(way: str, vocabulary: int, tokens: int) -> dict[str, float]:
     """One pass in this process: {peak_bytes, checksum of results and gradients}."""
     import torch
 
-    from learner.megatron.logprobs import logprobs_of
+    from learner.megatron.logprobs import logprobs_and_entropy
 
     def run(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if way == "chunked":
-            return logprobs_of(hidden, weight, targets)
+            return logprobs_and_entropy(hidden, weight, targets, with_entropy=False)[0]
         return (hidden @ weight.t()).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
 
     torch.set_num_threads(1)

@@ -68,12 +68,7 @@ def sha256(data: torch.Tensor) -> str:
     return hashlib.sha256(memoryview(data_bytes)).hexdigest()
 
 
-def bucket_checksums(flat: torch.Tensor, layout: Layout, bucket_bytes: int) -> list[str]:
-    """Checksum of every bucket of `flat`."""
-    return part_checksums(flat[: layout.total_bytes], bucket_bytes)
-
-
-def part_checksums(payload: torch.Tensor, bucket_bytes: int) -> list[str]:
+def bucket_checksums(payload: torch.Tensor, bucket_bytes: int) -> list[str]:
     """Checksum of every bucket of a payload [n] uint8."""
     return [checksum(payload[a:b]) for a, b in ranges(payload.numel(), bucket_bytes)]
 

@@ -33,6 +33,7 @@ def logprobs_and_entropy(
     group: dist.ProcessGroup | None = None,
     chunk_elements: int | None = None,
     kept_elements: int | None = None,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets and entropies of the distributions. Collective over `group`.
 
@@ -46,37 +47,12 @@ def logprobs_and_entropy(
         group: the ranks that share the vocabulary; None for one.
         chunk_elements: elements of a chunk of logits; None: as suits the device.
         kept_elements: elements kept for the backward pass; None: as suits the device.
+        with_entropy: False saves the cost of the entropies, and returns zeros for them.
 
     Returns:
         ([T], [T]) float32, or float64 for float64 inputs; the same on every rank of the group. The gradient of
         `hidden` is this rank's part of the sum over the group.
     """
-    return _apply(hidden, weight, targets, temperature, group, chunk_elements, kept_elements, True)
-
-
-def logprobs_of(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    group: dist.ProcessGroup | None = None,
-    chunk_elements: int | None = None,
-    kept_elements: int | None = None,
-) -> Tensor:
-    """As `logprobs_and_entropy`, without the entropy and its cost: [T]."""
-    return _apply(hidden, weight, targets, temperature, group, chunk_elements, kept_elements, False)[0]
-
-
-def _apply(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    group: dist.ProcessGroup | None,
-    chunk_elements: int | None,
-    kept_elements: int | None,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor]:
     chunks = _chunks(hidden, weight, chunk_elements)
     budget = 0
     if torch.is_grad_enabled():  # always off inside a function of autograd

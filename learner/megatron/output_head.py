@@ -8,7 +8,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
-from learner.megatron.logprobs import logprobs_and_entropy, logprobs_of
+from learner.megatron.logprobs import logprobs_and_entropy
 
 
 class Head:
@@ -26,19 +26,20 @@ class Head:
         if self._model is not None:
             self._model.output_layer.forward = _nothing_done
 
-    def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        """[T] log-probabilities of the targets. Collective over the tensor-parallel ranks.
+    def logprobs(
+        self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T] log-probabilities of the targets, and [T] entropies or None. Collective over the tensor-parallel ranks.
 
         Args:
             hidden: [1, T / (tensor ranks under sequence parallelism), H], as the last stage returns it.
             targets: [T] int64.
             temperature: logits are divided by it.
+            entropy: whether entropies are wanted.
         """
-        return logprobs_of(self._gathered(hidden), self._weight(), targets, temperature, self._group)
-
-    def logprobs_and_entropy(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """As `logprobs`, and the [T] entropies."""
-        return logprobs_and_entropy(self._gathered(hidden), self._weight(), targets, temperature, self._group)
+        inputs = self._gathered(hidden), self._weight(), targets, temperature, self._group
+        logprobs, entropies = logprobs_and_entropy(*inputs, with_entropy=entropy)
+        return logprobs, entropies if entropy else None
 
     def _gathered(self, hidden: Tensor) -> Tensor:
         """[T, H] on every rank; in the backward pass the ranks' parts of its gradient are summed."""

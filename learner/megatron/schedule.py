@@ -105,13 +105,10 @@ class Schedule:
         """
 
         def loss_of(hidden: Tensor, item: _Packed) -> tuple[Tensor, LossOutput]:
-            if entropy:
-                both = self._head.logprobs_and_entropy(hidden, item.targets, temperature)
-                logprobs, entropies = (self._whole(x, item) for x in both)  # apart: one may have no gradient
-                output = loss(logprobs, entropies, item.batch)
-            else:
-                logprobs = self._head.logprobs(hidden, item.targets, temperature)
-                output = loss(self._whole(logprobs, item), None, item.batch)
+            logprobs, entropies = self._head.logprobs(hidden, item.targets, temperature, entropy)
+            # Gathered one by one, because one of them may have no gradient.
+            whole = None if entropies is None else self._whole(entropies, item)
+            output = loss(self._whole(logprobs, item), whole, item.batch)
             # detached: a pipelined schedule takes the loss's own storage away after the forward pass
             return output.loss_sum, replace(output, loss_sum=output.loss_sum.detach())
 
@@ -131,7 +128,7 @@ class Schedule:
         """[T] float32 log-probabilities of each microbatch's targets, on every stage. Collective."""
 
         def loss_of(hidden: Tensor, item: _Packed) -> tuple[Tensor, Tensor]:
-            logprobs = self._head.logprobs(hidden, item.targets, temperature)
+            logprobs, _ = self._head.logprobs(hidden, item.targets, temperature)
             return logprobs.new_zeros(()), self._whole(logprobs, item)
 
         self.experts.start()

@@ -43,7 +43,7 @@ class Deltas:
             started = time.perf_counter()
             stream = delta.encode(base.flat, snapshot.flat, delta.BUCKET_BYTES, self._threads)
             if stream.numel() < snapshot.flat.numel():
-                checksums = packing.part_checksums(stream, bucket_bytes)
+                checksums = packing.bucket_checksums(stream, bucket_bytes)
                 snapshot.deltas[base.version] = Payload(stream, checksums, "delta", base.version)
             took, share = time.perf_counter() - started, stream.numel() / snapshot.flat.numel()
             logger.info("version %d from %d: %.1f %% in %.3f s", snapshot.version, base.version, 100 * share, took)

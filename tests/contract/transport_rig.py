@@ -77,7 +77,7 @@ class Sender:
     def announce(self, children: list[Child], flat: torch.Tensor, bucket: int, spoil: int = -1) -> Publish:
         """Tell the children what comes; the checksum of bucket `spoil` is wrong."""
         layout = layout_of(flat)
-        sums = packing.bucket_checksums(flat, layout, bucket)
+        sums = packing.bucket_checksums(flat, bucket)
         if spoil >= 0:
             sums[spoil] = "0" * 32
         made = Publish(

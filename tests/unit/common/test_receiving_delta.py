@@ -73,7 +73,7 @@ def weights(version: int) -> torch.Tensor:
 def publish(version: int, payload: torch.Tensor, base: int | None) -> Publish:
     return Publish(
         incarnation=0, version=version, epoch=1, layout_digest=LAYOUT.digest, bucket_bytes=BUCKET,
-        bucket_checksums=packing.part_checksums(payload, BUCKET), checksum=packing.checksum(weights(version)),
+        bucket_checksums=packing.bucket_checksums(payload, BUCKET), checksum=packing.checksum(weights(version)),
         timeout_s=5.0, encoding="full" if base is None else "delta", base_version=-1 if base is None else base,
         payload_bytes=payload.numel(),
     )  # fmt: skip
@@ -141,4 +141,4 @@ def test_an_encoding_of_a_later_release_is_refused_by_name(node: Node) -> None:
 
 def test_buckets_cover_a_payload_of_any_size() -> None:
     assert ranges(5, 2) == [(0, 2), (2, 4), (4, 5)]
-    assert len(packing.part_checksums(torch.zeros(5, dtype=torch.uint8), 2)) == 3
+    assert len(packing.bucket_checksums(torch.zeros(5, dtype=torch.uint8), 2)) == 3

@@ -45,7 +45,7 @@ def test_a_version_goes_as_a_delta_to_the_nodes_that_hold_the_one_before() -> No
     payload = second.payload_for({1})
     assert (payload.encoding, payload.base_version) == ("delta", 1)
     assert payload.flat.numel() < second.flat.numel() / 20
-    assert payload.bucket_checksums == packing.part_checksums(payload.flat, BUCKET)
+    assert payload.bucket_checksums == packing.bucket_checksums(payload.flat, BUCKET)
     result = first.flat.clone()
     delta.apply(payload.flat, result, delta.BUCKET_BYTES)
     assert packing.checksum(result) == second.checksum
