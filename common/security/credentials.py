@@ -1,4 +1,4 @@
-"""Key folders of `slipstream keys DIR`: who may speak to the broker, and with which CURVE keys.
+"""Key folders of `slipstream keys DIR`: the CURVE keys of the broker and of everyone who may connect to it.
 
     DIR/server.json        the broker's key pair; only on the broker's machine
     DIR/allowed.json       public keys that the broker and the weight plane let in, each with a role and a name
@@ -36,18 +36,18 @@ class ServerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Credential(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One client's file: its own key pair, and the public keys by which it knows whom it speaks to."""
+    """One client's file: its own key pair, and the public keys of the servers that it connects to."""
 
     role: Role
     name: Annotated[str, Meta(pattern=CREDENTIAL_NAME)]
     public: Z85
     secret: Z85
     server_public: Z85
-    learner_public: Z85  # of the weight plane's control socket
+    learner_public: Z85  # the weight plane's control socket proves this key
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A public key that is let in, and as whom."""
+    """A public key that is let in, with the role and the name of its owner."""
 
     public: Z85
     role: Role
@@ -84,7 +84,7 @@ T = TypeVar("T")
 
 
 def read_file(file: Path, kind: type[T], what: str) -> T:
-    """Decode one file of a key folder; raises UsageError naming it, with what was expected and what to do."""
+    """Decode one file of a key folder; raises UsageError with the file, the expectation and the remedy."""
     try:
         data = file.read_bytes()
     except FileNotFoundError:
@@ -105,7 +105,7 @@ def load_server(path: str | Path) -> ServerKeys:
 
 
 def load_allowed(path: str | Path) -> dict[str, Identity]:
-    """Who may speak to the broker, by public key; raises UsageError."""
+    """Everyone who may connect to the broker, by public key; raises UsageError."""
     folder = _folder(path, "the list of allowed keys")
     listed = read_file(folder.allowed, AllowedKeys, "the list of allowed public keys")
     return {identity.public: identity for identity in listed.keys}
@@ -116,9 +116,9 @@ def load_credential(path: str | Path, role: Role, name: str = "") -> Credential:
 
     Args:
         path: a key folder, or the file of one credential.
-        role: an observer makes do with any credential that is there, for every role may ask for the status; the
-            other roles need their own, which is the server's key pair for a broker that asks another one.
-        name: of a node: the file of that name if there is one, else the first.
+        role: an observer may use any credential, because every role may ask for the status. Other roles need their
+            own. A broker that asks another broker uses the server's key pair.
+        name: the name of a node: its own file if there is one, else the first.
 
     Raises:
         UsageError: nothing there serves the role; the message names the file.
@@ -142,14 +142,14 @@ def load_credential(path: str | Path, role: Role, name: str = "") -> Credential:
 
 
 def curve_credentials(path: str | None) -> str | None:
-    """The value of broker.credentials for a ZeroMQ socket; None when it is unset, or holds users of Redis only."""
+    """The value of broker.credentials for a ZeroMQ socket; None when it is unset, or has users of Redis only."""
     if path is None or Path(path).is_file() or KeyFolder(path).client_files():
         return path
     return None
 
 
 def check_credentials(path: str, backend: str = "zeromq") -> str | None:
-    """What is wrong with the value of broker.credentials for every role, without the name of the key; None: nothing.
+    """The problem with the value of broker.credentials for every role, without the key's name; None: it is fine.
 
     With Redis, CURVE keys are needed by the weight plane only, and may be missing.
     """
@@ -166,7 +166,7 @@ def check_credentials(path: str, backend: str = "zeromq") -> str | None:
         if folder.allowed.exists():
             load_allowed(path)
         if backend == "zeromq" and not folder.client_files() and not folder.server.exists():
-            return f"{path}, which holds no keys"
+            return f"{path}, which has no keys"
     except (UsageError, OSError) as error:
         return str(error).removeprefix(f"{KEY}: ")
     return None
@@ -189,7 +189,7 @@ def _credential_file(path: Path, role: Role, name: str) -> Path:
         own = folder.nodes / f"{name}.json"
         named = [own] if name and own in nodes else nodes
         if not named:
-            raise UsageError(f"{KEY}: {folder.nodes} holds no credential of a node; `slipstream keys DIR --node NAME`")
+            raise UsageError(f"{KEY}: {folder.nodes} has no credential of a node; `slipstream keys DIR --node NAME`")
         return named[0]
     return next((f for f in (folder.observer, folder.learner, *nodes) if f.exists()), folder.observer)
 

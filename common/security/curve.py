@@ -44,7 +44,7 @@ class KeyRing:
         self._keys = self._load()
 
     def identity(self, public: str | bytes) -> Identity | None:
-        """Whose key this is now; None when it is not let in (any more)."""
+        """The owner of this key; None when it is not, or no longer, let in."""
         return self._keys.get(public.decode("ascii", "replace") if isinstance(public, bytes) else public)
 
     def refresh(self) -> None:
@@ -150,7 +150,7 @@ class CurveServer(CurveGate):
         self.ring = ring
 
     def sender(self, frame: zmq.Frame) -> Identity | None:
-        """Who sent the message that `frame` belongs to; None when its key has been revoked since it connected."""
+        """The sender of the message that `frame` belongs to; None when its key was revoked after it connected."""
         try:
             public = frame.get("User-Id")
         except (zmq.ZMQError, KeyError):

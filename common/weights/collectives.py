@@ -1,7 +1,7 @@
-"""What every transport of buckets is to the rest of the weight plane, and what the collective ones share.
+"""The protocol of every transport of buckets, and the parts that the collective transports share.
 
-torch.distributed's default group is not touched; a learner may hold its own. The learner is rank 0 and hosts the
-store where the members of a collective meet. transports/ has a module for each way, transports/registry.py the list.
+torch.distributed's default group is not touched, because the learner uses it. The learner is rank 0 and hosts the
+store where the members of a collective meet. transports/ has one module for each transport; registry.py lists them.
 """
 
 import contextlib
@@ -18,33 +18,33 @@ from torch import distributed
 from common.weights.messages import Epoch
 
 ROOT = 0
-POSTED = 2  # buckets: the one that is waited for and the one behind it
+POSTED = 2  # buckets under way: the one that is waited for and the next
 _dist: Any = distributed  # these classes are public in use but untyped in torch
 
 
 class Group(Protocol):
     """A formed group of the learner (rank 0) and the nodes of one epoch, or one node's way to a relay.
 
-    Buckets are CPU memory on both sides, whatever lies between. Completion proves nothing: whoever receives verifies.
+    Buckets are CPU memory on both sides. Completion proves nothing, so receivers verify every bucket.
     """
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
-        """Rank 0's bytes into everyone's `bucket` [n] uint8, behind what was posted before; returns what waits for it.
+        """Send rank 0's bytes into everyone's `bucket` [n] uint8; returns a function that waits for it.
 
-        Posted buckets are waited for in their order, and `timeout_s` counts from the end of the one before.
+        Buckets go out and are waited for in the order of posting. `timeout_s` counts from the end of the one before.
 
         Raises:
             RuntimeError: here or from the wait: it did not finish within `timeout_s`, a member is gone, or the group
-                was closed meanwhile. The group is of no use any more, whatever else was posted.
+                was closed meanwhile. The group cannot be used any more.
         """
         ...
 
     def begin(self, payload_bytes: int) -> None:
-        """What is posted next carries a payload of so many bytes from its start; called by every member before it."""
+        """A payload of so many bytes begins with the next post; every member calls it first."""
         ...
 
     def close(self) -> None:
-        """Give everything up, at once; any thread may call it, also while another one waits."""
+        """Give up at once; any thread may call it, also while another one waits."""
         ...
 
 
@@ -54,9 +54,8 @@ GroupFactory = Callable[[Epoch], Group]
 def in_turn(group: Group, buckets: Iterable[torch.Tensor], timeout_s: float) -> Iterator[torch.Tensor]:
     """Broadcast `buckets`, each [n] uint8, and yield every one when it is through.
 
-    The next ones are under way while the caller looks at one: they travel while it is verified. Raises
-    RuntimeError as `Group.post` does. When it ends, nothing is under way any more: whatever happened, the buckets'
-    memory may be used for something else. Where it ends early, the group is closed.
+    The next buckets travel while the caller verifies one. Raises RuntimeError as `Group.post` does. When it ends, also
+    by an error, nothing is under way and the buckets' memory may be used again. An early end closes the group.
     """
     posted = deque[tuple[torch.Tensor, Callable[[], None]]]()
     try:
@@ -70,7 +69,7 @@ def in_turn(group: Group, buckets: Iterable[torch.Tensor], timeout_s: float) -> 
         if posted:
             group.close()
         while posted:
-            with contextlib.suppress(Exception):  # who comes here has a failure already
+            with contextlib.suppress(Exception):  # an earlier failure is being raised already
                 _arrived(posted)
 
 
@@ -99,7 +98,7 @@ class Store:
             )
 
 
-def meeting_place(epoch: Epoch) -> Any:
+def epoch_store(epoch: Epoch) -> Any:
     """The part of the learner's store that belongs to `epoch`, for a process group; raises RuntimeError."""
     timeout = datetime.timedelta(seconds=epoch.timeout_s)
     store = _dist.TCPStore(epoch.store_host, epoch.store_port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -120,9 +119,9 @@ def reason_of(error: Exception) -> str:
 
 def local_address(host: str, port: int) -> str:
     """The address of this machine that reaches `host`, the one to listen on. Sends nothing; raises OSError."""
-    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as connection:
-        connection.connect(place)
+        connection.connect(target)
         return str(connection.getsockname()[0])
 
 

@@ -1,21 +1,21 @@
 """Exact deltas between two flat buffers: which 16-bit words changed, and by how much, bucket by bucket.
 
-bfloat16 weights after one RL step differ in 1 to 15 % of their elements, nearly all of them by one or two units
-in the last place, so places travel as gaps and new values as small steps of the word read as an integer. That is
-arithmetic modulo 2^16 on bits: NaN payloads, -0.0 and infinities come out as they went in, and float32 parts
-are two words per element. A bucket travels in whichever of its forms is smallest, the whole bucket among them.
+After one RL step 1 to 15 % of the bfloat16 weights differ, nearly all by one or two units in the last place. So
+positions travel as gaps, and new values as small steps of the word read as an integer. This is arithmetic modulo 2^16
+on bits: NaN payloads, -0.0 and infinities stay as they are. A float32 element is two words. A bucket travels in the
+smallest of its forms; the whole bucket is one of them.
 
 A stream is one record per bucket, in order, without gaps:
 
     header   16 bytes: kind, bits per gap, bits per step, 0, changed words, gap codes, steps that did not fit (u32 each)
-    places   BITMAP: one bit a word; else gap codes of `gap_bits` (4, 8 or 16), unchanged words before each changed one,
-             where the highest code c says "c unchanged words and no changed one"
+    positions  BITMAP: one bit a word; else gap codes of `gap_bits` (4, 8 or 16): unchanged words before each changed
+             one; the highest code c means "c unchanged words and no changed one"
     steps    codes of `step_bits` (2, 4, 8): +1, -1, +2, -2, ... are 0, 1, 2, 3, ..., the highest code a step that did
              not fit; or the new words themselves (16)
     rest     the new words (u16) of the steps that did not fit
 
-Widths of 4 and 2 bits fill bytes from their low end. Everything is little-endian. What a stream says about itself
-is checked before a byte of the buffer is written; whether it was the right base, only a checksum of the result tells.
+Widths of 4 and 2 bits fill bytes from their low end. Everything is little-endian. A bucket's record is checked before
+the bucket is written. Only a checksum of the result shows whether the base was the right one.
 """
 
 import struct
@@ -31,7 +31,7 @@ BITMAP = 1  # as "bits per gap"
 GAP_BITS, STEP_BITS = (4, 8, 16), (2, 4, 8)
 RAW = 16  # as "bits per step"
 WORD_BYTES = 2
-BUCKET_BYTES = 4 << 20  # of deltas between two processes
+BUCKET_BYTES = 4 << 20  # the size that learner and nodes encode with
 _HEADER = struct.Struct("<BBBxIII")
 
 Words = NDArray[np.uint16]
@@ -43,12 +43,12 @@ class WrongDelta(ValueError):
 
 
 def encode(old: torch.Tensor, new: torch.Tensor, bucket_bytes: int, threads: int = 1) -> torch.Tensor:
-    """What turns `old` into `new`.
+    """The stream that turns `old` into `new`.
 
     Args:
         old, new: [n] uint8 on the CPU, n even; equal sizes.
-        bucket_bytes: even; what is encoded at a time, and the bound on a thread's working memory (about 12 times it).
-        threads: that encode buckets side by side; the stream does not depend on it.
+        bucket_bytes: even; bytes that are encoded at a time. A thread's working memory is about 12 times this.
+        threads: threads that encode buckets side by side; the stream does not depend on their number.
 
     Returns:
         [m] uint8 stream, at most n + 16 bytes per bucket.
@@ -75,9 +75,9 @@ def encode(old: torch.Tensor, new: torch.Tensor, bucket_bytes: int, threads: int
 
 
 def apply(stream: torch.Tensor, flat: torch.Tensor, bucket_bytes: int) -> None:
-    """Turn `flat` [n] uint8, in place, from what the stream was encoded against into what it was encoded from.
+    """Turn `flat` [n] uint8, in place, from the stream's old buffer into its new one.
 
-    `bucket_bytes` is the encoder's. Compare a checksum of the result: a wrong base goes unnoticed here.
+    `bucket_bytes` is the encoder's. The caller compares a checksum of the result, since a wrong base is not seen here.
 
     Raises:
         WrongDelta: the stream does not fit the buffer or itself; buckets before the wrong one are already changed.
@@ -104,18 +104,18 @@ def _encode_bucket(before: Words, after: Words) -> list[bytes]:
     if not len(changed):
         return [_HEADER.pack(SAME, 0, 0, 0, 0, 0)]
     gaps = np.diff(changed, prepend=-1) - 1
-    gap_bits, gap_codes, place_bytes = _best_places(gaps, len(after))
+    gap_bits, gap_codes, position_bytes = _best_positions(gaps, len(after))
     codes = _step_codes(before[changed], after[changed])
     step_bits, rest, value_bytes = _best_steps(codes)
-    if place_bytes + value_bytes >= WORD_BYTES * len(after):
+    if position_bytes + value_bytes >= WORD_BYTES * len(after):
         return [_HEADER.pack(FULL, 0, 0, 0, 0, 0), after.tobytes()]
-    places = _bitmap(changed, len(after)) if gap_bits == BITMAP else _pack(_gap_codes(gaps, gap_bits), gap_bits)
+    positions = _bitmap(changed, len(after)) if gap_bits == BITMAP else _pack(_gap_codes(gaps, gap_bits), gap_bits)
     header = _HEADER.pack(SPARSE, gap_bits, step_bits, len(changed), gap_codes, rest)
     if step_bits == RAW:
-        return [header, places, after[changed].tobytes()]
+        return [header, positions, after[changed].tobytes()]
     highest = (1 << step_bits) - 1
     unfit = after[changed][codes >= highest]
-    return [header, places, _pack(np.minimum(codes, highest).astype(np.uint16), step_bits), unfit.tobytes()]
+    return [header, positions, _pack(np.minimum(codes, highest).astype(np.uint16), step_bits), unfit.tobytes()]
 
 
 def _apply_bucket(data: Bytes, at: int, words: Words) -> int:
@@ -132,10 +132,10 @@ def _apply_bucket(data: Bytes, at: int, words: Words) -> int:
     if kind != SPARSE or not known or not 0 < count <= len(words) or rest > count:
         raise WrongDelta(f"kind {kind}, {gap_bits} and {step_bits} bits, {count} of {len(words)} words, {rest} unfit")
     bits = len(words) if gap_bits == BITMAP else gap_codes * gap_bits
-    places, at = _take(data, at, -(-bits // 8))
-    changed = _from_bitmap(places, len(words)) if gap_bits == BITMAP else _from_gaps(places, gap_codes, gap_bits)
+    positions, at = _take(data, at, -(-bits // 8))
+    changed = _from_bitmap(positions, len(words)) if gap_bits == BITMAP else _from_gaps(positions, gap_codes, gap_bits)
     if len(changed) != count or int(changed[-1]) >= len(words):
-        raise WrongDelta(f"places of {len(changed)} words instead of {count}, within {len(words)}")
+        raise WrongDelta(f"positions of {len(changed)} words instead of {count}, within {len(words)}")
     body, at = _take(data, at, -(-count * step_bits // 8))
     if step_bits == RAW:
         words[changed] = body.view(np.uint16)
@@ -151,7 +151,7 @@ def _apply_bucket(data: Bytes, at: int, words: Words) -> int:
     return at
 
 
-def _best_places(gaps: NDArray[np.int64], words: int) -> tuple[int, int, int]:
+def _best_positions(gaps: NDArray[np.int64], words: int) -> tuple[int, int, int]:
     """(bits per gap, gap codes, bytes) of the smallest form."""
     best = (BITMAP, 0, -(-words // 8))
     for bits in GAP_BITS:
@@ -193,9 +193,9 @@ def _gap_codes(gaps: NDArray[np.int64], bits: int) -> Words:
     return codes
 
 
-def _from_gaps(places: Bytes, count: int, bits: int) -> NDArray[np.int64]:
+def _from_gaps(positions: Bytes, count: int, bits: int) -> NDArray[np.int64]:
     """[changed] indices of the changed words."""
-    codes = _unpack(places, count, bits)
+    codes = _unpack(positions, count, bits)
     ends = codes != (1 << bits) - 1
     return np.cumsum(codes + ends, dtype=np.int64)[ends] - 1
 
@@ -206,8 +206,8 @@ def _bitmap(changed: NDArray[np.int64], words: int) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes()
 
 
-def _from_bitmap(places: Bytes, words: int) -> NDArray[np.int64]:
-    return np.flatnonzero(np.unpackbits(places, count=words, bitorder="little"))
+def _from_bitmap(positions: Bytes, words: int) -> NDArray[np.int64]:
+    return np.flatnonzero(np.unpackbits(positions, count=words, bitorder="little"))
 
 
 def _pack(codes: Words, bits: int) -> bytes:
@@ -256,5 +256,5 @@ def _words(flat: torch.Tensor) -> Words:
 
 
 def _array(flat: torch.Tensor) -> Bytes:
-    shared: Any = flat.numpy()  # the same memory; raises for what is not on the CPU or not contiguous bytes
+    shared: Any = flat.numpy()  # the same memory; raises unless it is contiguous and on the CPU
     return shared

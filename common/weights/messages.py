@@ -6,11 +6,11 @@ One publish of version V to a set of nodes:
     learner -> node  Publish    V, layout digest, bucket checksums: start receiving into staging
     node -> learner  Staged     every bucket arrived and its checksum is right: the only acknowledgement
     learner -> node  Activate   flip when ready; no barrier between nodes
-    node -> learner  Active     flipped, what the engine now holds is proven; carries stall and canary figures
+    node -> learner  Active     flipped, and the engine's weights are proven; carries stall and canary figures
     node -> learner  Rejected   staging or proof failed, with the reason; that node does not generate
 
 A newcomer says Join and gets Layout, an epoch of its own and the current version at once, over the relay: from the
-learner, or from a node that holds it, which the learner asks first:
+learner, or from a node that has it, which the learner asks first:
 
     learner -> node  Serve      may another node fetch V from your staging buffer?
     node -> learner  Serving    yes, here; or no, and why
@@ -43,7 +43,7 @@ class Canary(msgspec.Struct, frozen=True):
 class Join(msgspec.Struct, frozen=True, tag="join"):
     node_id: Name
     pid: int
-    incarnation: int = -1  # of the learner whose weights the node holds; -1: none
+    incarnation: int = -1  # of the learner whose weights the node has; -1: none
     version: Version = -1
     transports: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ("gloo",)  # that the node can receive over
 
@@ -53,7 +53,7 @@ class Staged(msgspec.Struct, frozen=True, tag="staged"):
     incarnation: int
     version: Version
     receive_s: Finite
-    epoch: int = -1  # of the publish that it answers: a retry has another one
+    epoch: int = -1  # epoch of the Publish that it answers; a retry has another one
 
 
 class Active(msgspec.Struct, frozen=True, tag="active"):
@@ -61,7 +61,7 @@ class Active(msgspec.Struct, frozen=True, tag="active"):
     incarnation: int
     version: Version
     stall_s: Finite  # generation paused for the flip
-    checksum: Text  # of what the engine holds, in layout order
+    checksum: Text  # checksum of the engine's weights, in layout order
     canary_max_difference: Finite | None = None  # None: no canary with this publish
 
 
@@ -99,7 +99,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where one payload can be fetched over the relay: at the learner, or at a node that holds the version.
+    """Where one payload can be fetched over the relay: at the learner, or at a node that has the version.
 
     The keys are made for this fetch alone and travel over the authenticated control socket; '' without credentials.
     """
@@ -121,7 +121,7 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     store_port: int
     timeout_s: float
     transport: str = "gloo"
-    source: Source | None = None  # of the relay
+    source: Source | None = None  # for the relay only
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
@@ -131,13 +131,13 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     layout_digest: str
     bucket_bytes: int
     bucket_checksums: list[str]
-    checksum: str  # of the whole buffer
+    checksum: str  # checksum of the whole buffer
     timeout_s: float
     canary: Canary | None = None
-    encoding: str = "full"  # what the buckets carry: the flat buffer itself, or what makes it from `base_version`
-    base_version: int = -1  # of this incarnation; -1: none needed
-    payload_bytes: int = -1  # that the buckets cover; -1: the layout's total_bytes
-    sha256: str = ""  # of the payload, where it comes from another node that holds keys; xxh3 finds accidents only
+    encoding: str = "full"  # full: the buckets are the flat buffer; delta: they change `base_version` into it
+    base_version: int = -1  # a version of this incarnation; -1: none needed
+    payload_bytes: int = -1  # size of all buckets; -1: the layout's total_bytes
+    sha256: str = ""  # SHA-256 of a payload from another node, where the fleet has keys; xxh3 finds accidents only
 
 
 class Activate(msgspec.Struct, frozen=True, tag="activate"):

@@ -15,9 +15,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def buffer(total_bytes: int) -> torch.Tensor:
-    """A zeroed [total_bytes] uint8 CPU buffer, on huge pages where the kernel gives them to who asks.
+    """A zeroed [total_bytes] uint8 CPU buffer, on huge pages where the kernel grants them.
 
-    A checksum reads such memory half as fast again. numpy asks for them, torch does not.
+    A checksum reads such memory 1.5 times as fast. numpy asks for huge pages, torch does not.
     """
     return torch.as_tensor(np.empty(total_bytes, np.uint8)).zero_()
 
@@ -63,7 +63,7 @@ def checksum(data: torch.Tensor) -> str:
 
 
 def sha256(data: torch.Tensor) -> str:
-    """SHA-256 hex digest of a contiguous CPU tensor's bytes: against whoever would forge them."""
+    """SHA-256 hex digest of a contiguous CPU tensor's bytes, which cannot be forged."""
     data_bytes: Any = data.view(torch.uint8).numpy()
     return hashlib.sha256(memoryview(data_bytes)).hexdigest()
 

@@ -1,4 +1,4 @@
-"""A node as a source for other nodes: its staging buffer, handed out for as long as it holds a version whole."""
+"""A node as a source for other nodes: it serves its staging buffer while the buffer contains a whole version."""
 
 import contextlib
 import logging
@@ -13,13 +13,13 @@ from common.weights.transports.relay_server import RelayServer
 logger = logging.getLogger(__name__)
 
 
-class Shelf:
-    """A relay server that is started when the learner first asks for it; calls come one at a time."""
+class PeerServer:
+    """Relay servers that are started when the learner first asks for them; calls come one at a time."""
 
     def __init__(self) -> None:
         self._servers: dict[bool, RelayServer] = {}  # by whether it wants keys
 
-    def put(self, serve: Serve, flat: torch.Tensor, node_id: str) -> Serving:
+    def offer(self, serve: Serve, flat: torch.Tensor, node_id: str) -> Serving:
         """Offer `flat` as the learner asked; the answer says where, or why not."""
         secured = bool(serve.client_public)
         try:
@@ -33,13 +33,13 @@ class Shelf:
         server.offer(serve.key, flat, serve.timeout_s, serve.client_public)
         return Serving(node_id, serve.key, server.address, server.public)
 
-    def clear(self) -> None:
-        """The buffer is about to be written."""
+    def withdraw(self) -> None:
+        """Stop serving the buffer, which is about to be written."""
         for server in self._servers.values():
             server.withdraw()
 
     def close(self) -> None:
-        """Serve nobody any more."""
+        """Stop for good."""
         for server in self._servers.values():
             with contextlib.suppress(RuntimeError):
                 server.close()

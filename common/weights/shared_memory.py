@@ -1,6 +1,6 @@
-"""Staging buffers that other processes of the machine can map: the workers of an engine that is spread over devices.
+"""Staging buffers that other processes of the machine can map, such as the workers of one engine.
 
-The memory has no name in the file system, so nothing of it outlives its processes, however they end.
+The memory has no name in the file system, so the kernel frees it when its processes end, also when they are killed.
 """
 
 import os
@@ -10,10 +10,10 @@ import torch
 
 
 class SharedBuffers:
-    """Allocates for one process; the others attach by the place that it tells them."""
+    """Allocates for one process; the others attach by the path that it sends them."""
 
     def __init__(self) -> None:
-        self._places: dict[int, str] = {}  # by address
+        self._paths: dict[int, str] = {}  # by address
 
     def allocate(self, total_bytes: int) -> torch.Tensor:
         """A zeroed [total_bytes] uint8 buffer."""
@@ -21,19 +21,19 @@ class SharedBuffers:
         os.ftruncate(descriptor, total_bytes)
         flat = attach(f"/proc/self/fd/{descriptor}", total_bytes)
         address = flat.data_ptr()
-        self._places[address] = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self._paths[address] = f"/proc/{os.getpid()}/fd/{descriptor}"
         weakref.finalize(flat, self._forget, address, descriptor)
         return flat
 
-    def place(self, flat: torch.Tensor) -> str:
-        """Where another process finds a buffer of `allocate`, as long as it lives."""
-        return self._places[flat.data_ptr()]
+    def path(self, flat: torch.Tensor) -> str:
+        """Where another process finds a buffer of `allocate` while the buffer exists."""
+        return self._paths[flat.data_ptr()]
 
     def _forget(self, address: int, descriptor: int) -> None:
-        self._places.pop(address, None)
+        self._paths.pop(address, None)
         os.close(descriptor)
 
 
-def attach(place: str, total_bytes: int) -> torch.Tensor:
-    """The [total_bytes] uint8 buffer at `place`, the same memory; raises RuntimeError when it is not there any more."""
-    return torch.from_file(place, shared=True, size=total_bytes, dtype=torch.uint8)
+def attach(path: str, total_bytes: int) -> torch.Tensor:
+    """The [total_bytes] uint8 buffer at `path`, the same memory; raises RuntimeError when it is gone."""
+    return torch.from_file(path, shared=True, size=total_bytes, dtype=torch.uint8)

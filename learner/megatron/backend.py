@@ -5,7 +5,7 @@ import atexit
 import gc
 
 _collecting = gc.isenabled()
-gc.disable()  # hundreds of thousands of objects that stay: walking them while they are made costs a second
+gc.disable()  # the imports make hundreds of thousands of objects; walking them meanwhile costs a second
 
 from learner.megatron.cpu import compat
 
@@ -36,7 +36,7 @@ from learner.megatron.optimizer import Optimizer, wrap_chunks
 from learner.megatron.reference import Reference, without_routing
 from learner.megatron.schedule import Schedule
 
-gc.freeze()  # nor does a later collection walk them
+gc.freeze()  # later collections do not walk them either
 atexit.register(gc.unfreeze)  # else extension modules complain of leaks when the process ends
 if _collecting:
     gc.enable()
@@ -53,7 +53,7 @@ class MegatronBackend:
         data_parallel_rank: which replica's share of the batch this rank computes.
         data_parallel_size: replicas.
         vocab_size: entries of the vocabulary.
-        hidden_size: of the model.
+        hidden_size: width of the model.
         routing_shape, document_multiple: see learner.backend_protocol.Backend.
     """
 
@@ -70,11 +70,11 @@ class MegatronBackend:
         Args:
             model: Hugging Face folder, and the dtype of the parameters; main gradients and optimizer states are
                 float32.
-            learner: `parallel` cuts the world, what remains of it is data-parallel; `optimizer` is AdamW and its
-                schedule; `memory` and `moe` say what is kept where and how experts are balanced; `timeout_s` bounds
+            learner: `parallel` divides the world; the remaining factor is data-parallel. `optimizer` is AdamW and its
+                schedule, `memory` says where tensors are kept, `moe` how experts are balanced. `timeout_s` bounds
                 every collective.
-            total_steps: where the schedule ends unless the optimizer's decay_steps says otherwise.
-            seed: of Megatron's random generators.
+            total_steps: the step at which the schedule ends, unless the optimizer's decay_steps names another.
+            seed: seed of Megatron's random generators.
 
         Raises:
             UsageError: a folder, a layout or a model that cannot be used; naming it.

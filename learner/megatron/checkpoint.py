@@ -61,13 +61,13 @@ class Save:
         Args:
             path: the checkpoint to be; its staging folder exists.
             sharded: Megatron's sharded state, preprocessed.
-            common: what is the same on every rank.
+            common: the state that is the same on every rank.
             live: addresses of the storages that the next step changes.
         """
         self.path, self.folder = path, atomic_folder.staging_path(path)
         self.results: list[Any] = []
         self.problem = ""
-        # found by prepare_write_data, which starts a process to hold a queue otherwise
+        # prepare_write_data uses this queue; without it, it would start a process for one
         filesystem_async._results_queue = queue.Queue()
         strategy = _PlanOnly()
         self._config = CheckpointingConfig(strategy.backend, strategy.version)
@@ -113,7 +113,7 @@ class Save:
 
 
 def _copied(bucket: Any, live: set[int]) -> Any:
-    """A write bucket whose tensors are in host memory and belong to nobody else."""
+    """A write bucket whose tensors are copies in host memory."""
     file, key, (objects, tensors) = bucket
     copies = []
     for item, tensor in tensors:
@@ -145,7 +145,7 @@ class Writer:
         self._validated = False
 
     def start(self, path: Path) -> None:
-        """Begin to write the new folder `path`; what it will hold is as of now. Collective.
+        """Begin to write the present state into the new folder `path`. Collective.
 
         Raises:
             SlipstreamError: the folder cannot be made.
@@ -162,7 +162,7 @@ class Writer:
         _raise_everywhere(path, problem)
         state = self._state(loading=False)
         state["random_state"] = _random_state()
-        # that every shard has one owner holds for all saves of a process or for none
+        # Whether every shard has exactly one owner is the same for all saves of a process: check it once.
         sharded, _ = save_preprocess(state, not self._validated, lambda rest: {})
         common = {"slipstream": {"format": FORMAT, "steps": self.optimizer.steps, "layout": _sizes(self.layout)}}
         self._validated = True
@@ -225,8 +225,8 @@ class Writer:
     def _state(self, loading: bool) -> dict[str, Any]:
         """Sharded tensors of model and optimizer.
 
-        Of the optimizer's own description only the parameters' states are kept: everything else in it follows from
-        the config and the step, and its form depends on the layout.
+        The optimizer's own description is reduced to the parameters' states. The rest of it follows from the config
+        and the step, and its form depends on the layout.
         """
         metadata = _metadata()
         state = _weights([chunk.module for chunk in self.chunks], metadata)

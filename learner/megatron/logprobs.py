@@ -9,8 +9,8 @@ z = h W^T / t:
     dh = dz W / t (this rank's part)      dW = dz^T h / t
 
 Rows are taken in chunks, whose logits are used and dropped. The exponentials of the first chunks, up to a fixed budget,
-are kept for the backward pass; those of the others are computed again. So the working set is bounded whatever T and V
-are, and a batch that fits the budget costs no second matrix product.
+are kept for the backward pass; those of the others are computed again. So the working set is bounded for every T and
+V, and a batch that fits the budget costs no second matrix product.
 """
 
 from typing import Any

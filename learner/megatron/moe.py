@@ -1,21 +1,21 @@
-"""Mixture of experts: frozen routers, load balancing that no layout changes, and what routers know of a microbatch.
+"""Mixture of experts: frozen routers, load balancing that no layout changes, and the replay of routing.
 
-Megatron-Core 0.16.1 with `calculate_per_token_loss` scales the auxiliary loss of a microbatch by the rank's own
-tokens and the whole gradient by one over the loss tokens: the effect comes out divided by tensor x context ranks,
-and multiplied by (all tokens) / (loss tokens). `Router` scales it so that, for n_m real tokens in microbatch m,
+Megatron-Core 0.16.1 with `calculate_per_token_loss` scales a microbatch's auxiliary loss by the rank's own tokens. It
+scales the whole gradient by one over the loss tokens. So the balance would be too weak by tensor x context ranks, and
+too strong by (all tokens) / (loss tokens). `Router` scales it so that, for n_m real tokens in microbatch m,
 
     gradient = d/dw [ main loss + balance_rate * sum over MoE layers of sum_m n_m L_m / sum_m n_m ]
     L_m = E sum_i f_i P_i    (Switch Transformer, Fedus et al., arXiv 2101.03961, equations 4 to 6)
 
-whatever the layout, the loss mask and the reduction are. Pads and fillers count as no tokens. What a correction leaves
-out of the denominator (mis, a veto, correction_normalize) is known only after the forward passes: where it makes the
-denominator smaller by a factor, the balance weighs more by that factor.
+under every layout, loss mask and reduction. Pads and fillers count as no tokens. A correction (mis, a veto,
+correction_normalize) may leave tokens out of the denominator, which is known only after the forward passes. Where it
+makes the denominator smaller by a factor, the balance weighs more by that factor.
 
 The expert bias is that of auxiliary-loss-free balancing (Wang et al., arXiv 2408.15664, algorithm 1; DeepSeek-V3,
 arXiv 2412.19437, section 2.1.2): after each step b_i += balance_rate * sign(mean count - count of i).
 
-Routing replay (Ma et al., arXiv 2510.11370): a token goes to the experts that
-the sampler sent it to, weighted by this model's own scores of them, through which the router's gradient flows.
+Routing replay (Ma et al., arXiv 2510.11370): a token goes to the experts that the sampler chose for it. They are
+weighted by this model's own scores, through which the router's gradient flows.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ from learner.megatron import parallel
 
 
 def configure(provider: Any, config: MoeConfig) -> None:
-    """What of `config` Megatron's own configuration holds; before the model is made.
+    """Write `config` into Megatron's own configuration, before the model is made.
 
     Raises:
         UsageError: the model has no experts, or its routers have no bias to balance with.
@@ -57,15 +57,15 @@ def configure(provider: Any, config: MoeConfig) -> None:
     provider.moe_aux_loss_coeff = config.balance_rate if config.balance == "aux_loss" else 0.0
     if config.replay_routing:
         provider.moe_router_fusion = False  # Transformer Engine's kernel chooses by itself
-    # a bridge's own rate would move the loaded bias when nobody asked for it
+    # A bridge's own rate would move the loaded bias although the config does not ask for it.
     provider.moe_router_bias_update_rate = config.balance_rate if config.balance == "bias" else 0.0
 
 
 def prepare(chunk: torch.nn.Module, config: MoeConfig) -> None:
     """Exchange the routers of a built chunk for ours, frozen if so configured; before DDP wraps it.
 
-    Experts are always reduced over the ranks that hold the same ones: with expert 1 upstream takes the dense model's
-    data-parallel ranks, which are others where expert_tensor is not tensor, and adds up what does not belong together.
+    Experts are always reduced over the ranks that have the same ones. With expert 1 upstream takes the dense model's
+    data-parallel ranks instead. Where expert_tensor is not tensor, it would add gradients of different parameters.
     """
     for module in chunk.modules():
         if isinstance(module, TEGroupedMLP):
@@ -90,11 +90,11 @@ def moe_layers(config: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Frame:
-    """What the routers of this rank know of one microbatch.
+    """One microbatch, as the routers of this rank need it.
 
     Attributes:
-        pads: [tokens of this rank] bool, True where the place counts as no token; None when every one counts.
-        balance_scale: of the auxiliary loss, in a gradient that is divided by the global denominator later.
+        pads: [tokens of this rank] bool, True where the position counts as no token; None when every one counts.
+        balance_scale: factor of the auxiliary loss in a gradient that is later divided by the global denominator.
         routed: [tokens of this rank, MoE layers, experts per token] int16 to replay, -1 where the router is to choose;
             None: it chooses everywhere.
         counted: whether the replay of this microbatch enters the step's figures.
@@ -112,8 +112,8 @@ _EMPTY = Frame()
 class Frames:
     """The frame that a router needs now: that of the forward pass, or the one of a forward pass computed again.
 
-    A chunk's backward passes come in the order of its forward passes under every schedule of Megatron, so what
-    activation recomputation asks for is the oldest frame that it did not ask for yet.
+    Under every schedule of Megatron a chunk's backward passes come in the order of its forward passes. So activation
+    recomputation needs the oldest frame that it has not taken yet.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ def in_backward() -> bool:
 
 
 class Router(TopKRouter):
-    """Megatron's router with the corrections that the module's docstring tells of."""
+    """Megatron's router with the corrections that the module's docstring describes."""
 
     frames: Frames
     frame: Frame = _EMPTY
@@ -157,7 +157,7 @@ class Router(TopKRouter):
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        """`activation`, whose backward pass brings the auxiliary loss in; the tracker, which nobody reads, is left."""
+        """`activation`, whose backward pass adds the auxiliary loss. Megatron's tracker is left out."""
         return MoEAuxLossAutoScaler.apply(activation, aux_loss * self.frame.balance_scale)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -211,10 +211,10 @@ Router.__name__ = "TopKRouter"  # the bridge recognises replicated modules by cl
 
 
 class Experts:
-    """Tells the routers of one rank's chunks of the step and the microbatch; does nothing to a dense model.
+    """Prepares the routers of one rank's chunks for the step and the microbatch; does nothing to a dense model.
 
     Attributes:
-        shape: of the routing that the model replays; None when it replays none.
+        shape: the shape of the routing that the model replays; None when it replays none.
     """
 
     def __init__(self, chunks: list[torch.nn.Module], config: Any, options: MoeConfig) -> None:
@@ -246,18 +246,18 @@ class Experts:
         if self._balanced and microbatches is not None and loss is not None:
             self._scale = self._balance_scale(microbatches, loss)
 
-    def enter(self, batch: Microbatch, places: Any = None) -> None:
-        """The forward pass of `batch` comes next; `places` says what of it this context-parallel rank computes."""
+    def enter(self, batch: Microbatch, part: Any = None) -> None:
+        """The forward pass of `batch` comes next; `part` is what this context-parallel rank computes of it."""
         if not self.routers:
             return
         filler = not bool((batch.loss_mask > 0).any())
         tokens = 0 if filler else len(batch.tokens)
-        pads = places.pads if places is not None and places.padded else None
+        pads = part.pads if part is not None and part.padded else None
         if filler:
-            pads = torch.ones_like(batch.tokens if places is None else places.pads, dtype=torch.bool)
+            pads = torch.ones_like(batch.tokens if part is None else part.pads, dtype=torch.bool)
         routed = batch.routed_experts if self._replaying else None
-        if routed is not None and places is not None:
-            routed = places.local(routed, fill=-1)
+        if routed is not None and part is not None:
+            routed = part.local(routed, fill=-1)
         frame = Frame(
             self._of_sequence_rank(pads), self._scale * tokens, self._of_sequence_rank(routed), self._training
         )

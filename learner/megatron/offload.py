@@ -1,10 +1,10 @@
-"""What leaves the device while it is not in use: optimizer states and main parameters, gradients, parameters.
+"""Moves optimizer states, main parameters, gradients and parameters off the device while they are not in use.
 
-Tensors stay where they are; their storages give their memory up and get it back, so that Megatron's views into its
-contiguous buffers stay valid. What must be kept waits in host memory, pinned where there is CUDA. Where the device is
-the CPU the same happens, between two places of the same memory.
+Tensors stay as they are: their storages give up their memory and get it back, so that Megatron's views into its
+contiguous buffers stay valid. Contents that must be kept lie in host memory meanwhile, pinned where there is CUDA.
+Without CUDA the same happens between two buffers of the same memory.
 
-    waiting, environments            nothing of what is offloaded is on the device
+    waiting, environments            none of the three is on the device
     log-probabilities, export        parameters
     forward and backward             parameters, gradients
     optimizer step, checkpoint       parameters, gradients (step), optimizer
@@ -21,14 +21,14 @@ from common.config.schema import MemoryConfig
 from learner.megatron.optimizer import Optimizer
 
 
-class Shelf:
-    """A set of storages that leave the device together and come back when somebody uses them."""
+class OffloadedSet:
+    """A set of storages that leave the device together and come back when they are used."""
 
     def __init__(self, enabled: bool, tensors: Callable[[], Iterable[Tensor]], keep: bool) -> None:
         """
         Args:
             enabled: False leaves everything where it is.
-            tensors: what lives in the storages, asked each time, since optimizers make their states late.
+            tensors: gives the tensors in the storages; called each time, since optimizers make their states late.
             keep: whether the contents matter; otherwise they come back as zeros.
         """
         self._enabled, self._tensors, self._keep = enabled, tensors, keep
@@ -49,7 +49,7 @@ class Shelf:
             self.put_away()
 
     def put_away(self) -> None:
-        """Free the storages unless somebody uses them."""
+        """Free the storages unless they are in use."""
         if not self._enabled or self._users:
             return
         seen: set[int] = set()
@@ -66,7 +66,7 @@ class Shelf:
         kept = {storage._cdata for storage, _ in self._away}
         self._host = {key: host for key, host in self._host.items() if key in kept}  # states may have been replaced
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # to whom it is freed for need not be this process
+            torch.cuda.empty_cache()  # another process may need the memory
 
     def _bring_back(self) -> None:
         for storage, size in self._away:
@@ -87,15 +87,15 @@ class Shelf:
 
 
 class Offload:
-    """The three shelves of one rank, as learner.memory asks for them."""
+    """The three sets of one rank, as learner.memory configures them."""
 
     def __init__(self, config: MemoryConfig, chunks: list[Any], optimizer: Optimizer) -> None:
         """`chunks` are the data-parallel wrappers; nothing may be in flight on them between uses."""
         parameters = [p for chunk in chunks for p in chunk.module.parameters()]
         buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        self._parameters = Shelf(config.offload_parameters, lambda: (p.data for p in parameters), keep=True)
-        self._gradients = Shelf(config.offload_gradients, lambda: (b.grad_data for b in buffers), keep=False)
-        self._optimizer = Shelf(config.offload_optimizer, lambda: _own(optimizer, parameters), keep=True)
+        self._parameters = OffloadedSet(config.offload_parameters, lambda: (p.data for p in parameters), keep=True)
+        self._gradients = OffloadedSet(config.offload_gradients, lambda: (b.grad_data for b in buffers), keep=False)
+        self._optimizer = OffloadedSet(config.offload_optimizer, lambda: _own(optimizer, parameters), keep=True)
         self._forget = optimizer.zero_grad if config.offload_gradients else None
 
     def parameters(self) -> Any:

@@ -1,4 +1,4 @@
-"""The output layer, taken out of the model: the last stage returns hidden states, and logits never exist as a whole."""
+"""Replaces the output layer: the last stage returns hidden states, and all logits never exist at once."""
 
 from typing import Any
 

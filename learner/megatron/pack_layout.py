@@ -1,10 +1,10 @@
-"""Which place of a pack is computed where under context and sequence parallelism.
+"""Which position of a pack is computed where under context and sequence parallelism.
 
     document 0        document 1           pack of T tokens
     a b c d e         f g h
     a b c d e - - -   f g h -              documents padded to a multiple of 2 x context, the last one so far that
                                            sequence parallelism divides the pack too
-    0 0 1 1 1 1 0 0   0 1 1 0              owner of each place: a document is cut into 2 x context chunks, rank r
+    0 0 1 1 1 1 0 0   0 1 1 0              owner of each position: a document is cut into 2 x context chunks, rank r
                                            computes chunks r and 2 x context - 1 - r (equal work under a causal mask)
 
 A pad ends its document, so no token before it sees it, nothing is asked of its output, and no gradient leaves it.
@@ -21,18 +21,18 @@ from common.config.schema import ParallelConfig
 
 
 def pack_multiple(parallel: ParallelConfig) -> int:
-    """What a whole pack is padded to a multiple of: sequence parallelism splits a context rank's part once more."""
+    """A pack's length is a multiple of this: sequence parallelism splits a context rank's part once more."""
     slices = parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
     return math.lcm(document_multiple(parallel), slices)
 
 
 @dataclass(frozen=True)
-class Places:
+class PackPart:
     """One context-parallel rank's part of a pack.
 
     Attributes:
         lengths: padded length of each document, over all context ranks.
-        source: [T padded / context] int64, index in the pack of what each place of this rank holds; T: a pad.
+        source: [T padded / context] int64, index in the pack of the token at each position of this rank; T: a pad.
         restore: [T] int64, where each token of the pack is in the concatenation of all ranks' parts.
         padded: whether any rank has a pad; the same on every rank.
     """
@@ -43,14 +43,14 @@ class Places:
     padded: bool
 
     @staticmethod
-    def of(lengths: tuple[int, ...], parallel: ParallelConfig, rank: int, device: torch.device) -> "Places":
+    def of(lengths: tuple[int, ...], parallel: ParallelConfig, rank: int, device: torch.device) -> "PackPart":
         """The part of context rank `rank`.
 
         Args:
-            lengths: of the documents in the pack, at least one.
+            lengths: tokens of each document in the pack; at least one document.
             parallel: the layout.
-            rank: of this process in its context-parallel group.
-            device: where the index tensors shall be.
+            rank: the rank in its context-parallel group.
+            device: where the index tensors are put.
         """
         multiple, chunks = document_multiple(parallel), 2 * parallel.context
         real = torch.tensor(lengths)
@@ -58,23 +58,23 @@ class Places:
         padded[-1] += -int(padded.sum()) % pack_multiple(parallel)
         total, tokens = int(padded.sum()), int(real.sum())
         shift = (padded - real).cumsum(0) - (padded - real)  # pads before each document
-        place = torch.arange(tokens) + shift.repeat_interleave(real)
+        position = torch.arange(tokens) + shift.repeat_interleave(real)
         source = torch.full((total,), tokens)
-        source[place] = torch.arange(tokens)
+        source[position] = torch.arange(tokens)
         sizes = tuple(padded.tolist())
         if parallel.context == 1:
-            return Places(sizes, source.to(device), place.to(device), total > tokens)
+            return PackPart(sizes, source.to(device), position.to(device), total > tokens)
         start = (padded.cumsum(0) - padded).repeat_interleave(padded)
         chunk = (torch.arange(total) - start) * chunks // padded.repeat_interleave(padded)
         owner = torch.minimum(chunk, chunks - 1 - chunk)
         order = owner.argsort(stable=True)
         gathered = torch.empty_like(order)
         gathered[order] = torch.arange(total)
-        return Places(sizes, source[owner == rank].to(device), gathered[place].to(device), total > tokens)
+        return PackPart(sizes, source[owner == rank].to(device), gathered[position].to(device), total > tokens)
 
     @property
     def pads(self) -> Tensor:
-        """[T padded / context] bool, True where this rank's place holds no token."""
+        """[T padded / context] bool, True where this rank has a pad and no token."""
         return self.source == len(self.restore)
 
     def local(self, values: Tensor, fill: int | float = 0) -> Tensor:

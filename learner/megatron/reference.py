@@ -1,7 +1,7 @@
-"""The frozen reference model: weights in host memory that change places with the policy's for a forward pass.
+"""The frozen reference model: its weights lie in host memory and are swapped with the policy's for a forward pass.
 
-There is one model on the device. Its parameters' storages are exchanged with the host copy piece by piece, so that the
-reference costs its own size in host memory and nothing on the device, and every view into the storages stays valid.
+There is one model on the device. Its parameters' storages are swapped with the host copy piece by piece. So the
+reference costs host memory only, and every view into the storages stays valid.
 """
 
 from collections.abc import Iterator
@@ -21,17 +21,11 @@ from learner.megatron.conversion import hf_folder
 from learner.megatron.model import Model
 
 _PIECE_BYTES = 64 << 20
-# Of config.json, what does not change the forward pass.
+# These keys of config.json do not change the forward pass.
 _IRRELEVANT = {
     *("_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id"),
-    *(
-        "initializer_range",
-        "max_position_embeddings",
-        "pad_token_id",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    ),
+    *("initializer_range", "max_position_embeddings", "pad_token_id", "torch_dtype"),
+    *("transformers_version", "use_cache"),
 }
 
 
@@ -55,7 +49,7 @@ class Reference:
         """The reference that a job's config names: learner.loss.reference, or the model that training starts from.
 
         Raises:
-            UsageError: the folder holds another kind of model, which is said before anything is sampled.
+            UsageError: the folder has a model of another shape; this is found before anything is sampled.
         """
         named = learner.loss.reference if isinstance(learner, LearnerConfig) else None
         reference = cls(Path(named or config.path), model, chunks)
@@ -105,7 +99,7 @@ def without_routing(microbatches: list[Microbatch]) -> list[Microbatch]:
 
 
 def _slots(chunks: list[Any]) -> list[Tensor]:
-    """Flat views of the distinct storages that hold what a forward pass reads, in an order that does not change."""
+    """Flat views of the distinct storages that a forward pass reads, always in the same order."""
     slots: dict[int, Tensor] = {}
     for chunk in chunks:
         for module in chunk.modules():
@@ -126,13 +120,13 @@ def _host_copy(slot: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _exchange(slots: list[Tensor], host: list[Tensor]) -> None:
-    """The contents of each pair change places, a piece at a time."""
+    """Swap the contents of each pair, a piece at a time."""
     for slot, other in zip(slots, host, strict=True):
         step = _PIECE_BYTES // slot.element_size()
         for a in range(0, slot.numel(), step):
-            piece, place = slot[a : a + step], other[a : a + step]
+            piece, host_piece = slot[a : a + step], other[a : a + step]
             kept = piece.clone()
-            piece.copy_(place, non_blocking=True)
-            place.copy_(kept, non_blocking=True)
+            piece.copy_(host_piece, non_blocking=True)
+            host_piece.copy_(kept, non_blocking=True)
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -19,7 +19,7 @@ from learner.backend_protocol import LossFunction, LossOutput, Microbatch
 from learner.megatron import parallel
 from learner.megatron.moe import Experts
 from learner.megatron.output_head import Head
-from learner.megatron.pack_layout import Places
+from learner.megatron.pack_layout import PackPart
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Totals:
 @dataclass(frozen=True)
 class _Packed:
     batch: Microbatch  # whole, on the device
-    places: Places
+    part: PackPart
     tokens: Tensor  # [T padded / context] int64, this context rank's
     positions: Tensor
     targets: Tensor
@@ -45,19 +45,19 @@ class _Packed:
 
 
 def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.device) -> _Packed:
-    """`batch` and what context rank `rank` computes of it."""
+    """`batch`, and the part of it that context rank `rank` computes."""
     if not batch.document_lengths:
         batch = _nothing()
     if device.type != "cpu":
         values = {field.name: getattr(batch, field.name) for field in fields(batch)}
         moved = {n: x.to(device, non_blocking=True) for n, x in values.items() if isinstance(x, Tensor)}
         batch = replace(batch, **moved)
-    places = Places.of(batch.document_lengths, parallel, rank, device)
-    lengths = torch.tensor(places.lengths)
+    part = PackPart.of(batch.document_lengths, parallel, rank, device)
+    lengths = torch.tensor(part.lengths)
     bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)]).to(device)
-    longest = max(places.lengths)
+    longest = max(part.lengths)
     # Pads count as tokens, at the end of documents where a causal mask hides them: Transformer Engine would leave
-    # the outputs of places between documents uninitialised. It asks for the padded bounds under context parallelism.
+    # the outputs of positions between documents uninitialised. It asks for the padded bounds under context parallelism.
     padded = bounds if parallel.context > 1 else None
     params = PackedSeqParams(
         qkv_format="thd",
@@ -68,12 +68,12 @@ def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    mine = (places.local(x) for x in (batch.tokens, batch.positions, batch.targets))
-    return _Packed(batch, places, *mine, params)
+    mine = (part.local(x) for x in (batch.tokens, batch.positions, batch.targets))
+    return _Packed(batch, part, *mine, params)
 
 
 def _nothing() -> Microbatch:
-    """A document of one token that trains nothing, for a rank that has fewer microbatches to fill than the others."""
+    """A document of one token that trains nothing; it fills the rounds of ranks with fewer microbatches."""
     one, zero = torch.ones(1, dtype=torch.int64), torch.zeros(1)
     age = torch.zeros(1, dtype=torch.int32)
     return Microbatch(one, one, torch.zeros(1, dtype=torch.int64), (1,), zero, zero, zero, age, zero)
@@ -150,7 +150,7 @@ class Schedule:
         gathered = gather_from_sequence_parallel_region(
             values, tensor_parallel_output_grad=False, group=self._context_group
         )
-        return item.places.whole(gathered)
+        return item.part.whole(gathered)
 
     def _forward_backward(
         self,
@@ -177,11 +177,11 @@ class Schedule:
             def loss_func(output: Tensor) -> tuple[Tensor, Tensor, tuple[Any, Tensor]]:
                 loss_sum, result = loss_of(output, item)
                 tokens = item.batch.loss_mask.sum()
-                # every context rank has the loss of whole documents: Megatron shall count its tokens once
+                # Every context rank has the loss of whole documents, so only one lets Megatron count their tokens.
                 counted = tokens.round().int() if context_rank == 0 else tokens.new_zeros((), dtype=torch.int32)
                 return loss_sum, counted, (result, tokens)
 
-            self.experts.enter(item.batch, item.places)
+            self.experts.enter(item.batch, item.part)
             output = model(item.tokens[None], item.positions[None], None, packed_seq_params=item.params)
             return output, loss_func
 
@@ -191,7 +191,7 @@ class Schedule:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(packed),
-            seq_length=max(sum(item.places.lengths) for item in packed),  # shapes travel with the activations
+            seq_length=max(sum(item.part.lengths) for item in packed),  # activations bring their own shapes
             micro_batch_size=1,
             forward_only=forward_only,
         )

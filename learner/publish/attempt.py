@@ -73,7 +73,7 @@ class Broadcast:
 
 @dataclass(eq=False)  # compared by identity, because tensors have no `==`
 class Attempt:
-    """What travels to whom; only the control thread changes it.
+    """A payload on its way to a set of nodes; only the control thread changes it.
 
     Attributes:
         epoch: the group as rank 0 forms it; for a fetch, the epoch without its source.
@@ -113,7 +113,7 @@ class Attempt:
         return self.epoch.transport == "relay"
 
     def from_peer(self) -> Publish:
-        """The announcement for a fetch from another node, whose bytes need a proof that nobody can forge."""
+        """The announcement for a fetch from another node; it has the SHA-256, which that node cannot forge."""
         return msgspec.structs.replace(self.publish, sha256=self.snapshot.sha256)
 
 

@@ -1,4 +1,4 @@
-"""The collective groups of the weight plane: their numbers, where their members meet, and the one that is kept."""
+"""The collective groups of the weight plane: their epochs, their store, and the group that is kept for the next use."""
 
 import itertools
 
@@ -18,18 +18,18 @@ class Groups:
         self._kept: tuple[frozenset[bytes], Epoch, Group] | None = None
 
     def relay_epoch(self) -> Epoch:
-        """A new epoch of one node that fetches; its source is still to be named."""
+        """A new epoch of one node that fetches; its source is added later."""
         return Epoch(next(self._numbers), 1, 2, "", 0, self._timeout_s, "relay")
 
     def take(self, members: list[bytes]) -> tuple[Epoch, Group | None]:
-        """(epoch as rank 0, the kept group of exactly these members or None: they are still to be told of it)."""
+        """(epoch as rank 0, the kept group of exactly these members); None: a new group must be formed."""
         assert self._store is not None
         if self._kept is not None and self._kept[0] == frozenset(members):
             _, epoch, group = self._kept
             self._kept = None
             return epoch, group
         if self._kept is not None and not self._kept[0].isdisjoint(members):
-            self.drop()  # those members give up the old group for the new one
+            self.drop()  # those members leave the old group for the new one
         store, size = self._store, len(members) + 1
         epoch = Epoch(next(self._numbers), 0, size, store.host, store.port, self._timeout_s, self._transport)
         return epoch, None
@@ -51,7 +51,7 @@ class Groups:
             group.close()
 
     def left(self, member: bytes) -> None:
-        """A node is gone: a group that it was in is of no use."""
+        """A node is gone, so its group cannot be used again."""
         if self._kept is not None and member in self._kept[0]:
             self.drop()
 

@@ -16,7 +16,7 @@ from common.weights import messages
 logger = logging.getLogger(__name__)
 
 MAX_NODE_MESSAGE_BYTES = 1 << 20
-WAITING_MESSAGES = 32  # of one node, unread; more wait at the node
+WAITING_MESSAGES = 32  # unread messages of one node here; more wait at the node
 BATCH_MESSAGES = 512
 MALFORMED_LOGGED = 100
 
@@ -41,7 +41,7 @@ class Endpoint(Generic[Item]):
         self._router = self._context.socket(zmq.ROUTER)
         if self._curve is not None:
             self._curve.secure(self._router)
-        self._router.setsockopt(zmq.LINGER, 200)  # ms that close() waits for the last words
+        self._router.setsockopt(zmq.LINGER, 200)  # ms that close() waits for the last messages
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a closed connection fails: the death signal
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_NODE_MESSAGE_BYTES)
         self._router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -65,7 +65,7 @@ class Endpoint(Generic[Item]):
             self._wake_in.send(b"!")
 
     def wait(self, timeout_ms: int) -> None:
-        """Return when a node or a thread has something to say, or after the timeout."""
+        """Return when a message or an item has come, or after the timeout."""
         if self._curve is not None:
             self._curve.ring.refresh()
         self._poller.poll(timeout_ms)
@@ -74,13 +74,13 @@ class Endpoint(Generic[Item]):
                 pass
 
     def items(self) -> Iterator[Item]:
-        """What was posted."""
+        """The items that were posted."""
         while not self._inbox.empty():
             yield self._inbox.get()
 
     def received(self) -> Iterator[tuple[bytes, messages.NodeMessage]]:
-        """(connection, message) of the nodes; what does not decode is counted and its sender hears why."""
-        for _ in range(BATCH_MESSAGES):  # whoever floods the endpoint does not keep its thread from everything else
+        """(connection, message) of the nodes. A malformed message is counted, and its sender is told the reason."""
+        for _ in range(BATCH_MESSAGES):  # a node that floods the endpoint must not keep its thread from other work
             try:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -105,7 +105,9 @@ class Endpoint(Generic[Item]):
         try:
             self._router.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
-            logger.warning("a node does not read its messages")  # alive for the kernel; its silence will tell
+            logger.warning(
+                "a node does not read its messages"
+            )  # the kernel keeps the connection; the silence of the node will end it
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

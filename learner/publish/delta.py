@@ -1,8 +1,8 @@
 """Which earlier versions a new one is encoded against, and how long those are kept.
 
-A delta serves the nodes that hold its base and no others; they hold the version that was sent last. That is the one
-before, or, when publishes outrun the transfers, an older one. So at most two earlier versions are kept: the newest
-that began to travel and the newest of all. Whoever holds neither (a newcomer, a node that missed one) gets the whole.
+A delta serves only nodes that have its base, and nodes have the version that was sent last. That is the previous one,
+or an older one when publishes outrun the attempts. So at most two earlier versions are kept: the newest that began to
+travel and the newest of all. A node that has neither (a newcomer, a node that missed one) gets the whole version.
 """
 
 import logging
@@ -14,7 +14,7 @@ from learner.publish.snapshot import Payload, Snapshot
 
 logger = logging.getLogger(__name__)
 
-MOST_THREADS = 8  # of encoding, at most a quarter of the cores: the step computes meanwhile
+MOST_THREADS = 8  # that encode, and at most a quarter of the cores, because the next step computes meanwhile
 
 
 class Deltas:

@@ -1,4 +1,4 @@
-"""What the control thread tells the rest of the learner."""
+"""The figures that the control thread gives to the rest of the learner."""
 
 import threading
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""What the training loop asks of the weight plane; learner/publish/publisher.py is the one that exists.
+"""The training loop's interface to the weight plane; learner/publish/publisher.py implements it.
 
 main.py builds it on the lead rank only: `learner.publish.publisher.create_publisher(config, incarnation) -> Publisher`.
 """
@@ -20,7 +20,7 @@ class PublishReceipt:
     Attributes:
         version: policy version of the snapshot.
         payload_bytes: size of the flat buffer, what one node receives.
-        snapshot_s: seconds that `publish` held the training loop, the wait for an earlier publish included.
+        snapshot_s: seconds that `publish` took in the training loop, the wait for an earlier publish included.
     """
 
     version: int
@@ -44,7 +44,7 @@ class PublishStats:
         canary_max_difference: largest |difference| of a canary log-probability at the newest comparison, in nats.
         fatal: why no node may generate (every node's proof failed); None while any is fine.
         crashed: `fatal` is a crash of the publisher itself.
-        version_active: oldest version that a live node runs now; -1 when one has none, or nobody is there.
+        version_active: oldest version that a live node runs now; -1 when one has none, or there is no node.
         canary_owed: a live node never compared the newest canary: it joined later, or skipped that version.
         undelivered: nodes that the version meant for them has not reached yet, the longest-waiting first.
     """

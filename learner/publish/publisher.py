@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightPublisher:
-    """The Publisher there is; see learner/publish/control.py for its rules."""
+    """The implementation of Publisher; learner/publish/control.py has its rules."""
 
     def __init__(
         self,

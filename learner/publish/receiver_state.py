@@ -22,7 +22,7 @@ class State(Enum):
     """Where one receiver stands."""
 
     JOINING = "joining"  # nothing is under way; it was never active on this connection
-    IDLE = "idle"  # nothing is under way; what it runs is proven
+    IDLE = "idle"  # nothing is under way; it runs a proven version
     ASKING = "asking"  # a peer was asked to serve it and has not answered yet
     STAGING = "staging"  # it receives a version into its staging buffer
     DOUBTED = "doubted"  # its attempt failed; it has given no sign of life since
@@ -43,14 +43,14 @@ class Receiver:
 
     Attributes:
         identity: its connection.
-        transports: what it can receive over.
+        transports: ways over which it can receive.
         heard: when its last message came, perf_counter seconds.
-        version: what it runs of this incarnation; -1: nothing.
+        version: the version of this incarnation that it runs; -1: none.
         base: the version in its staging buffer, which a delta may start from; -1: the buffer was written since.
         canary_version: the newest version at which it compared a canary.
         welcomed: it knows the layout.
         settled: it was active on this connection; before that it is a newcomer, for which no broadcast waits.
-        attempt: what is under way to it.
+        attempt: the attempt that is under way to it.
         reason: why it is excluded.
     """
 
@@ -107,7 +107,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Lost:
-    """The connection is of no use any more."""
+    """The connection has ended, or a new one replaces it."""
 
     why: str
     ejected: bool = True

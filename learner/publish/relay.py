@@ -1,7 +1,7 @@
 """Fetches of single nodes: from the learner's own relay server, or from a peer, a node that has the version.
 
 A peer is asked first (Serve), so that the learner's link stays free. The learner serves the node itself when the peer
-refuses or does not answer in time, or when a fetch from it failed. The node verifies what it fetched against the
+refuses or does not answer in time, or when a fetch from it failed. The node verifies the payload against the
 learner's checksums. Where the fleet has keys it also compares a SHA-256, which a peer cannot forge.
 """
 
@@ -64,7 +64,7 @@ class Relays:
         return Serve(publish.incarnation, publish.version, fetch.key, publish.timeout_s, self._reach, keys.public)
 
     def answered(self, peer: bytes, answer: Serving) -> tuple[bytes, Source | None] | None:
-        """(the node that `peer` was asked to serve, the source or None if it cannot be used); None: nobody."""
+        """(the node that `peer` was asked to serve, the source or None if it cannot be used); None: no node waits."""
         for fetch in self._fetches.values():
             if fetch.key == answer.key and fetch.peer == peer:
                 usable = answer.address.startswith("tcp://") and bool(answer.public) == self._secured
@@ -82,7 +82,7 @@ class Relays:
         return self._server.source(fetch.key, attempt.payload.flat, 2 * attempt.publish.timeout_s)
 
     def over(self, attempt: Attempt) -> None:
-        """The attempt ended or goes another way: hand out nothing more for it."""
+        """The attempt ended or goes another way: serve nothing more for it."""
         fetch = self._fetches.pop(attempt.publish.epoch, None)
         if fetch is None:
             return
@@ -94,6 +94,6 @@ class Relays:
             self._poor.add((fetch.peer, attempt.version))
 
     def close(self) -> None:
-        """Serve nobody any more."""
+        """Stop the server."""
         if self._server is not None:
             self._server.close()

@@ -13,7 +13,7 @@ RETURN_AFTER, RETURN_AFTER_MOST = 4, 64  # publishes by relay before the group i
 
 @dataclass(frozen=True)
 class Route:
-    """What earlier attempts to reach one node taught.
+    """The way to one node, as earlier attempts determined it.
 
     Attributes:
         failures: failed attempts at `version` by the present way.
@@ -47,7 +47,7 @@ FRESH = Route()
 
 @dataclass(frozen=True)
 class Split:
-    """Who gets the next version which way; `probation` is the member of `together` that is on trial."""
+    """The nodes of each way for the next version; `probation` is the member of `together` that is on trial."""
 
     together: "list[Receiver]"
     relayed: "list[Receiver]"

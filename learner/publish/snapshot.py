@@ -13,7 +13,7 @@ from common.weights.messages import Canary
 
 
 class BufferPool:
-    """Flat buffers for snapshots; one is reused as soon as nobody sends from it any more."""
+    """Flat buffers for snapshots; a buffer is reused when its snapshot has no users."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -28,14 +28,14 @@ class BufferPool:
         return packing.buffer(total_bytes)
 
     def release(self, flat: torch.Tensor) -> None:
-        """Nobody reads `flat` any more."""
+        """Take back `flat`, which is no longer read."""
         with self._lock:
             self._free.append(flat)
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What travels for a version: `flat` [n] uint8 as it is, or what makes it from `base_version` (-1: nothing)."""
+    """The bytes that travel for a version: all of it in `flat` [n] uint8, or a delta from `base_version` (-1: none)."""
 
     flat: torch.Tensor
     bucket_checksums: list[str]
@@ -44,7 +44,7 @@ class Payload:
 
 
 class Snapshot:
-    """A version in the flat buffer; lives as long as someone retains it."""
+    """A version in the flat buffer; the buffer returns to the pool when the last user releases it."""
 
     def __init__(
         self, version: int, layout: Layout, flat: torch.Tensor, canary: Canary | None, pool: BufferPool
@@ -59,9 +59,9 @@ class Snapshot:
         self.deltas: dict[int, Payload] = {}  # by base version
         self.sent = False  # it began to travel
         self.checksum = ""
-        self.sha256 = ""  # of the whole payload; computed when other nodes are to serve it, '' until then
+        self.sha256 = ""  # SHA-256 of the whole payload; computed when other nodes are going to serve it
         self._hashing = False
-        self.bytes_staged = 0  # that nodes received and verified, over all of them
+        self.bytes_staged = 0  # received and verified, summed over all nodes
         self._pool = pool
         self._users = 1
         self._lock = threading.Lock()
@@ -72,7 +72,7 @@ class Snapshot:
         self.full = Payload(self.flat, buckets)
 
     def payload_for(self, bases: set[int]) -> Payload:
-        """What to send to nodes whose buffers hold `bases` (-1: nothing); a delta only where all hold the same."""
+        """The payload for nodes whose buffers contain `bases` (-1: none); a delta only if all contain the same one."""
         return self.deltas.get(next(iter(bases)), self.full) if len(bases) == 1 else self.full
 
     def hash_behind(self) -> None:
@@ -101,14 +101,14 @@ class Snapshot:
             self._pool.release(self.flat)
 
 
-KEPT_FLOAT32 = ".e_score_correction_bias"  # engines hold it so; an update of 1e-3 would drown in bfloat16
+KEPT_FLOAT32 = ".e_score_correction_bias"  # float32 in engines, too: bfloat16 would round away updates of 1e-3
 
 
 class SnapshotMaker:
-    """Copies exported tensors; the layout is made at the first version and holds for this incarnation."""
+    """Copies exported tensors; the first version determines the layout of this incarnation."""
 
     def __init__(self, dtype: str) -> None:
-        """`dtype`: what the engines hold, whatever the learner exports."""
+        """`dtype`: the engines' dtype; the learner may export another one."""
         self._dtype = dtype
         self._pool = BufferPool()
         self._views: dict[int, list[tuple[str, torch.Tensor]]] = {}

@@ -39,17 +39,17 @@ class Ranks:
         """
         if self.size == 1:
             return self.receiver.take(incarnation, version)
-        flat, place, problem = None, "", ""
+        flat, path, problem = None, "", ""
         if self.receives:
             try:
                 flat = self.receiver.take(incarnation, version)
-                place = self._buffers.place(flat)
+                path = self._buffers.path(flat)
             except ValueError as error:
                 problem = str(error)  # the others hear it, too, instead of waiting
-        place, problem = self._group.broadcast_object((place, problem), src=0)
+        path, problem = self._group.broadcast_object((path, problem), src=0)
         if problem:
             raise ValueError(problem)
-        return flat if flat is not None else attach(place, total_bytes)
+        return flat if flat is not None else attach(path, total_bytes)
 
     def agree(self, error: Exception | None) -> None:
         """This rank has loaded its shard, or could not: returns when all have, raises on every rank when one could not.

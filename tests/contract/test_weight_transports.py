@@ -203,7 +203,7 @@ def test_a_node_serves_what_it_holds_and_stops_when_the_next_version_comes(nodes
     assert fetch(2000)["checksum"] == held.checksum
     following = relay.announce([peer], payload(SIZE, 11), BUCKET)
     arrived([peer], following)
-    assert "not to be had here any more" in str(fetch(2001)["reason"])
+    assert "no longer offered here" in str(fetch(2001)["reason"])
     relay.close()
 
 

@@ -1,9 +1,9 @@
-"""Broadcasts between devices: a bucket crosses through device memory, and no call into the library is trusted to end.
+"""Broadcasts between devices: a bucket passes through device memory, and every library call has a deadline.
 
-Libraries of device collectives can block in any call, in forming a group as in a broadcast, when a member is gone. So
-every call runs in a thread of this group's own, and whoever waits for it does so until the deadline, aborts the
-communicator (which frees the devices of the survivors) and goes on. transports/nccl.py is the one real use; the
-contract suite runs all of this over gloo, with the CPU as the device.
+Libraries of device collectives can block in any call when a member is gone. So every call runs in a thread of the
+group. A caller waits for it until the deadline, then aborts the communicator, which frees the devices of the
+survivors, and goes on. transports/nccl.py is the one real use. The contract suite runs all of it over gloo, with the
+CPU as the device.
 """
 
 import logging
@@ -21,18 +21,18 @@ from common.weights.messages import Epoch
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.02  # how soon a wait notices that the group was closed
+LOOK_S = 0.02  # a wait notices within this time that the group was closed
 
 
 class Communicator(Protocol):
-    """A library's group; its calls may block for ever."""
+    """A library's group; its calls may never return."""
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         """Rank 0's bytes into everyone's device `buffer` [n] uint8; on return the bytes are there."""
         ...
 
     def abort(self) -> None:
-        """Wake whatever is blocked and release the devices; may itself block."""
+        """Wake blocked calls and release the devices; may itself block."""
         ...
 
 
@@ -40,7 +40,7 @@ class DeviceGroup:
     """A Group whose buckets pass through a bounce buffer on `device`."""
 
     def __init__(self, epoch: Epoch, form: Callable[[Epoch], Communicator], device: torch.device) -> None:
-        """Meet the other members; blocks until all came. `form` and all later calls run in the group's thread.
+        """Meet the other members; blocks until all are there. `form` and all later calls run in the group's thread.
 
         Raises:
             RuntimeError: not everyone came within `epoch.timeout_s`.
@@ -112,7 +112,7 @@ class DeviceGroup:
             call, done = item
             try:
                 call()
-            except Exception as error:  # of a foreign library; it belongs to whoever waits for the call
+            except Exception as error:  # the library's errors are raised where the call is waited for
                 done.set_exception(error if isinstance(error, RuntimeError) else RuntimeError(str(error)))
             else:
                 done.set_result(None)
@@ -121,5 +121,5 @@ class DeviceGroup:
         try:
             if self._communicator is not None:
                 self._communicator.abort()
-        except Exception:  # nobody waits for it
+        except Exception:  # no caller waits for it
             logger.exception("a communicator could not be aborted")

@@ -1,7 +1,7 @@
-"""Broadcasts over gloo: formed fast, every operation bounded, dropped off the path.
+"""Broadcasts over gloo, each with a deadline.
 
-A member that died leaves the others waiting at most for the timeout of one bucket: gloo tells some of them at once
-and others never, and nothing wakes those.
+When a member dies, the others wait at most for the timeout of one bucket. gloo tells some of them at once and others
+never, and nothing wakes those.
 """
 
 import datetime
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from common.weights.collectives import ROOT, local_address, meeting_place
+from common.weights.collectives import ROOT, epoch_store, local_address
 from common.weights.messages import Epoch
 
 _dist: Any = distributed  # these classes are public in use but untyped in torch
@@ -57,4 +57,4 @@ def process_group(epoch: Epoch) -> Any:
     options._devices = [
         _dist.ProcessGroupGloo.create_device(hostname=local_address(epoch.store_host, epoch.store_port))
     ]
-    return _dist.ProcessGroupGloo(meeting_place(epoch), epoch.rank, epoch.world_size, options)
+    return _dist.ProcessGroupGloo(epoch_store(epoch), epoch.rank, epoch.world_size, options)

@@ -1,7 +1,7 @@
 """Broadcasts over NCCL between the devices of learner and nodes, through torch's process group.
 
 Not vLLM's NCCL weight-transfer engine: that one receives into the live parameters while generation stands still, and
-knows neither a deadline nor a version; here buckets are staged and verified first, as with every transport.
+knows neither a deadline nor a version. Here buckets are staged and verified first, as with every transport.
 """
 
 import datetime
@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from common.errors import UsageError
-from common.weights.collectives import ROOT, meeting_place
+from common.weights.collectives import ROOT, epoch_store
 from common.weights.messages import Epoch
 from common.weights.transports.device import DeviceGroup
 
@@ -36,7 +36,7 @@ _device: torch.device | None = None
 
 
 def remember_device() -> None:
-    """Groups that other threads form are on the CUDA device that is current in this one: each thread has its own."""
+    """Let groups that other threads form use this thread's CUDA device; each thread has a current one of its own."""
     global _device
     if torch.cuda.is_available():
         _device = torch.device("cuda", torch.cuda.current_device())
@@ -67,7 +67,7 @@ class NcclCommunicator:
         before = os.environ.get(HANDLING)
         os.environ[HANDLING] = "0"  # read when a group is made, and by this one only
         try:
-            self._group: Any = _dist.ProcessGroupNCCL(meeting_place(epoch), epoch.rank, epoch.world_size, options)
+            self._group: Any = _dist.ProcessGroupNCCL(epoch_store(epoch), epoch.rank, epoch.world_size, options)
         finally:
             if before is None:
                 del os.environ[HANDLING]
@@ -83,5 +83,5 @@ class NcclCommunicator:
         torch.cuda.current_stream().synchronize()
 
     def abort(self) -> None:
-        """Wake whatever is blocked and release the device."""
+        """Wake blocked calls and release the device."""
         self._group.abort()

@@ -1,4 +1,4 @@
-"""The ways that buckets can take, by name: one module and one line here for each."""
+"""The transports of buckets by name: each is one module and one line here."""
 
 import importlib
 from typing import cast
@@ -14,7 +14,7 @@ GROUPS = {
 
 
 def receivable(transport: str) -> tuple[str, ...]:
-    """What a node whose config says `transport` can receive over, its choice first; the relay always works."""
+    """The transports of a node whose config says `transport`, its choice first; the relay always works."""
     return {"relay": ("relay",), "nccl": ("nccl", "gloo", "relay")}.get(transport, (transport, "relay"))
 
 
@@ -27,7 +27,7 @@ def require(transport: str) -> None:
 
 
 def group_of(transport: str) -> GroupFactory:
-    """What forms this transport's groups; raises RuntimeError for a name that this version does not know."""
+    """The function that forms this transport's groups; raises RuntimeError for an unknown name."""
     if transport not in GROUPS:
         raise RuntimeError(f"weights travel over {transport!r}, this version knows {', '.join(GROUPS)}")
     module, name = GROUPS[transport]
@@ -35,5 +35,5 @@ def group_of(transport: str) -> GroupFactory:
 
 
 def open_group(epoch: Epoch) -> Group:
-    """A group of the epoch's transport; see the transport for what it raises and waits for."""
+    """A group of the epoch's transport; waits and raises as that transport's class does."""
     return group_of(epoch.transport)(epoch)

@@ -12,14 +12,14 @@ from common.security.curve import secure_client
 from common.weights.messages import Epoch, Source
 from common.weights.transports.relay_wire import CREDIT, PIECE_BYTES, Get, Gone, decode_answer, encode
 
-LOOK_S = 0.1  # how soon a fetch notices that it was closed
+LOOK_S = 0.1  # a fetch notices within this time that it was closed
 
 
 class RelayGroup:
     """One node's way to the source that the learner named; encrypted when the source came with keys."""
 
     def __init__(self, epoch: Epoch) -> None:
-        """Connect in the background; the first bucket shows whether anyone is there.
+        """Connect in the background; the first bucket shows whether the source answers.
 
         Raises:
             RuntimeError: the epoch names no source.
@@ -32,14 +32,14 @@ class RelayGroup:
         self._one_fetch = threading.Lock()
         self._closing = False
         self._total = self._asked = self._got = 0  # bytes of the payload
-        self._rest = np.empty(0, np.uint8)  # of a piece, beyond the bucket that it was taken in for
+        self._rest = np.empty(0, np.uint8)  # the part of a piece that belongs to the next bucket
 
     def begin(self, payload_bytes: int) -> None:
         """A relay's group serves one payload: its key is the source's."""
         self._total = payload_bytes
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
-        """The payload's next bytes into `bucket` [n] uint8: the wait takes them, pieces come by themselves.
+        """Receive the payload's next bytes into `bucket` [n] uint8 while the caller waits.
 
         The wait raises:
             RuntimeError: the source does not have them, they did not come within `timeout_s`, or `close` was called.
@@ -47,7 +47,7 @@ class RelayGroup:
         return lambda: self._receive(bucket, timeout_s)
 
     def close(self) -> None:
-        """Disconnect; a fetch that is under way in another thread ends within moments."""
+        """Disconnect; a fetch in another thread ends within LOOK_S."""
         self._closing = True
         if self._one_fetch.acquire(blocking=False):
             try:
@@ -96,7 +96,7 @@ class RelayGroup:
             self._asked = end
 
     def _take(self) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-        """The next piece, in memory that lives as long as it is looked at."""
+        """The next piece; the array keeps its memory alive."""
         frames = self._socket.recv_multipart(copy=False)
         try:
             answer = decode_answer(frames[0].buffer)

@@ -1,8 +1,8 @@
-"""Hands out payloads piece by piece: the learner's to nodes, and a node's staging buffer to newcomers.
+"""Serves payloads piece by piece: the learner's to nodes, and a node's staging buffer to newcomers.
 
-A server remembers nothing about its clients: they ask for ranges of a payload that was offered under a key, and hold
-the flow control. Pieces are sent from the payload's own memory, without a copy. Whoever overwrites that memory
-withdraws the offer first; what is still on its way then fails the receiver's checksums.
+A server keeps no state about its clients. They ask for ranges of a payload that was offered under a key, and limit the
+flow themselves. Pieces are sent from the payload's own memory, without a copy. The owner withdraws the offer before it
+overwrites that memory; pieces that are still under way then fail the receiver's checksums.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ MAX_REQUEST_BYTES = 4096
 
 @dataclass(frozen=True)
 class Offer:
-    """A payload, for whom ('' for anyone), and until which time.monotonic()."""
+    """A payload for the client with one key ('' for any client), valid until a time.monotonic()."""
 
     flat: torch.Tensor
     client_public: str
@@ -48,7 +48,7 @@ class RelayServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a client that takes nothing in shows, instead of loss
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a client that reads nothing fails
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._router.setsockopt(zmq.SNDHWM, 2 * CREDIT)
@@ -70,20 +70,20 @@ class RelayServer:
         self._thread.start()
 
     def offer(self, key: str, flat: torch.Tensor, timeout_s: float, client_public: str = "") -> None:
-        """Hand out `flat` [n] uint8 under `key` for `timeout_s`, to the holder of `client_public` if one is given."""
+        """Serve `flat` [n] uint8 under `key` for `timeout_s`, to the owner of `client_public` if one is given."""
         now = time.monotonic()
         with self._lock:
             self._offers = {k: o for k, o in self._offers.items() if o.until > now}
             self._offers[key] = Offer(flat, client_public, now + timeout_s)
 
     def source(self, key: str, flat: torch.Tensor, timeout_s: float) -> Source:
-        """Offer `flat` to one node, with keys made for it if this server is secured: what its Epoch names."""
+        """Offer `flat` to one node, with keys made for it if this server is secured; its Epoch names the result."""
         keys = new_keys() if self.public else NO_KEYS
         self.offer(key, flat, timeout_s, keys.public)
         return Source(self.address, key, self.public, keys.public, keys.secret)
 
     def withdraw(self, key: str | None = None) -> None:
-        """Hand out nothing more under `key`, or under any; the memory may be written again."""
+        """Serve nothing more under `key`, or under any key; the memory may be written again."""
         with self._lock:
             if key is None:
                 self._offers.clear()
@@ -141,7 +141,7 @@ class RelayServer:
         with self._lock:
             offer = self._offers.get(get.key)
         if offer is None or offer.client_public != client_public or offer.until < time.monotonic():
-            raise ValueError("this version is not to be had here any more")
+            raise ValueError("this version is no longer offered here")
         if not 0 <= get.end - get.start <= PIECE_BYTES or get.end > offer.flat.numel():
             raise ValueError(f"bytes {get.start} to {get.end} of {offer.flat.numel()} cannot be asked for at once")
         return memoryview(cast(Any, offer.flat[get.start : get.end].numpy()))
@@ -149,5 +149,5 @@ class RelayServer:
     def _send(self, frames: list[Any]) -> None:
         try:
             self._router.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:  # it went away, or has more under way than its credit: its own wait is bounded
+        except zmq.ZMQError as error:  # the client is gone or asked for too much; its own wait has a deadline
             logger.debug("a piece was not sent: %s", error)

@@ -1,11 +1,11 @@
-"""What a relay's client (DEALER) and server (ROUTER) say to each other.
+"""Messages between a relay's client (DEALER) and its server (ROUTER).
 
-    client -> server  Get    these bytes of the payload `key`, please
-    server -> client  Piece  here they are, as a second frame of end - start bytes
-    server -> client  Gone   they are not to be had (any more) here, with the reason
+    client -> server  Get    asks for a range of bytes of the payload `key`
+    server -> client  Piece  has them as a second frame of end - start bytes
+    server -> client  Gone   they are not, or no longer, offered here; with the reason
 
-The client has at most CREDIT pieces under way: that bounds what waits in any queue, at either end, whatever the two
-speeds. Pieces come in the order in which they were asked for.
+The client has at most CREDIT pieces under way, which bounds every queue at both ends. Pieces come in the order of the
+requests.
 """
 
 from typing import Annotated
@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 PIECE_BYTES = 1 << 20
-CREDIT = 8  # pieces asked for and not yet taken in
+CREDIT = 8  # pieces asked for and not yet received
 
 Offset = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 PayloadKey = Annotated[str, msgspec.Meta(max_length=256)]

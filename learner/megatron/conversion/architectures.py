@@ -23,16 +23,16 @@ def check_architecture(path: Path, config: Any) -> None:
 
 
 def check_names(path: Path, names: Iterable[str], known: Iterable[str], layers: int) -> None:
-    """Whether every tensor of a folder has a place in the Megatron model; the bridge drops others without a word.
+    """Check that every tensor of a folder has a counterpart in the Megatron model; the bridge silently drops others.
 
     Args:
         path: the folder, for the message.
-        names: of the tensors in the folder.
+        names: names of the tensors in the folder.
         known: names that some mapping takes.
-        layers: of the model; files may hold further ones, which predict more than the next token.
+        layers: layers of the model; files may have more of them, which predict further tokens than the next one.
 
     Raises:
-        UsageError: naming some that have none.
+        UsageError: some tensors have none; names them.
     """
     taken = set(known)
     lost = [name for name in names if name not in taken and not _ignored(name, layers)]

@@ -37,7 +37,7 @@ def patch_bridge() -> None:
     ) -> Iterable[Any]:
         return iter(tasks)
 
-    # 0.3.1 looks at chunk 0 only, which holds neither embedding nor output layer on the last stage
+    # 0.3.1 looks at chunk 0 only, which has neither embedding nor output layer on the last stage
     share = cls._broadcast_shared_embeddings
 
     def broadcast_shared_embeddings(self: Any, model: Any) -> None:
@@ -91,13 +91,13 @@ def correct_router(config: Any, provider: Any) -> None:
 
 
 def correct_latent_attention(config: Any, provider: Any) -> None:
-    """Multi-latent attention: the bridge expects what transformers 4 said of rotary embeddings.
+    """Multi-latent attention: the bridge expects the rotary keys of transformers 4.
 
-    Without scaling it finds a dictionary all the same, and leaves Megatron's defaults: YaRN by a factor of 40. And it
-    takes "no low rank of queries" for "not given".
+    Without scaling it still finds a dictionary and leaves Megatron's defaults, which are YaRN by a factor of 40. It
+    also reads "no low rank of queries" as "not given".
 
     Raises:
-        UsageError: what Megatron cannot do.
+        UsageError: the configuration asks for something that Megatron cannot do.
     """
     if getattr(config, "rope_interleave", True) is not True:
         raise UsageError("rope_interleave: false in config.json: Megatron rotates interleaved pairs only")
@@ -116,7 +116,7 @@ def correct_latent_attention(config: Any, provider: Any) -> None:
 
 
 def correct_latent_norms(model: torch.nn.Module) -> None:
-    """transformers norms the compressed queries and keys with eps 1e-6 whatever rms_norm_eps is."""
+    """transformers norms the compressed queries and keys with eps 1e-6 and ignores rms_norm_eps."""
     for module in model.modules():
         if isinstance(module, MLASelfAttention):
             for name in ("linear_q_up_proj", "linear_kv_up_proj"):

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout to a Hugging Face folder, on one rank and without an optimizer."""
+"""Converts a checkpoint of any layout to a Hugging Face folder, on one rank and without an optimizer."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def write_hugging_face(model: ModelConfig, saved: Path, target: Path) -> None:
     """Write `target`, a folder like model.path with the weights of a checkpoint; complete or absent.
 
     Args:
-        model: what the run was started with.
+        model: the model that the run was started with.
         saved: the backend's folder in the checkpoint.
         target: new, or an empty folder.
 

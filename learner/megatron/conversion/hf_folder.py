@@ -1,4 +1,4 @@
-"""What a Hugging Face folder and a parallel layout must satisfy; checked without megatron, before any group is made."""
+"""Checks of a Hugging Face folder and a parallel layout, without megatron and before any group is made."""
 
 import json
 from pathlib import Path

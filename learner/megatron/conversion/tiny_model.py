@@ -1,7 +1,7 @@
-"""A tiny model of the same architecture: what the translation to Megatron reads is kept, sizes are not.
+"""A tiny model of the same architecture: it keeps the keys that the translation to Megatron reads, but not the sizes.
 
-Kept as they are: rope parameters, norms, biases, tied embeddings, activation, everything a router does, and whether
-there are windows, groups, dense layers among sparse ones, low-rank projections. Sizes are what the layout divides.
+It keeps rope parameters, norms, biases, tied embeddings, the activation and everything that a router does. It also
+has windows, groups, dense layers among sparse ones and low-rank projections where the model has them.
 """
 
 import math
@@ -23,7 +23,7 @@ def config_of(config: Any, parallel: ParallelConfig) -> Any:
 
     Args:
         config: transformers configuration of a supported architecture.
-        parallel: what the sizes are multiples of.
+        parallel: the layout, whose numbers divide the sizes.
     """
     values: dict[str, Any] = config.to_dict()
     values |= _attention(config, parallel.tensor)

@@ -1,8 +1,8 @@
 """The forward check at load: Megatron's log-probabilities against Hugging Face's, before anything is trained.
 
 Megatron-Bridge translates some configurations wrongly without an error (bridge_fixes.py has those that are known).
-`check_translation` builds a miniature of the model's configuration through the same path and layout; on the CPU in
-float32, where the two agree to rounding. `check_weights` compares the model itself if it is small: rank 0 then runs
+`check_translation` builds a miniature of the model's configuration through the same path and layout, on the CPU in
+float32, where both agree to rounding. `check_weights` compares the model itself if it is small: rank 0 then runs
 it a second time, in transformers on the CPU.
 """
 
@@ -29,10 +29,10 @@ from learner.megatron.model import Model
 logger = logging.getLogger(__name__)
 
 SMALL_BYTES = 512 << 20  # a folder with at most so many bytes of weights is compared as it is
-DOCUMENTS = (96, 33, 7)  # places; packed, so that documents must not see each other
+DOCUMENTS = (96, 33, 7)  # positions; packed, so that documents must not see each other
 # This share of the tokens must agree: near ties between experts may send a few elsewhere.
 SHARE = 0.9
-FLOOR_CPU, FLOOR_CUDA = 1e-3, 5e-2  # of a difference, in nats; CUDA multiplies float32 as TF32 and has other kernels
+FLOOR_CPU, FLOOR_CUDA = 1e-3, 5e-2  # smallest limits in nats; CUDA multiplies float32 as TF32 in other kernels
 ROUNDING = 4.0  # times the error that Hugging Face itself makes in the model's dtype
 
 Build = Callable[[Path, Any, torch.dtype, ParallelConfig], Model]
@@ -41,7 +41,7 @@ Forward = Callable[[Model], LogProbs]
 
 
 class _Expected(msgspec.Struct):
-    """What Hugging Face computes, and the largest difference that passes."""
+    """Hugging Face's log-probabilities, and the largest difference that passes."""
 
     logprobs: list[float]
     limit: float
@@ -53,9 +53,9 @@ def check_translation(
     """Compare a miniature of `config` under `layout`. Collective, after parallel.initialize.
 
     Args:
-        path: of the model, for the message.
+        path: the model's folder, for the message.
         config: its transformers configuration.
-        dtype: of the model; the miniature has it too where there is CUDA.
+        dtype: the model's dtype; the miniature has it too where there is CUDA.
         layout: the miniature has as many layers on each stage.
         build: learner.megatron.model.build.
         forward: gives the log-probability function of a built model.
@@ -87,8 +87,8 @@ def check_weights(path: Path, config: Any, dtype: torch.dtype, logprobs: LogProb
     Args:
         path: the model's folder.
         config: its transformers configuration.
-        dtype: that it was loaded in.
-        logprobs: of the loaded model, as learner.backend_protocol.Backend's.
+        dtype: the dtype that it was loaded in.
+        logprobs: the loaded model's function, as learner.backend_protocol.Backend has it.
 
     Raises:
         UsageError: they differ.

@@ -28,9 +28,9 @@ class _Group:
     """Documents of like length that share one batched kernel call.
 
     Attributes:
-        queries: [documents * width of queries] int64, places of this rank.
-        keys: [documents * width of keys] int64, places of the keys of all context ranks, one rank after another.
-        documents: how many.
+        queries: [documents * width of queries] int64, positions of this rank.
+        keys: [documents * width of keys] int64, positions of the keys of all context ranks, one rank after another.
+        documents: number of documents.
         seen: [documents, 1, width of queries, width of keys] bool, what a query attends to; None: causal.
     """
 
@@ -41,16 +41,16 @@ class _Group:
 
 
 class AttentionPlan:
-    """How a pack's documents are grouped by length into padded batches; made once per microbatch.
+    """Groups a pack's documents by length into padded batches; made once per microbatch.
 
     Documents of like power-of-two length share one batched kernel call. Right padding is invisible under a causal
     mask, so only the gather and the scatter need the true lengths. Under context parallelism this rank has the queries
     of two chunks of each document, and the keys of whole documents, gathered from all ranks (pack_layout.py).
 
     Args:
-        lengths: of the documents over all context ranks; multiples of 2 * contexts if there are several.
+        lengths: lengths of the documents over all context ranks; multiples of 2 * contexts if there are several.
         contexts: context-parallel ranks.
-        rank: this one.
+        rank: this context-parallel rank.
         window: tokens to the left that a query sees besides itself; None: all.
     """
 
@@ -62,9 +62,9 @@ class AttentionPlan:
         for n in lengths:
             grouped.setdefault(max(_SHORTEST_WIDTH, 1 << (n - 1).bit_length()), []).append((at, n))
             at += n
-        self.total = at // contexts  # places of this rank
+        self.total = at // contexts  # positions of this rank
         self.groups: list[_Group] = []
-        order = torch.empty(self.total, dtype=torch.int64)  # place of this rank -> row of the concatenated outputs
+        order = torch.empty(self.total, dtype=torch.int64)  # position of this rank -> row of the concatenated outputs
         base = 0
         for documents in grouped.values():
             start, length = (torch.tensor(x)[:, None] for x in zip(*documents, strict=True))
@@ -179,7 +179,7 @@ class SDPACoreAttention(MegatronModule):
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
         if plan.total != query.size(0):
-            raise ValueError(f"documents cover {plan.total} places of this rank, the pack has {query.size(0)}")
+            raise ValueError(f"documents cover {plan.total} positions of this rank, the pack has {query.size(0)}")
         outputs = []
         for group in plan.groups:
             q, k, v = (

@@ -1,8 +1,8 @@
-"""What Megatron-Core and Megatron-Bridge need to run without CUDA (gloo, plain torch), and nothing else.
+"""Patches that let Megatron-Core and Megatron-Bridge run without CUDA (gloo, plain torch).
 
-`enable()` comes before the first import of megatron and does nothing where CUDA is present. torch itself is left
-alone, because transformers shares it: modules under `megatron.` get a view of torch that answers for the missing
-device, through one import hook. The layers are in cpu_layers.py and cpu_attention.py.
+`enable()` comes before the first import of megatron and does nothing where CUDA is present. transformers shares torch,
+so torch itself is left alone. One import hook gives modules under `megatron.` a view of torch in which the CPU stands
+for the missing device. The layers are in layers.py and attention.py.
 """
 
 import importlib.abc
@@ -48,14 +48,14 @@ def enable() -> None:
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if any(name.startswith("megatron.") for name in sys.modules):
-        raise RuntimeError("cpu_compat.enable() must come before the first import of megatron")
+        raise RuntimeError("compat.enable() must come before the first import of megatron")
     _check_versions()
     _view = _torch_view()
     sys.meta_path.insert(0, _Finder())
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     _patch_tensor_type()
-    # what megatron says of the CUDA kernels that are missing, once per module
+    # megatron reports the missing CUDA kernels once per module
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
     logging.getLogger("megatron.bridge.utils.fusions").setLevel(logging.ERROR)
     from learner.megatron.cpu import layers

@@ -1,6 +1,6 @@
 """Layer building blocks for CPU with the module structure and parameter names of Transformer Engine's.
 
-Registered as megatron-core's TESpecProvider, so that a provider's default layer spec, the bridge's parameter mappings
+They are registered as megatron-core's TESpecProvider. So default layer specs, the bridge's parameter mappings
 (linear_qkv.layer_norm_weight, ...) and distributed checkpoints are the same on CPU and GPU.
 """
 

@@ -1,4 +1,4 @@
-"""Deltas at the receiving end: applied to what the staging buffer holds and verified, or refused with it unharmed."""
+"""Deltas at the receiving end: applied to what the staging buffer has and verified, or refused with it unharmed."""
 
 import time
 from collections.abc import Callable
@@ -98,15 +98,15 @@ def test_deltas_after_an_anchor_give_the_published_bits(node: Node) -> None:
 
 
 def test_a_delta_to_another_base_is_refused_and_names_both(node: Node) -> None:
-    assert "a delta to (0, 3), the staging buffer holds (0, 1)" in node.get(*step(3, 4))
-    assert "a delta to (1, 1), the staging buffer holds (0, 1)" in node.get(
+    assert "a delta to (0, 3), the staging buffer has (0, 1)" in node.get(*step(3, 4))
+    assert "a delta to (1, 1), the staging buffer has (0, 1)" in node.get(
         msgspec.structs.replace(step(1, 2)[0], incarnation=1), step(1, 2)[1]
     )
     assert node.get(*step(1, 2)) == "", "and the base is unharmed"
 
 
 def test_a_node_without_weights_refuses_a_delta() -> None:
-    assert "the staging buffer holds None" in Node().get(*step(1, 2))
+    assert "the staging buffer has None" in Node().get(*step(1, 2))
 
 
 def test_a_stream_damaged_on_its_way_is_refused_and_the_base_unharmed(node: Node) -> None:
@@ -123,7 +123,7 @@ def test_a_result_that_is_not_the_published_version_is_never_staged_and_the_next
     assert "the delta from version 1 gives" in node.get(msgspec.structs.replace(announced, checksum="another"), stream)
     with pytest.raises(ValueError, match="not staged"):
         node.receiver.take(0, 2)
-    assert "the staging buffer holds None" in node.get(announced, stream)
+    assert "the staging buffer has None" in node.get(announced, stream)
     assert node.get(publish(2, weights(2), None), weights(2)) == ""
     assert torch.equal(node.flat, weights(2))
 

@@ -155,7 +155,7 @@ def test_nccls_communicator_leaves_the_environment_as_it_was(monkeypatch: pytest
         def abort(self) -> None:
             seen.append("aborted")
 
-    monkeypatch.setattr(nccl, "meeting_place", lambda epoch: None)
+    monkeypatch.setattr(nccl, "epoch_store", lambda epoch: None)
     monkeypatch.setattr(nccl._dist, "ProcessGroupNCCL", ProcessGroup, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     for before in (None, "3"):

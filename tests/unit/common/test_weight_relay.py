@@ -53,7 +53,7 @@ def test_with_keys_only_the_key_that_was_made_for_a_fetch_gets_it(server: RelayS
         with pytest.raises(RuntimeError, match=r"0 of \d+ bytes came"):
             fetch(source, timeout_s=0.4)
     crossed = Source(server.address, "ours", server.public, theirs.public, theirs.secret)
-    with pytest.raises(RuntimeError, match="not to be had here"):
+    with pytest.raises(RuntimeError, match="no longer offered here"):
         fetch(crossed)
     server.withdraw("ours")
     server.withdraw("theirs")
@@ -79,7 +79,7 @@ def test_offers_end_when_they_are_withdrawn_and_by_themselves(server: RelayServe
         source = server.source(ends, FLAT, 0.0 if ends == "late" else 30.0)
         if ends == "withdrawn":
             server.withdraw(ends)
-        with pytest.raises(RuntimeError, match="not to be had here any more"):
+        with pytest.raises(RuntimeError, match="no longer offered here"):
             fetch(source)
 
 

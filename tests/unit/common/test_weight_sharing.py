@@ -27,7 +27,7 @@ def test_another_process_maps_the_same_memory() -> None:
     flat[5] = 7
     ours, theirs = forked.context().Pipe()
     child = forked.start(double, theirs)
-    ours.send_bytes(buffers.place(flat).encode())
+    ours.send_bytes(buffers.path(flat).encode())
     assert ours.recv_bytes() == b"7"
     assert ours.recv_bytes() == b"written" and int(flat[0]) == 9
     child.join(20)
@@ -36,9 +36,9 @@ def test_another_process_maps_the_same_memory() -> None:
 def test_a_buffer_that_is_gone_cannot_be_mapped_and_holds_no_descriptor() -> None:
     buffers = SharedBuffers()
     flat = buffers.allocate(SIZE)
-    place = buffers.place(flat)
-    assert torch.equal(attach(place, SIZE), flat)
+    path = buffers.path(flat)
+    assert torch.equal(attach(path, SIZE), flat)
     del flat
     gc.collect()
     with pytest.raises(RuntimeError):
-        attach(place, SIZE)
+        attach(path, SIZE)

@@ -147,7 +147,7 @@ def test_a_refused_key_is_named_as_the_reason_however_short_the_wait(
     ("credentials", "words"),
     [
         ("nowhere", ["broker.credentials", "slipstream keys DIR", "which does not exist"]),
-        ("model", ["broker.credentials", "which holds no keys"]),
+        ("model", ["broker.credentials", "which has no keys"]),
         ("train.jsonl", ["broker.credentials", "train.jsonl", "expected a credential"]),
     ],
 )

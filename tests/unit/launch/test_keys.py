@@ -139,7 +139,7 @@ def test_each_role_finds_its_file_and_an_observer_makes_do_with_any(folder: KeyF
         (lambda f: f.learner.write_bytes(b"\xff\xfe"), "learner", r"learner\.json: expected"),
         (lambda f: f.learner.write_bytes(f.observer.read_bytes()), "learner", "is the credential of an observer"),
         (lambda f: f.server.unlink(), "broker", r"server\.json does not exist; expected the broker's key pair"),
-        (lambda f: [n.unlink() for n in f.node_files()], "node", "holds no credential of a node"),
+        (lambda f: [n.unlink() for n in f.node_files()], "node", "has no credential of a node"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_what_was_expected(folder, damage, role, said) -> None:  # type: ignore[no-untyped-def]
@@ -169,7 +169,7 @@ def test_the_config_check_tells_a_usable_place_from_one_that_is_not(folder: KeyF
     assert check_credentials(str(folder.nodes / "a.json")) is None
     assert "does not exist" in str(check_credentials(str(tmp_path / "nowhere")))
     (tmp_path / "empty").mkdir()
-    assert "holds no keys" in str(check_credentials(str(tmp_path / "empty")))
+    assert "has no keys" in str(check_credentials(str(tmp_path / "empty")))
     folder.observer.write_text("nonsense")
     assert "observer.json" in str(check_credentials(str(folder.path)))
 
@@ -181,7 +181,7 @@ def test_a_folder_of_redis_users_only_has_no_keys_for_a_socket_and_is_no_error_w
     redis.mkdir()
     (redis / "learner.password").write_text("secret")
     assert check_credentials(str(redis), "redis") is None
-    assert "holds no keys" in str(check_credentials(str(redis), "zeromq"))
+    assert "has no keys" in str(check_credentials(str(redis), "zeromq"))
     assert (curve_credentials(str(redis)), curve_credentials(None)) == (None, None)
     assert curve_credentials(str(folder.path)) == str(folder.path)
     assert curve_credentials(str(folder.nodes / "a.json")) == str(folder.nodes / "a.json")

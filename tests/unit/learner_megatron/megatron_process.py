@@ -89,7 +89,7 @@ def test_packed_documents_attend_as_they_would_alone(window: tuple[int, int] | N
 
 def test_bounds_that_do_not_cover_the_pack_are_refused() -> None:
     q, k, v, packed = _pack()
-    with pytest.raises(ValueError, match="documents cover 114 places of this rank, the pack has 113"):
+    with pytest.raises(ValueError, match="documents cover 114 positions of this rank, the pack has 113"):
         _attention(None)(q[:-1], k[:-1], v[:-1], None, packed_seq_params=packed)
 
 

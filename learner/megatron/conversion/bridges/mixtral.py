@@ -46,7 +46,7 @@ class MixtralBridge(MegatronModelBridge):
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """Which parameter of Megatron's is made of which of Hugging Face's."""
+        """The parameters of Hugging Face that each of Megatron's is built from."""
         attention, experts = "model.layers.*.self_attn", "model.layers.*.block_sparse_moe.experts.*"
         return MegatronMappingRegistry(
             *(AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in _PLAIN.items()),

@@ -1,4 +1,4 @@
-"""Every token of a pack has one place on one context rank, and comes back to where it was."""
+"""Every token of a pack has one position on one context rank, and comes back to where it was."""
 
 import pytest
 import torch
@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from common.config.parallel_layout import document_multiple
 from common.config.schema import ParallelConfig
-from learner.megatron.pack_layout import Places, pack_multiple
+from learner.megatron.pack_layout import PackPart, pack_multiple
 
 CPU = torch.device("cpu")
 
 
-def parts(lengths: tuple[int, ...], parallel: ParallelConfig) -> list[Places]:
-    return [Places.of(lengths, parallel, rank, CPU) for rank in range(parallel.context)]
+def parts(lengths: tuple[int, ...], parallel: ParallelConfig) -> list[PackPart]:
+    return [PackPart.of(lengths, parallel, rank, CPU) for rank in range(parallel.context)]
 
 
 def test_zigzag_of_two_documents_on_two_ranks() -> None:
@@ -46,7 +46,7 @@ def test_no_more_padding_than_the_layout_needs(layout: dict[str, int], multiples
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=12), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 3, 8])
 )
-def test_every_token_has_one_place_and_comes_back(lengths: list[int], context: int, tensor: int) -> None:
+def test_every_token_has_one_position_and_comes_back(lengths: list[int], context: int, tensor: int) -> None:
     parallel = ParallelConfig(context=context, tensor=tensor)
     ranks = parts(tuple(lengths), parallel)
     values = torch.arange(1, sum(lengths) + 1)
