@@ -4,6 +4,7 @@ import itertools
 import os
 import resource
 import shutil
+import tarfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -382,3 +383,26 @@ def test_events_go_on_from_where_they_were(tmp_path: Path) -> None:
     again = Rig(tmp_path / "store")
     assert all(event.index >= last for event in again.events.after(-1))
     again.close()
+
+
+def test_a_store_of_an_earlier_release_is_read_with_every_task_group_and_name(tmp_path: Path) -> None:
+    """Two brokers of the release before moves recorded themselves wrote it; the second one was killed."""
+    with tarfile.open(Path(__file__).parents[2] / "golden" / "store_schema_1.tar.gz") as archive:
+        archive.extractall(tmp_path / "store", filter="data")
+    rig = Rig(tmp_path / "store")
+    state, tasks = rig.state, rig.state.tasks
+    assert [(e.serial, e.state, e.step, e.attempts, e.filtered) for e in state.ledger()] == [
+        *[(serial, "committed", serial // 2, 1, serial == 4) for serial in range(6)],
+        (6, "pending", None, 2, False),
+        (7, "taken", 3, 1, False),
+        (8, "ready", None, 1, False),
+        (9, "leased", None, 1, False),
+        (10, "pending", None, 0, False),
+    ]
+    assert [tasks.living[serial].stored.read() for serial in (7, 8)] == [b"7." * 3, b"8." * 3]  # type: ignore[union-attr]
+    retained = {step: [(e.serial, e.filtered) for e in entries] for step, entries in tasks.retained.items()}
+    assert retained == {1: [(2, False), (3, False)], 2: [(4, True), (5, False)]}
+    assert (state.committed_step, len(state.accepted), state.owners) == (2, 9, {"n0": "K" * 40})
+    assert (tasks.living[6].reason, tasks.living[6].failed_by) == ("because", ["n0"])
+    assert state.fleet.nodes["n0"].tokens == set(tasks.leased)
+    rig.close()

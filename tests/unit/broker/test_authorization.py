@@ -1,0 +1,98 @@
+"""Every request type of the wire, sent with the key of every role to a broker that checks keys."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import zmq
+
+from broker.contract import LearnerReport
+from broker.guard.authorization import PERMITTED, named_node
+from broker.messaging import wire
+from broker.server.server import BrokerServer
+from common.rollouts import Task
+from common.security.credentials import KeyFolder, load_credential
+from common.security.curve import secure_client
+from launch.keys import make
+from tests.broker_rig import META, node_report, serving
+from tests.waiting import LIMIT_S
+
+REPORT = LearnerReport(1, 1, "training", 0, instance="a")
+AS_LEARNER: dict[str, Any] = {"incarnation": 1, "instance": "a"}
+# The reference, written by hand: which roles may send which request.
+LEARNER, NODE, OBSERVING = {"learner"}, {"node"}, {"learner", "observer"}
+REQUESTS: list[tuple[wire.Request, set[str]]] = [
+    (wire.Attach(id=1, report=REPORT, **AS_LEARNER), LEARNER),
+    (wire.Offer(id=2, tasks=[Task(0, b"{}", 0, 2)], **AS_LEARNER), LEARNER),
+    (wire.Take(id=3, step=0, count=1, wait_s=0, **AS_LEARNER), LEARNER),
+    (wire.Regenerate(id=4, step=0, serials=[], **AS_LEARNER), LEARNER),
+    (wire.Filter(id=5, step=0, serials=[], most_replaced=0, **AS_LEARNER), LEARNER),
+    (wire.Commit(id=6, step=0, **AS_LEARNER), LEARNER),
+    (wire.Report(id=7, report=REPORT, **AS_LEARNER), LEARNER),
+    (wire.Register(id=8, report=node_report()), NODE),
+    (wire.AskLease(id=9, node_id="n0", version=0, max_groups=1, wait_s=0), NODE),
+    (wire.Cancel(id=10, target=9), NODE),
+    (wire.Heartbeat(id=11, report=node_report(), tokens=[]), NODE),
+    (wire.Complete(id=12, node_id="n0", token="t", meta=META), NODE),
+    (wire.Fail(id=13, node_id="n0", token="t", reason="because"), NODE),
+    (wire.Release(id=14, node_id="n0", tokens=[]), NODE),
+    (wire.Leave(id=15, node_id="n0"), NODE),
+    (wire.AskStatus(id=16), {"learner", "node", "observer"}),
+    (wire.AskLedger(id=17), OBSERVING),
+    (wire.AskEvents(id=18, after=-1), OBSERVING),
+]
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BrokerServer, KeyFolder]]:
+    folder = KeyFolder(tmp_path_factory.mktemp("keys") / "k")
+    make(folder, ["a"])
+    with serving(credentials=str(folder.path)) as server:
+        yield server, folder
+
+
+def ask(server: BrokerServer, role: Any, credential: Path, request: wire.Request) -> wire.AnyReply:
+    found = load_credential(credential, role)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, int(LIMIT_S * 1000))
+        secure_client(socket, found, found.server_public)
+        socket.connect(server.address)
+        socket.send_multipart([wire.encode(request), *([b"group"] if isinstance(request, wire.Complete) else [])])
+        header, *rest = socket.recv_multipart()
+        return wire.decode_reply(header, len(rest))
+
+
+def test_the_reference_names_every_request_of_the_wire() -> None:
+    assert [type(request) for request, _ in REQUESTS] == list(get_args(wire.AnyRequest))
+
+
+@pytest.mark.parametrize("role", ["learner", "node", "observer"])
+@pytest.mark.parametrize(("request_", "roles"), REQUESTS, ids=[type(request).__name__ for request, _ in REQUESTS])
+def test_a_role_may_send_its_own_requests_and_no_other(
+    broker: tuple[BrokerServer, KeyFolder], role: str, request_: wire.Request, roles: set[str]
+) -> None:
+    server, folder = broker
+    credential = folder.nodes / "a.json" if role == "node" else folder.path / f"{role}.json"
+    before = server_denials(broker)
+    reply = ask(server, role, credential, request_)
+    denied = isinstance(reply, wire.Refused) and f"has the role {role}, which may not send" in reply.reason
+    assert denied == (role not in roles), reply
+    assert server_denials(broker) - before == denied
+
+
+def server_denials(broker: tuple[BrokerServer, KeyFolder]) -> int:
+    reply = ask(broker[0], "observer", broker[1].observer, wire.AskStatus(id=99))
+    assert isinstance(reply, wire.StatusReply)
+    return reply.status.denied_requests
+
+
+def test_a_key_of_another_broker_process_only_observes() -> None:
+    assert PERMITTED["broker"] == PERMITTED["observer"] == {wire.AskStatus, wire.AskLedger, wire.AskEvents}
+
+
+def test_every_request_of_a_node_names_the_node_that_it_speaks_for() -> None:
+    """Except for Cancel, which only reaches requests of its own connection, and for reading the status."""
+    node = [request for request, roles in REQUESTS if "node" in roles]
+    assert [type(r) for r in node if named_node(r) != "n0"] == [wire.Cancel, wire.AskStatus]
