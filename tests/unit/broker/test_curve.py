@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,17 @@ import pytest
 import zmq
 
 from broker.connect import Access, connect, connect_node
-from broker.contract import LearnerReport, NodeReport, RunInfo
-from broker.delivery.event_log import EventLog
-from broker.delivery.state import DeliveryState
+from broker.contract import LearnerReport
 from broker.guard.authorization import PERMITTED, Roles
 from broker.messaging import wire
 from broker.server.server import BrokerServer
 from common.errors import BrokerError, BrokerUnreachable, UsageError
-from common.rollouts import GroupMeta, Task
+from common.rollouts import Task
 from common.security.credentials import Identity, KeyFolder, load_credential
 from common.security.curve import BROKEN_S, secure_client
 from launch.keys import make, revoke
+from tests.broker_rig import META, new_state, node_report, serving
 
-META = GroupMeta(version_min=0, version_max=0, reward_mean=0.5, sampled_tokens=10)
 WAIT_S = 120.0
 
 
@@ -40,19 +37,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.path
 
 
-@contextmanager
-def serving(credentials: Path | None, address: str = "tcp://127.0.0.1:0", **more: Any) -> Iterator[BrokerServer]:
-    run = RunInfo("test", "/nowhere", 2, 1, 3, more.pop("lease_s", 30.0), 1 << 30)
-    state = DeliveryState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog())
-    server = BrokerServer(state, address, 1 << 20, credentials=str(credentials) if credentials else None, **more)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-        thread.join(20)
-        assert not thread.is_alive()
+def secured(keys: Path | None, address: str = "tcp://127.0.0.1:0", **more: Any) -> AbstractContextManager[BrokerServer]:
+    return serving(address, credentials=str(keys) if keys else None, **more)
 
 
 def access(server: BrokerServer, role: Any, keys: Path | None, name: str = "") -> Access:
@@ -64,10 +50,6 @@ def access(server: BrokerServer, role: Any, keys: Path | None, name: str = "") -
         credentials=str(keys) if keys else None,
         name=name,
     )
-
-
-def report(node_id: str = "n0", pid: int = 1) -> NodeReport:
-    return NodeReport(node_id, pid, "host", "generating", 0)
 
 
 def offer(server: BrokerServer, keys: Path, count: int = 4) -> None:
@@ -86,11 +68,11 @@ def as_node(server: BrokerServer, keys: Path, name: str, work: Callable[[Any], A
 
 def test_learner_node_and_observer_do_their_work_with_their_keys(keys: Path) -> None:
     async def roll_out(node: Any) -> bool:
-        await node.register(report())
+        await node.register(node_report())
         [lease] = await node.lease("n0", 0, 1, 5)
         return await node.complete("n0", lease.token, META, b"group")
 
-    with serving(keys) as server:
+    with secured(keys) as server:
         offer(server, keys)
         assert as_node(server, keys, "a", roll_out) is True
         with connect(access(server, "observer", keys)) as observer:
@@ -105,7 +87,7 @@ def test_a_key_that_is_not_in_the_list_is_told_so_long_before_the_deadline(keys:
     strange = load_credential(other.path, "learner")
     ours = load_credential(keys, "learner").server_public
     other.learner.write_text(other.learner.read_text().replace(strange.server_public, ours))
-    with serving(keys) as server:
+    with secured(keys) as server:
         started = time.monotonic()
         said = pytest.raises(UsageError, match=r"refused this key.*'learner' is not in its list")
         with connect(access(server, "learner", other.path)) as learner, said as caught:
@@ -120,11 +102,11 @@ def test_a_key_of_another_folder_is_told_so_long_before_the_deadline(
 ) -> None:
     other = KeyFolder(tmp_path / "other")
     make(other, ["a"])
-    with serving(keys) as server:
+    with secured(keys) as server:
         started = time.monotonic()
         with pytest.raises(UsageError, match=r"refused this key.*are both from one key folder"):
             if asynchronous:
-                as_node(server, other.path, "a", lambda node: node.register(report()))
+                as_node(server, other.path, "a", lambda node: node.register(node_report()))
             else:
                 with connect(access(server, "observer", other.path)) as observer:
                     observer.status()
@@ -133,19 +115,19 @@ def test_a_key_of_another_folder_is_told_so_long_before_the_deadline(
 
 def test_a_client_without_a_key_is_told_what_to_set(keys: Path) -> None:
     said = pytest.raises(UsageError, match=r"set broker\.credentials")
-    with serving(keys) as server, connect(access(server, "observer", None)) as observer, said:
+    with secured(keys) as server, connect(access(server, "observer", None)) as observer, said:
         observer.status()
 
 
 def test_a_client_with_a_key_does_not_trust_a_broker_without_one(keys: Path) -> None:
     said = pytest.raises(UsageError, match="has no keys")
-    with serving(None) as server, connect(access(server, "observer", keys)) as observer, said:
+    with secured(None) as server, connect(access(server, "observer", keys)) as observer, said:
         observer.status()
 
 
 def test_a_connection_that_was_good_once_is_not_given_up_when_a_forwarder_has_nobody_to_forward_to(keys: Path) -> None:
     with forwarding() as forwarder:
-        with serving(keys) as server:
+        with secured(keys) as server:
             forwarder.target = server.address
             reached = msgspec.structs.replace(access(server, "observer", keys), address=forwarder.address)
             observer = connect(reached)
@@ -154,7 +136,7 @@ def test_a_connection_that_was_good_once_is_not_given_up_when_a_forwarder_has_no
             waiting = pool.submit(observer_status, observer)
             time.sleep(BROKEN_S + 1)  # every attempt is accepted, and ends during the handshake
             assert not waiting.done()
-            with serving(keys) as server:
+            with secured(keys) as server:
                 forwarder.target = server.address
                 assert waiting.result(WAIT_S) == 0
             observer.close()
@@ -167,7 +149,7 @@ def test_no_broker_at_all_is_still_unreachable_and_not_a_wrong_key(keys: Path) -
 
 
 def test_a_node_can_neither_write_the_learners_state_nor_read_the_ledger(keys: Path) -> None:
-    with serving(keys) as server:
+    with secured(keys) as server:
         offer(server, keys)
         pretending = keys / "nodes" / "a.json"
         with connect(access(server, "observer", pretending)) as node:  # a node's key behind the synchronous client
@@ -190,28 +172,28 @@ def test_a_node_can_neither_write_the_learners_state_nor_read_the_ledger(keys: P
 
 
 def test_an_observer_can_change_nothing_and_a_learner_is_no_node(keys: Path) -> None:
-    with serving(keys) as server:
+    with secured(keys) as server:
         said = pytest.raises(BrokerError, match="role observer, which may not send Commit")
         with connect(access(server, "observer", keys)) as observer, said:
             observer.commit(0)
         with raw(server, keys / "learner.json") as socket:
-            reply = ask(socket, wire.Register(id=3, report=report()))
+            reply = ask(socket, wire.Register(id=3, report=node_report()))
             assert isinstance(reply, wire.Refused)
             assert "role learner, which may not send Register" in reply.reason
 
 
 def test_a_node_id_belongs_to_the_credential_that_took_it_first(keys: Path) -> None:
     async def honest(node: Any) -> Any:
-        await node.register(report())
+        await node.register(node_report())
         return await node.lease("n0", 0, 1, 5)
 
-    with serving(keys) as server:
+    with secured(keys) as server:
         offer(server, keys)
         [lease] = as_node(server, keys, "a", honest)
         for attack in (
-            lambda node: node.register(report(pid=2)),
+            lambda node: node.register(node_report(pid=2)),
             lambda node: node.lease("n0", 0, 4, 0),
-            lambda node: node.heartbeat(report(), [lease.token]),
+            lambda node: node.heartbeat(node_report(), [lease.token]),
             lambda node: node.complete("n0", lease.token, META, b"forged"),
             lambda node: node.fail("n0", lease.token, "forged"),
             lambda node: node.release("n0", [lease.token]),
@@ -227,14 +209,14 @@ def test_a_node_id_belongs_to_the_credential_that_took_it_first(keys: Path) -> N
 
 def test_a_token_of_another_node_is_of_no_use_under_ones_own_id(keys: Path) -> None:
     async def honest(node: Any) -> Any:
-        await node.register(report())
+        await node.register(node_report())
         return await node.lease("n0", 0, 1, 5)
 
     async def thief(node: Any) -> bool:
-        await node.register(report("n1"))
+        await node.register(node_report("n1"))
         return await node.complete("n1", lease.token, META, b"forged")
 
-    with serving(keys) as server:
+    with secured(keys) as server:
         offer(server, keys)
         [lease] = as_node(server, keys, "a", honest)
         assert as_node(server, keys, "b", thief) is False
@@ -242,14 +224,13 @@ def test_a_token_of_another_node_is_of_no_use_under_ones_own_id(keys: Path) -> N
 
 def test_the_id_of_a_node_that_is_gone_may_be_taken_over_by_another_credential() -> None:
     now = 0.0
-    run = RunInfo("test", "/nowhere", 2, 1, 3, 30.0, 1 << 30)
-    state = DeliveryState(run, lambda: now, lambda: secrets.token_hex(8), EventLog())
+    state = new_state(clock=lambda: now)
     roles = Roles(state)
     a, b = Identity("A" * 40, "node", "a"), Identity("B" * 40, "node", "b")
-    register = wire.Register(id=0, report=report())
+    register = wire.Register(id=0, report=node_report())
     lease = wire.AskLease(id=1, node_id="n0", version=0, max_groups=1, wait_s=0)
     assert roles.refusal(a, register) == ""
-    state.register(report())
+    state.register(node_report())
     assert "another credential" in roles.refusal(b, register)
     now = 31.0
     state.expire()
@@ -267,16 +248,16 @@ def test_every_request_is_permitted_to_some_role_and_none_to_all_but_the_status(
 def test_a_credential_made_while_the_broker_runs_gets_in_and_a_revoked_one_is_out_at_once(tmp_path: Path) -> None:
     folder = KeyFolder(tmp_path / "k")
     make(folder, ["a"])
-    with serving(folder.path) as server:
+    with secured(folder.path) as server:
         make(folder, ["late"])
-        as_node(server, folder.path, "late", lambda node: node.register(report("late")))
+        as_node(server, folder.path, "late", lambda node: node.register(node_report("late")))
 
         async def until_revoked(node: Any) -> None:
-            await node.register(report("late"))
+            await node.register(node_report("late"))
             revoke(folder, "late")
             end = time.monotonic() + WAIT_S
             while time.monotonic() < end:
-                await node.heartbeat(report("late"), [])
+                await node.heartbeat(node_report("late"), [])
                 await asyncio.sleep(0.1)
 
         with pytest.raises(BrokerError, match="this key was revoked"):
@@ -286,14 +267,14 @@ def test_a_credential_made_while_the_broker_runs_gets_in_and_a_revoked_one_is_ou
 def test_a_list_that_turns_unreadable_keeps_the_last_good_one_in_force(tmp_path: Path) -> None:
     folder = KeyFolder(tmp_path / "k")
     make(folder, ["a"])
-    with serving(folder.path) as server:
+    with secured(folder.path) as server:
         folder.allowed.write_text("{half a fi")
         with connect(access(server, "observer", folder.path)) as observer:
             assert observer.status().groups_pending == 0
 
 
 def test_a_broker_whose_keys_are_missing_says_which_file(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"broker\.credentials: .*server\.json does not exist"), serving(tmp_path):
+    with pytest.raises(UsageError, match=r"broker\.credentials: .*server\.json does not exist"), secured(tmp_path):
         pass
 
 
@@ -303,7 +284,7 @@ def test_with_keys_a_broker_listens_beyond_loopback_and_tells_an_address_that_ca
 ) -> None:
     if "[" in address and not _has_ipv6():
         pytest.skip("this machine has no IPv6")
-    with serving(keys, address) as server:
+    with secured(keys, address) as server:
         assert "0.0.0.0" not in server.address
         assert "[::]" not in server.address
         assert not server.address.endswith(":0")
@@ -312,12 +293,12 @@ def test_with_keys_a_broker_listens_beyond_loopback_and_tells_an_address_that_ca
 
 
 def test_a_host_name_that_nobody_knows_is_a_usage_error(keys: Path) -> None:
-    with pytest.raises(UsageError, match="no address is known for"), serving(keys, "tcp://no-such-host.invalid:0"):
+    with pytest.raises(UsageError, match="no address is known for"), secured(keys, "tcp://no-such-host.invalid:0"):
         pass
 
 
 def test_without_keys_the_refusal_of_an_open_address_names_the_command_that_makes_them() -> None:
-    with pytest.raises(UsageError, match="slipstream keys DIR"), serving(None, "tcp://0.0.0.0:0"):
+    with pytest.raises(UsageError, match="slipstream keys DIR"), secured(None, "tcp://0.0.0.0:0"):
         pass
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,25 +23,17 @@ from broker.journal.store import StoreCorrupt, StoreFailed
 from broker.messaging.async_client import AsyncBrokerClient
 from broker.messaging.sync_client import BrokerClient
 from broker.server.server import BrokerServer
-from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.rollouts import GroupMeta, Task
 from common.security.credentials import KeyFolder
 from launch.keys import make
+from tests import broker_rig
 
 META = GroupMeta(0, 0, 0.5, 10)
+job = partial(broker_rig.job, groups_per_step=1)
 REPORT = LearnerReport(5, 1, "training", 0)
 NODE = NodeReport("n0", 1, "h", "generating", 0)
-
-
-def job(run_dir: Path, **broker: object) -> Config:
-    return Config(
-        run=RunConfig(name="durable", dir=str(run_dir), steps=1),
-        model=ModelConfig(path="none"),
-        tasks=TasksConfig(environment="none", dataset="none"),
-        learner=LearnerConfig(groups_per_step=1),
-        broker=BrokerConfig(**broker),  # type: ignore[arg-type]
-    )
 
 
 @pytest.fixture
@@ -128,10 +121,16 @@ def test_a_port_that_somebody_else_took_meanwhile_is_replaced(tmp_path: Path, se
 def test_without_durability_nothing_is_kept_and_an_older_store_is_set_aside(
     tmp_path: Path, servers: list[BrokerServer]
 ) -> None:
-    with running(job(tmp_path), servers) as address, BrokerClient(address, deadline_s=10) as learner:
+    with (
+        running(job(tmp_path), servers) as address,
+        BrokerClient(address, deadline_s=10) as learner,
+    ):
         learner.attach(REPORT)
         learner.offer([Task(0, b"{}", 0, 2)])
-    with running(job(tmp_path, durability="memory"), servers) as address, BrokerClient(address, deadline_s=10) as again:
+    with (
+        running(job(tmp_path, durability="memory"), servers) as address,
+        BrokerClient(address, deadline_s=10) as again,
+    ):
         assert again.attach(REPORT).next_serial == 0
         assert again.status().store is None
     assert (tmp_path / "store-1" / "store.json").exists() and not (tmp_path / "store").exists()
@@ -275,12 +274,18 @@ def test_a_broker_that_is_stopped_on_a_full_disk_promises_nothing_at_its_end(
                     offer.result(30)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with running(job(tmp_path), servers) as address, BrokerClient(address, deadline_s=10) as learner:
+    with (
+        running(job(tmp_path), servers) as address,
+        BrokerClient(address, deadline_s=10) as learner,
+    ):
         assert learner.attach(LearnerReport(5, 2, "training", 0)).next_serial == 1
 
 
 def test_a_damaged_store_ends_the_command_with_its_place(tmp_path: Path, servers: list[BrokerServer]) -> None:
-    with running(job(tmp_path), servers) as address, BrokerClient(address, deadline_s=10) as learner:
+    with (
+        running(job(tmp_path), servers) as address,
+        BrokerClient(address, deadline_s=10) as learner,
+    ):
         learner.attach(REPORT)
     path = max((tmp_path / "store").glob("0*.log"))
     data = bytearray(path.read_bytes())
@@ -296,14 +301,21 @@ def test_a_damaged_store_ends_the_command_with_its_place(tmp_path: Path, servers
 def test_a_group_that_cannot_be_read_back_is_refused_to_the_learner(
     tmp_path: Path, servers: list[BrokerServer]
 ) -> None:
-    with running(job(tmp_path), servers) as address, BrokerClient(address, deadline_s=10) as learner:
+    with (
+        running(job(tmp_path), servers) as address,
+        BrokerClient(address, deadline_s=10) as learner,
+    ):
         learner.attach(REPORT)
         learner.offer([Task(0, b"{}", 0, 2)])
         assert asyncio.run(hand_in(address, 1, b"\x01\x02" * 3000)) == [True]
     path = next(p for p in (tmp_path / "store").glob("0*.log") if b"\x01\x02" * 3000 in p.read_bytes())
     path.write_bytes(path.read_bytes().replace(b"\x01\x02" * 3000, b"\x01\x02" * 2999 + b"\x01\x03"))
     damaged = pytest.raises(BrokerError, match=rf"{path.name}: byte \d+: the group of 6000 bytes .* is damaged")
-    with running(job(tmp_path), servers) as address, BrokerClient(address, deadline_s=10) as learner, damaged:
+    with (
+        running(job(tmp_path), servers) as address,
+        BrokerClient(address, deadline_s=10) as learner,
+        damaged,
+    ):
         learner.take(0, 1, 5)
 
 
@@ -314,7 +326,11 @@ def test_a_disk_that_fails_ends_the_broker_before_it_promises_anything(
         raise OSError(5, "Input/output error")
 
     failed = pytest.raises(StoreFailed, match=r"store cannot be written: .*Input/output error")
-    with failed as error, running(job(tmp_path), servers) as address, BrokerClient(address, deadline_s=2) as learner:
+    with (
+        failed as error,
+        running(job(tmp_path), servers) as address,
+        BrokerClient(address, deadline_s=2) as learner,
+    ):
         learner.attach(REPORT)
         monkeypatch.setattr(SegmentFile, "sync", broken)
         with pytest.raises(BrokerUnreachable):

@@ -1,20 +1,15 @@
 """What one client may cost the broker: parked requests, nodes, log lines, kept messages, numbers and texts."""
 
 import logging
-import secrets
-import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-from broker.contract import LearnerReport, NodeReport, RunInfo
+from broker.contract import LearnerReport
 from broker.delivery.deadlines import Deadlines
-from broker.delivery.event_log import EventLog
 from broker.delivery.moves import MOST_NODES_NAMED
 from broker.delivery.nodes import MOST_NODES, Fleet
-from broker.delivery.state import DeliveryState
 from broker.guard.observer_rate_limit import BURST_BYTES, BYTES_A_SECOND, Pace, reply_bytes
 from broker.guard.rejected_messages import KEPT_BYTES, KEPT_MESSAGES, LOGGED_A_MINUTE, Denied, Refusals, anonymous
 from broker.messaging import wire
@@ -23,15 +18,7 @@ from broker.server.handlers import Handlers
 from broker.server.long_polls import HEAP_SLACK, MOST_LEASES, ParkingLot
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
-
-
-def new_state() -> DeliveryState:
-    run = RunInfo("test", "/nowhere", 2, 1, 3, 30.0, 1 << 30)
-    return DeliveryState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog())
-
-
-def report(node_id: str = "n0", **fields: Any) -> NodeReport:
-    return NodeReport(node_id, 1, "host", "generating", 0, **fields)
+from tests.broker_rig import new_state, node_report
 
 
 def ask_lease(request_id: int, node_id: str = "n0") -> wire.AskLease:
@@ -40,7 +27,7 @@ def ask_lease(request_id: int, node_id: str = "n0") -> wire.AskLease:
 
 def test_a_node_that_parks_lease_requests_without_end_has_only_its_newest_ones_parked() -> None:
     handlers = Handlers(new_state())
-    handlers.handle(b"c", wire.Register(id=0, report=report()), None)
+    handlers.handle(b"c", wire.Register(id=0, report=node_report()), None)
     answered = [p.request.id for i in range(1, 500) for p in handlers.handle(b"c", ask_lease(i), None)[1]]
     assert answered == list(range(1, 500 - MOST_LEASES))
     assert len(handlers.parked.leases) == MOST_LEASES
@@ -60,7 +47,7 @@ def test_a_broker_takes_a_bounded_number_of_nodes_and_says_so(monkeypatch: pytes
     fleet = Fleet(30.0)
     monkeypatch.setattr(Deadlines, "add", lambda *_: None)  # quick
     for i in range(MOST_NODES):
-        fleet.join(report(f"n{i}"), 0.0)
+        fleet.join(node_report(f"n{i}"), 0.0)
     with pytest.raises(BrokerError, match="16384 nodes have joined"):
         fleet.check_room("one more")
     fleet.check_room("n5")
@@ -70,7 +57,7 @@ def test_a_node_that_leases_and_releases_for_ever_does_not_grow_the_ledger() -> 
     state = new_state()
     state.offer([Task(0, b"{}", 0, 4)])
     for node in ("first", "n0"):
-        state.register(report(node))
+        state.register(node_report(node))
     for _ in range(3 * MOST_NODES_NAMED):
         [lease] = state.lease("n0", 0, 1)
         state.release("n0", [lease.token])
@@ -146,12 +133,12 @@ BAD = [
     wire.Complete(id=1, node_id="n", token="t", meta=GroupMeta(0, 1 << 40, 0.5, 10)),
     wire.Complete(id=1, node_id="n", token="t", meta=GroupMeta(0, 0, 0.5, -10)),
     wire.Complete(id=1, node_id="n", token="t", meta=GroupMeta(0, 0, 0.5, 10, generation_s=float("nan"))),
-    wire.Register(id=1, report=report("")),
-    wire.Register(id=1, report=report("x" * 300)),
-    wire.Heartbeat(id=1, report=report(tokens_per_s=float("nan")), tokens=[]),
-    wire.Heartbeat(id=1, report=report(tokens_generated=-1), tokens=[]),
-    wire.Heartbeat(id=1, report=report(waiting_on="x" * 100_000), tokens=[]),
-    wire.Heartbeat(id=1, report=report(), tokens=["t"] * 20_000),
+    wire.Register(id=1, report=node_report("")),
+    wire.Register(id=1, report=node_report("x" * 300)),
+    wire.Heartbeat(id=1, report=node_report(tokens_per_s=float("nan")), tokens=[]),
+    wire.Heartbeat(id=1, report=node_report(tokens_generated=-1), tokens=[]),
+    wire.Heartbeat(id=1, report=node_report(waiting_on="x" * 100_000), tokens=[]),
+    wire.Heartbeat(id=1, report=node_report(), tokens=["t"] * 20_000),
     wire.Release(id=1, node_id="n", tokens=["t" * 300]),
     wire.Offer(id=1, tasks=[Task(0, b"{}", 0, 4)] * 10_000),
     wire.Report(id=1, report=LearnerReport(1, 1, "training", 1 << 40)),
@@ -187,7 +174,7 @@ def test_the_cost_of_an_answer_grows_with_what_it_tells() -> None:
     state = new_state()
     small = [reply_bytes(r, state) for r in (wire.AskLedger(id=1), wire.AskStatus(id=1))]
     state.offer([Task(i, b"{}", i, 4) for i in range(1000)])
-    state.register(report())
+    state.register(node_report())
     large = [reply_bytes(r, state) for r in (wire.AskLedger(id=1), wire.AskStatus(id=1))]
     assert all(a < b for a, b in zip(small, large, strict=True))
     assert reply_bytes(wire.Commit(id=1, step=0), state) == 0

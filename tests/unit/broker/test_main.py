@@ -5,7 +5,6 @@ import json
 import os
 import threading
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,14 @@ import pytest
 
 from broker import main
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport
-from broker.delivery.event_log import EventLog
-from broker.delivery.state import DeliveryState
 from broker.journal import open_state
 from broker.messaging.sync_client import BrokerClient
 from broker.server.server import BrokerServer
-from common.config.schema import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
 from common.errors import UsageError
 from common.rollouts import GroupMeta, Task
 from common.security.credentials import KeyFolder
 from launch.keys import make
-
-
-def job(run_dir: Path, address: str = "tcp://127.0.0.1:0") -> Config:
-    return Config(
-        run=RunConfig(name="unit", dir=str(run_dir), steps=1),
-        model=ModelConfig(path="none"),
-        tasks=TasksConfig(environment="none", dataset="none"),
-        broker=BrokerConfig(address=address),
-    )
+from tests.broker_rig import job, new_state
 
 
 @pytest.fixture
@@ -69,7 +57,7 @@ def test_a_run_directory_tells_where_the_broker_is_and_what_it_saw(tmp_path: Pat
         with pytest.raises(UsageError, match="already has a broker"):
             main.run_broker(job(tmp_path), b"")
         with pytest.raises(UsageError, match="is in use"):
-            main.run_broker(job(tmp_path / "other", learner.status().address), b"")
+            main.run_broker(job(tmp_path / "other", address=learner.status().address), b"")
     servers[0].stop()
     thread.join(60)
     assert codes == [0]
@@ -84,7 +72,7 @@ def test_a_run_directory_tells_where_the_broker_is_and_what_it_saw(tmp_path: Pat
 
 def test_what_was_committed_is_on_disk_at_once(tmp_path: Path) -> None:
     run = main.run_info(job(tmp_path), b"")
-    state = DeliveryState(run, time.monotonic, lambda: str(uuid.uuid4()), EventLog())
+    state = new_state(run)
     snapshots = main.Snapshots(tmp_path, state)
     state.offer([Task(serial, b"{}", 0, 4) for serial in range(run.groups_per_step)])
     state.register(NodeReport("n0", 1, "host", "generating", 0))
@@ -108,7 +96,7 @@ def test_the_cost_of_snapshots_does_not_grow_with_the_number_of_commits(tmp_path
             now_s += 0.01
             return True
 
-    state = DeliveryState(main.run_info(job(tmp_path), b""), time.monotonic, lambda: str(uuid.uuid4()), EventLog())
+    state = new_state(main.run_info(job(tmp_path), b""))
     snapshots = Slow(tmp_path, state, lambda: now_s)
     for step in range(10_000):
         state.committed_step = step
@@ -119,7 +107,7 @@ def test_the_cost_of_snapshots_does_not_grow_with_the_number_of_commits(tmp_path
 
 
 def test_the_server_looks_after_every_turn_whether_something_was_committed(tmp_path: Path) -> None:
-    state = DeliveryState(main.run_info(job(tmp_path), b""), time.monotonic, lambda: str(uuid.uuid4()), EventLog())
+    state = new_state(main.run_info(job(tmp_path), b""))
     turns: list[float] = []
     server = BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, lambda: turns.append(time.monotonic()))
     thread = threading.Thread(target=server.run)
@@ -162,7 +150,7 @@ def test_the_broker_file_of_a_reused_process_id_is_no_obstacle(tmp_path: Path, m
 def test_a_living_broker_with_other_keys_keeps_a_second_one_out(tmp_path: Path, mine: str) -> None:
     for name in ("keys", "other"):
         make(KeyFolder(tmp_path / name), ["a"])
-    state = DeliveryState(main.run_info(job(tmp_path), b""), time.monotonic, lambda: str(uuid.uuid4()), EventLog())
+    state = new_state(main.run_info(job(tmp_path), b""))
     server = BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, credentials=str(tmp_path / "keys"))
     thread = threading.Thread(target=server.run)
     thread.start()

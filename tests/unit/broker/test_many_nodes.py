@@ -3,17 +3,18 @@
 import random
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
-from broker.delivery.event_log import EventLog
-from broker.delivery.state import DeliveryState
+from broker.contract import LearnerReport, Lease, NodeReport
 from broker.delivery.task_table import Entry, LeasedTasks
 from broker.messaging import wire
 from broker.server.handlers import Handlers
 from common.rollouts import GroupMeta, Task
+from tests.broker_rig import numbered_state, run_info
 
 NODES, GROUPS_PER_STEP, STALENESS, LEASE_S = 1000, 4, 1, 30.0
+RUN = run_info(groups_per_step=GROUPS_PER_STEP, max_staleness=STALENESS, lease_s=LEASE_S)
 WINDOW = GROUPS_PER_STEP * (STALENESS + 1)  # groups that a node at version 0 may lease
 
 
@@ -22,9 +23,7 @@ class Crowd:
 
     def __init__(self, versions: list[int]) -> None:
         self.now, self.looks = 0.0, 0
-        run = RunInfo("test", "/nowhere", GROUPS_PER_STEP, STALENESS, 3, LEASE_S, 1 << 30)
-        numbers = iter(range(1 << 30))
-        self.state = DeliveryState(run, lambda: self.now, lambda: str(next(numbers)), EventLog())
+        self.state = numbered_state(RUN, lambda: self.now)
         lease = self.state.lease
 
         def counted(node_id: str, version: int | None, max_groups: int) -> list[Lease]:
@@ -129,7 +128,7 @@ def test_a_lease_under_the_bound_on_memory_does_not_look_at_every_leased_task(mo
     crowd = Crowd([0])
     crowd.offer(0, WINDOW)
     crowd.served()
-    crowd.state.run = RunInfo("test", "/nowhere", GROUPS_PER_STEP, STALENESS, 3, LEASE_S, 1)
+    crowd.state.run = msgspec.structs.replace(RUN, max_bytes=1)
     token = next(iter(crowd.state.tasks.leased))
     assert crowd.state.complete("n0", token, GroupMeta(0, 0, 0.5, 4), b"group", 5)
     monkeypatch.setattr(LeasedTasks, "values", lambda self: pytest.fail("looked at every leased task"))

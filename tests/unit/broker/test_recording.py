@@ -9,20 +9,11 @@ from broker.contract import NodeReport
 from broker.journal.open_state import Memory, open_memory
 from broker.journal.recording import Recording, open_recording
 from broker.main import run_info
-from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+from common.config.schema import Config
 from common.errors import UsageError
 from common.process.run_dir import RunDir
 from common.rollouts import GroupMeta, Task
-
-
-def job(folder: Path, retain_steps: int = 16) -> Config:
-    return Config(
-        run=RunConfig(name="demo", dir=str(folder), steps=10),
-        model=ModelConfig(path="none"),
-        tasks=TasksConfig(environment="none", dataset="none"),
-        learner=LearnerConfig(groups_per_step=2),
-        broker=BrokerConfig(retain_steps=retain_steps),
-    )
+from tests.broker_rig import job
 
 
 def recorded(config: Config, work: Callable[[Memory], None]) -> Recording:

@@ -1,9 +1,7 @@
 """The ZeroMQ server: strange messages, lost replies, gone clients, addresses."""
 
 import asyncio
-import secrets
 import socket as posix_socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,38 +12,17 @@ import msgspec
 import pytest
 import zmq
 
-from broker.contract import LearnerReport, NodeReport, RunInfo
-from broker.delivery.event_log import EventLog
-from broker.delivery.state import DeliveryState
+from broker.contract import LearnerReport, NodeReport
 from broker.messaging import wire
 from broker.messaging.async_client import AsyncBrokerClient
 from broker.messaging.sync_client import BrokerClient
 from broker.server.server import BrokerServer
 from common.errors import BrokerError, BrokerUnreachable, UsageError
-from common.rollouts import GroupMeta, Task
+from common.rollouts import Task
+from tests.broker_rig import MAX_MESSAGE_BYTES, META, new_state, serving
 from tests.waiting import until
 
-META = GroupMeta(version_min=0, version_max=0, reward_mean=0.5, sampled_tokens=10)
 NODE = NodeReport("n0", 1, "host", "generating", 0)
-MAX_MESSAGE_BYTES = 1 << 20
-
-
-def new_state(lease_s: float = 30.0) -> DeliveryState:
-    run = RunInfo("test", "/nowhere", 2, 1, 3, lease_s, 1 << 30)
-    return DeliveryState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog())
-
-
-@contextmanager
-def serving(address: str = "tcp://127.0.0.1:0", lease_s: float = 30.0) -> Iterator[BrokerServer]:
-    server = BrokerServer(new_state(lease_s), address, MAX_MESSAGE_BYTES)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-        thread.join(60)
-        assert not thread.is_alive()
 
 
 @contextmanager

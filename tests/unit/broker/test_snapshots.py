@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from broker.contract import BrokerStatus, LedgerEntry, NodeReport, RunInfo
+from broker.contract import BrokerStatus, LedgerEntry, NodeReport
 from broker.delivery.deadlines import HEAP_SLACK, Deadlines
-from broker.delivery.event_log import EventLog
 from broker.delivery.state import DeliveryState
 from broker.journal import status_files
 from broker.journal.status_files import LINES, Snapshots
 from common.rollouts import GroupMeta, Task
+from tests.broker_rig import new_state, numbered_state, run_info
 
 STEP = 50
 
@@ -30,9 +30,7 @@ class Clock:
 
 def state_with(tasks: int) -> DeliveryState:
     """Committed, dead, ready and pending tasks."""
-    numbers = iter(range(1 << 30))
-    run = RunInfo("test", "/nowhere", STEP, 1000, 1, 60.0, 1 << 30)
-    state = DeliveryState(run, lambda: 0.0, lambda: str(next(numbers)), EventLog())
+    state = numbered_state(run_info(groups_per_step=STEP, max_staleness=1000, max_attempts=1))
     state.register(NodeReport("n0", 1, "host", "generating", 1000))
     state.offer([Task(serial, b"{}", 0, 4) for serial in range(tasks)])
     for i, lease in enumerate(state.lease("n0", 1000, tasks - 10)):
@@ -59,8 +57,7 @@ def test_a_ledger_in_parts_is_the_whole_ledger(tmp_path: Path, tasks: int) -> No
 
 
 def test_an_empty_ledger_is_an_empty_list(tmp_path: Path) -> None:
-    run = RunInfo("test", "/nowhere", STEP, 1000, 1, 60.0, 1 << 30)
-    Snapshots(tmp_path, DeliveryState(run, lambda: 0.0, lambda: "", EventLog())).write()
+    Snapshots(tmp_path, new_state()).write()
     assert ledger_in(tmp_path) == []
 
 

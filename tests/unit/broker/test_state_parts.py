@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 
-from broker.contract import LOST_AFTER_S, BrokerEvent, LearnerReport, LedgerEntry, NodeReport, RunInfo
+from broker.contract import LOST_AFTER_S, BrokerEvent, LearnerReport, LedgerEntry
 from broker.delivery.deadlines import Deadlines
 from broker.delivery.event_log import RING_EVENTS, EventLog
 from broker.delivery.finished_tasks import History
@@ -15,6 +15,7 @@ from broker.delivery.state import DeliveryState
 from broker.journal import records
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
+from tests.broker_rig import node_report, numbered_state, run_info
 
 
 def test_history_gives_back_what_it_was_given_in_any_order() -> None:
@@ -101,13 +102,9 @@ def test_a_sink_that_cannot_write_disturbs_nobody_and_what_it_missed_is_counted(
     assert [e.kind for e in log.after(-1)] == ["before", "lost", "lost", "events_unwritten", "after", "later"]
 
 
-def node_report(pid: int = 1, generated: int = 0) -> NodeReport:
-    return NodeReport("n", pid, "h", "generating", 0, tokens_generated=generated)
-
-
 def test_a_silent_node_dies_once_revives_when_seen_and_is_forgotten_long_after() -> None:
     fleet = Fleet(silent_s=5.0)
-    node = fleet.join(node_report(generated=7), 0.0)
+    node = fleet.join(node_report("n", tokens_generated=7), 0.0)
     assert fleet.expire(4.0)[0] == []
     fleet.seen(node, 4.0)
     assert fleet.expire(8.0)[0] == []
@@ -124,9 +121,9 @@ def test_a_silent_node_dies_once_revives_when_seen_and_is_forgotten_long_after()
 
 def test_a_node_that_leaves_and_joins_again_is_watched_again() -> None:
     fleet = Fleet(silent_s=5.0)
-    fleet.join(node_report(pid=1), 0.0)
+    fleet.join(node_report("n", pid=1), 0.0)
     fleet.leave("n")
-    fleet.join(node_report(pid=2), 1.0)
+    fleet.join(node_report("n", pid=2), 1.0)
     assert fleet.expire(5.5)[0] == []
     assert fleet.expire(6.5)[0] == ["n"]
     assert list(fleet.nodes) == ["n"]
@@ -134,10 +131,8 @@ def test_a_node_that_leaves_and_joins_again_is_watched_again() -> None:
 
 def working_state(groups_per_step: int) -> DeliveryState:
     """A state with one node, which has new enough weights for every task."""
-    tokens = iter(range(1 << 20))
-    run = RunInfo("test", "/nowhere", groups_per_step, 1000, 3, 30.0, 1 << 30)
-    state = DeliveryState(run, lambda: 0.0, lambda: str(next(tokens)), EventLog())
-    state.register(NodeReport("n", 1, "h", "generating", 1000))
+    state = numbered_state(run_info(groups_per_step=groups_per_step, max_staleness=1000))
+    state.register(node_report("n", version=1000))
     return state
 
 

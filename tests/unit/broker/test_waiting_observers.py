@@ -1,16 +1,10 @@
 """Observers that ask for more than the broker tells: they wait, the learner does not, nobody is refused."""
 
-import secrets
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 import zmq
 
-from broker.contract import RunInfo
-from broker.delivery.event_log import EventLog
-from broker.delivery.state import DeliveryState
 from broker.guard import observer_rate_limit
 from broker.guard.rejected_messages import Later
 from broker.guard.request_guard import Gate
@@ -18,25 +12,17 @@ from broker.messaging import wire
 from broker.messaging.sync_client import BrokerClient
 from broker.server.server import BrokerServer
 from common.security.credentials import Identity
+from tests.broker_rig import new_state, serving
 
 BUDGET = 3 << 20  # three answers with events
-
-
-def new_state() -> DeliveryState:
-    run = RunInfo("test", "/nowhere", 2, 1, 3, 30.0, 1 << 30)
-    return DeliveryState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog())
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerServer]:
     monkeypatch.setattr(observer_rate_limit, "BURST_BYTES", BUDGET)
     monkeypatch.setattr(observer_rate_limit, "BYTES_A_SECOND", BUDGET)
-    started = BrokerServer(new_state(), "tcp://127.0.0.1:0", 1 << 20)
-    thread = threading.Thread(target=started.run)
-    thread.start()
-    yield started
-    started.stop()
-    thread.join()
+    with serving() as started:
+        yield started
 
 
 def test_an_observer_that_asks_without_a_pause_waits_and_is_answered(server: BrokerServer) -> None:
