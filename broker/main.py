@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 import msgspec
 
 from broker.connect import Access, connect
-from broker.contract import BrokerEvent, RunInfo
+from broker.contract import RunInfo
 from broker.journal.open_state import bind, open_memory
 from broker.journal.status_files import Snapshots
 from broker.server.server import BrokerServer
 from common.config.schema import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
+from common.process.event_file import EventFile
 from common.process.files import move_aside
 from common.process.lifecycle import alive
 from common.process.malloc_tuning import keep_freed_memory
@@ -44,12 +46,8 @@ def run_broker(config: Config, config_json: bytes) -> int:
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     refuse_second_broker(run_dir, config.broker.credentials)
-    with (run_dir / "events.jsonl").open("ab", buffering=0) as events_file:
-
-        def write_event(event: BrokerEvent) -> None:
-            events_file.write(msgspec.json.encode(event) + b"\n")
-
-        memory = open_memory(config, run_info(config, config_json), write_event)
+    with closing(EventFile(run_dir / "events.jsonl", "broker")) as events:
+        memory = open_memory(config, run_info(config, config_json), events.write)
         try:
             snapshots = Snapshots(run_dir, memory.state)
             server = bind(memory, config.broker, snapshots.tick, run_dir / QUARANTINE)

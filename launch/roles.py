@@ -12,10 +12,11 @@ import msgspec
 
 from common.config.loading import load_either
 from common.config.schema import Config
-from common.errors import UsageError
+from common.errors import BrokerUnreachable, UsageError
+from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, write_json
-from launch.observe.broker_access import ask_status, check_join_address, discover_broker
+from launch.observe.broker_access import ask_status, check_join_address
 from launch.resolve_target import checked, find_run, joined_config, load_job, load_sft, need_broker_library
 
 # torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
@@ -67,7 +68,10 @@ def rollout(args: argparse.Namespace) -> int:
     else:
         config, run = load_job(args.config, args.overrides, environment=True, reader="node")
         run.check_agrees(config)
-        address = args.join or discover_broker(config, run, args.join_timeout_s)
+        try:
+            address = args.join or find_broker(config, run, args.join_timeout_s)
+        except BrokerUnreachable as error:
+            raise UsageError(str(error)) from None
         ask_status(address, args.join_timeout_s, config.broker.credentials)
     node_id = args.node_id or f"{socket.gethostname()}-{os.getpid()}"
     setup_logging("rollout", node_id, run.logs, config.telemetry.log_level)

@@ -7,7 +7,6 @@ lead rank: say how it ended, to the broker and in RUN/learner.json
 
 import logging
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +14,19 @@ from pathlib import Path
 import msgspec
 
 from broker.connect import Access, BrokerConnection, connect
-from common.config.checks import check_config, fixed_address, resolve_paths
+from common.config.checks import check_config, resolve_paths
 from common.config.loading import load_config
 from common.config.schema import Config
-from common.errors import BrokerUnreachable, SlipstreamError
+from common.errors import SlipstreamError
 from common.metrics import MetricsWriter
-from common.process.lifecycle import alive, leave
+from common.process.broker_address import find_broker
+from common.process.event_file import EventFile
+from common.process.lifecycle import leave
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder
 from learner.loop.lead_rank import Lead
-from learner.loop.learner_record import EventLog, write_record
+from learner.loop.learner_record import write_record
 from learner.loop.resume import Resume, find_start
 from learner.loop.status_reporter import Reporter
 from learner.loop.step_metrics import Totals
@@ -44,34 +45,10 @@ class LeadParts:
 
     broker: BrokerConnection
     reporter: Reporter
-    events: EventLog
+    events: EventFile
     checkpoints: CheckpointFolder
     tasks: TaskStream
     resume: Resume
-
-
-def find_broker(config: Config, run_dir: RunDir, given: str | None, wait_s: float = BROKER_WAIT_S) -> str:
-    """The broker's address: as given, from the config, or from RUN/broker.json once a living broker wrote it.
-
-    Raises:
-        BrokerUnreachable: no RUN/broker.json within `wait_s`.
-    """
-    if given:
-        return given
-    fixed = fixed_address(config)
-    if fixed is not None:
-        return fixed
-    end = time.monotonic() + wait_s
-    while True:
-        found = run_dir.broker()
-        over = time.monotonic() >= end
-        if found is not None and (alive(found.pid) or over):  # over: it may run on another machine
-            return found.address
-        if over:
-            raise BrokerUnreachable(
-                f"no broker wrote {run_dir.broker_json} within {wait_s:.0f} s; is `slipstream broker CONFIG` running?"
-            )
-        time.sleep(0.1)
 
 
 def prepare_lead(config: Config, run_dir: RunDir, broker_address: str | None) -> LeadParts:
@@ -84,11 +61,11 @@ def prepare_lead(config: Config, run_dir: RunDir, broker_address: str | None) ->
     """
     run_dir.prepare(config)
     checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep)
-    events = EventLog(run_dir.events)
+    events = EventFile(run_dir.events, "learner")
     source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
     broker = config.broker
     access = Access(
-        address=find_broker(config, run_dir, broker_address),
+        address=broker_address or find_broker(config, run_dir, BROKER_WAIT_S),
         role="learner",
         max_message_bytes=broker.max_message_bytes,
         credentials=broker.credentials,

@@ -1,9 +1,7 @@
 """Doctor: what a run folder holds already: a job that runs, one that stands still, and what killed ones left behind."""
 
-import fcntl
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 
@@ -11,6 +9,7 @@ from broker.diagnosis.stalls import Stall
 from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
 from common.process.lifecycle import alive
+from common.process.lock_file import is_locked, lock_holder
 from common.process.run_dir import RunDir
 from launch.doctor.findings import Finding, fine, problem, warning
 from launch.observe.observation import Observation, observe
@@ -121,32 +120,6 @@ def _held_locks(run: RunDir, running: bool) -> Iterator[Finding]:
             what = f"{path} is held by process {pid or 'unknown (of another user or machine)'}"
             mend = f"stop process {pid}" if pid else f"fuser {path} as root"
             yield problem("run", what, "another job works on this folder, or what is left of one", mend)
-
-
-def is_locked(path: Path) -> bool:
-    """Whether another process holds flock on a file."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def lock_holder(path: Path) -> int | None:
-    """Process that holds flock on a file, from /proc/locks; None when it is not visible."""
-    inode = path.stat().st_ino
-    try:
-        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        words = line.split()
-        if "FLOCK" in words and "->" not in words and words[5].rpartition(":")[2] == str(inode):
-            return int(words[4]) if int(words[4]) > 0 else None
-    return None
 
 
 def _left_over(run: RunDir, running: bool) -> Iterator[Finding]:

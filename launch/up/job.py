@@ -9,17 +9,17 @@ failure :   the same, after saying which role failed, how, and where its log is
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from common.config.schema import Config
 from common.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, SlipstreamError
+from common.process.broker_address import running_broker
+from common.process.event_file import EventFile
 from common.process.lifecycle import DrainFlag
 from common.process.logs import last_lines, log_path
 from common.process.run_dir import RunDir
-from launch.observe.broker_access import running_broker
 from launch.observe.display import Display, open_display
 from launch.observe.metrics_tail import MetricsTail, mean
 from launch.observe.observation import Observation, observe
@@ -212,10 +212,9 @@ class Job:
 
     def _on_event(self, kind: str, detail: Mapping[str, object]) -> None:
         """Into RUN/events.jsonl, and to the person when it is no routine."""
-        line = {"time_s": time.time(), "kind": f"role_{kind}", "detail": detail, "source": "supervisor"}
         try:
-            with self.run_dir.events.open("ab", buffering=0) as file:
-                file.write(msgspec.json.encode(line) + b"\n")
+            with closing(EventFile(self.run_dir.events, "supervisor")) as events:
+                events.add(f"role_{kind}", **detail)
         except OSError as error:  # a full disk must not end the one who restarts the others
             self._note(f"events.jsonl cannot be written: {error.strerror}")
         role, code = detail.get("role"), detail.get("exit_code")

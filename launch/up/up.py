@@ -1,14 +1,12 @@
 """slipstream up CONFIG: the whole job on this machine. This module decides whether to run it; job.py runs it."""
 
 import argparse
-import fcntl
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import IO
 
 from common.errors import EXIT_DONE, UsageError
+from common.process.broker_address import running_broker
+from common.process.lock_file import AlreadyLocked, take_lock
 from common.process.run_dir import RunDir
-from launch.observe.broker_access import running_broker
 from launch.resolve_target import load_job, need_broker_library
 from launch.up.job import Job
 from launch.up.run_finished import finished
@@ -32,20 +30,12 @@ def command(args: argparse.Namespace) -> int:
         return Job(config, run).run(args.plain)
 
 
-@contextmanager
-def only_one(run: RunDir) -> Iterator[None]:
-    """Hold RUN/up.lock, which the kernel releases when this process ends; raises UsageError when another holds it."""
+def only_one(run: RunDir) -> IO[str]:
+    """Take RUN/up.lock, which the kernel releases when this process ends; raises UsageError when another has it."""
     try:
         run.path.mkdir(parents=True, exist_ok=True)
+        return take_lock(run.path / "up.lock")
+    except AlreadyLocked as error:
+        raise UsageError(f"{run.path}: another `slipstream up` (pid {error.holder}) runs this job") from None
     except OSError as error:
         raise UsageError(f"run.dir: {run.path} cannot be created: {error}") from None
-    with (run.path / "up.lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise UsageError(f"{run.path}: another `slipstream up` (pid {file.read().strip()}) runs this job") from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield

@@ -12,12 +12,12 @@ from broker.contract import BrokerStatus, LearnerBroker, ObserverBroker, StoredG
 from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError
 from common.metrics import MetricsWriter, StepMetrics
+from common.process.event_file import EventFile
 from common.rollouts import Group
 from learner.backend_protocol import RoutingShape
 from learner.batch.batch import BadGroup, decode, expired_groups
 from learner.batch.dynamic_sampling import most_replaced, without_signal
 from learner.checkpoint.folder import CheckpointFolder, TrainerState
-from learner.loop.learner_record import EventLog
 from learner.loop.rank_commands import Command, Drain, Fail, Train, Wait
 from learner.loop.resume import check_not_behind, check_not_forgotten
 from learner.loop.status_reporter import Reporter
@@ -61,7 +61,7 @@ class Lead:
         tasks: TaskStream,
         checkpoints: CheckpointFolder,
         metrics: MetricsWriter,
-        events: EventLog,
+        events: EventFile,
         reporter: Reporter,
         stop_requested: Callable[[], str | None],
         vocab_size: int,

@@ -1,8 +1,7 @@
-"""The learner's small files in RUN: learner.json (who runs, which incarnation) and its lines in events.jsonl."""
+"""RUN/learner.json: which learner runs, its incarnation, and how it ended."""
 
 import os
 import time
-from pathlib import Path
 
 import msgspec
 
@@ -21,28 +20,6 @@ class LearnerRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     policy_version: int
     time_s: float
-
-
-class Event(msgspec.Struct, frozen=True):
-    """One line of RUN/events.jsonl, of the shape that the broker's have."""
-
-    time_s: float
-    kind: str
-    detail: dict[str, str | int | float] = {}
-    source: str = "learner"
-
-
-class EventLog:
-    """Appends whole lines, so that learner and broker can share the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-    def add(self, kind: str, **detail: str | int | float) -> None:
-        os.write(self._file, msgspec.json.encode(Event(time.time(), kind, detail)) + b"\n")
-
-    def close(self) -> None:
-        os.close(self._file)
 
 
 def read_record(run_dir: RunDir) -> LearnerRecord | None:

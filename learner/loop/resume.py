@@ -10,9 +10,10 @@ import msgspec
 from broker.contract import LedgerEntry
 from common.config.schema import Config, SftConfig
 from common.errors import UsageError
+from common.process.event_file import EventFile
 from common.process.run_dir import RunDir
 from learner.checkpoint.folder import CheckpointFolder, TrainerState
-from learner.loop.learner_record import EventLog, next_incarnation
+from learner.loop.learner_record import next_incarnation
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def find_start(
     config: Config | SftConfig,
     run_dir: RunDir,
     checkpoints: CheckpointFolder,
-    events: EventLog,
+    events: EventFile,
     dataset_digest: str,
     take_over: Callable[[int, int], None] | None = None,
 ) -> tuple[Resume, TrainerState | None]:

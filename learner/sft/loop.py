@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 from common.config.schema import SftConfig
 from common.metrics import MetricsWriter, SftMetrics
+from common.process.event_file import EventFile
 from learner.backend_protocol import Backend, StepResult
 from learner.batch.packing import Document, microbatches_for
 from learner.checkpoint.folder import CheckpointFolder, TrainerState
 from learner.checkpoint.writer import Checkpointer
-from learner.loop.learner_record import EventLog
 from learner.loop.resume import Resume
 from learner.loop.step_metrics import check_finite
 from learner.loop.task_stream import StreamState
@@ -35,7 +35,7 @@ LOG_EVERY_S = 2.0
 class SftLead:
     """What only one rank does: metrics, events, and the checkpoints' names."""
 
-    def __init__(self, metrics: MetricsWriter, events: EventLog, checkpoints: CheckpointFolder) -> None:
+    def __init__(self, metrics: MetricsWriter, events: EventFile, checkpoints: CheckpointFolder) -> None:
         self.metrics = metrics
         self.events = events
         self.checkpoints = checkpoints

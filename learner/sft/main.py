@@ -16,10 +16,11 @@ from common.config.checks import check_config, resolve_paths
 from common.config.loading import load_config
 from common.config.schema import SftConfig
 from common.metrics import MetricsWriter
+from common.process.event_file import EventFile
 from common.process.lifecycle import leave
 from common.process.run_dir import RunDir
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder
-from learner.loop.learner_record import EventLog, write_record
+from learner.loop.learner_record import write_record
 from learner.loop.resume import Resume, find_start
 from learner.rank_process import RankProcess, guard, parse_arguments
 from learner.sft.loop import SftLead, SftTrainer
@@ -39,7 +40,7 @@ class LeadParts:
 def prepare_lead(config: SftConfig, run_dir: RunDir, dataset: SftDataset) -> LeadParts:
     """Find where the run stands; raises UsageError when the dataset is not that of the checkpoint."""
     checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep)
-    events = EventLog(run_dir.events)
+    events = EventFile(run_dir.events, "learner")
     resume, _ = find_start(config, run_dir, checkpoints, events, dataset.digest)
     metrics = MetricsWriter(run_dir.metrics, keep_before_step=resume.version)
     write_record(run_dir, resume.incarnation, "running", resume.version)

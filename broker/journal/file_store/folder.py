@@ -1,7 +1,5 @@
 """RUN/store: its lock, its identity, its segments and the history of finished tasks."""
 
-import contextlib
-import fcntl
 import mmap
 import os
 import secrets
@@ -15,6 +13,7 @@ import msgspec
 from broker.journal.file_store.frames import HEAD_BYTES, Buffer, Scan, head, read_frame, scan
 from broker.journal.store import StoreCorrupt
 from common.errors import UsageError
+from common.process.lock_file import AlreadyLocked, take_lock
 from common.process.run_dir import write_atomic
 
 SCHEMA = 1
@@ -43,26 +42,14 @@ class StoreFolder:
         """Keep every other broker out until this process ends or unlocks. Raises UsageError when that fails."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / "lock").open("a+")
-        except OSError as error:
-            raise UsageError(f"{self.path}: the store cannot be locked: {error}") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            file.close()
+            self._lock = take_lock(self.path / "lock")
+        except AlreadyLocked as error:
             raise UsageError(
-                f"{self.path}: this run already has a broker: process {holder} writes its store; stop it first, or "
-                "choose another run.dir"
+                f"{self.path}: this run already has a broker: process {error.holder} writes its store; stop it first, "
+                "or choose another run.dir"
             ) from None
         except OSError as error:
-            file.close()
-            raise UsageError(f"{self.path}: the store cannot be locked on this file system: {error}") from error
-        self._lock = file
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without the name of who holds it
-            os.ftruncate(file.fileno(), 0)
-            os.write(file.fileno(), str(os.getpid()).encode())
+            raise UsageError(f"{self.path}: the store cannot be locked: {error}") from error
 
     def unlock(self) -> None:
         """Let others in."""

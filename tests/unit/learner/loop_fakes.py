@@ -16,13 +16,14 @@ from common.arrays import Array
 from common.config.schema import Config
 from common.errors import SlipstreamError
 from common.metrics import MetricsWriter
+from common.process.event_file import EventFile
 from common.process.run_dir import RunDir
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
 from common.weights.messages import Canary
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder
 from learner.loop.lead_rank import Lead
-from learner.loop.learner_record import EventLog, next_incarnation, write_record
+from learner.loop.learner_record import next_incarnation, write_record
 from learner.loop.status_reporter import Reporter
 from learner.loop.step_metrics import Totals
 from learner.loop.task_source import TaskSource
@@ -288,7 +289,7 @@ def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> W
         TaskStream(source, state.tasks if state else None),
         checkpoints,
         MetricsWriter(run_dir.metrics, keep_before_step=version),
-        EventLog(run_dir.events),
+        EventFile(run_dir.events, "learner"),
         reporter,
         lambda: stop[0] if stop else None,
         backend.vocab_size,

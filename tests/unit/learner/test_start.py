@@ -13,21 +13,21 @@ from broker.contract import RunInfo
 from broker.delivery.in_process import MemoryBroker, MemoryLearner
 from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
+from common.process.broker_address import find_broker
 from common.process.run_dir import BrokerFile, RunDir, write_json
 from learner.checkpoint.folder import CheckpointFolder, TrainerState
 from learner.loop.learner_record import next_incarnation, read_record, write_record
 from learner.loop.status_reporter import Reporter
 from learner.loop.task_stream import StreamState
-from learner.main import find_broker, prepare_lead
+from learner.main import prepare_lead
 
 MakeConfig = Callable[..., Config]
 
 
-def test_a_given_address_comes_first_then_the_config(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_the_address_of_the_config_is_taken(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(broker={"address": "tcp://127.0.0.1:7000"})
-    assert find_broker(config, RunDir(tmp_path), "tcp://127.0.0.1:9") == "tcp://127.0.0.1:9"
-    assert find_broker(config, RunDir(tmp_path), None) == "tcp://127.0.0.1:7000"
-    assert find_broker(make_config(broker={"address": "ipc:///x"}), RunDir(tmp_path), None) == "ipc:///x"
+    assert find_broker(config, RunDir(tmp_path), 0.0) == "tcp://127.0.0.1:7000"
+    assert find_broker(make_config(broker={"address": "ipc:///x"}), RunDir(tmp_path), 0.0) == "ipc:///x"
 
 
 def test_the_file_of_a_living_broker_is_waited_for(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -40,14 +40,14 @@ def test_the_file_of_a_living_broker_is_waited_for(make_config: MakeConfig, tmp_
 
     thread = threading.Thread(target=appear)
     thread.start()
-    assert find_broker(make_config(), run_dir, None, wait_s=10.0) == "tcp://127.0.0.1:2"
+    assert find_broker(make_config(), run_dir, wait_s=60.0) == "tcp://127.0.0.1:2"
     thread.join(10)
 
 
 def test_no_broker_is_an_error_after_a_bounded_wait(make_config: MakeConfig, tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(BrokerUnreachable, match=r"no broker wrote .*broker\.json within 0 s"):
-        find_broker(make_config(), RunDir(tmp_path), None, wait_s=0.2)
+        find_broker(make_config(), RunDir(tmp_path), wait_s=0.2)
     assert time.monotonic() - began < 5
 
 

@@ -1,0 +1,42 @@
+"""Where the broker of a run listens: as the config says, or as the broker wrote to RUN/broker.json."""
+
+import time
+
+from common.config.checks import fixed_address
+from common.config.schema import Config
+from common.errors import BrokerUnreachable
+from common.process.lifecycle import alive
+from common.process.run_dir import RunDir
+
+POLL_S = 0.1
+
+
+def find_broker(config: Config, run: RunDir, wait_s: float) -> str:
+    """The configured address, or the one in RUN/broker.json once a living broker wrote it.
+
+    It waits for that file, so that roles may start in any order. After `wait_s` it takes the address of a process that
+    is not alive here, since the broker may run on another machine.
+
+    Raises:
+        BrokerUnreachable: there is no RUN/broker.json within `wait_s`.
+    """
+    fixed = fixed_address(config)
+    if fixed is not None:
+        return fixed
+    end = time.monotonic() + wait_s
+    while (found := running_broker(run)) is None and time.monotonic() < end:
+        time.sleep(POLL_S)
+    if found is None and (file := run.broker()) is not None:
+        found = file.address
+    if found is None:
+        raise BrokerUnreachable(
+            f"no broker wrote {run.broker_json} within {wait_s:.0f} s; is `slipstream broker CONFIG` running? "
+            "A node reaches the broker of another machine with --join tcp://HOST:PORT"
+        )
+    return found
+
+
+def running_broker(run: RunDir) -> str | None:
+    """The address in RUN/broker.json when the process that wrote it is alive on this machine."""
+    file = run.broker()
+    return file.address if file is not None and alive(file.pid) else None
