@@ -1,14 +1,15 @@
 """The figures that the control thread gives to the rest of the learner."""
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
-from learner.publish.protocol import PublishStats
+from learner.publish.protocol import PublishStats, Undelivered
 from learner.publish.receiver_state import Receiver, State
 from learner.publish.snapshot import Snapshot
-from learner.publish.undelivered import undelivered
+
+STAGES = {"joining": "queued", "idle": "queued", "flipping": "flipping"}  # by state; excluded nodes get nothing
 
 
 class Figures:
@@ -62,3 +63,15 @@ class Figures:
 
         with self._changed:
             return self._changed.wait_for(settled, timeout_s)
+
+
+def undelivered(receivers: Iterable[Receiver], current: Snapshot | None) -> tuple[Undelivered, ...]:
+    """The nodes that the version meant for them has not reached yet, the longest-waiting first."""
+    found: list[Undelivered] = []
+    for receiver in receivers:
+        attempt, stage = receiver.attempt, STAGES.get(receiver.state.value, "receiving")
+        if attempt is not None:
+            found.append(Undelivered(receiver.node_id, attempt.version, stage, attempt.started))
+        elif stage == "queued" and current is not None and receiver.version != current.version:
+            found.append(Undelivered(receiver.node_id, current.version, stage, current.started))
+    return tuple(sorted(found, key=lambda one: one.since))

@@ -10,7 +10,6 @@ from typing import Protocol
 from torch import Tensor
 
 from common.weights.messages import Canary
-from learner.publish.undelivered import Undelivered
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,21 @@ class PublishReceipt:
     version: int
     payload_bytes: int
     snapshot_s: float
+
+
+@dataclass(frozen=True)
+class Undelivered:
+    """A node without the version that is meant for it.
+
+    Attributes:
+        stage: queued (an earlier broadcast is under way), receiving (not Staged yet), flipping (Staged, not Active).
+        since: when the attempt began, or when the version was published; perf_counter seconds.
+    """
+
+    node_id: str
+    version: int
+    stage: str
+    since: float
 
 
 @dataclass(frozen=True)

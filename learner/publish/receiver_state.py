@@ -69,8 +69,7 @@ class Receiver:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Begin:
+class Begin(msgspec.Struct, frozen=True):
     """An attempt starts. `rank` is 0 when its group exists already; `asks`: a peer was asked to serve a fetch."""
 
     attempt: Attempt
@@ -79,34 +78,29 @@ class Begin:
     asks: bool = False
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """The peer that was asked serves the fetch at `source`; None: it does not."""
 
     source: messages.Source | None
 
 
-@dataclass(frozen=True)
-class AttemptFailed:
+class AttemptFailed(msgspec.Struct, frozen=True):
     """Some member of the receiver's attempt failed, or the sender did."""
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """All members of the failed attempt have answered or are gone; `published` counts the publishes so far."""
 
     published: int
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time has passed; `timeout_s` is weights.timeout_s."""
 
     timeout_s: float
 
 
-@dataclass(frozen=True)
-class Lost:
+class Lost(msgspec.Struct, frozen=True):
     """The connection has ended, or a new one replaces it."""
 
     why: str
@@ -116,41 +110,35 @@ class Lost:
 Event = messages.NodeMessage | Begin | Answer | AttemptFailed | Release | Tick | Lost
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send `message` to the receiver."""
 
     message: messages.LearnerMessage
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True):
     """Let the receiver fetch from `source`; None: from the learner."""
 
     source: messages.Source | None
 
 
-@dataclass(frozen=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """The attempt failed for all of its members."""
 
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class NoteStaged:
+class NoteStaged(msgspec.Struct, frozen=True):
     """The receiver staged the attempt's version."""
 
 
-@dataclass(frozen=True)
-class NoteActive:
+class NoteActive(msgspec.Struct, frozen=True):
     """The receiver runs the attempt's version; `difference` is its canary's, None without one."""
 
     difference: float | None
 
 
-@dataclass(frozen=True)
-class Drop:
+class Drop(msgspec.Struct, frozen=True):
     """The receiver is out of the weight plane; `ejected`: tell it so, and count it."""
 
     why: str

@@ -96,7 +96,7 @@ class Sender:
         return made
 
     def send(self, flat: torch.Tensor, bucket: int) -> str:
-        """Take part in the broadcast, as learner/publish/transfer.py does; the error, '' when there was none."""
+        """Take part in the broadcast, as learner/publish/attempt.py does; the error, '' when there was none."""
         if self.server is not None:
             return ""
         try:

@@ -1,14 +1,9 @@
-"""Which way a version takes to whom, and which nodes still wait for it."""
-
-from types import SimpleNamespace
-from typing import cast
+"""Which way a version takes to which node."""
 
 import pytest
 
-from learner.publish.receiver_state import Receiver, State
+from learner.publish.receiver_state import Receiver
 from learner.publish.routes import RETURN_AFTER, Route, Split, split
-from learner.publish.snapshot import Snapshot
-from learner.publish.undelivered import Undelivered, undelivered
 from tests.unit.learner.receivers import attempt_at, newcomer, settled, snapshot_of
 
 SENDING = attempt_at(snapshot_of(5), "a", "b")
@@ -49,20 +44,3 @@ def test_relayed_nodes_come_back_one_at_a_time_on_probation_and_not_after_a_fail
     assert (names(due.together), names(due.relayed), due.probation) == ("a b", "c", ready[1])
     tried = settled("b", route=relayed.failed(4))
     assert names(ways([settled("a"), tried], published=10 + RETURN_AFTER).together) == "a"
-
-
-def test_receiving_flipping_and_queued_nodes_are_told_apart_the_longest_waiting_first() -> None:
-    current = cast(Snapshot, SimpleNamespace(version=6, started=12.0))
-    receivers = [
-        settled("c", 4),
-        settled("b", 4, state=State.FLIPPING, attempt=SENDING),
-        settled("a", 4, state=State.STAGING, attempt=SENDING),
-        settled("new", 6),
-        settled("bad", 3, state=State.EXCLUDED),
-    ]
-    assert undelivered(receivers, current) == (
-        Undelivered("b", 5, "flipping", 0.0),
-        Undelivered("a", 5, "receiving", 0.0),
-        Undelivered("c", 6, "queued", 12.0),
-    )
-    assert undelivered([newcomer("a")], None) == ()
