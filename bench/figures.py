@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,17 +87,21 @@ def provenance(name: str, folder: str = "../bench/results") -> str:
     """Machine, commit, arguments and rounds, as far as the result has them."""
     found = result(name)
     found = found if isinstance(found, dict) else {}
-    arguments = found.get("arguments")
     parts = [
         machine_of(found),
         f"commit {found['commit']}" if "commit" in found else "commit not recorded",
-        f"arguments `{' '.join(f'{k}={_word(v)}' for k, v in arguments.items())}`"
-        if arguments
-        else "arguments not recorded",
+        _arguments(found.get("arguments")),
     ]
     parts += [f"{found['rounds']} rounds"] if isinstance(found.get("rounds"), int) else []
     parts += [f"load {found['load_1min']} at the end"] if "load_1min" in found else []
-    return f"Source: [{name}.json]({folder}/{name}.json); {'; '.join(parts)}."
+    text = f"Source: [{name}.json]({folder}/{name}.json); {'; '.join(parts)}."
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+
+
+def _arguments(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "arguments not recorded"
+    return f"arguments `{' '.join(f'{k}={_word(v)}' for k, v in found.items())}`" if found else "no arguments"
 
 
 def _word(value: object) -> str:

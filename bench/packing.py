@@ -67,6 +67,7 @@ def measure(workload: tuple[str, int, float, int, int], layout: str, ranks: int,
 
 
 def main() -> None:
+    options = harness.parser(__doc__).parse_args()
     settings = [
         (workload, layout, ranks, weigh)
         for workload in WORKLOADS
@@ -79,7 +80,7 @@ def main() -> None:
         print(json.dumps(row))
     setting = {"documents_per_step": DOCUMENTS, "steps": STEPS, "hidden_size": HIDDEN}
     workloads = [dict(zip(("name", "median", "spread", "longest", "bound"), w, strict=True)) for w in WORKLOADS]
-    harness.save("packing", None, {"rounds": STEPS, "setting": setting, "workloads": workloads, "rows": rows})
+    harness.save("packing", options, {"rounds": STEPS, "setting": setting, "workloads": workloads, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -285,6 +285,25 @@ def corrections() -> str:
     return f"{provenance('correction_study')}\n\n{table(head, rows)}"
 
 
+def packing() -> str:
+    """Filled tokens, and the imbalance by number of data-parallel ranks."""
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for r in result("packing")["rows"]:
+        cost = "tokens and attention" if r["attention_weighed"] else "tokens"
+        found.setdefault((r["workload"], r["layout"], cost), []).append(r)
+    head = ["workload", "layout", "cost", "real / computed tokens"]
+    head += [f"imbalance at DP {r['data_parallel']}" for r in next(iter(found.values()))]
+    rows = [
+        [
+            *key,
+            f"{min(r['real_over_computed_tokens'] for r in rows):.4f}",
+            *(f"{100 * r['imbalance_mean']:.2f} %" for r in rows),
+        ]
+        for key, rows in found.items()
+    ]
+    return f"{provenance('packing')}\n\n{table(head, rows)}"
+
+
 def layouts() -> str:
     rows = result("layouts")
     return table(list(rows[0]), [list(row.values()) for row in rows])
@@ -326,6 +345,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "simulated": simulated,
     "corrections": corrections,
     "layouts": layouts,
+    "packing": packing,
     "faults": faults,
 }
 

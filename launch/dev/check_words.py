@@ -47,7 +47,7 @@ BANNED = {
 }
 PATTERNS = [(re.compile(pattern, re.IGNORECASE), advice) for pattern, advice in BANNED.items()]
 ABBREVIATIONS = re.compile(r"\b(e\.g|i\.e|etc|vs|cf|al|eq|Fig|No)\.(?=\s)")
-SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z0-9`<])")
+SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]*_]*\s+(?=[\"'(\[*_]*[A-Z0-9`<])")
 LIST_ITEM = re.compile(r"\s*([-*+]|\d+[.)])\s+")
 SECTION = re.compile(r"(Args|Returns|Raises|Yields|Attributes|Notes?|Examples?):$")
 

@@ -23,6 +23,7 @@ def test_a_sentence_of_25_words_passes_and_one_of_26_does_not() -> None:
 
 
 def test_a_colon_or_a_semicolon_does_not_end_a_sentence_and_a_full_stop_does() -> None:
+    assert len(sentences("**One.** Two. *Three* four.")) == 3
     text = "One: two; three. Four (e.g. Five)? Six 1.5 s."
     assert sentences(text) == ["One: two; three.", "Four (e.g Five)?", "Six 1.5 s."]
 
