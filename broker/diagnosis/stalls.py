@@ -1,17 +1,18 @@
-"""Who waits for whom, since when, and what would release it: read off a status, by nothing but that status.
+"""Explains from a status alone who waits for whom, since when, and what would end the wait.
 
-A job that runs well has few, and short ones. What is ordinary for a moment (a learner that waits for the groups that
-are being generated) is one here as well, because whoever asks wants to know; `since_s` tells how bad it is.
+A job that runs well has few and short waits. Ordinary ones are included, such as a learner that waits for groups that
+are being generated; `since_s` shows how serious a wait is.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import msgspec
 
 from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, Delivery, GroupWork, LearnerReport, NodeStatus
 
-NAMED = 4  # nodes or groups that a sentence names before it counts the rest
-PROMPT_S = 2.0  # what is over sooner is not worth a line: a flip, a broadcast, the copy of the weights
+NAMED = 4  # a sentence names so many nodes or groups and counts the rest
+PROMPT_S = 2.0  # shorter flips, broadcasts and copies of the weights are not reported
 SLOW_ENVIRONMENT_S = 20.0
 MIB = 1 << 20
 
@@ -20,11 +21,11 @@ class Stall(msgspec.Struct, frozen=True):
     """One wait.
 
     Attributes:
-        kind: for programs; see docs/stalls.md.
-        who: waits.
-        waits_for: whom or what, and how far that is.
-        since_s: how long already; None where nobody knows.
-        release: what would end it.
+        kind: a name for programs; docs/stalls.md lists all of them.
+        who: the one that waits.
+        waits_for: the other side, and its progress.
+        since_s: duration so far; None where it is unknown.
+        release: the event that would end the wait.
     """
 
     kind: str
@@ -35,14 +36,14 @@ class Stall(msgspec.Struct, frozen=True):
 
 
 def explain(status: BrokerStatus) -> list[Stall]:
-    """Every wait in a job whose broker says `status` now, what stops the most first."""
+    """Every wait in a job with this status. Those that stop the most come first."""
     found = [*_store(status), *_learner(status), *_broadcast(status), *_full(status)]
     found += [*_nodes(status), *_gone(status), *_groups(status)]
     return found
 
 
 def learner_silent(status: BrokerStatus) -> bool:
-    """Whether the learner should have reported and did not."""
+    """Whether the learner missed its reports without having ended."""
     learner = status.learner
     return learner is not None and learner.state not in LEARNER_ENDED and status.learner_last_seen_s > LOST_AFTER_S
 
@@ -60,7 +61,7 @@ def named(names: Iterable[str]) -> str:
 
 def _store(status: BrokerStatus) -> Iterator[Stall]:
     if status.store is not None and status.store.stuck:
-        waits = f"the broker, which acknowledges nothing until it can write: {status.store.stuck}"
+        waits = f"the broker, which cannot write its store and acknowledges nothing until it can: {status.store.stuck}"
         yield Stall("store", "everyone", waits, None, "the disk takes writes again; nothing is lost meanwhile")
 
 
@@ -84,7 +85,7 @@ def _learner(status: BrokerStatus) -> Iterator[Stall]:
         return
     since_s = learner.since_s + status.learner_last_seen_s
     if learner_silent(status):
-        waits = f"the learner (pid {learner.pid}), which has said nothing since it was {learner.state}"
+        waits = f"the learner (pid {learner.pid}), which has sent nothing since it was {learner.state}"
         release = "it goes on (is it stopped, swapping or cut off?), or is started again"
         yield Stall("learner_silent", "everyone", waits, status.learner_last_seen_s, release)
     elif learner.state in LEARNER_ENDED:
@@ -113,7 +114,7 @@ def _ended(learner: LearnerReport, since_s: float) -> Iterator[Stall]:
 
 
 def _waiting(status: BrokerStatus, learner: LearnerReport, since_s: float) -> Iterator[Stall]:
-    """The learner has not got the groups of its step."""
+    """The learner waits for groups of its step."""
     missing = learner.groups_missing or status.run.groups_per_step
     ready = min(status.groups_ready, missing)
     waits = f"groups for step {learner.step}: {ready} of {missing} ready"
@@ -145,7 +146,7 @@ def _progress(group: GroupWork) -> str:
 
 
 def _broadcast(status: BrokerStatus) -> Iterator[Stall]:
-    """A version that has not reached everybody."""
+    """A version that has not reached every node."""
     learner = status.learner
     if learner is None or learner.state in LEARNER_ENDED:
         return
@@ -173,7 +174,7 @@ def _alive(status: BrokerStatus) -> list[NodeStatus]:
 
 
 def _nodes(status: BrokerStatus) -> list[Stall]:
-    """Nodes that do not generate; those with one reason make one stall, since its longest wait."""
+    """Nodes that do not generate. Nodes with the same reason share one stall, which has their longest wait."""
     merged: dict[tuple[str, str, str], list[tuple[str, float]]] = {}
     for node in _alive(status):
         report, since_s = node.report, node.report.since_s + node.last_seen_s
@@ -187,7 +188,7 @@ def _nodes(status: BrokerStatus) -> list[Stall]:
 
 
 def _reason(status: BrokerStatus, node: NodeStatus) -> tuple[str, str, str] | None:
-    """(kind, waits for, release) of a living node; None while it generates, or is about to."""
+    """(kind, waits for, release) of a living node; None while it generates or is about to."""
     report, learner = node.report, status.learner
     on = report.waiting_on
     if report.state == "quarantined":
@@ -208,12 +209,16 @@ def _reason(status: BrokerStatus, node: NodeStatus) -> tuple[str, str, str] | No
 
 
 def _window(status: BrokerStatus, learner: LearnerReport, held: int, on: str) -> tuple[str, str, str]:
-    """Why a node with weights gets no task: the window is used up, the broker is full, or nothing was offered."""
+    """The reason why a node with weights gets no task: the window, a full broker, or a lack of tasks."""
     if status.full:
         return "full", "room in the broker", "see the broker"
     if learner.policy_version > held:
         new = learner.policy_version
-        return "weights", f"version {new}, with which it may lease on; it holds {held}", f"version {new} reaches it"
+        return (
+            "weights",
+            f"version {new}, with which it may lease more tasks; it has version {held}",
+            f"version {new} reaches it",
+        )
     ends = status.run.groups_per_step * (held + status.run.max_staleness + 1)
     if (
         status.groups_pending == 0
@@ -227,48 +232,70 @@ def _window(status: BrokerStatus, learner: LearnerReport, held: int, on: str) ->
 
 
 def _gone(status: BrokerStatus) -> Iterator[Stall]:
-    """Dead nodes; their tasks have gone back."""
+    """Dead nodes. Other nodes get their tasks."""
     gone = [node for node in status.nodes if not node.alive]
     if gone:
         since_s = min(node.last_seen_s for node in gone)
         names = named(node.report.node_id for node in gone)
-        release = "it comes back, or is forgotten; other nodes have its tasks"
-        yield Stall("node_gone", names, "nobody: nothing has been heard of it", since_s, release)
+        release = "it comes back, or the broker forgets it; other nodes get its tasks"
+        yield Stall("node_gone", names, "nobody: it sends no heartbeats", since_s, release)
 
 
 # ---------------------------------------------------------------- groups
 
+_ENDS = {
+    "environment": "it answers, or rollout.sample_timeout_s ends the episode",
+    "room": "an episode before it ends",
+    "engine": "they end, or reach rollout.max_tokens or rollout.sample_timeout_s",
+}
 
-def _groups(status: BrokerStatus) -> Iterator[Stall]:
-    """Groups that the order has overtaken, and environments that do not answer."""
+
+class _Late(NamedTuple):
+    """A group that later tasks have overtaken, or whose environment does not answer."""
+
+    node_id: str
+    group: GroupWork
+    last_seen_s: float
+
+    @property
+    def since_s(self) -> float:
+        in_environment = self.group.place == "environment"
+        return (self.group.place_s if in_environment else self.group.age_s) + self.last_seen_s
+
+    @property
+    def missing(self) -> int:
+        return self.group.samples - self.group.finished
+
+
+def _groups(status: BrokerStatus) -> list[Stall]:
+    """Overtaken groups, and groups whose environment does not answer; one stall for all that wait for the same."""
     step = status.learner.step if status.learner is not None else 0
+    merged: dict[tuple[str, bool], list[_Late]] = {}
     for node in _alive(status):
         for group in node.report.groups:
-            late = group.serial // status.run.groups_per_step < step
+            overtaken = group.serial // status.run.groups_per_step < step
             stuck = group.place == "environment" and group.place_s + node.last_seen_s > SLOW_ENVIRONMENT_S
-            if late or stuck:
-                yield straggler(node.report.node_id, group, node.last_seen_s, late)
+            if overtaken or stuck:
+                place = group.place if group.place in _ENDS else "engine"
+                late = _Late(node.report.node_id, group, node.last_seen_s)
+                merged.setdefault((place, overtaken), []).append(late)
+    return [_straggler(place, overtaken, groups) for (place, overtaken), groups in merged.items()]
 
 
-def straggler(node_id: str, group: GroupWork, last_seen_s: float, late: bool) -> Stall:
-    """A group that is late, or whose environment is."""
-    missing = group.samples - group.finished
-    at = f"{missing} of {group.samples} samples on {node_id}"
-    # tokens are told by calls that ended: in the engine, those of the turns before
-    known = f"{group.episode_tokens:,} tokens" + (" before it" if group.place == "engine" else "")
-    episode = f"turn {group.turns}, {known}, {group.place_s + last_seen_s:.0f} s there"
-    if group.place == "environment":
-        waits, release = (
-            f"its environment ({at}; {episode})",
-            "it answers, or rollout.sample_timeout_s ends the episode",
-        )
-        kind, since_s = "environment", group.place_s + last_seen_s
-    elif group.place == "room":
-        waits, release = f"a free place in the engine ({at})", "an episode before it ends"
-        kind, since_s = "straggler", group.age_s + last_seen_s
-    else:
-        waits = f"the engine ({at}; {episode})"
-        release = "they end, or reach rollout.max_tokens or rollout.sample_timeout_s"
-        kind, since_s = "straggler", group.age_s + last_seen_s
-    overtaken = ", which later ones have overtaken" if late else ""
-    return Stall(kind, f"task {group.serial}{overtaken}", waits, since_s, release)
+def _straggler(place: str, overtaken: bool, groups: list[_Late]) -> Stall:
+    longest = max(groups, key=lambda late: late.since_s)
+    samples = sum(late.group.samples for late in groups)
+    at = f"{sum(late.missing for late in groups)} of {samples} samples on {named(sorted({g.node_id for g in groups}))}"
+    first = f"task {longest.group.serial}: " if len(groups) > 1 else ""
+    # A node counts tokens when a call to the engine returns, so a running call adds none.
+    known = f"{longest.group.episode_tokens:,} tokens" + (" before it" if place == "engine" else "")
+    episode = f"{first}turn {longest.group.turns}, {known}, {longest.group.place_s + longest.last_seen_s:.0f} s there"
+    waits = {
+        "environment": f"its environment ({at}; {episode})",
+        "room": f"a free slot in the engine ({at})",
+        "engine": f"the engine ({at}; {episode})",
+    }[place]
+    names = named(str(serial) for serial in sorted(late.group.serial for late in groups))
+    who = f"task{'s' if len(groups) > 1 else ''} {names}" + (", which later ones have overtaken" if overtaken else "")
+    kind = "environment" if place == "environment" else "straggler"
+    return Stall(kind, who, waits, longest.since_s, _ENDS[place])

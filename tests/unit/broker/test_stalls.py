@@ -117,9 +117,9 @@ CASES: dict[str, tuple[BrokerStatus, Stall]] = {
         Stall(
             "node_gone",
             "n1",
-            "nobody: nothing has been heard of it",
+            "nobody: it sends no heartbeats",
             70.0,
-            "it comes back, or is forgotten; other nodes have its tasks",
+            "it comes back, or the broker forgets it; other nodes get its tasks",
         ),
     ),
     "no learner has attached": (
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[BrokerStatus, Stall]] = {
         Stall(
             "learner_silent",
             "everyone",
-            "the learner (pid 11), which has said nothing since it was training",
+            "the learner (pid 11), which has sent nothing since it was training",
             61.0,
             "it goes on (is it stopped, swapping or cut off?), or is started again",
         ),
@@ -240,7 +240,7 @@ CASES: dict[str, tuple[BrokerStatus, Stall]] = {
         Stall(
             "weights",
             "n0",
-            "version 7, with which it may lease on; it holds 5",
+            "version 7, with which it may lease more tasks; it has version 5",
             9.5,
             "version 7 reaches it",
         ),
@@ -302,7 +302,7 @@ CASES: dict[str, tuple[BrokerStatus, Stall]] = {
         Stall(
             "store",
             "everyone",
-            "the broker, which acknowledges nothing until it can write: No space left on device",
+            "the broker, which cannot write its store and acknowledges nothing until it can: No space left on device",
             None,
             "the disk takes writes again; nothing is lost meanwhile",
         ),
@@ -327,12 +327,12 @@ CASES: dict[str, tuple[BrokerStatus, Stall]] = {
             "they end, or reach rollout.max_tokens or rollout.sample_timeout_s",
         ),
     ),
-    "a late group waits for a place": (
+    "a late group waits for a slot": (
         status_of(node(groups=[msgspec.structs.replace(WORK, serial=20, place="room", finished=0)])),
         Stall(
             "straggler",
             "task 20, which later ones have overtaken",
-            "a free place in the engine (8 of 8 samples on n0)",
+            "a free slot in the engine (8 of 8 samples on n0)",
             12.5,
             "an episode before it ends",
         ),
@@ -344,6 +344,33 @@ CASES: dict[str, tuple[BrokerStatus, Stall]] = {
 def test_a_stall_is_explained(name: str) -> None:
     status, expected = CASES[name]
     assert expected in explain(status)
+
+
+def test_groups_that_wait_for_the_same_share_one_line() -> None:
+    late = [msgspec.structs.replace(WORK, serial=serial, age_s=serial) for serial in range(18, 26)]
+    queued = msgspec.structs.replace(WORK, serial=26, place="room", finished=0)
+    second = node(node_id="n1", groups=[msgspec.structs.replace(WORK, serial=27, place="environment", place_s=40.0)])
+    stalls = [s for s in explain(status_of(node(groups=[*late, queued]), second)) if "overtaken" in s.who]
+    assert [(s.kind, s.who, s.waits_for, s.since_s) for s in stalls] == [
+        (
+            "straggler",
+            "tasks 18, 19, 20, 21 and 4 more, which later ones have overtaken",
+            "the engine (16 of 64 samples on n0; task 25: turn 1, 0 tokens before it, 12 s there)",
+            25.5,
+        ),
+        (
+            "straggler",
+            "task 26, which later ones have overtaken",
+            "a free slot in the engine (8 of 8 samples on n0)",
+            12.5,
+        ),
+        (
+            "environment",
+            "task 27, which later ones have overtaken",
+            "its environment (2 of 8 samples on n1; turn 1, 0 tokens, 40 s there)",
+            40.5,
+        ),
+    ]
 
 
 def test_a_job_that_moves_has_no_stall() -> None:
