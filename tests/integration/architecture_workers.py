@@ -1,6 +1,5 @@
 """The ranks behind test_architectures.py; the process rig is that of megatron_workers.py."""
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,6 @@ def job_load(folder: Path, spec: dict[str, Any]) -> None:
         backend.schedule.train(mine, rig.policy_loss, rig.TEMPERATURE, entropy=True)
         tensors |= {f"gradient.{n}": t for n, t in rig._gradients(backend).items()}
     fork_rig.write(folder / spec["name"], backend.rank, tensors, {})
-    fork_rig.leave()
 
 
 def job_refused(folder: Path, spec: dict[str, Any]) -> None:
@@ -77,14 +75,15 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 def _refusal(folder: Path, spec: dict[str, Any]) -> str | None:
+    from megatron.core import parallel_state
+
     try:
         rig._backend(folder, spec)
     except UsageError as error:
         return str(error)
     finally:
-        fork_rig.leave()
+        parallel_state.destroy_model_parallel()
     return None
 
 
-if __name__ == "__main__":
-    sys.exit(fork_rig.serve({"model": job_model, "load": job_load, "refused": job_refused}))
+JOBS = {"model": job_model, "load": job_load, "refused": job_refused}

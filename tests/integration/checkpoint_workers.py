@@ -1,7 +1,6 @@
 """The ranks behind test_checkpoints.py; nothing is asserted here."""
 
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ def job_save(folder: Path, spec: dict[str, Any]) -> None:
     result["states"] = _state_digest(backend)
     tensors |= {f"after.{n}": t.clone() for n, t in backend.export()}
     fork_rig.write(folder / spec["name"], backend.rank, tensors, result)
-    fork_rig.leave()
 
 
 def job_resume(folder: Path, spec: dict[str, Any]) -> None:
@@ -38,7 +36,6 @@ def job_resume(folder: Path, spec: dict[str, Any]) -> None:
     result = {"after": tiny_models.step(backend, SAVED_AT), "states": _state_digest(backend)}
     tensors |= {f"after.{n}": t.clone() for n, t in backend.export()}
     fork_rig.write(folder / spec["name"], backend.rank, tensors, result)
-    fork_rig.leave()
 
 
 def job_fresh(folder: Path, spec: dict[str, Any]) -> None:
@@ -49,7 +46,6 @@ def job_fresh(folder: Path, spec: dict[str, Any]) -> None:
     backend.load_checkpoint(folder / "checkpoints" / spec["name"])
     steps.append([tiny_models.step(backend, n) for n in range(2)])
     fork_rig.write(folder / spec["name"], backend.rank, {}, {"steps": steps})
-    fork_rig.leave()
 
 
 def job_full_disk(folder: Path, spec: dict[str, Any]) -> None:
@@ -74,7 +70,6 @@ def job_full_disk(folder: Path, spec: dict[str, Any]) -> None:
     except SlipstreamError as error:
         messages.append(str(error))
     fork_rig.write(folder / spec["name"], backend.rank, {}, {"messages": messages})
-    fork_rig.leave()
 
 
 def job_mismatch(folder: Path, spec: dict[str, Any]) -> None:
@@ -88,7 +83,6 @@ def job_mismatch(folder: Path, spec: dict[str, Any]) -> None:
     except UsageError as error:
         message = str(error)
     fork_rig.write(folder / spec["name"], backend.rank, {}, {"message": message})
-    fork_rig.leave()
 
 
 def _logprobs(backend: Any) -> dict[str, torch.Tensor]:
@@ -109,6 +103,11 @@ def _state_digest(backend: Any) -> list[float]:
     return digest
 
 
-if __name__ == "__main__":
-    jobs = {"models": job_models, "save": job_save, "resume": job_resume, "fresh": job_fresh}
-    sys.exit(fork_rig.serve(jobs | {"full_disk": job_full_disk, "mismatch": job_mismatch}))
+JOBS = {
+    "models": job_models,
+    "save": job_save,
+    "resume": job_resume,
+    "fresh": job_fresh,
+    "full_disk": job_full_disk,
+    "mismatch": job_mismatch,
+}

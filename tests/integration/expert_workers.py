@@ -4,20 +4,19 @@ The reference is plain transformers: hooks on its gates read what they route, ad
 then differentiates, or force the experts of a recorded routing.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import megatron_workers as rig
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from common.config.schema import LearnerConfig, MemoryConfig, ModelConfig, MoeConfig, ParallelConfig
 from learner.backend_protocol import LossOutput, Microbatch
+from tests.integration import megatron_workers as rig
 
 EXPERTS, CHOSEN = 8, 2
 RATE = 0.3  # of either balance; large, so that an error shows in every gradient
@@ -235,7 +234,6 @@ def job_experts(folder: Path, spec: dict[str, Any]) -> None:
             tensors |= {f"first.{n}": t.clone() for n, t in backend.export() if n.endswith("correction_bias")}
     tensors |= {f"trained.{n}": t.clone() for n, t in backend.export()}
     rig._write(folder / spec["name"], backend, tensors, {"steps": steps, "routing": routing})
-    rig._leave(backend)
 
 
 def share(backend: Any, step: int, spec: dict[str, Any]) -> list[Microbatch]:
@@ -266,6 +264,4 @@ def _gradients(backend: Any) -> dict[str, Tensor]:
     return {n: g for n, g in gradients.items() if not n.endswith("correction_bias") and not g.isnan().any()}
 
 
-if __name__ == "__main__":
-    rig.JOBS |= {"expert-reference": job_reference, "experts": job_experts}
-    sys.exit(rig.main())
+JOBS = rig.JOBS | {"expert-reference": job_reference, "experts": job_experts}

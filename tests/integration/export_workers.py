@@ -1,6 +1,5 @@
 """The ranks behind test_export.py: run folders with a checkpoint, and what the learner makes of some documents."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,6 @@ def job_train(folder: Path, spec: dict[str, Any]) -> None:
     tensors = {f"logprobs.{i * size + rank}": row for i, row in enumerate(rows)}
     tensors |= {f"weight.{n}": t.clone() for n, t in backend.export()}
     fork_rig.write(folder / "found" / spec["name"], backend.rank, tensors, {})
-    fork_rig.leave()
 
 
-if __name__ == "__main__":
-    sys.exit(fork_rig.serve({"models": job_models, "train": job_train}))
+JOBS = {"models": job_models, "train": job_train}

@@ -1,10 +1,13 @@
-"""Ranks forked from a process that has imported Megatron once, which costs seconds of CPU, and what they leave.
+"""Worlds of ranks, forked from one process that has imported Megatron once, which costs seconds of CPU.
 
-A worker script gives `serve` its jobs; a test gives `run` that script and stages of groups. The groups of a stage run
-at the same time, each as many ranks with torchrun's environment, and each rank runs its job once per spec.
+A test gives `run` a worker module, which lists its jobs in `JOBS`, and groups of specs. Every spec gets a new world:
+forking it is cheaper than what an earlier world's groups and threads would cost. All files of a session share the
+process that forks.
 """
 
-import gc
+import atexit
+import functools
+import importlib
 import json
 import os
 import signal
@@ -26,23 +29,43 @@ from common.process.lifecycle import die_with_parent
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
+WORLD_S = 2 * LIMIT_S  # for one world, of which the largest need some seconds
 
 Job = Callable[[Path, dict[str, Any]], None]
 
 
 def group(ranks: int, job: str, specs: list[dict[str, Any]]) -> dict[str, Any]:
-    """One world of `ranks` that runs `job` on each of `specs`."""
+    """For each of `specs` one world of `ranks` that runs `job` on it."""
     return {"ranks": ranks, "job": job, "specs": specs}
 
 
-def run(script: Path, folder: Path, stages: list[list[dict[str, Any]]], timeout_s: float = 12 * LIMIT_S) -> None:
-    """Run the stages one after another; the test fails with the ranks' logs when one of them does."""
-    command = [sys.executable, str(script), str(folder), json.dumps(stages), str(timeout_s)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s + 60, check=False)
-    if done.returncode != 0:
+def run(workers: str, folder: Path, groups: list[dict[str, Any]]) -> None:
+    """Run the worlds one after another; the test fails with the ranks' logs when one of them does."""
+    server = _server()
+    order = {"workers": f"tests.integration.{workers}", "folder": str(folder), "groups": groups}
+    server.stdin.write(json.dumps(order) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, f"the process that forks the ranks ended with {server.wait(LIMIT_S)}"
+    if failed := json.loads(answer):
         logs = [f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(folder.glob("*.log"))]
-        pytest.fail("\n".join([done.stderr[-3000:], *logs]), pytrace=False)
+        pytest.fail("\n".join([failed, *logs]), pytrace=False)
+
+
+@functools.cache
+def _server() -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "tests.integration.fork_rig"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **pipes)
+
+    def end() -> None:
+        server.stdin.close()
+        server.wait(LIMIT_S)
+        server.stdout.close()
+
+    atexit.register(end)
+    return server
 
 
 def write(path: Path, rank: int, tensors: dict[str, Tensor], result: dict[str, Any]) -> None:
@@ -63,84 +86,88 @@ class Outcome:
 
     def section(self, prefix: str) -> dict[str, Tensor]:
         """Tensors named `prefix`.NAME, by NAME."""
-        return {k.removeprefix(prefix + "."): v for k, v in self.tensors.items() if k.startswith(prefix + ".")}
+        return section(self.tensors, prefix)
 
 
-def _run_rank(jobs: dict[str, Job], folder: Path, group: dict[str, Any], rank: int, port: int) -> None:
-    die_with_parent()
-    log = os.open(folder / f"{group['job']}-{group['ranks']}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(group["ranks"])}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for spec in group["specs"]:
-        jobs[group["job"]](folder, spec)
-        gc.collect()  # models refer to themselves and to their groups, whose threads end with the last reference
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+def section(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Tensors named `prefix`.NAME, by NAME."""
+    return {k.removeprefix(prefix + "."): v for k, v in tensors.items() if k.startswith(prefix + ".")}
 
 
-def _fork_rank(*arguments: Any) -> int:
+def relative(found: Tensor, expected: Tensor) -> float:
+    """The norm of the error in units of the expected norm, in float64."""
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def _join(bound: socket.socket, rank: int, ranks: int) -> None:
+    """Join the world whose rank 0 serves the store at a socket that is bound already, so that no port is lost."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    port = bound.getsockname()[1]
+    fd = {"master_listen_fd": bound.detach()} if rank == 0 else {}
+    store = torch.distributed.TCPStore("127.0.0.1", port, ranks, rank == 0, **fd)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+
+
+def _fork_rank(job: Job, folder: Path, spec: dict[str, Any], log: Path, bound: socket.socket, world: tuple) -> int:
     pid = os.fork()
     if pid:
         return pid
     status = 1
     try:
-        _run_rank(*arguments)
+        die_with_parent()
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        _join(bound, *world)
+        job(folder, spec)
+        torch.distributed.barrier()
         status = 0
     except BaseException:
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
-def _run_stage(jobs: dict[str, Job], folder: Path, stage: list[dict[str, Any]], deadline: float) -> bool:
-    """Whether every rank ended well. A failed rank ends the others."""
-    running: set[int] = set()
-    for group in stage:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        running |= {_fork_rank(jobs, folder, group, rank, port) for rank in range(group["ranks"])}
-    good = True
-    while running and good:
+def _run_world(job: Job, folder: Path, spec: dict[str, Any], name: str, ranks: int) -> str:
+    """What went wrong; a failed rank ends the others."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        logs = [folder / f"{name}-{ranks}-{rank}.log" for rank in range(ranks)]
+        running = {_fork_rank(job, folder, spec, log, bound, (rank, ranks)) for rank, log in enumerate(logs)}
+    failed, end = "", time.monotonic() + WORLD_S
+    while running and not failed:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             running.discard(pid)
-            good = status == 0
-        elif time.monotonic() > deadline:
-            good = False
+            failed = f"{name} {spec}: a rank ended with {os.waitstatus_to_exitcode(status)}" if status else ""
+        elif time.monotonic() > end:
+            failed = f"{name} {spec}: {len(running)} of {ranks} ranks still run after {WORLD_S:g} s"
         else:
-            time.sleep(0.02)
+            time.sleep(0.005)
     for pid in running:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return good
+    return failed
 
 
-def leave() -> None:
-    """Give up Megatron's groups but keep the world, for the next spec in this process. Collective.
-
-    Megatron forgets its groups without ending them, and each of its dozens has threads of its own.
-    """
-    from megatron.core import parallel_state
-
-    torch.distributed.barrier()
-    parallel_state.destroy_model_parallel()
-    c10d = torch.distributed.distributed_c10d
-    for made in list(c10d._world.pg_map):
-        if made is not c10d.GroupMember.WORLD:
-            torch.distributed.destroy_process_group(made)
-
-
-def serve(jobs: dict[str, Job]) -> int:
-    """The worker script's main: `FOLDER STAGES TIMEOUT_S`."""
-    folder, stages, timeout_s = Path(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3])
+def serve() -> None:
+    """Fork worlds as the lines of standard input say; each answer is what went wrong, as JSON."""
     torch.set_num_threads(1)
     die_with_parent()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     import learner.megatron.backend  # noqa: F401
 
-    deadline = time.monotonic() + timeout_s
-    return 0 if all(_run_stage(jobs, folder, stage, deadline) for stage in stages) else 1
+    for line in sys.stdin:
+        order = json.loads(line)
+        jobs, folder = importlib.import_module(order["workers"]).JOBS, Path(order["folder"])
+        worlds = ((group, spec) for group in order["groups"] for spec in group["specs"])
+        tried = (_run_world(jobs[g["job"]], folder, spec, g["job"], g["ranks"]) for g, spec in worlds)
+        answers.write(json.dumps(next(filter(None, tried), "")) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve()

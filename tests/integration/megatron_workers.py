@@ -7,7 +7,6 @@ Megatron costs seconds of CPU per process, so one process imports it and forks t
 # ruff: noqa: E402
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from safetensors.torch import save_file
 
 from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from learner.backend_protocol import LossOutput, Microbatch, StepResult
-from tests.integration import fork_rig
 
 VOCABULARY = 128
 TEMPERATURE = 0.7
@@ -201,7 +199,6 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     if spec.get("save"):
         backend.save_hf(folder / "saved" / spec["name"])
     _write(folder / spec["name"], backend, tensors, result)
-    _leave(backend)
 
 
 def _digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -236,11 +233,6 @@ def _backend(folder: Path, spec: dict[str, Any]) -> Any:
     return MegatronBackend(model, learner, total_steps=10, seed=spec.get("seed", 1))
 
 
-def _leave(backend: Any) -> None:
-    """Give up the groups but keep the world, for the next layout in this process."""
-    fork_rig.leave()
-
-
 def _share(backend: Any, step: int) -> list[Microbatch]:
     return microbatches(step)[backend.data_parallel_rank :: backend.data_parallel_size]
 
@@ -269,12 +261,3 @@ def _write(path: Path, backend: Any, tensors: dict[str, torch.Tensor], result: d
 
 
 JOBS = {"reference": job_reference, "layout": job_layout}
-
-
-def main() -> int:
-    """See tests.integration.fork_rig.serve."""
-    return fork_rig.serve(JOBS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ def job_recompute(folder: Path, spec: dict[str, Any]) -> None:
             for j, buffer in enumerate(getattr(chunk, kind)):
                 tensors[f"gradient{backend.rank}.{i}.{kind}.{j}"] = buffer.grad_data.clone()
     fork_rig.write(folder / spec["name"], backend.rank, tensors, {"loss": totals.loss_sum, "calls": calls})
-    fork_rig.leave()
 
 
 def job_offload(folder: Path, spec: dict[str, Any]) -> None:
@@ -65,7 +63,6 @@ def job_offload(folder: Path, spec: dict[str, Any]) -> None:
     tensors |= {f"came.{n}": t.clone() for n, t in backend.export()}
     backend.save_hf(folder / "saved" / spec["name"])
     fork_rig.write(folder / spec["name"], backend.rank, tensors, result)
-    fork_rig.leave()
 
 
 def job_resident(folder: Path, spec: dict[str, Any]) -> None:
@@ -82,7 +79,6 @@ def job_resident(folder: Path, spec: dict[str, Any]) -> None:
     resident.append(_resident())
     gradients = sum(b.grad_data.numel() * 4 for chunk in backend.chunks for b in chunk.buffers)
     fork_rig.write(folder / spec["name"], backend.rank, {}, {"resident": resident, "gradients": gradients})
-    fork_rig.leave()
 
 
 def _resident() -> int:
@@ -113,6 +109,4 @@ def _on_device(backend: Any) -> dict[str, list[int]]:
     }
 
 
-if __name__ == "__main__":
-    jobs = {"models": job_models, "recompute": job_recompute, "offload": job_offload, "resident": job_resident}
-    sys.exit(fork_rig.serve(jobs))
+JOBS = {"models": job_models, "recompute": job_recompute, "offload": job_offload, "resident": job_resident}

@@ -1,7 +1,6 @@
 """The ranks behind test_miniatures.py; the process rig is that of fork_rig.py, nothing is asserted here."""
 
 import json
-import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,6 @@ def job_train(folder: Path, spec: dict[str, Any]) -> None:
     result = dict(steps=[[s.loss, s.grad_norm] for s in steps], before=before, after=after, stage=_coordinates())
     name = f"{small.name}-{'one' if spec['alone'] else 'all'}"
     fork_rig.write(folder / name, backend.rank, {}, result)
-    fork_rig.leave()
 
 
 def _by_document(backend: Any, numbers: list[list[int]], mine: list[Any]) -> list[np.ndarray]:
@@ -117,5 +115,4 @@ def _coordinates() -> dict[str, int]:
     return {"data": mpu.get_data_parallel_rank(), "first": int(torch.distributed.get_rank() == 0)}
 
 
-if __name__ == "__main__":
-    sys.exit(fork_rig.serve({"model": job_model, "train": job_train}))
+JOBS = {"model": job_model, "train": job_train}

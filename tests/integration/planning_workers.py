@@ -4,15 +4,14 @@ The process rig is that of megatron_workers.py.
 """
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import architecture_models
-import megatron_workers as rig
 
 from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from tests.integration import megatron_workers as rig
 
 
 def job_model(folder: Path, spec: dict[str, Any]) -> None:
@@ -45,7 +44,6 @@ def job_measure(folder: Path, spec: dict[str, Any]) -> None:
         backend.save_checkpoint(path)
         result["checkpoint"] = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     rig._write(folder / spec["name"], backend, {}, result)
-    rig._leave(backend)
 
 
 def _optimizer_bytes(optimizer: Any) -> int:
@@ -91,6 +89,4 @@ def job_groups(folder: Path, spec: dict[str, Any]) -> None:
     (folder / f"{spec['name']}.json").write_text(json.dumps({"groups": groups, "chunks": chunks}))
 
 
-if __name__ == "__main__":
-    rig.JOBS |= {"model": job_model, "measure": job_measure, "groups": job_groups}
-    sys.exit(rig.main())
+JOBS = rig.JOBS | {"model": job_model, "measure": job_measure, "groups": job_groups}

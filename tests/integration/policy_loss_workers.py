@@ -1,6 +1,5 @@
 """The ranks behind test_policy_loss.py; nothing is asserted here."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,6 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
         figures = dict(sums=totals.sums, histograms=totals.histograms, maxima=totals.maxima)
         result = {"loss": totals.loss_sum / totals.denominator, "tokens": totals.loss_tokens, **figures}
         fork_rig.write(folder / spec["name"] / name, backend.rank, found, result)
-    fork_rig.leave()
 
 
 def job_spoiled(folder: Path, spec: dict[str, Any]) -> None:
@@ -107,7 +105,6 @@ def job_spoiled(folder: Path, spec: dict[str, Any]) -> None:
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     fork_rig.write(folder / spec["name"], backend.rank, {}, {"said": said})
-    fork_rig.leave()
 
 
 def _documents(model: Any, pack: Microbatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -146,5 +143,4 @@ def _figures(out: Any) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    sys.exit(fork_rig.serve({"reference": job_reference, "layout": job_layout, "spoiled": job_spoiled}))
+JOBS = {"reference": job_reference, "layout": job_layout, "spoiled": job_spoiled}

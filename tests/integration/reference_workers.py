@@ -1,6 +1,5 @@
 """The ranks behind test_reference.py; nothing is asserted here."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
     policy = backend.logprobs(tiny_models.share(backend, 0), tiny_models.TEMPERATURE)
     tensors |= {f"policy.{backend.data_parallel_rank}": policy[0]}
     fork_rig.write(folder / spec["name"], backend.rank, tensors, {"same": same, "steps": steps})
-    fork_rig.leave()
 
 
 def job_plain(folder: Path, spec: dict[str, Any]) -> None:
@@ -42,7 +40,6 @@ def job_plain(folder: Path, spec: dict[str, Any]) -> None:
     backend = tiny_models.backend(folder, spec)
     steps = [tiny_models.step(backend, number) for number in range(3)]
     fork_rig.write(folder / spec["name"], backend.rank, {}, {"steps": steps})
-    fork_rig.leave()
 
 
 def job_refused(folder: Path, spec: dict[str, Any]) -> None:
@@ -55,7 +52,6 @@ def job_refused(folder: Path, spec: dict[str, Any]) -> None:
     except UsageError as error:
         message = str(error)
     fork_rig.write(folder / spec["name"], 0, {}, {"message": message})
-    fork_rig.leave()
 
 
 def _everything(backend: Any) -> list[torch.Tensor]:
@@ -66,6 +62,4 @@ def _everything(backend: Any) -> list[torch.Tensor]:
     return [t.detach().clone() for t in tensors]
 
 
-if __name__ == "__main__":
-    jobs = {"models": job_models, "reference": job_reference, "plain": job_plain, "refused": job_refused}
-    sys.exit(fork_rig.serve(jobs))
+JOBS = {"models": job_models, "reference": job_reference, "plain": job_plain, "refused": job_refused}

@@ -1,6 +1,5 @@
 """The ranks behind test_sft_parity.py: one supervised step on conversations, plain Hugging Face against Megatron."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,6 @@ def job_sft(folder: Path, spec: dict[str, Any]) -> None:
     totals = backend.schedule.train(packed, cross_entropy, 1.0, entropy=False)
     result = {"loss": totals.loss_sum / totals.denominator, "tokens": totals.loss_tokens, "packs": len(packed)}
     fork_rig.write(folder / spec["name"], backend.rank, rig._gradients(backend), result)
-    fork_rig.leave()
 
 
-if __name__ == "__main__":
-    sys.exit(fork_rig.serve({"reference": job_reference, "sft": job_sft}))
+JOBS = {"reference": job_reference, "sft": job_sft}

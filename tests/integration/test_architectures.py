@@ -16,9 +16,7 @@ from torch import Tensor
 
 from tests.integration import fork_rig
 from tests.integration.architecture_models import REFUSED
-from tests.integration.fork_rig import group
-
-WORKERS = Path(__file__).with_name("architecture_workers.py")
+from tests.integration.fork_rig import group, section
 
 DENSE = ["qwen2", "qwen2.5-untied", "qwen2-window", "qwen3", "llama", "llama-linear", "llama-tied", "mistral"]
 LATENT = ["deepseek-v3", "deepseek-v3-rope", "deepseek-v3-plain"]
@@ -68,17 +66,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("models", "saved", "gradients"):
         (place / name).mkdir()
     models = [{"kind": kind} for kind in DENSE + MOE] + [{"kind": kind, "refused": True} for kind in REFUSED]
-    stages = [
-        [group(1, "model", models)],
-        [group(1, "load", ONE + ROUNDED), group(2, "load", TWO)],
-        [group(1, "refused", WRONG + REFUSALS), group(2, "refused", WRONG_TWO)],
+    worlds = [
+        group(1, "model", models),
+        group(1, "load", ONE + ROUNDED),
+        group(2, "load", TWO),
+        group(1, "refused", WRONG + REFUSALS),
+        group(2, "refused", WRONG_TWO),
     ]
-    fork_rig.run(WORKERS, place, stages)
+    fork_rig.run("architecture_workers", place, worlds)
     return place
-
-
-def section(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix + "."): v for k, v in tensors.items() if k.startswith(prefix + ".")}
 
 
 def of_ranks(folder: Path, spec: dict[str, Any]) -> list[dict[str, Tensor]]:

@@ -12,8 +12,6 @@ import torch
 from tests.integration import fork_rig
 from tests.integration.fork_rig import Outcome, group
 
-WORKERS = Path(__file__).with_name("checkpoint_workers.py")
-
 SAVE_ONE = [{"name": "one"}, {"name": "bf16", "dtype": "bfloat16"}, {"name": "moe", "kind": "moe"}]
 SAVE_TWO = [
     {"name": "tp2", "parallel": {"tensor": 2}},
@@ -61,15 +59,19 @@ FULL_DISK = {"name": "full", "parallel": {"tensor": 2}}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("checkpoints")
     (place / "checkpoints").mkdir()
-    stages = [
-        [group(1, "models", [{"kind": "tied"}, {"kind": "moe"}])],
-        [group(2, "save", SAVE_TWO), group(1, "save", SAVE_ONE)],
-        [group(4, "save", SAVE_FOUR), group(1, "fresh", [{"name": "fresh"}])],
-        [group(2, "resume", SAME_TWO + OTHER_TWO), group(1, "resume", SAME_ONE + OTHER_ONE)],
-        [group(4, "resume", OTHER_FOUR)],
-        [group(2, "full_disk", [FULL_DISK]), group(1, "mismatch", [{"name": "wrong", "checkpoint": "ep2"}])],
+    worlds = [
+        group(1, "models", [{"kind": "tied"}, {"kind": "moe"}]),
+        group(2, "save", SAVE_TWO),
+        group(1, "save", SAVE_ONE),
+        group(4, "save", SAVE_FOUR),
+        group(1, "fresh", [{"name": "fresh"}]),
+        group(2, "resume", SAME_TWO + OTHER_TWO),
+        group(1, "resume", SAME_ONE + OTHER_ONE),
+        group(4, "resume", OTHER_FOUR),
+        group(2, "full_disk", [FULL_DISK]),
+        group(1, "mismatch", [{"name": "wrong", "checkpoint": "ep2"}]),
     ]
-    fork_rig.run(WORKERS, place, stages)
+    fork_rig.run("checkpoint_workers", place, worlds)
     return place
 
 

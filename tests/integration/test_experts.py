@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.integration import fork_rig
-
-WORKERS = Path(__file__).with_name("expert_workers.py")
+from tests.integration.fork_rig import group, relative, section
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"kind": "glm", "moe": {}},
@@ -59,16 +58,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What transformers and every layout make of every case."""
     place = tmp_path_factory.mktemp("experts")
     (place / "models").mkdir()
-    references = [{"ranks": 1, "job": "expert-reference", "specs": [{"name": n, **c} for n, c in CASES.items()]}]
-    stages = [references]
+    worlds = [group(1, "expert-reference", [{"name": n, **c} for n, c in CASES.items()])]
     for ranks in sorted({ranks for ranks, _ in LAYOUTS.values()}):
         specs = [
             {"name": f"{case}-{layout}", **CASES[case], "parallel": LAYOUTS[layout][1]}
             for case, layout in PAIRS
             if LAYOUTS[layout][0] == ranks
         ]
-        stages.append([{"ranks": ranks, "job": "experts", "specs": specs}])
-    fork_rig.run(WORKERS, place, stages)
+        worlds.append(group(ranks, "experts", specs))
+    fork_rig.run("expert_workers", place, worlds)
     return place
 
 
@@ -84,14 +82,6 @@ class Outcome:
 
     def both(self, prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return section(self.found, prefix), section(self.expected, prefix)
-
-
-def section(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix + "."): v for k, v in tensors.items() if k.startswith(prefix + ".")}
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 @pairs()

@@ -15,7 +15,6 @@ from tests.integration import fork_rig, tiny_models
 from tests.integration.fork_rig import ROOT, Outcome, group
 from tests.waiting import LIMIT_S
 
-WORKERS = Path(__file__).with_name("export_workers.py")
 RUNS = [
     {"name": "tp2", "kind": "served", "parallel": {"tensor": 2}},
     {"name": "ep2", "kind": "moe", "parallel": {"expert": 2}},
@@ -42,11 +41,11 @@ leave(0)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folders, and next to them what `slipstream export` made of their checkpoints."""
     place = tmp_path_factory.mktemp("export")
-    stages = [
-        [group(1, "models", [{"kind": "served"}, {"kind": "moe"}])],
-        [group(2, "train", RUNS)],
+    worlds = [
+        group(1, "models", [{"kind": "served"}, {"kind": "moe"}]),
+        group(2, "train", RUNS),
     ]
-    fork_rig.run(WORKERS, place, stages)
+    fork_rig.run("export_workers", place, worlds)
     for spec in RUNS:
         done = slipstream("export", str(place / spec["name"]), str(place / f"{spec['name']}-exported"), "--step", "2")
         assert done.returncode == 0, done.stderr[-3000:]

@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.integration import fork_rig
-from tests.integration.fork_rig import Outcome, group
+from tests.integration.fork_rig import Outcome, group, relative
 from tests.integration.layouts import LAYOUTS, MODELS, Layout
 
-WORKERS = Path(__file__).with_name("megatron_workers.py")
 BF16 = {"name": "bf16", "kind": "tied", "dtype": "bfloat16", "save": True}
 SAVED = {"tied-one", "tied-tp2-sp", "tied-pp2-vpp2", "moe-tp2-sp-ep2"}
 VERIFIED = {*SAVED, "tied-cp2", "moe-tp2-sp-pp2-cp2-ep2-etp2"}
@@ -38,13 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for layout in LAYOUTS:
         # the check of `model.verify` costs two more models: at some layouts only
         specs[layout.ranks].append(layout.spec | {"save": layout.name in SAVED, "verify": layout.name in VERIFIED})
-    stages = [
-        [group(1, "reference", [{"kind": kind} for kind in MODELS])],
-        [group(2, "layout", specs[2]), group(1, "layout", [*specs[1], BF16])],
-        [group(4, "layout", specs[4])],
-        [group(8, "layout", specs[8])],
+    worlds = [
+        group(1, "reference", [{"kind": kind} for kind in MODELS]),
+        group(2, "layout", specs[2]),
+        group(1, "layout", [*specs[1], BF16]),
+        group(4, "layout", specs[4]),
+        group(8, "layout", specs[8]),
     ]
-    fork_rig.run(WORKERS, place, stages)
+    fork_rig.run("megatron_workers", place, worlds)
     return place
 
 
@@ -71,10 +71,6 @@ def expected_of(folder: Path, kind: str) -> Reference:
 
 def outcome(folder: Path, layout: Layout) -> tuple[Outcome, Reference]:
     return found_of(folder, layout.name), expected_of(folder, layout.kind)
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def gradient_errors(folder: Path, layout: Layout) -> dict[str, float]:

@@ -9,7 +9,6 @@ import torch
 from tests.integration import fork_rig
 from tests.integration.fork_rig import Outcome, group
 
-WORKERS = Path(__file__).with_name("memory_workers.py")
 LAYERS, MICROBATCHES = 4, 4
 HOW = ("none", "selective", "full")
 KINDS = ("optimizer", "gradients", "parameters")
@@ -59,13 +58,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         group(ranks, "recompute", [spec for name, more in specs for spec in recomputed(name, **more)])
         for ranks, specs in RECOMPUTE.items()
     ]
-    stages = [
-        [group(1, "models", [{"kind": kind} for kind in ("tied", "moe", "wide")])],
-        recompute,
-        [group(1, "offload", ONE), group(2, "offload", TWO)],
-        [group(1, "resident", [{"name": "wide", "kind": "wide", "memory": {"offload_gradients": True}}])],
+    worlds = [
+        group(1, "models", [{"kind": kind} for kind in ("tied", "moe", "wide")]),
+        *recompute,
+        group(1, "offload", ONE),
+        group(2, "offload", TWO),
+        group(1, "resident", [{"name": "wide", "kind": "wide", "memory": {"offload_gradients": True}}]),
     ]
-    fork_rig.run(WORKERS, place, stages)
+    fork_rig.run("memory_workers", place, worlds)
     return place
 
 

@@ -10,7 +10,6 @@ from common.config.parallel_layout import layers_per_stage
 from tests.integration import fork_rig
 from tests.integration.miniatures import RANKS, ROOT, miniature
 
-WORKERS = Path(__file__).with_name("miniature_workers.py")
 NAMES = [
     *("qwen3-0.6b-gsm8k", "llama-3.1-70b", "llama-3.1-405b", "qwen3-235b-a22b", "qwen3-235b-a22b-sft"),
     *("mixtral-8x7b", "mixtral-8x7b-sft", "deepseek-v3", "deepseek-v3-sft"),
@@ -26,8 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fork_rig.group(size, "train", [{"name": n, "alone": False} for n in NAMES if sizes[n] == size])
         for size in sorted(set(sizes.values()))
     ]
-    stages = [[fork_rig.group(1, "model", alone)], [fork_rig.group(1, "train", alone)], *([g] for g in together)]
-    fork_rig.run(WORKERS, place, stages)
+    worlds = [fork_rig.group(1, "model", alone), fork_rig.group(1, "train", alone), *together]
+    fork_rig.run("miniature_workers", place, worlds)
     return place
 
 

@@ -13,8 +13,8 @@ from launch.plan.rank_parameters import chunk_parameters
 from launch.plan.static_memory import resident
 from launch.plan.transfers import checkpoint_bytes
 from tests.integration import fork_rig
+from tests.integration.fork_rig import group
 
-WORKERS = Path(__file__).with_name("planning_workers.py")
 ROOT = Path(__file__).resolve().parents[2]
 BOTH = ("float32", "bfloat16")
 
@@ -77,16 +77,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     groups = [{**spec, "dense": DENSE_TOKENS, "sparse": SPARSE_TOKENS} for spec in GROUPS]
     models = [{"kind": kind} for kind in KINDS]
     of_size = {n: [s for s in MEASURED if s["ranks"] == n] for n in (1, 2, 4)}
-    stages = [
-        [world(1, "model", models)],
-        [world(1, "groups", groups), *(world(n, "measure", specs) for n, specs in of_size.items())],
+    worlds = [
+        group(1, "model", models),
+        group(1, "groups", groups),
+        *(group(n, "measure", specs) for n, specs in of_size.items()),
     ]
-    fork_rig.run(WORKERS, place, stages)
+    fork_rig.run("planning_workers", place, worlds)
     return place
-
-
-def world(ranks: int, job: str, specs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"ranks": ranks, "job": job, "specs": specs}
 
 
 def specs(of: list[dict[str, Any]]) -> Any:

@@ -13,7 +13,6 @@ from tests.integration import fork_rig
 from tests.integration.fork_rig import Outcome, group
 from tests.integration.policy_loss_workers import LOSSES
 
-WORKERS = Path(__file__).with_name("policy_loss_workers.py")
 ONE = [{"name": "one"}]
 TWO = [
     {"name": "dp2"},
@@ -30,14 +29,13 @@ NAMES = [spec["name"] for spec in ONE + TWO]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("losses")
     (place / "models").mkdir()
-    fork_rig.run(
-        WORKERS,
-        place,
-        [
-            [group(1, "reference", [{}])],
-            [group(1, "layout", ONE), group(1, "spoiled", [{"name": "spoiled"}]), group(2, "layout", TWO)],
-        ],
-    )
+    worlds = [
+        group(1, "reference", [{}]),
+        group(1, "layout", ONE),
+        group(1, "spoiled", [{"name": "spoiled"}]),
+        group(2, "layout", TWO),
+    ]
+    fork_rig.run("policy_loss_workers", place, worlds)
     return place
 
 

@@ -9,7 +9,6 @@ import torch
 from tests.integration import fork_rig
 from tests.integration.fork_rig import Outcome, group
 
-WORKERS = Path(__file__).with_name("reference_workers.py")
 ONE = [
     {"name": "other", "reference": "tied-other"},
     {"name": "itself"},  # model.path: the policy as it was before its first step
@@ -28,13 +27,15 @@ FOUR = [{"name": "tp2-pp2", "parallel": {"tensor": 2, "pipeline": 2}}]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("reference")
-    stages = [
-        [group(1, "models", [{"kind": "tied"}, {"kind": "moe"}])],
-        [group(1, "reference", ONE), group(2, "reference", TWO)],
-        [group(4, "reference", FOUR), group(1, "plain", [{"name": "plain"}])],
-        [group(1, "refused", [{"name": "refused", "reference": "moe"}])],
+    worlds = [
+        group(1, "models", [{"kind": "tied"}, {"kind": "moe"}]),
+        group(1, "reference", ONE),
+        group(2, "reference", TWO),
+        group(4, "reference", FOUR),
+        group(1, "plain", [{"name": "plain"}]),
+        group(1, "refused", [{"name": "refused", "reference": "moe"}]),
     ]
-    fork_rig.run(WORKERS, place, stages)
+    fork_rig.run("reference_workers", place, worlds)
     return place
 
 

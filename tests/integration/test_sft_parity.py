@@ -23,15 +23,15 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("sft-parity")
     sft_assets.write_rows(place / "rows.jsonl")
-    stages = [[fork_rig.group(1, "reference", [{"kind": "dense"}, {"kind": "moe"}])]]
+    worlds = [fork_rig.group(1, "reference", [{"kind": "dense"}, {"kind": "moe"}])]
     for ranks in (1, 2):
         specs = [
             {"name": name, "kind": kind, "parallel": parallel}
             for name, (kind, size, parallel) in LAYOUTS.items()
             if size == ranks
         ]
-        stages.append([fork_rig.group(ranks, "sft", specs)])
-    fork_rig.run(Path(__file__).with_name("sft_workers.py"), place, stages)
+        worlds.append(fork_rig.group(ranks, "sft", specs))
+    fork_rig.run("sft_workers", place, worlds)
     return place
 
 
