@@ -18,6 +18,7 @@ from common.errors import UsageError
 from learner.megatron import moe
 from learner.megatron.conversion import bridge_fixes, hf_folder
 from learner.megatron.conversion.architectures import check_names
+from learner.megatron.conversion.bridges import mixtral as _mixtral  # noqa: F401  (registers itself)
 
 logger = logging.getLogger(__name__)
 

@@ -152,6 +152,14 @@ def _run_world(job: Job, folder: Path, spec: dict[str, Any], name: str, ranks: i
     return failed
 
 
+def _run_worlds(order: dict[str, Any]) -> str:
+    """What went wrong in the first world that failed."""
+    jobs, folder = importlib.import_module(order["workers"]).JOBS, Path(order["folder"])
+    worlds = ((group, spec) for group in order["groups"] for spec in group["specs"])
+    tried = (_run_world(jobs[g["job"]], folder, spec, g["job"], g["ranks"]) for g, spec in worlds)
+    return next(filter(None, tried), "")
+
+
 def serve() -> None:
     """Fork worlds as the lines of standard input say; each answer is what went wrong, as JSON."""
     torch.set_num_threads(1)
@@ -161,11 +169,11 @@ def serve() -> None:
     import learner.megatron.backend  # noqa: F401
 
     for line in sys.stdin:
-        order = json.loads(line)
-        jobs, folder = importlib.import_module(order["workers"]).JOBS, Path(order["folder"])
-        worlds = ((group, spec) for group in order["groups"] for spec in group["specs"])
-        tried = (_run_world(jobs[g["job"]], folder, spec, g["job"], g["ranks"]) for g, spec in worlds)
-        answers.write(json.dumps(next(filter(None, tried), "")) + "\n")
+        try:
+            answer = _run_worlds(json.loads(line))
+        except Exception:
+            answer = traceback.format_exc()
+        answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import architecture_models
-
 from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from tests.integration import architecture_models
 from tests.integration import megatron_workers as rig
 
 

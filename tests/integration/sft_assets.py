@@ -5,7 +5,6 @@ usage: sft_assets.py FOLDER: FOLDER/dense and FOLDER/moe with a character tokeni
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +57,3 @@ def build(folder: Path, kind: str, layers: int = 2) -> Any:
     tokenizer.chat_template = PLAIN
     tokenizer.save_pretrained(folder)
     return model
-
-
-if __name__ == "__main__":
-    for name in ("dense", "moe"):
-        build(Path(sys.argv[1]) / name, name)

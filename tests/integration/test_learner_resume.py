@@ -25,12 +25,6 @@ from tests.waiting import LIMIT_S, until
 HERE = Path(__file__).parent
 STEPS, GROUPS, GROUP_SIZE, VOCABULARY = 8, 4, 4, 128
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-BUILD = """
-import sys
-from pathlib import Path
-from launch.quickstart.assets import ModelShape, build_model
-build_model(ModelShape(64, 128, 2, 4, 2, 16, 256, 0.05), 1, Path(sys.argv[1]))
-"""
 BROKER = """
 import sys
 from pathlib import Path
@@ -42,13 +36,6 @@ die_with_parent()
 config = load_config(Path(sys.argv[1]))
 sys.exit(run_broker(config, msgspec.json.encode(config)))
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("assets") / "model"
-    subprocess.run([sys.executable, "-c", BUILD, str(folder)], check=True, timeout=LIMIT_S, env=ENVIRONMENT)
-    return folder
 
 
 class Job:

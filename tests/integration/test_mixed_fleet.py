@@ -1,4 +1,4 @@
-"""A whole job whose nodes have engines of different sizes: tensor parallelism 1 and 2, one learner, one broker."""
+"""A whole job of roles that are started one by one, with engines of different sizes: tensor parallelism 1 and 2."""
 
 import re
 import signal
@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from tests.integration.job_rig import (
     Command,
     assert_trained_exactly_once,
     descendants,
     ledger,
-    make_assets,
     metrics,
     status,
     until,
@@ -24,11 +22,6 @@ TOLERANCE = 2e-4  # nat, between two float32 implementations of one model
 WIDE = "rollout.engine.tensor_parallel=2"
 IDS = {"narrow", "wide"}
 STAGES = ("registered", "engine", "staged", "active", "leased", "delivered")
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory) -> Path:
-    return make_assets(tmp_path_factory.mktemp("assets") / "assets")
 
 
 def nodes(run_dir: Path) -> dict[str, dict[str, Any]]:
@@ -51,7 +44,7 @@ def workers(pid: int) -> list[str]:
     return sorted(names)
 
 
-def test_engines_of_one_and_of_two_workers_train_one_policy(assets, tmp_path):
+def test_roles_started_separately_with_engines_of_one_and_of_two_workers_train_one_policy_and_drain(assets, tmp_path):
     run_dir = tmp_path / "run"
     sections: dict[str, dict[str, Any]] = {
         "weights": {"encoding": "full", "canary_every": 1},
@@ -62,8 +55,8 @@ def test_engines_of_one_and_of_two_workers_train_one_policy(assets, tmp_path):
     }
     config = str(write_config(tmp_path / "job.yaml", assets, run_dir, 2000, **sections))
     with (
+        Command(tmp_path, "narrow", "rollout", config, "--node-id", "narrow") as narrow,  # waits for its broker
         Command(tmp_path, "broker", "broker", config) as broker,
-        Command(tmp_path, "narrow", "rollout", config, "--node-id", "narrow") as narrow,
     ):
         until("broker", (run_dir / "broker.json").exists, broker)
         address = status(run_dir)["broker"]["address"]
@@ -97,6 +90,8 @@ def test_engines_of_one_and_of_two_workers_train_one_policy(assets, tmp_path):
                     command.signal(signal.SIGTERM)
                     assert command.wait() == 0, command.output()
     lines = metrics(run_dir)
+    assert status(run_dir)["learner"]["policy_version"] == len(lines)
+    assert not [entry for entry in ledger(run_dir) if entry["state"] == "leased"]
     assert_trained_exactly_once(run_dir, len(lines))
     assert max(line["mismatch_abs_mean"] for line in lines) < TOLERANCE
     assert abs(lines[-1]["entropy"] - lines[0]["entropy"]) > 100 * TOLERANCE, (

@@ -25,14 +25,12 @@ from tests.integration.test_learner_resume import (
     STEPS,
     VOCABULARY,
     Job,
-    model,
     process,
     wait_for,
 )
 from tests.redis_server import RedisServer
 from tests.waiting import LIMIT_S
 
-assert model  # a fixture of this module too
 LEARNER = ", dynamic_sampling: true"
 
 

@@ -5,19 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from common.metrics import SftMetrics, read_metrics
 from tests.waiting import LIMIT_S
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 PAIRS = [("Q: 1+2=? A:", " =3"), ("Q: 40+2=? A:", " =42"), ("Q: 5+5=? A:", " 5+5=10 =10"), ("Guess 1-31\n", "16")]
-BUILD = """
-import sys
-from pathlib import Path
-from launch.quickstart.assets import ModelShape, build_model
-build_model(ModelShape(64, 128, 2, 4, 2, 16, 256, 0.05), 1, Path(sys.argv[1]))
-"""
 
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:
@@ -29,14 +21,6 @@ def python(*words: str) -> subprocess.CompletedProcess[str]:
 def sft(config: Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     words = ["--standalone", "--nproc-per-node", str(ranks), "-m", "learner.sft.main", "--config", str(config)]
     return python("-m", "learner.torchrun", *words)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("assets") / "model"
-    done = python("-c", BUILD, str(folder))
-    assert done.returncode == 0, done.stderr
-    return folder
 
 
 def write_config(folder: Path, model: Path, rows: str, steps: int = 60, **learner: object) -> Path:

@@ -67,10 +67,8 @@ class WarmStart:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    environment = ENVIRONMENT | {"PYTHONPATH": str(HERE.parents[1])}
-    subprocess.run(
-        [sys.executable, str(HERE / "sft_assets.py"), str(folder)], check=True, env=environment, timeout=LIMIT_S
-    )
+    for kind in ("dense", "moe"):
+        sft_assets.build(folder / kind, kind)
     return folder
 
 

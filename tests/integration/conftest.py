@@ -1,0 +1,23 @@
+"""Models that several files share; each is built once in a session."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's random model, tokenizer and problems."""
+    from tests.integration.job_rig import make_assets
+
+    return make_assets(tmp_path_factory.mktemp("assets") / "assets")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model with its tokenizer, for learners without engines."""
+    from launch.quickstart.assets import ModelShape, build_model
+
+    folder = tmp_path_factory.mktemp("model") / "model"
+    build_model(ModelShape(64, 128, 2, 4, 2, 16, 256, 0.05), 1, folder)
+    return folder
