@@ -16,13 +16,11 @@ from tests.integration.test_learner_resume import (
     STEPS,
     Job,
     assert_delivered_once,
-    model,
     process,
     wait_for,
 )
 from tests.waiting import LIMIT_S, until
 
-__all__ = ["model"]  # the fixture
 TWO_RANKS = ", world_size: 2, timeout_s: {}"
 
 
