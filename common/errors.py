@@ -4,7 +4,7 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_HOPELESS = 3
-EXITS_FOR_GOOD = (EXIT_USAGE, EXIT_HOPELESS)  # of a role that a supervisor does not start again
+EXITS_FOR_GOOD = (EXIT_USAGE, EXIT_HOPELESS)  # a supervisor does not restart a role after these
 
 
 class SlipstreamError(Exception):
@@ -31,8 +31,8 @@ class ConfigError(UsageError):
     Attributes:
         file: the config file, or '<override>' for a command-line override.
         key: dotted path of the key, for example 'learner.parallel.tensor'.
-        expected: what would have been accepted.
-        found: what stood there.
+        expected: values that would have been accepted.
+        found: the value that was given.
         hint: the nearest valid name, or the next step to take.
         line: the key's line in the file; None when it is not known.
     """

@@ -22,7 +22,7 @@ def metric(unit: str, reduction: Reduction, description: str) -> Meta:
 
 
 class Declaration(msgspec.Struct, frozen=True):
-    """What is known of a metric besides its values."""
+    """The declaration of a metric."""
 
     name: str
     unit: str
@@ -41,10 +41,10 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     reward_mean: Annotated[float, metric("", "mean", "over samples that did not fail")]
     reward_std: Annotated[float, metric("", "mean", "over samples that did not fail")]
-    loss: Annotated[float, metric("", "mean", "what was minimised, averaged as learner.loss.reduction says")]
-    grad_norm: Annotated[float, metric("", "mean", "of all gradients, before clipping")]
+    loss: Annotated[float, metric("", "mean", "the minimised loss, averaged as learner.loss.reduction says")]
+    grad_norm: Annotated[float, metric("", "mean", "norm of all gradients, before clipping")]
     lr: Annotated[float, metric("", "last", "learning rate of this step")] = 0.0
-    entropy: Annotated[float, metric("nat", "mean", "of the policy's next-token distribution, per trained token")]
+    entropy: Annotated[float, metric("nat", "mean", "entropy of the next token, per trained token")]
     ratio_mean: Annotated[float, metric("", "mean", "exp(logprobs - behavior_logprobs) per trained token")]
     ratio_max: Annotated[float, metric("", "max", "largest such ratio")]
     ratio_p1: Annotated[float, metric("", "mean", "1 % of trained tokens have no larger ratio; log-ratios to 4 %")] = (
@@ -66,8 +66,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         metric(
             "nat",
             "mean",
-            "|learner's - sampler's log-probability| per token sampled at the version that trains, where only "
-            "arithmetic differs; over all trained tokens when none is that fresh, then policy drift is in it",
+            "|learner's - sampler's log-probability| per token of the version that trains: only arithmetic differs. "
+            "A step without such tokens takes all trained tokens, and policy drift is included",
         ),
     ]
     drift_abs_mean: Annotated[float, metric("nat", "mean", "the same over all trained tokens")] = 0.0
@@ -90,7 +90,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     groups: Annotated[int, metric("groups", "sum", "trained on")]
     samples: Annotated[int, metric("samples", "sum", "in those groups and in filtered ones")] = 0
-    samples_failed: Annotated[int, metric("samples", "sum", "of them without a usable episode")] = 0
+    samples_failed: Annotated[int, metric("samples", "sum", "samples without a usable episode")] = 0
     tokens_trained: Annotated[int, metric("tokens", "sum", "in the loss")]
     sequence_tokens: Annotated[int, metric("tokens", "sum", "processed: prompts and environment text included")] = 0
     length_mean: Annotated[float, metric("tokens", "mean", "sampled tokens per sample")] = 0.0
@@ -101,11 +101,13 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     environment: Annotated[dict[str, float], metric("", "mean", "the environment's own numbers, per sample")] = {}
 
     step_s: Annotated[float, metric("s", "mean", "from the end of the step before to the end of this one")]
-    learner_idle_s: Annotated[float, metric("s", "mean", "of it, getting groups: next to nothing when they are ready")]
-    train_s: Annotated[float, metric("s", "mean", "of it, forward, backward and optimizer")] = 0.0
-    batch_s: Annotated[float, metric("s", "mean", "of it, decoding, advantages and packing")] = 0.0
-    snapshot_s: Annotated[float, metric("s", "mean", "of it, exporting the weights to the publisher")] = 0.0
-    checkpoint_s: Annotated[float, metric("s", "mean", "of it, writing a checkpoint")] = 0.0
+    learner_idle_s: Annotated[
+        float, metric("s", "mean", "part of step_s: waiting for groups; near 0 if they are ready")
+    ]
+    train_s: Annotated[float, metric("s", "mean", "part of step_s: forward, backward and optimizer")] = 0.0
+    batch_s: Annotated[float, metric("s", "mean", "part of step_s: decoding, advantages and packing")] = 0.0
+    snapshot_s: Annotated[float, metric("s", "mean", "part of step_s: exporting the weights to the publisher")] = 0.0
+    checkpoint_s: Annotated[float, metric("s", "mean", "part of step_s: writing a checkpoint")] = 0.0
     publish_s: Annotated[float, metric("s", "mean", "newest finished publish, until every node had staged it")]
     publish_bytes: Annotated[int, metric("bytes", "mean", "sent by it, over all nodes")]
     seconds_to_active: Annotated[float, metric("s", "mean", "from snapshot until every node generated with it")] = 0.0
@@ -120,12 +122,12 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         int,
         metric("tokens", "last", "generated, not trained on: the sum of the reasons below (docs/waste.md)"),
     ]
-    tokens_wasted_lost: Annotated[int, metric("tokens", "last", "of results that came after their lease was lost")] = 0
-    tokens_wasted_failed: Annotated[int, metric("tokens", "last", "of failed groups and failed samples")] = 0
-    tokens_wasted_filtered: Annotated[int, metric("tokens", "last", "of groups whose rewards are all equal")] = 0
-    tokens_wasted_regenerated: Annotated[int, metric("tokens", "last", "of groups that a step gave back")] = 0
+    tokens_wasted_lost: Annotated[int, metric("tokens", "last", "results that came after their lease was lost")] = 0
+    tokens_wasted_failed: Annotated[int, metric("tokens", "last", "failed groups and failed samples")] = 0
+    tokens_wasted_filtered: Annotated[int, metric("tokens", "last", "groups whose rewards are all equal")] = 0
+    tokens_wasted_regenerated: Annotated[int, metric("tokens", "last", "groups that a step gave back")] = 0
     tokens_wasted_masked: Annotated[int, metric("tokens", "last", "too old when their group was trained on")] = 0
-    tokens_wasted_cancelled: Annotated[int, metric("tokens", "last", "of groups and requests ended half-way")] = 0
+    tokens_wasted_cancelled: Annotated[int, metric("tokens", "last", "groups and requests that were cancelled")] = 0
     seconds_wasted_lost: Annotated[float, metric("s", "last", "group-seconds of leases that were lost")] = 0.0
     seconds_wasted_failed: Annotated[float, metric("s", "last", "group-seconds of failed groups")] = 0.0
     seconds_wasted_filtered: Annotated[float, metric("s", "last", "group-seconds of filtered groups")] = 0.0
@@ -155,7 +157,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: Annotated[int, metric("episodes", "last", "that the living nodes run at once at most")] = 0
     episodes_running: Annotated[int, metric("episodes", "last", "that they ran")] = 0
     kv_cache_usage: Annotated[
-        float, metric("", "max", "of the fullest engine; 0 where rollout.concurrency is not auto")
+        float, metric("", "max", "usage in the fullest engine; 0 unless rollout.concurrency is auto")
     ] = 0.0
     preemptions_total: Annotated[
         int, metric("requests", "last", "put back by living engines for want of KV cache; 0 likewise")
@@ -168,7 +170,7 @@ class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):
     step: Annotated[int, metric("", "last", "optimizer steps done before this one")]
     time_s: Annotated[float, metric("s", "last", "Unix time at the end of the step")]
     loss: Annotated[float, metric("nat", "mean", "cross-entropy per trained token")]
-    grad_norm: Annotated[float, metric("", "mean", "of all gradients, before clipping")]
+    grad_norm: Annotated[float, metric("", "mean", "norm of all gradients, before clipping")]
     lr: Annotated[float, metric("", "last", "learning rate of this step")]
     tokens_trained: Annotated[int, metric("tokens", "sum", "in the loss")]
     sequence_tokens: Annotated[int, metric("tokens", "sum", "processed")]
@@ -262,5 +264,5 @@ def read_metrics(path: Path, kind: type[Line]) -> list[Line]:
 
 
 def no_file(path: Path, error: OSError) -> UsageError:
-    """What is said of a metrics file that cannot be opened."""
+    """The error about a metrics file that cannot be opened."""
     return UsageError(f"{path}: expected a file with one JSON line per step, found {error.strerror or error}")

@@ -1,6 +1,6 @@
 """Addresses of a Redis broker: redis://HOST:PORT/DB, rediss:// (TLS), unix:///PATH; `?run=NAME` says which run.
 
-Parsed here, without redis-py, so that configs are checked where it is not installed. No address holds a password.
+They are parsed without redis-py, so that configs are checked where it is not installed. None has a password.
 """
 
 from typing import Literal
@@ -18,7 +18,7 @@ class RedisAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host, port: '' and 0 of a socket file.
-        path: of the socket file, '' over TCP.
+        path: path of the socket file, '' over TCP.
         run: name of the run; '' when the address does not say.
     """
 

@@ -1,4 +1,4 @@
-"""What a rollout node hands to the learner: groups of samples, each token with its policy version.
+"""The data that a rollout node sends to the learner: groups of samples, each token with its policy version.
 
 Schema rules: structs are keyed, fields are only ever appended and new ones have defaults.
 """
@@ -53,8 +53,8 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
         turn_rewards: one reward per turn.
         error: why the sample failed; a failed sample trains nothing and enters no baseline.
         metrics: numbers of the environment, averaged over the step.
-        routed_experts: [T x MoE layers x experts per token] int16, in this order, the experts that the engine sent each
-            token to when it was fed; -1 for a token that never was, such as the last one sampled. None: not recorded.
+        routed_experts: [T x MoE layers x experts per token] int16, the experts that the engine chose for each input
+            token. It is -1 for tokens that were no input, such as the last one. None means not recorded.
     """
 
     tokens: Array
@@ -87,7 +87,7 @@ class Group(msgspec.Struct, frozen=True, gc=False):
 
 
 class GroupMeta(msgspec.Struct, frozen=True, gc=False):
-    """What the broker and the ledger know of a group without decoding it.
+    """Facts of a group that the broker and the ledger know without decoding it.
 
     Attributes:
         version_min, version_max: over the sampled tokens.
@@ -131,7 +131,7 @@ def decode_group(data: bytes | memoryview) -> Group:
 
 
 def _wrong(sample: Sample) -> str:
-    """What does not fit together in a sample, '' when all does; looks at sizes and makes no arrays, for speed."""
+    """The mismatch in a sample, '' when there is none; looks at sizes and makes no arrays, for speed."""
     n = sample.tokens.entries()
     mask, logprobs = sample.loss_mask, sample.behavior_logprobs
     if mask.entries() != n:

@@ -1,15 +1,15 @@
 """The staleness rule: which tasks a node may lease, and which tokens are too old to train on.
 
 Step s trains at policy version s and produces s + 1. A step consumes `groups_per_step` (B) groups.
-Task n is due at step floor((n - P) / B), where P tasks with lower serials have passed their place to a
-later one: dead tasks, and groups that a step filtered and took another for (docs/adr/0002, 0004). A node
-that holds version w may lease n only while due(n) - w <= max (k), with P as it is at that moment.
+Task n is due at step due(n) = floor((n - P) / B). P counts the tasks with lower serials that a later task replaced:
+dead ones, and groups that a step filtered (docs/adr/0002, 0004). A node with version w may lease n only while
+due(n) - w <= max (k), with P as it is at that moment.
 
-Bound: groups are taken oldest first. Let n, not overtaken, be trained at step s. Each earlier step holds B places
-whose tasks have lower serials, so s * B <= n - P for the P of that moment; P only grows, so s <= due(n) as
-it was at the lease. n's tokens carry versions >= w, hence s - version <= due(n) - w <= k. At version s, tasks
-below B(s+k+1) + P are leasable and B*s + P are consumed or dead: at most B(k+1) groups are outstanding. k = 0 is
-synchronous RL. Tokens of overtaken groups that exceed k are found by `expired` and leave the loss.
+Bound: groups are taken oldest first. Let n, not overtaken, be trained at step s. Each earlier step took B tasks with
+lower serials, so s * B <= n - P for the P of that moment. P only grows, so s <= due(n) as it was at the lease. The
+versions of n's tokens are >= w, so s - version <= due(n) - w <= k. At version s, tasks below B(s+k+1) + P may be
+leased, and B*s + P of them are consumed or dead. So at most B(k+1) groups are outstanding. k = 0 is synchronous RL.
+Tokens of overtaken groups that exceed k are found by `expired` and leave the loss.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ def due_step(serial: int, groups_per_step: int, passed_before: int = 0) -> int:
 
 
 def may_lease(serial: int, version: int, groups_per_step: int, max_staleness: int, passed_before: int = 0) -> bool:
-    """Whether a node holding policy `version` may lease task `serial`."""
+    """Whether a node with policy `version` may lease task `serial`."""
     return due_step(serial, groups_per_step, passed_before) - version <= max_staleness
 
 

@@ -1,7 +1,7 @@
 """The `slipstream` command: what it accepts, and which module does it. Commands are imported when they are used.
 
-Exit codes: 0 done, 1 failed at run time, 2 bad config or usage (one line on stderr says what), 3 a failure that the
-same role, started again, would run into again.
+Exit code 0 is success, 1 a failure at run time, and 2 a bad config or bad usage, with one line on stderr.
+Exit code 3 is a failure that a restart of the same role would meet again.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def run() -> NoReturn:
 
 
 def missing_package_hint(name: str) -> str | None:
-    """What to install when a role's package is missing; None for modules that no role brings."""
+    """Advice for a missing package of a role; None for modules that no role installs."""
     roles = {"torch": "cpu|learner|rollout", "megatron": "cpu|learner", "vllm": "cpu|rollout", "transformers": "cpu"}
     role = roles.get(name.partition(".")[0])
     return None if role is None else f"the package '{name}' is not installed here; run launch/setup.sh {role}"

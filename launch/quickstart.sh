@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model and its plots, on a machine without a GPU:
 #   launch/quickstart.sh [key=value ...]      overrides of configs/quickstart.yaml, for example run.seed=2 staleness.max=0
-# Running it again goes on where it stopped; a finished run is not repeated. Another run.seed gets folders of its own;
+# Running it again continues where it stopped; a finished run is not repeated. Another run.seed gets folders of its own;
 # anything else that changes what is computed needs a run.dir=... of its own too.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -126,7 +126,7 @@ def split_address(address: str) -> tuple[str, int | None]:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether a host to listen on means every interface, so that nobody can connect to it by that name."""
+    """Whether a host to listen on means every interface, so that clients cannot connect to it by that name."""
     return host in ("0.0.0.0", "::", "*")
 
 

@@ -1,4 +1,4 @@
-"""What the bounds of the loss are when the config leaves them open: one table, with its sources. No torch."""
+"""Bounds of the loss that apply when the config leaves them unset, with their sources. Imports no torch."""
 
 from common.config.schema import LossConfig
 

@@ -41,7 +41,7 @@ class ModelShape:
 
 
 def document_multiple(parallel: ParallelConfig) -> int:
-    """What every document is padded to a multiple of: context ranks take two equal chunks of it each (zigzag)."""
+    """Every document is padded to a multiple of this: each context rank takes two equal chunks of it (zigzag)."""
     return 2 * parallel.context if parallel.context > 1 else 1
 
 

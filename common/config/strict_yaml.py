@@ -7,7 +7,7 @@ import yaml
 
 from common.errors import ConfigError
 
-Document = dict[str, Any]  # what YAML gives before a schema has typed it
+Document = dict[str, Any]  # parsed YAML that no schema has typed yet
 
 
 class _Loader(yaml.SafeLoader):

@@ -20,7 +20,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     """Ask the kernel to kill this process (SIGKILL) when the thread that started it ends. Linux; elsewhere a no-op.
 
     The wish survives exec and is not inherited by fork, so every process that must not be orphaned calls this
-    early. A parent killed with -9 between the fork and this call would be missed, hence `parent_pid`.
+    early. A parent killed with -9 between the fork and this call would be missed; `parent_pid` is for that case.
 
     Args:
         parent_pid: the expected parent; when it is gone already, this process ends at once.
@@ -75,8 +75,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 class DrainFlag:
-    """Set by the first SIGTERM or SIGINT; a second one ends the process at once with the signal's default effect,
-    after `on_second` when one was given.
+    """Set by the first SIGTERM or SIGINT. A second one calls `on_second`, if given, and ends the process at once.
 
     `install` must run in the main thread. `wait` works from any thread and wakes as soon as the signal comes.
     """

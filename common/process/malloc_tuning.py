@@ -13,11 +13,11 @@ TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # names of mallopt(3)
 def keep_freed_memory(one_heap: bool = False) -> bool:
     """Let this process reuse what large messages leave behind; returns whether the C library took it.
 
-    To be called before threads are started. `one_heap`: for all threads; the heaps of other threads than the first
-    are cut into pieces of 64 MB, which are given back whatever was set. Not for processes whose threads compute.
+    To be called before threads are started. `one_heap` makes all threads share one heap. Otherwise the
+    heaps of other threads than the first give memory back in pieces of 64 MB. Do not set it where threads compute.
 
-    By default glibc gives the memory of a freed message back to the kernel and faults it in again, page by page, for
-    the next one. For groups of 0.6 MB that costs more than everything else that is done to them.
+    By default glibc gives the memory of a freed message back to the kernel. For the next message the kernel maps it
+    again, page by page. For groups of 0.6 MB that costs more than everything else that is done to them.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

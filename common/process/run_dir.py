@@ -47,7 +47,7 @@ class RunDir:
         self.run_json = self.path / "run.json"
         self.broker_json = self.path / "broker.json"
         self.status_json = self.path / "status.json"
-        self.store = self.path / "store"  # of the embedded broker
+        self.store = self.path / "store"  # the broker's files
         self.redis_json = self.path / "redis.json"  # which store in Redis is this run's
         self.ledger_json = self.path / "ledger.json"
         self.learner_json = self.path / "learner.json"
@@ -69,7 +69,7 @@ class RunDir:
         """Create the folder and write the resolved config.yaml and run.json.
 
         Raises:
-            UsageError: the folder holds a run of a config that does not agree with this one, or cannot be written.
+            UsageError: the folder has a run of a config that does not agree with this one, or cannot be written.
             SlipstreamError: the disk is full.
         """
         self.check_agrees(config)
@@ -89,7 +89,7 @@ class RunDir:
         before = load_either(self.config)
         if type(before) is not type(config):
             kind = "a warm start (sft)" if isinstance(before, SftConfig) else "an RL job"
-            raise UsageError(f"{self.path} already holds {kind}; choose another run.dir")
+            raise UsageError(f"{self.path} already has {kind}; choose another run.dir")
         differing = [
             f"{key} was {old!r} and now is {new!r}"
             for key, old, new in differences(msgspec.to_builtins(before), msgspec.to_builtins(config))
@@ -97,7 +97,7 @@ class RunDir:
         ]
         if differing:
             shown = "; ".join(differing[:3]) + ("; ..." if len(differing) > 3 else "")
-            raise UsageError(f"{self.path} holds a run of another config: {shown}; choose another run.dir or remove it")
+            raise UsageError(f"{self.path} has a run of another config: {shown}; choose another run.dir or remove it")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> Iterator[tuple[str, object, object]]:

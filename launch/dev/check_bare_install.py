@@ -16,7 +16,7 @@ NEEDS_TORCH = ("common.weights",)
 
 
 def main() -> int:
-    """Exit code 1 with a reason on the first thing that does not hold."""
+    """Exit code 1 with a reason when a check fails."""
     present = [name for name in ABSENT if importlib.util.find_spec(name) is not None]
     if present:
         print(f"not a bare install: {', '.join(present)} can be imported")

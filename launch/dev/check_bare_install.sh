@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A fresh environment with nothing but the base dependencies: common, broker and launch import, `slipstream --help` takes
-# less than a second, and torch, vllm and megatron are not there.
+# Checks a fresh environment with the base dependencies only, without torch, vllm and megatron.
+#
+# common, broker and launch must import there, and `slipstream --help` must take less than a second.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

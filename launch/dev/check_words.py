@@ -246,7 +246,7 @@ def count_all() -> dict[str, int]:
 
 
 def ratchet(counts: dict[str, int], allowed: dict[str, int]) -> list[str]:
-    """What to tell a person for every folder with more findings than allowed."""
+    """A message for every folder with more findings than allowed."""
     return [
         f"{folder}: {count} findings, at most {allowed.get(folder, 0)} are allowed; "
         f"see python -m launch.dev.check_words {'*.md' if folder == '.' else folder}"

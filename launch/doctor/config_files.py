@@ -17,7 +17,7 @@ ENVIRONMENT_KEYS = ("tasks.environment", "tasks.options", PYTHON_KEY)
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100 << 20
 LFS = b"version https://git-lfs"
-READ_BYTES = 64 << 20  # of a dataset, at most
+READ_BYTES = 64 << 20  # the part of a dataset that is read
 GET_AGAIN = "get it again: `hf download NAME --local-dir FOLDER`"
 
 
@@ -88,7 +88,7 @@ def broken_weights(file: Path) -> str:
 
 
 class _Index(msgspec.Struct, frozen=True):
-    """Which file holds a tensor, by the tensor's name."""
+    """The file of each tensor, by the tensor's name."""
 
     weight_map: dict[str, str]
 

@@ -23,7 +23,7 @@ SYNCS = 5
 
 
 def check_disk(run_dir: Path, config: Config | SftConfig, plan: Plan | None) -> Iterator[Finding]:
-    """Everything about the folder that will hold the run."""
+    """Everything about the folder of the run."""
     place = nearest(run_dir)
     if not os.access(place, os.W_OK | os.X_OK):
         why = "every role writes there"
@@ -44,7 +44,7 @@ def nearest(path: Path) -> Path:
 
 
 def disk_bytes(config: Config | SftConfig, plan: Plan) -> int:
-    """What the run keeps at most: checkpoints, the final model, and the broker's groups, all of full length."""
+    """The largest size of the run: checkpoints, the final model, and the broker's groups, all of full length."""
     weights = plan.rl.publish.bytes if plan.rl is not None else plan.parameters * 4
     needed = LOGS_BYTES + plan.checkpoint.bytes * plan.checkpoint.kept + weights
     if isinstance(config, Config) and plan.rl is not None and config.broker.backend == "zeromq":
@@ -74,7 +74,7 @@ def _kind(place: Path) -> Iterator[Finding]:
 
 
 def file_system(place: Path) -> str:
-    """Type of the file system that holds `place`; '' when it is not known."""
+    """Type of the file system of `place`; '' when it is not known."""
     whole = str(place.resolve())
     best, kind = "", ""
     for partition in psutil.disk_partitions(all=True):

@@ -1,6 +1,7 @@
 """slipstream doctor [CONFIG|RUN]: what this machine can run, what is missing for a config, why a job stands still.
 
-Needs neither torch nor a GPU. Every finding says what, why it matters and how to mend it; docs/doctor.md lists them.
+It needs neither torch nor a GPU. Every finding says what was found, why it matters and how to repair it.
+docs/doctor.md lists the findings.
 Exit codes: 0 nothing in the way (warnings may be there), 1 a problem, 2 bad usage.
 """
 
@@ -79,7 +80,7 @@ def show(findings: Iterable[Finding]) -> None:
         console.print(Text.assemble((f"{sign} {finding.check}: ", colour), finding.what), soft_wrap=True)
         if finding.level != "fine":
             console.print(f"    why:  {finding.why}", soft_wrap=True, markup=False)
-            console.print(f"    mend: {finding.mend}", soft_wrap=True, markup=False)
+            console.print(f"    fix:  {finding.mend}", soft_wrap=True, markup=False)
     plural = "" if counts["problem"] == 1 else "s"
     console.print(f"{counts['problem']} problem{plural}, {counts['warning']} warnings, {counts['fine']} fine")
 

@@ -1,4 +1,4 @@
-"""What `slipstream doctor` finds: each finding says what, why it matters and how to mend it."""
+"""The findings of `slipstream doctor`."""
 
 from typing import Literal
 
@@ -13,9 +13,9 @@ class Finding(msgspec.Struct, frozen=True):
     Attributes:
         check: its name, for example 'disk'.
         level: problem: the job will fail, or lose what it promises; warning: it may, or be slow; fine.
-        what: was found.
-        why: it matters; '' when it is fine.
-        mend: how; '' when it is fine.
+        what: the fact that was found.
+        why: the reason why it matters; '' when it is fine.
+        mend: the way to repair it; '' when it is fine.
     """
 
     check: str

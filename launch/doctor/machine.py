@@ -1,4 +1,4 @@
-"""What this machine has, read without importing torch, vLLM or Megatron."""
+"""The facts of this machine, read without importing torch, vLLM or Megatron."""
 
 import ctypes
 import os
@@ -35,7 +35,7 @@ class Machine:
     """Facts that checks judge by; tests make their own.
 
     Attributes:
-        memory_bytes, available_bytes: of the host, or of this container's limit.
+        memory_bytes, available_bytes: memory of the host, or the limit of this container.
         shm_bytes: size of /dev/shm; 0 when there is none.
         open_files: soft and hard limit of this process.
         packages: installed distributions, lower case, with versions.

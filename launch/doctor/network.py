@@ -1,4 +1,4 @@
-"""Doctor: addresses that have to be free, or that somebody has to answer at."""
+"""Doctor: addresses that must be free, and servers that must answer."""
 
 import socket
 import time
@@ -97,7 +97,7 @@ def check_redis(config: Config) -> Iterator[Finding]:
         yield problem("redis", str(error), "the delivery's state lies there", mend)
     else:
         for line in doubts:
-            yield warning("redis", line, "what cannot be seen is not checked", mend)
+            yield warning("redis", line, "settings that cannot be read are not checked", mend)
         if abs(apart_s) > CLOCKS_APART_S:
             why = "leases follow the server's clock and hold; the ages in `status` are off"
             yield warning("redis", f"its clock is {apart_s:+.0f} s from this machine's", why, "chrony on both")

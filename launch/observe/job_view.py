@@ -1,4 +1,4 @@
-"""What a person sees of a run: the live view of `up` and `top`, the table of `status`, and the plain line."""
+"""A run on the terminal: the live view of `up` and `top`, the table of `status`, and the plain line."""
 
 import itertools
 from collections.abc import Sequence

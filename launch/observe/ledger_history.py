@@ -1,8 +1,8 @@
 """One ledger out of those that the brokers of one run left behind: a run stopped and continued has several.
 
-Every broker numbers its tasks from 0. What an earlier one had not handed to a step that lasted is offered again by the
-next one and is no part of the record; what it had is, and a step that a later learner did not repeat is committed,
-since learners continue from durable checkpoints only. So every step stands here once, with the groups it was made of.
+Every broker numbers its tasks from 0. Tasks that an earlier broker gave to no lasting step are offered again by the
+next one, so its entries of them are left out. Tasks of a lasting step are kept. A step that no later learner repeated
+is committed, because learners continue from durable checkpoints only. So every step appears once, with its groups.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def whole_ledger(former: Sequence[list[LedgerEntry]], newest: list[LedgerEntry])
             elif entry.step is None:
                 continue
             elif repeated_from is None:
-                entries.append(numbered)  # nobody has gone on yet: as it was left
+                entries.append(numbered)  # no later broker took a step yet
             elif entry.step < repeated_from:
                 entries.append(msgspec.structs.replace(numbered, state=COMMITTED))
         offset += max((entry.serial + 1 for entry in ledger), default=0)

@@ -1,4 +1,4 @@
-"""What a run looks like now: the broker's answer, or what it left behind when it is gone."""
+"""The newest known status of a run: the broker's answer, or the files that it left behind."""
 
 import time
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class Observation:
         status: from the broker, or from RUN/status.json.
         live: whether the broker answered just now.
         note: why the status is not live, '' when it is.
-        unreachable: its process is there and did not answer, so nobody knows whether the status still holds.
-        age_s: of the status; 0 of a live one.
+        unreachable: its process is alive and did not answer, so the status may be outdated.
+        age_s: age of the status; 0 when it is live.
     """
 
     status: BrokerStatus

@@ -20,7 +20,7 @@ STOPPING = frozenset(
 
 
 def stalls_of(seen: Observation) -> list[Stall]:
-    """What `broker.diagnosis.stalls.explain` finds while the broker answers, else that it does not."""
+    """The stalls that `explain` finds while the broker answers, else one that says that it does not."""
     if seen.live:
         return explain(seen.status)
     learner, address = seen.status.learner, seen.status.address
@@ -48,14 +48,14 @@ def sentence(stall: Stall) -> str:
 
 
 def moving(seen: Observation) -> str:
-    """What is said of a living job that nothing holds up."""
+    """One sentence on a living job without stalls."""
     alive = sum(node.alive for node in seen.status.nodes)
     learner = seen.status.learner
     return f"The learner is {learner.state if learner else 'absent'}; {alive} node{'' if alive == 1 else 's'} alive."
 
 
 def page(seen: Observation) -> RenderableType:
-    """Every stall, for `status`; what goes on when there is none."""
+    """Every stall, for `status`; the state of the job when there is none."""
     found = stalls_of(seen)
     if not found:
         return Text(moving(seen) if seen.live else "")

@@ -1,4 +1,4 @@
-"""What a run has wasted, in the words of `status`, `top` and `report`; docs/waste.md has the reasons."""
+"""The waste of a run, in the words of `status`, `top` and `report`; docs/waste.md has the reasons."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ SHOWN_NODES = 16
 
 
 def whole(status: BrokerStatus) -> dict[str, Waste]:
-    """Of all nodes and the learner, by reason."""
+    """The waste of all nodes and of the learner, by reason."""
     learner = status.learner.waste if status.learner is not None else {}
     return waste.merged((status.waste, learner))
 

@@ -1,9 +1,9 @@
 """Bytes of activations that a rank keeps for the backward pass, in the manner of Korthikanti et al. (arXiv 2205.05198).
 
-Their equation 2, s b h (34 + 5 a s / h) / t per layer, counts dropout masks and the attention matrix, which are absent
-here (no dropout; flash attention keeps a log-sum-exp per head instead of the matrix), and a feed-forward of 4 h without
-gate. What is left is counted tensor by tensor below, so that it also holds for grouped queries, gates and experts;
-for their layer it gives their 32 s b h / t (tests/unit/launch/test_plan_memory.py).
+Their equation 2, s b h (34 + 5 a s / h) / t per layer, counts a feed-forward of 4 h without gate. It also counts
+dropout masks and the attention matrix, which are absent here: flash attention keeps a log-sum-exp per head instead. The
+other tensors are counted one by one below, so that grouped queries, gates and experts are covered as well. For their
+layer the sum is their 32 s b h / t (tests/unit/launch/test_plan_memory.py).
 """
 
 import msgspec
@@ -13,17 +13,17 @@ from launch.plan.architecture import Architecture, Attention
 from launch.plan.process_groups import stage_chunks
 
 FLOAT32 = 4
-CHUNK_ELEMENTS = 1 << 26  # of logits at once on a GPU (learner.megatron.logprobs)
+CHUNK_ELEMENTS = 1 << 26  # logits that a GPU computes at once (learner.megatron.logprobs)
 
 
 class Activations(msgspec.Struct, frozen=True):
     """Peak bytes on one rank of a pipeline stage.
 
     Attributes:
-        layers: what the layers keep for all microbatches in flight.
+        layers: activations that the layers keep for all microbatches in flight.
         recomputed: one layer's own activations while it is computed again (full recomputation).
-        output: of the final norm and the output layer for one microbatch; 0 but on the last stage.
-        in_flight: microbatches whose activations are held at once, in units of the whole stage.
+        output: activations of the final norm and the output layer for one microbatch; 0 except on the last stage.
+        in_flight: microbatches whose activations are kept at once, in units of the whole stage.
     """
 
     layers: int
@@ -47,9 +47,9 @@ def activations(
     """Peak of each pipeline stage for full microbatches.
 
     Args:
-        micro_batch_tokens: of one microbatch, before context parallelism cuts it.
-        microbatches: of one step on one data-parallel rank.
-        item_bytes: of an activation: 2 in bfloat16.
+        micro_batch_tokens: tokens of one microbatch, before context parallelism cuts it.
+        microbatches: number in one step on one data-parallel rank.
+        item_bytes: bytes of an activation, 2 in bfloat16.
     """
     tokens = -(-micro_batch_tokens // parallel.context)
     shards = parallel.tensor if parallel.sequence_parallel else 1
@@ -72,7 +72,7 @@ def output_bytes(model: Architecture, parallel: ParallelConfig, tokens: int, ite
     """Peak of final norm, output layer and loss in the backward pass, which takes logits in chunks.
 
     Args:
-        tokens: of this context-parallel rank.
+        tokens: number on this context-parallel rank.
     """
     width = model.vocabulary // parallel.tensor
     shards = parallel.tensor if parallel.sequence_parallel else 1
@@ -84,7 +84,7 @@ def output_bytes(model: Architecture, parallel: ParallelConfig, tokens: int, ite
 
 
 def in_flight(stage: int, parallel: ParallelConfig, microbatches: int) -> float:
-    """Microbatches that a stage holds at once, in units of all its layers.
+    """Microbatches whose activations a stage keeps at once, in units of all its layers.
 
     One forward, one backward (Narayanan et al., arXiv 2104.04473, section 2.2.1): as many as there are stages from it
     to the last. With v virtual stages the warm-up runs 2 (p - stage - 1) + (v - 1) p chunks ahead, each 1 / v of the
@@ -97,10 +97,10 @@ def in_flight(stage: int, parallel: ParallelConfig, microbatches: int) -> float:
 
 
 def layer_bytes(model: Architecture, parallel: ParallelConfig, moe: bool, tokens: int, item_bytes: int) -> int:
-    """What one layer keeps for one microbatch.
+    """Bytes that one layer keeps for one microbatch.
 
     Args:
-        tokens: of this context-parallel rank.
+        tokens: number on this context-parallel rank.
     """
     t = parallel.tensor
     shards = t if parallel.sequence_parallel else 1

@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says about a decoder's shape, in one form for all architectures; no torch."""
+"""The shape of a decoder as its Hugging Face config.json gives it, in one form for all architectures."""
 
 from collections.abc import Callable, Mapping
 from typing import cast
@@ -25,8 +25,8 @@ class LatentAttention(msgspec.Struct, frozen=True):
     heads: int
     q_rank: int | None  # None: queries are not compressed
     kv_rank: int
-    nope_dim: int  # of a query or key head, without position
-    rope_dim: int  # of a query head, and of the one key that all heads share
+    nope_dim: int  # size of a query or key head, without position
+    rope_dim: int  # size of a query head with position, and of the one key that all heads share
     value_dim: int
 
     @property
@@ -38,7 +38,7 @@ class Experts(msgspec.Struct, frozen=True):
     count: int
     per_token: int
     ffn: int  # intermediate size of one expert
-    shared_ffn: int = 0  # of all shared experts together; 0: none
+    shared_ffn: int = 0  # intermediate size of all shared experts together; 0: none
     selection_bias: bool = False  # a bias per expert that only selects (arXiv 2408.15664); no gradient
     mixtral_names: bool = False  # Mixtral's names: block_sparse_moe.experts.N.w1
 

@@ -1,4 +1,4 @@
-"""What a step consists of at most, how full the pipeline is, and what may be outstanding."""
+"""The arithmetic of a step: its largest batch, the idle time of the pipeline, and the window."""
 
 import msgspec
 
@@ -15,9 +15,9 @@ class Batch(msgspec.Struct, frozen=True):
 
     Attributes:
         sequences: samples, or documents in supervised tuning.
-        longest: places that one sequence needs, padding of context parallelism included.
-        places: of all sequences.
-        places_per_rank: of the data-parallel rank with the most.
+        longest: positions of one sequence, padding of context parallelism included.
+        places: positions of all sequences.
+        places_per_rank: positions on the data-parallel rank with the most.
         microbatches: on every data-parallel rank.
         bubble: share of a step that a pipeline stage idles, with that many microbatches.
         bubble_short: the same when sequences are a quarter as long.
@@ -33,12 +33,12 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class Window(msgspec.Struct, frozen=True):
-    """What the staleness bound allows to be outstanding: B (k + 1) groups (common/staleness.py).
+    """The groups that the staleness bound allows to be outstanding: B (k + 1) (common/staleness.py).
 
     Attributes:
-        bytes: of their samples when every one is as long as it may be.
-        group_bytes: of one such group, which travels as one message.
-        node_groups: that one node holds at once.
+        bytes: size of their samples when every one has the maximum length.
+        group_bytes: size of one such group, which travels as one message.
+        node_groups: groups that one node generates at once.
     """
 
     groups: int
@@ -80,7 +80,7 @@ def bubble(microbatches: int, pipeline: int, virtual: int) -> float:
 
 
 def window_of(config: Config, model: Architecture, lookahead_groups: int) -> Window:
-    """What is outstanding at most between the oldest step that waits and the newest task that is leased.
+    """The largest number of groups between the oldest step that waits and the newest leased task.
 
     Args:
         lookahead_groups: that a node leases beyond its concurrency.

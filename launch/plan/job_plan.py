@@ -44,7 +44,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class RlPart(msgspec.Struct, frozen=True):
-    """What only an RL job has."""
+    """The parts that only an RL job has."""
 
     window: Window
     publish: Publish
@@ -56,7 +56,7 @@ class Plan(msgspec.Struct, frozen=True):
     """A planned job.
 
     Attributes:
-        parameters, active_parameters: of the whole model.
+        parameters, active_parameters: numbers of the whole model.
         groups: process groups of the learner.
         stages: one entry per pipeline stage.
     """

@@ -1,6 +1,6 @@
 """slipstream plan CONFIG: what a job or a warm start would be, and every check that its launch would do.
 
-It needs neither a GPU nor torch, Megatron or vLLM. Of the model it needs config.json alone, without the weights.
+It needs neither a GPU nor torch, Megatron or vLLM. The model's config.json is enough, without the weights.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Which ranks work together, in Megatron's order tp-cp-ep-dp-pp, and which layers each pipeline stage has.
 
-Megatron numbers the ranks twice: for the dense part of the model, rank = t + T (c + C (d + D p)), and for the experts,
-rank = t' + T' (e + E (d' + D' p)). Letters are tensor, context, data and pipeline coordinates, capitals their sizes;
-T' is expert_tensor, and D' what remains for expert-data parallelism.
+Megatron numbers the ranks twice. For the dense part of the model, rank = t + T (c + C (d + D p)). For the experts,
+rank = t' + T' (e + E (d' + D' p)). Letters are tensor, context, data and pipeline coordinates, capitals their sizes.
+T' is expert_tensor, and D' is the size that is left for expert-data parallelism.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class GroupKind(msgspec.Struct, frozen=True):
-    """All groups of one kind; together they hold every rank once."""
+    """All groups of one kind; together they have every rank once."""
 
     name: str
     size: int
@@ -83,7 +83,7 @@ def rank_groups(sizes: Sizes, axes: tuple[str, ...], order: tuple[str, ...]) -> 
     """Groups of the ranks that differ only in `axes`; members and groups ascend.
 
     Args:
-        axes: of `order`.
+        axes: some names of `order`.
         order: DENSE or SPARSE, the fastest coordinate first.
     """
     lengths = [getattr(sizes, name) for name in order]

@@ -1,7 +1,7 @@
-"""One rank's parameters as Megatron-Core holds them: names, sizes and what the distributed optimizer makes of them.
+"""One rank's parameters as Megatron-Core stores them: names, sizes and what the distributed optimizer makes of them.
 
 Names and shapes are those of Megatron's GPTModel with Transformer Engine's layer spec, where a layer norm belongs to
-the linear layer behind it. Ranks that differ only in tensor, context, data or expert coordinates hold equally much.
+the linear layer behind it. Ranks that differ only in tensor, context, data or expert coordinates have equally many.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""What a person should know about a plan that no check refuses: each remark is one sentence or two."""
+"""Remarks on a plan that no check refuses: each is one sentence or two."""
 
 from collections.abc import Iterator
 

@@ -34,7 +34,7 @@ class Review:
         plan: None when the layout does not fit the model, or `no_plan` says why.
         refused: a launch refuses these, even when every file is in its place.
         missing: files that have to be brought along.
-        not_yet: what this version cannot launch by itself.
+        not_yet: parts that this version cannot launch by itself.
         remarks: sentences on what no check refuses.
         no_plan: the reason why the model cannot be planned.
         too_few_turns: the environment plays several turns and rollout.max_turns is 1.
@@ -115,7 +115,7 @@ def read_model(folder: Path) -> dict[str, object]:
     except (OSError, ValueError) as error:
         raise UsageError(f"model.path: {path} cannot be read: {error}") from None
     if not isinstance(document, dict):
-        raise UsageError(f"model.path: {path} holds no JSON object")
+        raise UsageError(f"model.path: {path} is no JSON object")
     return cast("dict[str, object]", document)
 
 
@@ -127,7 +127,7 @@ def describe(problem: Problem) -> str:
 
 
 def _is_missing_file(problem: Problem, config: Config | SftConfig) -> bool:
-    """Whether the problem goes away once somebody puts weights, a tokenizer or a dataset in its place."""
+    """Whether the problem is only a missing file: weights, a tokenizer or a dataset."""
     key, expected, _, _ = problem
     if key == "model.path":
         return expected.startswith(MISSING_FROM_MODEL)
@@ -138,7 +138,7 @@ def _is_missing_file(problem: Problem, config: Config | SftConfig) -> bool:
 
 
 def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> list[str]:
-    """What this version cannot launch by itself."""
+    """Parts that this version cannot launch by itself."""
     out: list[str] = []
     nodes = -(-config.learner.world_size // gpus_per_node)
     module = "learner.main" if isinstance(config, Config) else "learner.sft.main"

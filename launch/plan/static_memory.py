@@ -1,4 +1,4 @@
-"""Bytes that a rank holds whatever it computes: parameters, gradients, optimizer states."""
+"""Bytes that a rank needs for parameters, gradients and optimizer states."""
 
 import msgspec
 
@@ -28,10 +28,10 @@ class Resident(msgspec.Struct, frozen=True):
 
 
 def resident(model: Architecture, parallel: ParallelConfig, sizes: Sizes, dtype: str) -> list[Resident]:
-    """What a rank of each pipeline stage holds.
+    """Resident bytes on a rank of each pipeline stage.
 
-    Main parameters and Adam's states are sharded over data x context ranks, those of experts over the
-    expert-data ranks (the distributed optimizer; ZeRO stage 1, arXiv 1910.02054).
+    The distributed optimizer shards main parameters and Adam's states over data x context ranks. It shards those of
+    experts over the expert-data ranks (ZeRO stage 1, arXiv 1910.02054).
     """
     out: list[Resident] = []
     stages = stage_chunks(model.layers, parallel)

@@ -1,4 +1,4 @@
-"""What leaves the learner's GPUs: publishes of the weight plane, checkpoints, and what an engine must hold."""
+"""Sizes of published versions, of checkpoints, and of the memory of an engine."""
 
 import msgspec
 
@@ -16,9 +16,9 @@ class Publish(msgspec.Struct, frozen=True):
     """One policy version on its way to the nodes.
 
     Attributes:
-        bytes: of the flat buffer, which the lead rank and every node hold in host memory.
-        buckets: that it travels in.
-        bytes_per_s: at which a publish just ends within weights.timeout_s.
+        bytes: size of the flat buffer, which the lead rank and every node keep in host memory.
+        buckets: number of pieces in which it is sent.
+        bytes_per_s: rate at which a publish just ends within weights.timeout_s.
     """
 
     bytes: int
@@ -31,8 +31,8 @@ class Engine(msgspec.Struct, frozen=True):
     """One vLLM engine's memory, per device.
 
     Attributes:
-        weight_bytes: of its share of the weights.
-        cache_bytes_per_token: of the key-value cache.
+        weight_bytes: size of its share of the weights.
+        cache_bytes_per_token: size of the key-value cache for one token.
     """
 
     devices: int
@@ -56,12 +56,12 @@ def publish_of(config: Config, model: Architecture) -> Publish:
 
 
 def checkpoint_bytes(model: Architecture, dtype: str) -> int:
-    """Of one checkpoint: parameters, float32 main parameters and Adam's two states."""
+    """Size of one checkpoint: parameters, float32 main parameters and Adam's two states."""
     return count(model) * (ITEM_BYTES[dtype] + MAIN_PARAMETER_BYTES + ADAM_BYTES)
 
 
 def engine_of(config: Config, model: Architecture) -> Engine:
-    """What one of the fleet's engines holds; keys and values have the model's dtype."""
+    """The memory of one of the fleet's engines; keys and values have the model's dtype."""
     devices, item = config.rollout.engine.tensor_parallel, ITEM_BYTES[config.model.dtype]
     a = model.attention
     if isinstance(a, Attention):

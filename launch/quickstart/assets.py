@@ -2,10 +2,10 @@
 
 python -m launch.quickstart.assets --out runs/assets [--seed N] [--preset tiny|long]
 
-OUT/model/                      Hugging Face folder, Qwen3 architecture, random weights, character tokenizer
-OUT/addition/train.jsonl        problems;  held_out.jsonl: others;  sft.jsonl: demonstrations, in order
-OUT/number_guessing/...         the same for the number game (its held-out problems are all its numbers)
-OUT/assets.json                 what this was built from; the same request again does nothing
+- OUT/model is a Hugging Face folder: Qwen3 architecture, random weights, character tokenizer.
+- OUT/addition has problems in train.jsonl, others in held_out.jsonl, and demonstrations in order in sft.jsonl.
+- OUT/number_guessing has the same for the number game. Its held-out problems are all its numbers.
+- OUT/assets.json says how they were built. The same request again does nothing.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Preset:
 PRESETS = {
     # 0.3 M parameters, answers of about 30 tokens
     "tiny": Preset(ModelShape(128, 256, 2, 4, 2, 32, 1024, 0.044), data.AdditionPlan(), data.GuessingPlan()),
-    # 5 M parameters, answers of 92 tokens in the mean and at most 384
+    # 5 M parameters, answers of 92 tokens on average and at most 384
     "long": Preset(
         ModelShape(256, 1024, 5, 8, 4, 32, 1024, 0.03),
         data.AdditionPlan(digits=34, median_digits=7.2, spread=0.8, clean=38400, sloppy=3200),
@@ -144,7 +144,7 @@ def build(out: Path, seed: int, preset_name: str) -> bool:
     """Build everything into `out`, all or nothing; False when it is there already from the same request.
 
     Raises:
-        FileExistsError: `out` holds something that this builder did not make.
+        FileExistsError: `out` has files that this builder did not make.
     """
     preset = PRESETS[preset_name]
     request = {"format": FORMAT, "seed": seed, "preset": preset_name, "plan": dataclasses.asdict(preset)}

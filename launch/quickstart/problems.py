@@ -1,8 +1,8 @@
 """Problems and demonstrations of the two quickstart tasks, made from a seed; standard library only.
 
 Addition: `Q: 384+519=? A: 4+9=13, 8+1+1=10, 3+5+1=9 =903`: column sums, least significant first, then the answer.
-The warm start learns clean demonstrations first and then sloppy ones (half of them blurt out a guess, carries are
-forgotten), so that reinforcement learning starts from a policy that can do the task but mostly does not.
+The warm start learns clean demonstrations first and then sloppy ones: half of them guess at once, and carries are
+forgotten. So reinforcement learning starts from a policy that can do the task but mostly does not.
 
 Number guessing: a part of the demonstrated games bisects, the rest guesses anywhere.
 """

@@ -106,11 +106,11 @@ def serving(state: DeliveryState, config: Config, run: RunDir) -> Generator[None
 
 
 def check_progress(report: LearnerReport | None) -> None:
-    """Raise UsageError when the learner waits for groups that nobody will make."""
+    """Raise UsageError when the learner waits for groups that no node will generate."""
     if report is not None and report.state in ("waiting", "replaying") and report.since_s > STUCK_S:
         raise UsageError(
-            f"step {report.step} waits for groups that its recording does not have ({report.waiting_on}): with these "
-            "overrides it gives groups back or leaves some out, and there is no node to make others"
+            f"step {report.step} waits for groups that its recording does not have ({report.waiting_on}). With these "
+            "overrides it gives groups back or leaves some out, and a replay has no node to generate others"
         )
 
 

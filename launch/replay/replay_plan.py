@@ -1,4 +1,4 @@
-"""What `slipstream replay` will do: which steps, from which checkpoint, under which config, into which folder."""
+"""The plan of `slipstream replay`: which steps, from which checkpoint, under which config, into which folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from common.process.run_dir import RunDir
 from launch.resolve_target import checked
 from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
 
-# What the recording fixes: groups were made of these tasks, in this number, and this command decides the rest.
+# The recording fixes these keys: its groups belong to these tasks and have this size. The command sets the rest.
 FIXED = {
     "run.dir": "use --out DIR",
     "run.steps": "use --to STEP",
@@ -106,7 +106,7 @@ def _new_folder(original: RunDir, out: str | None) -> Path:
 
 
 def _config(config: Config, file: str, folder: Path, last: int, overrides: Sequence[str]) -> Config:
-    """The run's config for its replay: the same computation, nobody served, one checkpoint at the end."""
+    """The run's config for its replay: the same computation, no nodes, one checkpoint at the end."""
     for word in overrides:
         key = word.partition("=")[0]
         for fixed, reason in FIXED.items():

@@ -16,7 +16,7 @@ from launch.observe.sft_status import warm_start_of
 from launch.resolve_target import config_of, find_run
 
 FIRST_STEPS, LAST_STEPS = 5, 10
-AGES = ("0", "1", "2", "3-4", "5-8", "9 and more")  # of StepMetrics.mismatch_by_age
+AGES = ("0", "1", "2", "3-4", "5-8", "9 and more")  # the classes of StepMetrics.mismatch_by_age
 
 
 def command(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ def plan_cores(cores: list[int], learner_threads: int, node_threads: list[int]) 
     """Disjoint cores for the learner and each node's engine when all fit on a small machine, else none.
 
     Args:
-        cores: what there is.
+        cores: the available ones.
         learner_threads: ranks x threads of the learner.
         node_threads: engine threads of each node.
     """

@@ -1,9 +1,9 @@
 """All roles of a job on this machine, from the first start to the last end.
 
-broker  ->  learner (torchrun)  and  nodes       started in this order, each in a process group of its own
-done    :   the learner ends, the nodes leave by themselves, the broker writes the ledger and ends
-Ctrl-C  :   nodes return their leases, the learner writes a checkpoint, the broker writes the ledger and ends
-failure :   the same, after saying which role failed, how, and where its log is
+It starts the broker, then the learner (torchrun) and the nodes, each in a process group of its own.
+A job is done when the learner ends. The nodes leave by themselves, and the broker writes the ledger and ends.
+On Ctrl-C nodes return their leases, the learner writes a checkpoint, and the broker writes the ledger and ends.
+On a failure the same happens, after a message with the role that failed, its exit and its log.
 """
 
 import os

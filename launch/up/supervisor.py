@@ -53,14 +53,14 @@ class Role:
     def __init__(self, spec: RoleSpec) -> None:
         self.spec = spec
         self.restarts = 0
-        self.exit_code: int | None = None  # of the last process that ended
+        self.exit_code: int | None = None  # exit code of the last process that ended
         self.restart_at: float | None = None  # monotonic
         self._process: subprocess.Popen[bytes] | None = None
         self._descendants: dict[int, psutil.Process] = {}
 
     @property
     def pid(self) -> int | None:
-        """Of the running process; None while there is none."""
+        """Process id while it runs; None while it does not."""
         return self._process.pid if self._process is not None and self.exit_code is None else None
 
     @property

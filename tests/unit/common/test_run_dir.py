@@ -71,7 +71,7 @@ def test_run_may_be_continued_longer_or_with_more_nodes(config, key, value):
 def test_warm_start_does_not_continue_an_rl_run(config):
     RunDir(config.run.dir).prepare(config)
     warm = SftConfig(run=config.run, model=config.model, tasks=SftTasksConfig(dataset="d"))
-    with pytest.raises(UsageError, match="already holds an RL job"):
+    with pytest.raises(UsageError, match="already has an RL job"):
         RunDir(config.run.dir).prepare(warm)
 
 
