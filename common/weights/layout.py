@@ -48,10 +48,6 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             at += -(-entry.size_bytes // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), at)
 
-    def buckets(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """(start, end) byte ranges that cover the buffer."""
-        return ranges(self.total_bytes, bucket_bytes)
-
 
 def ranges(total_bytes: int, bucket_bytes: int) -> list[tuple[int, int]]:
     """(start, end) of the buckets of a payload of `total_bytes`."""

@@ -49,7 +49,7 @@ def publish_of(config: Config, model: Architecture) -> Publish:
     layout = Layout.of([(name, config.model.dtype, shape) for name, shape in hf_tensors(model)])
     return Publish(
         bytes=layout.total_bytes,
-        buckets=len(layout.buckets(config.weights.bucket_mib * MIB)),
+        buckets=-(-layout.total_bytes // (config.weights.bucket_mib * MIB)),
         tensors=len(layout.entries),
         bytes_per_s=layout.total_bytes / config.weights.timeout_s,
     )

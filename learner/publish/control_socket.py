@@ -12,6 +12,7 @@ import zmq
 from common.security.credentials import load_credential
 from common.security.curve import HANDSHAKE_MS, CurveServer, KeyRing
 from common.weights import messages
+from common.weights.collectives import bind_free_port
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,7 @@ class Endpoint(Generic[Item]):
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_NODE_MESSAGE_BYTES)
         self._router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._router.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
-        self._router.setsockopt(zmq.IPV6, int(":" in address))
-        host = f"tcp://[{address}]" if ":" in address else f"tcp://{address}"
-        self.address = f"{host}:{self._router.bind_to_random_port(host)}"
+        self.address = bind_free_port(self._router, address)
         self.malformed = 0
         self._inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._wake_in, self._wake_out = socket.socketpair()

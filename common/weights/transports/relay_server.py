@@ -17,6 +17,7 @@ import torch
 import zmq
 
 from common.security.curve import HANDSHAKE_MS, NO_KEYS, CurveGate, new_keys
+from common.weights.collectives import bind_free_port
 from common.weights.messages import Source
 from common.weights.transports.relay_wire import CREDIT, PIECE_BYTES, Get, Gone, Piece, decode_get, encode
 
@@ -53,15 +54,13 @@ class RelayServer:
         self._router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._router.setsockopt(zmq.SNDHWM, 2 * CREDIT)
         self._router.setsockopt(zmq.RCVHWM, 4 * CREDIT)
-        self._router.setsockopt(zmq.IPV6, int(":" in host))
         keys = new_keys() if secured else NO_KEYS
         self.public = keys.public
         self._gate = CurveGate(self._context, keys, self) if secured else None
         if self._gate is not None:
             self._gate.secure(self._router)
-        interface = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         try:
-            self.address = f"{interface}:{self._router.bind_to_random_port(interface)}"
+            self.address = bind_free_port(self._router, host)
         except zmq.ZMQError:
             self._release()
             raise

@@ -188,35 +188,28 @@ def _reduce_scatter(mine: torch.Tensor, parts: list[torch.Tensor], *args: Any, g
     return None
 
 
-def _transformer_engine_stubs() -> dict[str, types.ModuleType]:
-    """Classes that raise when used. Visible only while one module executes: a lasting stub flips HAVE_TE elsewhere."""
+class _Stub(types.ModuleType):
+    """Stands in for a package whose names a module imports and never uses here. Each name is a class or a decorator."""
 
-    class Absent:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            raise RuntimeError("transformer_engine is not installed")
+    __path__: list[str] = []
 
-    engine, pytorch, ops = (
-        types.ModuleType(name)
-        for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
-    )
-    engine.__path__, pytorch.__path__ = [], []
-    engine.pytorch, pytorch.ops = pytorch, ops
-    pytorch.Linear, pytorch.LayerNormLinear = type("Linear", (Absent,), {}), type("LayerNormLinear", (Absent,), {})
-    ops.Sequential = type("Sequential", (Absent,), {})
-    return {module.__name__: module for module in (engine, pytorch, ops)}
+    def __getattr__(self, name: str) -> Any:
+        return type(name, (), {"__new__": lambda cls, function=None, *args, **kwargs: function})
 
 
-def _triton_stubs() -> dict[str, types.ModuleType]:
-    if importlib.util.find_spec("triton"):
+def _stubs(module: str) -> dict[str, types.ModuleType]:
+    """The packages to replace while `module` is imported. Lasting stubs would make Megatron believe in them."""
+    if module in _NEEDS_TRANSFORMER_ENGINE:
+        names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
+    elif module in _NEEDS_TRITON and not importlib.util.find_spec("triton"):
+        names = ("triton", "triton.language")
+    else:
         return {}
-
-    class Decorators(types.ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            return lambda function=None, *args, **kwargs: function  # @triton.jit, tl.constexpr: never called
-
-    triton, language = Decorators("triton"), Decorators("triton.language")
-    triton.__path__, triton.language = [], language
-    return {"triton": triton, "triton.language": language}
+    stubs: dict[str, types.ModuleType] = {name: _Stub(name) for name in names}
+    for name in names[1:]:
+        parent, _, child = name.rpartition(".")
+        setattr(stubs[parent], child, stubs[name])
+    return stubs
 
 
 class _Loader(importlib.abc.Loader):
@@ -229,11 +222,7 @@ class _Loader(importlib.abc.Loader):
         return self.inner.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        stubs: dict[str, types.ModuleType] = {}
-        if module.__name__ in _NEEDS_TRANSFORMER_ENGINE:
-            stubs = _transformer_engine_stubs()
-        elif module.__name__ in _NEEDS_TRITON:
-            stubs = _triton_stubs()
+        stubs = _stubs(module.__name__)
         sys.modules.update(stubs)
         try:
             self.inner.exec_module(module)

@@ -11,18 +11,8 @@ from common.weights import delta, packing
 from common.weights.delta import WrongDelta
 
 HEADER = 16
-SPECIAL = [
-    0x0000,
-    0x8000,
-    0x7F80,
-    0xFF80,
-    0x7FC0,
-    0x7FC1,
-    0xFFFF,
-    0x7F81,
-    0x0001,
-    0x8001,
-]  # zeros, inf, NaNs, subnormals
+# zeros, infinities, NaNs, subnormals
+SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7FC1, 0xFFFF, 0x7F81, 0x0001, 0x8001]
 
 
 def flat(words: np.ndarray) -> torch.Tensor:
