@@ -24,7 +24,7 @@ import tailed_environment
 from common.config.loading import load_config
 from common.config.schema import Config
 from launch.roles import thread_environment
-from rollout_fleet.episode.concurrency import AdaptiveLimit, Places, pressure
+from rollout_fleet.episode.concurrency import AdaptiveLimit, Slots, pressure
 from rollout_fleet.episode.sampler_protocol import EngineCounters
 
 NAME = "adaptive_concurrency"
@@ -74,7 +74,7 @@ class Arm:
     def __init__(self, engine, lengths: Iterator[int], places: int, adapt: AdaptiveLimit | None = None) -> None:
         """`places` is where the limit starts, and stays without `adapt`."""
         self._engine, self._lengths, self._adapt = engine, lengths, adapt
-        self._places = Places(places)
+        self._slots = Slots(places)
         self._looks: list[int] = []
 
     async def measure(self) -> dict:
@@ -86,7 +86,7 @@ class Arm:
             if now >= next_look:
                 next_look += LOOK_S
                 self._look()
-            while len(tasks) < self._places.limit + AHEAD:
+            while len(tasks) < self._slots.limit + AHEAD:
                 tasks.add(asyncio.create_task(self._one(next(self._lengths))))
             done, tasks = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -107,14 +107,14 @@ class Arm:
         }
 
     async def _one(self, tokens: int) -> None:
-        async with self._places:
+        async with self._slots:
             await self._engine.generate([10] * PROMPT_TOKENS, tokens)
 
     def _look(self) -> None:
-        self._looks.append(self._places.limit)
+        self._looks.append(self._slots.limit)
         if self._adapt is not None:
             now = pressure(self._engine.counters, time.perf_counter())
-            self._places.resize(self._adapt.look(now, self._places.taken))
+            self._slots.resize(self._adapt.look(now, self._slots.taken))
 
 
 def same_lengths(kind: str, turn: int) -> Iterator[int]:

@@ -13,7 +13,7 @@ from common.process.lifecycle import start_ticks
 Stage = Literal["registered", "engine", "staged", "active", "leased", "delivered"]
 
 
-class Arrival:
+class JoinTimer:
     """The stages of broker.contract.JoinTimes; each counts when it is reached for the first time."""
 
     def __init__(self, age_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:

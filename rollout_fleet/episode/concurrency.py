@@ -1,4 +1,4 @@
-"""How many episodes a node runs at once: a number, or one that follows what the engine's KV cache carries."""
+"""How many episodes a node runs at once: a fixed number, or a limit that follows the load of the engine's KV cache."""
 
 import asyncio
 import logging
@@ -10,17 +10,17 @@ from rollout_fleet.episode.sampler_protocol import EngineCounters
 logger = logging.getLogger(__name__)
 
 STEADY_USAGE = 0.9  # of the KV cache; with more in use the limit does not double
-QUEUE = 4  # steps' worth of requests in front of the engine that are enough
-CHEAP, COSTLY = 0.025, 0.05  # shares of the engine's time lost to preemptions: the price of a full cache; too much
-LOOKS = 3  # that a share is measured over; none of them lies before the last decrease
-SHRINK, HALF = 0.9, 0.5  # a decrease is at least, at most to these
-GROWTH = 0.125  # of the places while as many requests end as there are places
+QUEUE = 4  # a queue of so many groups in front of the engine is long enough
+CHEAP, COSTLY = 0.025, 0.05  # shares of engine time lost to preemptions: up to CHEAP it grows, from COSTLY it shrinks
+LOOKS = 3  # a share is measured over so many looks, all after the last decrease
+SHRINK, HALF = 0.9, 0.5  # the shrink factor lies in [HALF, SHRINK]
+GROWTH = 0.125  # of the slots, while as many requests end as there are slots
 
 
-class Places:
-    """Places for episodes, given out in the order of asking; the limit may change at any time.
+class Slots:
+    """Slots for episodes, given out in the order of asking; the limit may change at any time.
 
-    A limit below what is taken stops nobody: fewer places are given out until enough episodes have ended.
+    A limit below what is taken stops nobody: fewer slots are given out until enough episodes have ended.
     """
 
     def __init__(self, limit: int) -> None:
@@ -32,12 +32,12 @@ class Places:
         if self.taken < self.limit and not self._waiting:
             self.taken += 1
             return
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(slot)
         try:
-            await place
+            await slot
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():  # it was given and is not wanted any more
+            if slot.done() and not slot.cancelled():  # it was given and is not wanted any more
                 self._free()
             raise
 
@@ -45,7 +45,7 @@ class Places:
         self._free()
 
     def resize(self, limit: int) -> None:
-        """Give out `limit` places from now on."""
+        """Give out `limit` slots from now on."""
         self.limit = limit
         self._give()
 
@@ -55,10 +55,10 @@ class Places:
 
     def _give(self) -> None:
         while self._waiting and self.taken < self.limit:
-            place = self._waiting.popleft()
-            if not place.done():
+            slot = self._waiting.popleft()
+            if not slot.done():
                 self.taken += 1
-                place.set_result(None)
+                slot.set_result(None)
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ def pressure(seen: EngineCounters, at_s: float) -> Pressure:
 
 
 class AdaptiveLimit:
-    """As many places as fill the engine, and no more than its KV cache carries without losing much time.
+    """As many slots as fill the engine, but no more than its KV cache takes without much lost time.
 
-    A preemption is not bad in itself: vLLM throws out the newest request, and a young one is soon computed again. What
-    counts is the share of the engine's time that goes into it. Growth is clocked by requests that end, as TCP's is by
-    acknowledgements (Jacobson 1988): requests that have just begun fill little of the cache and say nothing of what
-    as many will fill later. A decrease counts once the places beyond it are free again, and not twice until then.
+    A single preemption costs little: vLLM preempts the newest request, which is soon computed again. The limit
+    follows the share of engine time that goes into it. Growth is clocked by requests that end, as TCP's is by
+    acknowledgements (Jacobson 1988), because requests that have just begun fill little of the cache. A decrease
+    takes effect when the slots beyond it are free again; until then there is no second one.
     """
 
     def __init__(self, low: int, high: int, step: int, holds: int = 0) -> None:
@@ -102,11 +102,11 @@ class AdaptiveLimit:
         self.limit = min(self._high, max(low, 4 * step, holds))
         self._doubling = True
         self._ended: int | None = None  # at the last look
-        self._credit = 0.0  # places earned by requests that ended
+        self._credit = 0.0  # slots earned by requests that ended
         self._looks: deque[Pressure] = deque(maxlen=LOOKS + 1)
 
     def look(self, pressure: Pressure, taken: int) -> int:
-        """The limit from now on, after a look at the engine while `taken` places were taken."""
+        """The limit from now on, after a look at the engine while `taken` slots were taken."""
         ended = 0 if self._ended is None else pressure.ended - self._ended
         self._ended = pressure.ended
         self._looks.append(pressure)

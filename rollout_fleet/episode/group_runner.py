@@ -3,55 +3,16 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from common.rollouts import Group, GroupMeta, Sample, Task
-from rollout_fleet.episode.concurrency import Places
+from rollout_fleet.episode.concurrency import Slots
 from rollout_fleet.episode.driver import Driver, Progress
+from rollout_fleet.episode.group_progress import GroupProgress
 
 NOTHING = GroupMeta(version_min=-1, version_max=-1, reward_mean=0.0, sampled_tokens=0)
-
-
-@dataclass
-class GroupProgress:
-    """How far a group got, also when it is cancelled half-way.
-
-    Attributes:
-        leased_at: monotonic seconds.
-        started_at: when its first episode began, monotonic seconds; None before.
-        lost: the lease was lost, so the broker has counted its seconds.
-        episodes: one per sample; empty before the group runs.
-    """
-
-    leased_at: float = field(default_factory=time.monotonic)
-    started_at: float | None = None
-    lost: bool = False
-    episodes: list[Progress] = field(default_factory=list)
-
-    @property
-    def started(self) -> bool:
-        return self.started_at is not None
-
-    @property
-    def sampled_tokens(self) -> int:
-        """By calls of the model that ended."""
-        return sum(episode.sampled_tokens for episode in self.episodes)
-
-    @property
-    def finished(self) -> int:
-        """Episodes that ended."""
-        return sum(episode.place == "done" for episode in self.episodes)
-
-    @property
-    def starting(self) -> int:
-        """Episodes whose environment has not given its first observation."""
-        return sum(episode.place == "environment" and not episode.turns for episode in self.episodes)
-
-    def seconds(self) -> float:
-        """Since its first episode began; 0 before."""
-        return 0.0 if self.started_at is None else time.monotonic() - self.started_at
 
 
 @dataclass(frozen=True)
@@ -71,16 +32,17 @@ class GroupRunner:
     ) -> None:
         """`on_failure` hears the stop reason of every sample that failed."""
         self._driver, self._on_failure = driver, on_failure
-        self.places = Places(concurrency)
+        self.slots = Slots(concurrency)
         self.on_episode_end: Callable[[], None] = lambda: None
         self.episodes_running = 0
 
-    async def run(self, task: Task, progress: GroupProgress) -> RolledOut:
-        """All samples of `task`; `progress` is kept current for the caller.
+    async def run(self, progress: GroupProgress) -> RolledOut:
+        """All samples of `progress.task`; `progress` is kept current for the caller.
 
         Raises:
             SlipstreamError: the engine failed.
         """
+        task = progress.task
         try:
             problem = _decode_problem(task)
         except ValueError as error:
@@ -89,7 +51,7 @@ class GroupRunner:
         progress.episodes = [Progress() for _ in range(task.group_size)]
 
         async def episode(index: int) -> Sample:
-            async with self.places:
+            async with self.slots:
                 started[index] = time.monotonic()
                 if progress.started_at is None:
                     progress.started_at = started[index]
@@ -127,7 +89,7 @@ def _decode_problem(task: Task) -> dict[str, object]:
 def summarize(serial: int, samples: list[Sample], generation_s: float) -> RolledOut:
     """The group of `samples` with what broker and ledger want to know of it."""
     good = [s for s in samples if s.error is None]
-    versions = [int(v) for s in samples for v in _sampled_versions(s)]
+    versions = [run.version for sample in samples for run in sample.version_runs]  # each starts at a sampled token
     sampled = [int(s.loss_mask.numpy().sum()) for s in samples]
     meta = GroupMeta(
         version_min=min(versions, default=-1),
@@ -139,8 +101,3 @@ def summarize(serial: int, samples: list[Sample], generation_s: float) -> Rolled
     )
     failure = None if good else f"every sample failed, the first with {samples[0].stop_reason}: {samples[0].error}"
     return RolledOut(Group(serial, samples), meta, failure)
-
-
-def _sampled_versions(sample: Sample) -> list[int]:
-    """Versions of the sampled tokens; runs hold no environment text alone, since each starts at a sampled token."""
-    return [run.version for run in sample.version_runs]

@@ -11,8 +11,8 @@ from contextlib import AbstractAsyncContextManager
 
 from broker.contract import HeartbeatReply, NodeBroker
 from common.errors import BrokerError, SlipstreamError
-from rollout_fleet.node.broker_timeout import BrokerLost, Patience
-from rollout_fleet.node.node_status import Board
+from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
+from rollout_fleet.node.node_status import OwnStatus
 
 logger = logging.getLogger(__name__)
 
@@ -20,28 +20,21 @@ Connect = Callable[[], AbstractAsyncContextManager[NodeBroker]]
 
 
 class Heartbeat:
-    """Renews the leases on the board every `every_s` seconds and hands the replies to `on_reply`."""
+    """Renews the leases of `status` every `every_s` seconds."""
 
-    def __init__(
-        self,
-        connect: Connect,
-        board: Board,
-        patience: Patience,
-        every_s: float,
-        on_reply: Callable[[HeartbeatReply], None],
-        on_lost: Callable[[SlipstreamError], None],
-    ) -> None:
-        """`on_reply` and `on_lost` are called in the event loop that runs when `start` is called."""
-        self._connect, self._board, self._patience, self._every_s = connect, board, patience, every_s
-        self._on_reply, self._on_lost = on_reply, on_lost
+    def __init__(self, connect: Connect, status: OwnStatus, timeout: BrokerTimeout, every_s: float) -> None:
+        self._connect, self._status, self._timeout, self._every_s = connect, status, timeout, every_s
+        self._on_reply: Callable[[HeartbeatReply], None] = lambda reply: None
+        self._on_lost: Callable[[SlipstreamError], None] = lambda error: None
         self._owner: asyncio.AbstractEventLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def start(self) -> None:
-        """Begin; call inside the event loop that owns the callbacks."""
+    def start(self, on_reply: Callable[[HeartbeatReply], None], on_lost: Callable[[SlipstreamError], None]) -> None:
+        """Begin; both callbacks are called in the event loop that runs now."""
+        self._on_reply, self._on_lost = on_reply, on_lost
         self._owner = asyncio.get_running_loop()
         self._thread.start()
 
@@ -78,14 +71,14 @@ class Heartbeat:
 
     async def _beat(self, broker: NodeBroker) -> None:
         try:
-            reply = await broker.heartbeat(self._board.report(), self._board.leases)
+            reply = await broker.heartbeat(self._status.report(), self._status.leases)
         except BrokerError:
             raise
         except SlipstreamError as error:
             logger.warning("heartbeat failed: %s", error)
-            self._patience.failed(error)
+            self._timeout.failed(error)
             return
-        self._patience.answered()
+        self._timeout.answered()
         self._tell(self._on_reply, reply)
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:

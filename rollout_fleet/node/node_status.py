@@ -1,4 +1,4 @@
-"""What a node says of itself: kept by the node loop, read by the heartbeat thread."""
+"""What a node reports of itself: written by the node loop, read by the heartbeat thread."""
 
 import os
 import socket
@@ -9,17 +9,17 @@ from collections.abc import Callable
 from broker.contract import GroupWork, NodeReport, RunInfo, Waste
 from common.staleness import window_end
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
-from rollout_fleet.join_timing import Arrival
+from rollout_fleet.join_timing import JoinTimer
 
 IDLE = ("joining", "waiting")  # states in which the engine runs and no episode does
 
 
-class Board:
-    """The node's state since when, its leases and counters. Thread-safe."""
+class OwnStatus:
+    """The node's state and since when, its leases and counters. Thread-safe."""
 
     def __init__(self, node_id: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.node_id = node_id
-        self.arrival = Arrival()
+        self.joining = JoinTimer()
         self._clock = clock
         self._lock = threading.Lock()
         self._state, self._waiting_on, self._since = "starting", "the engine's start", clock()
@@ -98,7 +98,7 @@ class Board:
                 preemptions=self._counters.preemptions,
                 prefix_hit_rate=self._counters.cached_tokens / max(1, self._counters.prompt_tokens),
                 samples_failed=dict(self._failed),
-                joined=self.arrival.times,
+                joined=self.joining.times,
                 waste={
                     "cancelled": Waste(self._cancelled_tokens, self._cancelled_s),
                     "stalled": Waste(seconds=self._weights.stall_s),

@@ -23,7 +23,7 @@ from common.security.curve import Handshakes, secure_client
 from common.weights import messages
 from common.weights.messages import Canary, Publish
 from rollout_fleet.episode.sampler_protocol import WeightsState
-from rollout_fleet.join_timing import Arrival
+from rollout_fleet.join_timing import JoinTimer
 from rollout_fleet.weights.staging_poll import StagingFailed
 
 logger = logging.getLogger(__name__)
@@ -85,14 +85,14 @@ class WeightClient:
         target: WeightTarget,
         credential: Credential | None = None,
         transports: tuple[str, ...] = ("gloo", "relay"),
-        arrival: Arrival | None = None,
+        joining: JoinTimer | None = None,
     ) -> None:
         """Needs a running event loop only from `follow` on.
 
         `credential` proves to a learner that asks for it that this node may join. `transports` are the ways by which
-        the target can receive. `arrival` hears when the first version is staged and active.
+        the target can receive. `joining` takes note when the first version is staged and active.
         """
-        self._arrival = arrival or Arrival()
+        self._joining = joining or JoinTimer()
         self._transports = transports
         self._credential = credential
         self._handshakes: Handshakes | None = None
@@ -255,7 +255,7 @@ class WeightClient:
             )
             return
         self._staged = publish
-        self._arrival.reached("staged")
+        self._joining.reached("staged")
         await self._send(messages.Staged(self._node_id, publish.incarnation, publish.version, seconds, publish.epoch))
 
     async def _activate(self, message: messages.Activate) -> None:
@@ -273,7 +273,7 @@ class WeightClient:
             await self._quarantine(message, str(error))
             return
         state = self._state
-        self._arrival.reached("active")
+        self._joining.reached("active")
         await self._change(
             version=publish.version,
             incarnation=publish.incarnation,

@@ -43,10 +43,11 @@ from learner.loop.task_stream import TaskStream
 from rollout_fleet.episode.driver import Progress
 from rollout_fleet.episode.group_runner import GroupRunner
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
-from rollout_fleet.node.broker_timeout import Patience
+from rollout_fleet.node.broker_timeout import BrokerTimeout
 from rollout_fleet.node.heartbeat import Heartbeat
-from rollout_fleet.node.node import Node, NodeParts
-from rollout_fleet.node.node_status import Board
+from rollout_fleet.node.node import Node
+from rollout_fleet.node.node_status import OwnStatus
+from rollout_fleet.node.running_groups import NodeParts
 
 logger = logging.getLogger("faults")
 
@@ -145,25 +146,18 @@ class Repeating:
 
 async def node(o: NodeOptions) -> int:
     access = Access(address=o.address, role="node", deadline_s=10.0, retry_s=o.retry_s)
-    board, feed = Board(o.name), FileWeights()
-    patience = Patience(60.0, o.address)
+    status, feed = OwnStatus(o.name), FileWeights()
+    timeout = BrokerTimeout(60.0, o.address)
     async with connect_node(access) as client:
-        run = await client.register(board.report())
-        heartbeat = Heartbeat(
-            lambda: connect_node(access),
-            board,
-            patience,
-            o.heartbeat_s,
-            lambda reply: loop.on_heartbeat(reply),
-            lambda error: loop.fail(error),
-        )
+        run = await client.register(status.report())
+        heartbeat = Heartbeat(lambda: connect_node(access), status, timeout, o.heartbeat_s)
         driver = SleepingDriver(o, feed)
         runner = GroupRunner(driver, o.concurrency)
         handing_in = Repeating(client, 2 * run.lease_s) if o.repeats else client
-        parts = NodeParts(handing_in, feed, runner, board, patience, EngineCounters, heartbeat.beat_now)  # type: ignore[arg-type]
+        parts = NodeParts(handing_in, feed, runner, status, timeout, EngineCounters, heartbeat.beat_now)  # type: ignore[arg-type]
         loop = Node(parts, run, drain_s=0.5)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, loop.request_drain, "SIGTERM", True)
-        heartbeat.start()
+        heartbeat.start(loop.on_heartbeat, loop.fail)
         try:
             return await loop.run()
         finally:

@@ -7,21 +7,21 @@ import time
 from fleet_fakes import run
 from test_node import Site
 
-from rollout_fleet.join_timing import Arrival, process_age_s
+from rollout_fleet.join_timing import JoinTimer, process_age_s
 from tests.waiting import until_async
 
 
 def test_stages_count_from_the_start_of_the_process_and_only_once() -> None:
     now = [100.0]
     before = time.time()
-    arrival = Arrival(3.0, lambda: now[0])
-    assert before - 3.0 <= arrival.times.started_s <= time.time() - 3.0
+    timer = JoinTimer(3.0, lambda: now[0])
+    assert before - 3.0 <= timer.times.started_s <= time.time() - 3.0
     now[0] = 101.5
-    assert arrival.reached("registered")
+    assert timer.reached("registered")
     now[0] = 110.0
-    assert arrival.reached("engine")
-    assert not arrival.reached("registered")
-    assert (arrival.times.registered, arrival.times.engine, arrival.times.staged) == (4.5, 13.0, 0.0)
+    assert timer.reached("engine")
+    assert not timer.reached("registered")
+    assert (timer.times.registered, timer.times.engine, timer.times.staged) == (4.5, 13.0, 0.0)
 
 
 def test_the_age_of_a_process_is_counted_from_its_start_not_from_the_import() -> None:

@@ -5,8 +5,8 @@ from fleet_fakes import run_info
 
 from broker.contract import GroupWork, Waste
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
-from rollout_fleet.node.broker_timeout import BrokerLost, Patience
-from rollout_fleet.node.node_status import Board, explain
+from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
+from rollout_fleet.node.node_status import OwnStatus, explain
 
 HELD = WeightsState(version=12, incarnation=0, waiting_on="")
 
@@ -51,7 +51,7 @@ def test_the_explanation_names_who_unblocks_the_node(
 
 def test_since_counts_from_the_change_of_state_not_of_reason() -> None:
     clock = Clock()
-    board = Board("n", clock)
+    board = OwnStatus("n", clock)
     clock.now = 5.0
     board.show("waiting", "a")
     clock.now = 7.0
@@ -63,7 +63,7 @@ def test_since_counts_from_the_change_of_state_not_of_reason() -> None:
 
 def test_a_report_carries_engine_weights_and_waste() -> None:
     clock = Clock()
-    board = Board("n", clock)
+    board = OwnStatus("n", clock)
     weights = WeightsState(version=3, incarnation=1, flips=4, stall_s=0.5, canary_max_difference=0.01)
     board.measure(weights, EngineCounters(tokens_generated=100), ["a", "b"], 9)
     board.cancelled(5, 1.5)
@@ -76,7 +76,7 @@ def test_a_report_carries_engine_weights_and_waste() -> None:
 
 
 def test_a_report_carries_the_oldest_groups_and_the_pressure_on_the_kv_cache() -> None:
-    board = Board("n", Clock())
+    board = OwnStatus("n", Clock())
     counters = EngineCounters(kv_cache_usage=0.75, preemptions=3, prompt_tokens=200, cached_tokens=150)
     board.measure(HELD, counters, ["a"], 2)
     board.work([GroupWork(4, 8, finished=2)], 24)
@@ -87,7 +87,7 @@ def test_a_report_carries_the_oldest_groups_and_the_pressure_on_the_kv_cache() -
 
 def test_waiting_counts_the_time_without_work_also_while_it_lasts() -> None:
     clock = Clock()
-    board = Board("n", clock)
+    board = OwnStatus("n", clock)
     for now, state in ((1.0, "joining"), (3.0, "waiting"), (3.5, "generating"), (7.0, "flipping"), (8.0, "waiting")):
         clock.now = now
         board.show(state)
@@ -101,7 +101,7 @@ def test_waiting_counts_the_time_without_work_also_while_it_lasts() -> None:
 
 def test_the_rate_covers_the_time_since_the_last_report() -> None:
     clock = Clock()
-    board = Board("n", clock)
+    board = OwnStatus("n", clock)
     for now, tokens, rate in ((1.0, 100, 100.0), (3.0, 120, 10.0), (3.1, 500, 10.0), (4.0, 500, 380.0)):
         clock.now = now
         board.measure(HELD, EngineCounters(tokens_generated=tokens), [], 0)
@@ -110,7 +110,7 @@ def test_the_rate_covers_the_time_since_the_last_report() -> None:
 
 def test_patience_ends_after_the_limit_and_any_answer_renews_it() -> None:
     clock = Clock()
-    patience = Patience(60.0, "tcp://x", clock)
+    patience = BrokerTimeout(60.0, "tcp://x", clock)
     patience.failed(RuntimeError("silent"))
     clock.now = 59.0
     patience.failed(RuntimeError("silent"))
@@ -123,7 +123,7 @@ def test_patience_ends_after_the_limit_and_any_answer_renews_it() -> None:
 
 
 def test_failed_samples_are_reported_by_reason() -> None:
-    board = Board("n0")
+    board = OwnStatus("n0")
     for reason in ("timeout", "environment_flood", "timeout"):
         board.sample_failed(reason)
     assert board.report().samples_failed == {"timeout": 2, "environment_flood": 1}

@@ -11,7 +11,8 @@ from common.config.schema import LimitsConfig
 from common.rollouts import Sample
 from rollout_fleet.environments.limits import limits_of, own_limits
 from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
-from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner
+from rollout_fleet.episode.group_progress import GroupProgress
+from rollout_fleet.episode.group_runner import GroupRunner
 
 
 class Base:
@@ -131,7 +132,7 @@ def test_samples_of_a_group_share_the_group_seed_and_differ_in_their_own() -> No
 
     async def once() -> None:
         runner = GroupRunner(make_driver(ScriptedSampler(lambda _: say("x")), World), 8)
-        await runner.run(addition_task(3, group_size=3), GroupProgress())
+        await runner.run(GroupProgress(addition_task(3, group_size=3)))
 
     run(once())
     assert sorted(seen) == [(300, 300), (301, 300), (302, 300)]
@@ -168,7 +169,7 @@ def test_failed_samples_are_reported_by_reason() -> None:
 
     async def once() -> None:
         runner = GroupRunner(make_driver(ScriptedSampler(lambda _: say("x")), Half), 8, reasons.append)
-        await runner.run(addition_task(0, group_size=4), GroupProgress())
+        await runner.run(GroupProgress(addition_task(0, group_size=4)))
 
     run(once())
     assert reasons == ["environment_error"] * 2

@@ -10,14 +10,15 @@ from common.errors import SlipstreamError
 from common.rollouts import Task, VersionRun
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.protocol import Action, StepResult
-from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner, RolledOut
+from rollout_fleet.episode.group_progress import GroupProgress
+from rollout_fleet.episode.group_runner import GroupRunner, RolledOut
 
 
 def roll(runner: GroupRunner, *tasks: Task) -> list[RolledOut]:
     found: list[RolledOut] = []
 
     async def once() -> None:
-        found.extend(await asyncio.gather(*(runner.run(t, GroupProgress()) for t in tasks)))
+        found.extend(await asyncio.gather(*(runner.run(GroupProgress(t)) for t in tasks)))
 
     run(once())
     return found
@@ -86,7 +87,7 @@ def test_a_dead_engine_ends_the_group_and_its_other_episodes() -> None:
         sampler = ScriptedSampler(lambda _: SlipstreamError("engine died"), delay_s=0.01)
         runner = GroupRunner(make_driver(sampler, Addition), 8)
         with pytest.raises(SlipstreamError, match="engine died"):
-            await runner.run(addition_task(0, group_size=4), GroupProgress())
+            await runner.run(GroupProgress(addition_task(0, group_size=4)))
         assert runner.episodes_running == 0
 
     run(once())
@@ -97,19 +98,19 @@ def test_cancelling_a_group_frees_its_slots_and_keeps_its_progress() -> None:
         sampler = ScriptedSampler(add)
         sampler.gate.clear()
         runner = GroupRunner(make_driver(sampler, Addition), 2)
-        first, second = GroupProgress(), GroupProgress()
-        group = asyncio.create_task(runner.run(addition_task(0), first))
-        waiting = asyncio.create_task(runner.run(addition_task(1), second))
+        first, second = GroupProgress(addition_task(0)), GroupProgress(addition_task(1))
+        group = asyncio.create_task(runner.run(first))
+        waiting = asyncio.create_task(runner.run(second))
         while len(sampler.calls) < 2:
             await asyncio.sleep(0.005)
-        assert (first.started, second.started) == (True, False)
+        assert first.started_at is not None and second.started_at is None
         group.cancel()
         with pytest.raises(asyncio.CancelledError):
             await group
         assert sampler.cancelled == 2
         sampler.gate.set()
         assert (await waiting).meta.reward_mean == 1.0
-        assert second.started
+        assert second.started_at is not None
 
     run(once())
 
@@ -119,8 +120,8 @@ def test_progress_says_where_every_episode_is() -> None:
         sampler = ScriptedSampler(add)
         sampler.gate.clear()
         runner = GroupRunner(make_driver(sampler, Addition), 1)
-        progress = GroupProgress()
-        group = asyncio.create_task(runner.run(addition_task(0), progress))
+        progress = GroupProgress(addition_task(0))
+        group = asyncio.create_task(runner.run(progress))
         while not sampler.calls:
             await asyncio.sleep(0.005)
         assert [(e.place, e.turns, e.sampled_tokens) for e in progress.episodes] == [("engine", 1, 0), ("room", 0, 0)]

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -27,10 +26,11 @@ from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit
 from rollout_fleet.episode.group_runner import GroupRunner
 from rollout_fleet.node import node
-from rollout_fleet.node.broker_timeout import BrokerLost, Patience
+from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
 from rollout_fleet.node.heartbeat import Heartbeat
-from rollout_fleet.node.node import Node, NodeParts
-from rollout_fleet.node.node_status import Board
+from rollout_fleet.node.node import Node
+from rollout_fleet.node.node_status import OwnStatus
+from rollout_fleet.node.running_groups import NodeParts
 from tests.waiting import LIMIT_S, until_async
 
 
@@ -47,33 +47,27 @@ class Site:
         patience_s: float = 30.0,
         name: str = "n0",
         broker: MemoryBroker | None = None,
+        driver: Any = None,
+        adapt: AdaptiveLimit | None = None,
     ) -> None:
         self.info = run_info(lease_s=lease_s)
         self.broker = broker or MemoryBroker(self.info)
         self.learner = self.broker.learner()
         self.sampler = ScriptedSampler(respond)
         self.feed = ScriptedFeed()
-        self.board = Board(name)
-        client = wrap(self.broker.node())
-        patience = Patience(patience_s, "memory")
+        self.board = OwnStatus(name)
         self.link = InOwnerLoop(self.broker.node())
-        self.beat = Heartbeat(
-            lambda: self.link,  # type: ignore[arg-type,return-value]
-            self.board,
-            patience,
-            0.05,
-            lambda reply: self.node.on_heartbeat(reply),
-            lambda error: self.node.fail(error),
-        )
-        runner = GroupRunner(make_driver(self.sampler, Addition), concurrency)
-        self.parts = NodeParts(
-            client, self.feed, runner, self.board, patience, lambda: self.sampler.counters, self.beat.beat_now
-        )
-        self.node = Node(self.parts, self.info, drain_s)
+        timeout = BrokerTimeout(patience_s, "memory")
+        self.beat = Heartbeat(lambda: self.link, self.board, timeout, 0.05)  # type: ignore[arg-type,return-value]
+        self.runner = GroupRunner(driver or make_driver(self.sampler, Addition), concurrency)
+        client = wrap(self.broker.node())
+        counters, beat_now = (lambda: self.sampler.counters), self.beat.beat_now
+        self.parts = NodeParts(client, self.feed, self.runner, self.board, timeout, counters, beat_now)
+        self.node = Node(self.parts, self.info, lambda: adapt, drain_s)
 
     async def __aenter__(self) -> "Site":
         await self.broker.node().register(self.board.report())
-        self.beat.start()
+        self.beat.start(self.node.on_heartbeat, self.node.fail)
         self.running = asyncio.create_task(self.node.run())
         return self
 
@@ -121,7 +115,7 @@ def test_a_node_that_ran_dry_asks_for_no_more_groups_than_it_has_room_for() -> N
             return getattr(self._broker, name)
 
         async def lease(self, node_id: str, version: int, max_groups: int, wait_s: float) -> Any:
-            asked.append((max_groups, site.parts.runner.episodes_running))
+            asked.append((max_groups, site.runner.episodes_running))
             return await self._broker.lease(node_id, version, max_groups, wait_s)
 
     async def once() -> None:
@@ -201,7 +195,7 @@ def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engine_from
     async def once() -> None:
         async with Site(concurrency=4) as site:
             first = asyncio.Event()
-            run_one, started = site.parts.runner._driver.run, 0
+            run_one, started = site.runner._driver.run, 0
 
             async def one_long(problem: dict[str, Any], seed: int, progress: Any, *more: Any) -> Any:
                 nonlocal started
@@ -211,9 +205,9 @@ def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engine_from
                     await first.wait()
                 return await run_one(problem, seed, progress, *more)
 
-            site.parts.runner._driver.run = one_long  # type: ignore[method-assign]
+            site.runner._driver.run = one_long  # type: ignore[method-assign]
             site.attach(tasks=8)
-            await until_async(lambda: site.parts.runner.episodes_running == 4 and len(site.node._running) >= 4)
+            await until_async(lambda: site.runner.episodes_running == 4 and len(site.board.leases) >= 4)
             # four groups with one long episode each hold the four places; counted by groups, two would have filled it
             await until_async(lambda: [g.finished for g in site.board.report().groups][:4] == [1, 1, 1, 0])
             work = site.board.report().groups[0]
@@ -227,14 +221,14 @@ def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engine_from
 def test_a_node_whose_environments_start_says_so_until_the_first_of_them_answers() -> None:
     async def once() -> None:
         site, answer = Site(), asyncio.Event()
-        play = site.parts.runner._driver.run
+        play = site.runner._driver.run
 
         async def slow_start(problem: dict[str, Any], seed: int, progress: Any, *more: Any) -> Any:
             progress.at("environment")
             await answer.wait()
             return await play(problem, seed, progress, *more)
 
-        site.parts.runner._driver.run = slow_start  # type: ignore[method-assign]
+        site.runner._driver.run = slow_start  # type: ignore[method-assign]
         async with site:
             site.sampler.gate.clear()
             site.attach(tasks=1)
@@ -248,25 +242,27 @@ def test_a_node_whose_environments_start_says_so_until_the_first_of_them_answers
     run(once())
 
 
-def another_look(adapting: Node) -> Callable[[], bool]:
-    last = adapting._adapt_at
-    return lambda: adapting._adapt_at != last
-
-
 def test_the_limit_follows_what_the_kv_cache_carries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "ADAPT_S", 0.05)
 
+    class Counted(AdaptiveLimit):
+        looks = 0
+
+        def look(self, *arguments: Any) -> int:
+            self.looks += 1
+            return super().look(*arguments)
+
     async def once() -> None:
-        site = Site(concurrency=4)
-        site.node._parts = replace(site.parts, adapt=AdaptiveLimit(2, 8, 2))
-        async with site:
+        adapt = Counted(2, 8, 2)
+        async with Site(concurrency=4, adapt=adapt) as site:
             site.sampler.gate.clear()
             site.attach(tasks=8)
             await until_async(lambda: site.sampler.now == 8)
             site.sampler.counters.running, site.sampler.counters.waiting = 6, 2
             for _ in range(LOOKS + 2):
                 site.sampler.counters.recompute_s += 0.5
-                await until_async(another_look(site.node))
+                before = adapt.looks
+                await until_async(lambda: adapt.looks > before)  # noqa: B023
             assert site.board.report().concurrency == 6
             assert site.sampler.now == 8  # nobody is stopped
             site.sampler.gate.set()
@@ -309,7 +305,7 @@ def test_a_lost_lease_cancels_its_episodes_and_counts_the_waste() -> None:
             progress.sampled_tokens += 5
             await asyncio.sleep(60)
 
-        site.parts.runner._driver.run = one_of_two  # type: ignore[assignment,method-assign]
+        site.runner._driver.run = one_of_two  # type: ignore[assignment,method-assign]
         async with site:
             site.attach(tasks=1)
             await until_async(lambda: site.states() == ["leased"])
@@ -481,7 +477,7 @@ def test_a_broker_that_stays_away_ends_the_node_with_the_reason() -> None:
 
     async def once() -> None:
         site = Site(wrap=Gone, patience_s=0.3)
-        site.beat.start = lambda: None  # type: ignore[method-assign]
+        site.beat.start = lambda *_: None  # type: ignore[method-assign]
         site.beat.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
         async with site:
             site.attach(tasks=1)

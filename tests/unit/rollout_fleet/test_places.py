@@ -1,4 +1,4 @@
-"""Places: order, cancelled askers, a limit that moves; the limit that follows what the KV cache carries."""
+"""Slots: order, cancelled askers, a limit that moves; the limit that follows what the KV cache carries."""
 
 import asyncio
 import random
@@ -8,7 +8,7 @@ import pytest
 from engine_model import ModelEngine
 from fleet_fakes import run
 
-from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit, Places, Pressure
+from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit, Pressure, Slots
 
 
 class Looker:
@@ -27,40 +27,40 @@ class Looker:
         return self.limit.look(self._seen, taken)
 
 
-async def hold(places: Places, name: str, order: list[str], until: asyncio.Event) -> None:
-    async with places:
+async def hold(slots: Slots, name: str, order: list[str], until: asyncio.Event) -> None:
+    async with slots:
         order.append(name)
         await until.wait()
 
 
-def test_places_are_given_in_the_order_of_asking() -> None:
+def test_slots_are_given_in_the_order_of_asking() -> None:
     async def once() -> None:
-        places, order, done = Places(2), [], asyncio.Event()
-        tasks = [asyncio.create_task(hold(places, name, order, done)) for name in "abcd"]
+        slots, order, done = Slots(2), [], asyncio.Event()
+        tasks = [asyncio.create_task(hold(slots, name, order, done)) for name in "abcd"]
         await asyncio.sleep(0.01)
-        assert (order, places.taken) == (["a", "b"], 2)
+        assert (order, slots.taken) == (["a", "b"], 2)
         done.set()
         await asyncio.gather(*tasks)
-        assert (order, places.taken) == (["a", "b", "c", "d"], 0)
+        assert (order, slots.taken) == (["a", "b", "c", "d"], 0)
 
     run(once())
 
 
 def test_a_higher_limit_lets_in_those_who_wait_and_a_lower_one_stops_nobody() -> None:
     async def once() -> None:
-        places, order, done = Places(1), [], asyncio.Event()
-        tasks = [asyncio.create_task(hold(places, name, order, done)) for name in "abc"]
+        slots, order, done = Slots(1), [], asyncio.Event()
+        tasks = [asyncio.create_task(hold(slots, name, order, done)) for name in "abc"]
         await asyncio.sleep(0.01)
-        places.resize(3)
+        slots.resize(3)
         await asyncio.sleep(0.01)
         assert order == ["a", "b", "c"]
-        places.resize(1)
-        assert places.taken == 3
-        late = asyncio.create_task(hold(places, "d", order, done))
+        slots.resize(1)
+        assert slots.taken == 3
+        late = asyncio.create_task(hold(slots, "d", order, done))
         tasks[0].cancel()
         tasks[1].cancel()
         await asyncio.sleep(0.01)
-        assert (order, places.taken) == (["a", "b", "c"], 1)
+        assert (order, slots.taken) == (["a", "b", "c"], 1)
         done.set()
         await asyncio.gather(tasks[2], late)
         assert order[-1] == "d"
@@ -70,32 +70,32 @@ def test_a_higher_limit_lets_in_those_who_wait_and_a_lower_one_stops_nobody() ->
 
 def test_an_asker_that_gives_up_loses_no_place() -> None:
     async def once() -> None:
-        places, order, done = Places(1), [], asyncio.Event()
-        first = asyncio.create_task(hold(places, "a", order, done))
+        slots, order, done = Slots(1), [], asyncio.Event()
+        first = asyncio.create_task(hold(slots, "a", order, done))
         await asyncio.sleep(0.01)
-        second = asyncio.create_task(hold(places, "b", order, done))
-        third = asyncio.create_task(hold(places, "c", order, done))
+        second = asyncio.create_task(hold(slots, "b", order, done))
+        third = asyncio.create_task(hold(slots, "c", order, done))
         await asyncio.sleep(0.01)
         second.cancel()
-        first.cancel()  # its place goes to `second`, or past it, in the same turn of the loop
+        first.cancel()  # its slot goes to `second`, or past it, in the same turn of the loop
         await asyncio.sleep(0.01)
         done.set()
         await third
-        assert (order, places.taken) == (["a", "c"], 0)
+        assert (order, slots.taken) == (["a", "c"], 0)
 
     run(once())
 
 
-def test_a_place_given_to_an_asker_that_is_cancelled_at_that_moment_goes_on_to_the_next() -> None:
+def test_a_slot_given_to_an_asker_that_is_cancelled_at_that_moment_goes_on_to_the_next() -> None:
     async def once() -> None:
-        places, order, done = Places(0), [], asyncio.Event()
-        second = asyncio.create_task(hold(places, "b", order, done))
-        third = asyncio.create_task(hold(places, "c", order, done))
+        slots, order, done = Slots(0), [], asyncio.Event()
+        second = asyncio.create_task(hold(slots, "b", order, done))
+        third = asyncio.create_task(hold(slots, "c", order, done))
         await asyncio.sleep(0.01)
-        places.resize(1)  # given to `b`, which has not run since
+        slots.resize(1)  # given to `b`, which has not run since
         second.cancel()
         await asyncio.sleep(0.01)
-        assert (order, places.taken) == (["c"], 1)
+        assert (order, slots.taken) == (["c"], 1)
         done.set()
         await third
 
@@ -110,7 +110,7 @@ def test_the_limit_doubles_until_the_cache_is_used_and_then_grows_by_an_eighth()
     assert [looker.look(usage=0.95, ended=256), looker.look(usage=0.6, ended=288)] == [288, 324]
 
 
-def test_the_limit_grows_by_as_many_places_as_requests_end() -> None:
+def test_the_limit_grows_by_as_many_slots_as_requests_end() -> None:
     looker = Looker(AdaptiveLimit(8, 1000, 8))
     assert [looker.look(ended=n) for n in (9, 0, 5, 3)] == [32, 32, 37, 40]
     assert looker.look(waiting=1, ended=6) == 40  # an eighth from the first sign of pressure on
@@ -122,7 +122,7 @@ def test_the_limit_starts_with_what_the_cache_holds_for_certain() -> None:
     assert AdaptiveLimit(8, 64, 8, holds=90).limit == 64
 
 
-def test_the_limit_does_not_grow_while_places_are_left() -> None:
+def test_the_limit_does_not_grow_while_slots_are_left() -> None:
     looker = Looker(AdaptiveLimit(8, 1000, 8))
     assert [looker.look(taken=31, ended=50) for _ in range(3)] == [32, 32, 32]
 
@@ -154,7 +154,7 @@ def test_preemptions_that_cost_little_time_do_not_shrink_the_limit_and_those_tha
 def test_lost_time_shrinks_the_limit_to_what_the_engine_holds() -> None:
     looker = Looker(AdaptiveLimit(8, 1000, 8, holds=100))
     assert [looker.look(waiting=30, lost=0.2) for _ in range(LOOKS + 1)] == [100] * LOOKS + [70]
-    assert [looker.look(taken=90, lost=0.2) for _ in range(5)] == [70] * 5  # those who have a place keep it
+    assert [looker.look(taken=90, lost=0.2) for _ in range(5)] == [70] * 5  # those who have a slot keep it
     assert looker.look(lost=0.2) == 63  # at least a tenth, where nobody waits
     assert [looker.look(waiting=60, lost=0.2) for _ in range(LOOKS + 1)] == [63] * LOOKS + [31]  # at most half
     for _ in range(60):
@@ -207,7 +207,7 @@ def requests(kind: Callable[[random.Random], tuple[int, int]]) -> Iterator[tuple
 def test_it_settles_at_the_best_fixed_number(
     kind: Callable[[random.Random], tuple[int, int]], blocks: int, few: float, many: float
 ) -> None:
-    """`few`, `many`: 8 and 128 places reach at most this share of the best."""
+    """`few`, `many`: 8 and 128 slots reach at most this share of the best."""
     found = {n: ModelEngine(blocks, requests(kind)).fixed(n, 45) for n in (8, 12, 16, 32, 48, 64, 80, 96, 128)}
     best = max(found.values())
     assert found[8] <= few * best and found[128] <= many * best

@@ -1,0 +1,149 @@
+"""The leases that a node works on, each from its start until the broker has its group or has the lease back."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from broker.contract import Lease, NodeBroker
+from broker.diagnosis.join_times import sentence
+from common.errors import BrokerError, SlipstreamError
+from common.rollouts import encode_group
+from rollout_fleet.episode.group_progress import GroupProgress
+from rollout_fleet.episode.group_runner import GroupRunner, RolledOut
+from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightFeed
+from rollout_fleet.node.broker_timeout import BrokerTimeout
+from rollout_fleet.node.node_status import OwnStatus
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NodeParts:
+    """What a node is made of; rollout_fleet/main.py builds the real ones."""
+
+    broker: NodeBroker
+    feed: WeightFeed
+    runner: GroupRunner
+    status: OwnStatus
+    timeout: BrokerTimeout
+    counters: Callable[[], EngineCounters]
+    beat_now: Callable[[], None]
+
+
+@dataclass(eq=False)
+class _Running:
+    lease: Lease
+    progress: GroupProgress
+    task: "asyncio.Task[None]"
+    handing_in: bool = False
+
+
+class RunningGroups:
+    """Rolls out leased tasks and hands them in. Belongs to one event loop."""
+
+    def __init__(
+        self, parts: NodeParts, on_end: Callable[[], None], on_failure: Callable[[SlipstreamError], None]
+    ) -> None:
+        """`on_end` is called when a group ends for any reason, `on_failure` when the engine or the broker failed."""
+        self._parts, self._on_end, self._on_failure = parts, on_end, on_failure
+        self._running: dict[str, _Running] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._running)
+
+    @property
+    def tokens(self) -> list[str]:
+        """Of the leases."""
+        return list(self._running)
+
+    @property
+    def progress(self) -> list[GroupProgress]:
+        return [running.progress for running in self._running.values()]
+
+    @property
+    def unfinished(self) -> int:
+        """Episodes that run or wait for a slot."""
+        groups = [r for r in self._running.values() if not r.handing_in]
+        return sum(r.lease.task.group_size - r.progress.finished for r in groups)
+
+    def start(self, lease: Lease) -> None:
+        """Begin to work on a lease."""
+        progress = GroupProgress(lease.task)
+        task = asyncio.create_task(self._work(lease, progress), name=f"group {lease.task.serial}")
+        self._running[lease.token] = _Running(lease, progress, task)
+
+    def lost(self, token: str) -> None:
+        """The broker gave this lease to somebody else."""
+        running = self._running.get(token)
+        if running is not None and not running.handing_in:
+            logger.warning("lease of task %d is lost; its episodes are cancelled", running.lease.task.serial)
+            running.progress.lost = True
+            running.task.cancel()
+
+    async def give_back(self, unstarted_only: bool = False) -> None:
+        """Cancel groups and release their leases. Groups that are being handed in end by themselves."""
+        groups = [r for r in self._running.values() if not r.handing_in]
+        groups = [r for r in groups if r.progress.started_at is None or not unstarted_only]
+        for running in groups:
+            running.task.cancel()
+        await asyncio.gather(*(r.task for r in groups), return_exceptions=True)
+        if not groups:
+            return
+        logger.info("releasing %d leases", len(groups))
+        try:
+            await self._parts.broker.release(self._parts.status.node_id, [r.lease.token for r in groups])
+        except SlipstreamError as error:
+            logger.warning("leases run out by themselves: %s", error)
+
+    async def end(self, limit_s: float) -> None:
+        """Give back what runs. Groups that are being handed in get `limit_s`, then they are cancelled."""
+        await self.give_back()
+        tasks = [r.task for r in self._running.values()]
+        if tasks:
+            _, left = await asyncio.wait(tasks, timeout=limit_s)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self, lease: Lease, progress: GroupProgress) -> None:
+        """One lease from start to hand-in; what it sampled in vain is counted (docs/waste.md)."""
+        try:
+            done = await self._parts.runner.run(progress)
+            self._running[lease.token].handing_in = True
+            await self._hand_in(lease, done)
+        except (asyncio.CancelledError, SlipstreamError) as error:
+            self._parts.status.cancelled(progress.sampled_tokens, 0.0 if progress.lost else progress.seconds())
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            self._on_failure(error)
+        finally:
+            self._running.pop(lease.token, None)
+            self._on_end()
+
+    async def _hand_in(self, lease: Lease, done: RolledOut) -> None:
+        parts, node_id = self._parts, self._parts.status.node_id
+        if done.failure is not None:
+            await self._give_up(lease, done, done.failure)
+            return
+        payload = encode_group(done.group)
+        try:
+            accepted = await parts.timeout.repeat(
+                lambda: parts.broker.complete(node_id, lease.token, done.meta, payload)
+            )
+        except BrokerError as error:
+            await self._give_up(lease, done, str(error))
+            return
+        if not accepted:  # the broker counts its tokens as wasted
+            logger.warning("the group of task %d came too late and was refused", lease.task.serial)
+        elif parts.status.joining.reached("delivered"):
+            times = parts.status.joining.times
+            logger.info("%s; the process started at Unix time %.3f", sentence(times), times.started_s)
+            parts.beat_now()
+
+    async def _give_up(self, lease: Lease, done: RolledOut, reason: str) -> None:
+        """Tell the broker that a group failed, and what it took; it counts as an attempt."""
+        logger.warning("task %d failed: %s", lease.task.serial, reason)
+        tokens, seconds = done.meta.sampled_tokens, max(0.0, done.meta.generation_s)
+        broker, node_id = self._parts.broker, self._parts.status.node_id
+        await self._parts.timeout.repeat(lambda: broker.fail(node_id, lease.token, reason, tokens, seconds))
