@@ -33,9 +33,9 @@ class Sampler:
     """vLLM in this process, with weights that can be exchanged between calls."""
 
     def __init__(self, config: Config) -> None:
-        from rollout_fleet.vllm_patches import compat
+        from rollout_fleet.vllm_patches import cpu_weights
 
-        compat.keep_cpu_linear_weights_live()
+        cpu_weights.keep_cpu_linear_weights_live()
         from vllm import LLM
 
         engine = config.rollout.engine

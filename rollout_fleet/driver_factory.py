@@ -13,7 +13,7 @@ from rollout_fleet.environments.isolation.placement import Stage, ThreadStage
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.environments.protocol import Budget
-from rollout_fleet.episode.driver import Driver, EpisodeDriver, Sampling
+from rollout_fleet.episode.driver import Driver, EpisodeDriver, EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
 from rollout_fleet.episode.sampler_protocol import Sampler
 
@@ -40,14 +40,12 @@ def build_driver(config: Config, sampler: Sampler, host: EnvironmentHost, sampli
     renderer = Renderer(load_tokenizer(config.model.path))
     budget = Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len)
     job = Sampling(rollout.temperature, rollout.top_p)
-    sampling, timeout_s = sampling or job, rollout.sample_timeout_s
+    rules = EpisodeRules(budget, sampling or job, rollout.sample_timeout_s, found.limits, job)
     if found.agent:
         from rollout_fleet.agents.driver import AgentDriver
 
-        agents = _agent_stage(config, found, host)
-        shares = found.shares_seed
-        return AgentDriver(sampler, renderer, agents, budget, sampling, timeout_s, found.limits, shares, job)
-    return EpisodeDriver(sampler, renderer, _stage(config, found, host), budget, sampling, timeout_s, found.limits)
+        return AgentDriver(sampler, renderer, _agent_stage(config, found, host), rules)
+    return EpisodeDriver(sampler, renderer, _stage(config, found, host), rules)
 
 
 def _stage(config: Config, found: Description, host: EnvironmentHost) -> Stage:
@@ -67,7 +65,8 @@ def _agent_stage(config: Config, found: Description, host: EnvironmentHost) -> "
     if not found.limits.process:
         agent: Any = registry.resolve(config.tasks.environment)
         return AgentThread(agent, options, host)
-    return AgentProcess(found.path, options, found.limits, config.rollout.sample_timeout_s, _processes(found, host))
+    processes, timeout_s = _processes(found, host), config.rollout.sample_timeout_s
+    return AgentProcess(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
 
 
 def _processes(found: Description, host: EnvironmentHost) -> ProcessHost:

@@ -10,11 +10,11 @@ import asyncio
 from dataclasses import dataclass
 
 from rollout_fleet.agents import api
-from rollout_fleet.environments.protocol import Budget, StopReason
-from rollout_fleet.episode.driver import Progress, Sampling, generate
+from rollout_fleet.environments.protocol import StopReason
+from rollout_fleet.episode.driver import EpisodeRules, Progress, generate
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation, Sampler
-from rollout_fleet.episode.token_record import Trace
+from rollout_fleet.episode.token_record import TokenRecord
 from rollout_fleet.episode.tool_calls import Said, format_of, parse
 
 Words = tuple[tuple[str, str, str], ...]
@@ -29,24 +29,24 @@ class Turn:
         text: of a completion: prompt and what followed; None for chats.
         tools: that the request had.
         ended: whether the policy ended the turn itself.
-        trace: tokens of the whole path; turns that continue this one grow the same trace.
-        length, turns, sampled: of the trace when this turn was its last.
+        record: tokens of the whole path; turns that continue this one grow the same record.
+        length, turns, sampled: of the record when this turn was its last.
     """
 
     words: Words
     text: str | None
     tools: str
     ended: bool
-    trace: Trace
+    record: TokenRecord
     length: int
     turns: int
     sampled: int
 
-    def path(self) -> Trace:
-        """The trace up to and with this turn; a copy only when another turn has continued it."""
-        if len(self.trace.tokens) == self.length:
-            return self.trace
-        return self.trace.prefix(self.length, self.turns, self.sampled)
+    def path(self) -> TokenRecord:
+        """The record up to and with this turn; a copy only when another turn has continued it."""
+        if len(self.record.tokens) == self.length:
+            return self.record
+        return self.record.prefix(self.length, self.turns, self.sampled)
 
 
 class Conversation:
@@ -56,14 +56,12 @@ class Conversation:
         self,
         sampler: Sampler,
         renderer: Renderer,
-        budget: Budget,
-        sampling: Sampling,
+        rules: EpisodeRules,
         progress: Progress,
-        job: Sampling | None = None,
     ) -> None:
-        self._sampler, self._renderer, self._budget = sampler, renderer, budget
-        self._sampling, self._progress = sampling, progress
-        self.job = job or sampling  # what a request may name
+        self._sampler, self._renderer, self._progress = sampler, renderer, progress
+        self._budget, self._sampling = rules.budget, rules.sampling
+        self.job = rules.named or rules.sampling  # the distribution that a request may name
         self._format = format_of(renderer.template)
         self._lock = asyncio.Lock()
         self.turns: list[Turn] = []
@@ -80,24 +78,24 @@ class Conversation:
         async with self._lock:
             if len(self.turns) >= self._budget.max_turns:
                 raise self._refused(StopReason.TURN_LIMIT, f"all {self._budget.max_turns} turns are used up")
-            trace, new, words = self._prepared(request)
-            prompt = trace.tokens + new
+            record, new, words = self._prepared(request)
+            prompt = record.tokens + new
             room = min(self._budget.max_tokens - self.sampled, self._budget.max_context - len(prompt))
             if room <= 0:
                 raise self._refused(StopReason.LENGTH, f"no tokens are left behind a prompt of {len(prompt)}")
             room = min(room, request.max_tokens or room)
-            generation = await self._sample(trace, new, room)
-            return self._kept(request, trace, words, prompt, generation)
+            generation = await self._sample(record, new, room)
+            return self._kept(request, record, words, prompt, generation)
 
-    async def _sample(self, trace: Trace, new: list[int], room: int) -> Generation:
-        """Continue `trace` by `new` and what the policy says to it; as it was when that fails."""
-        trace.observe(new)
-        before = len(trace.tokens)
+    async def _sample(self, record: TokenRecord, new: list[int], room: int) -> Generation:
+        """Continue `record` by `new` and what the policy says to it; as it was when that fails."""
+        record.observe(new)
+        before = len(record.tokens)
         try:
-            generation = await generate(self._sampler, trace, room, self._sampling, self._progress)
+            generation = await generate(self._sampler, record, room, self._sampling, self._progress)
         except BaseException:
-            if len(trace.tokens) == before:
-                trace.retract(len(new))
+            if len(record.tokens) == before:
+                record.retract(len(new))
             raise
         self.sampled += len(generation.tokens)
         return generation
@@ -110,8 +108,8 @@ class Conversation:
         self.exhausted = reason
         return api.BadRequest(f"the episode is over: {message}", code="context_length_exceeded")
 
-    def _prepared(self, request: api.Request) -> tuple[Trace, list[int], Words]:
-        """The trace to be continued, the tokens of what is new, and the identities of the request's messages."""
+    def _prepared(self, request: api.Request) -> tuple[TokenRecord, list[int], Words]:
+        """The record to be continued, the tokens of what is new, and the identities of the request's messages."""
         try:
             return self._chat(request) if request.messages else (*self._completion(request.prompt), ())
         except (ValueError, TypeError, LookupError) as error:
@@ -119,13 +117,17 @@ class Conversation:
         except Exception as error:  # jinja's own errors, without importing jinja
             raise api.BadRequest(f"the chat template fails: {type(error).__name__}: {error}") from error
 
-    def _chat(self, request: api.Request) -> tuple[Trace, list[int], Words]:
+    def _chat(self, request: api.Request) -> tuple[TokenRecord, list[int], Words]:
         words = tuple(map(api.identity, request.messages))
         before = self._continued(words, request.tools)
         if before is None:
-            return Trace(), self._renderer.encode(self._renderer.conversation(request.messages, request.tools)), words
+            return (
+                TokenRecord(),
+                self._renderer.encode(self._renderer.conversation(request.messages, request.tools)),
+                words,
+            )
         new = request.messages[len(before.words) :]
-        end = before.trace.tokens[before.length - 1] if before.ended else None
+        end = before.record.tokens[before.length - 1] if before.ended else None
         text = self._renderer.continuation(new, end, request.tools)
         return before.path(), self._renderer.encode(text), words
 
@@ -142,23 +144,23 @@ class Conversation:
         ]
         return max(fits, key=lambda turn: len(turn.words), default=None)
 
-    def _completion(self, prompt: str | list[int]) -> tuple[Trace, list[int]]:
+    def _completion(self, prompt: str | list[int]) -> tuple[TokenRecord, list[int]]:
         found: Turn | None = None
         for turn in self.turns:
             if turn.text is None or (found is not None and turn.sampled <= found.sampled):
                 continue
-            known = turn.text if isinstance(prompt, str) else turn.trace.tokens[: turn.length]
+            known = turn.text if isinstance(prompt, str) else turn.record.tokens[: turn.length]
             if prompt[: len(known)] == known:
                 found = turn
-        trace = found.path() if found is not None else Trace()
+        record = found.path() if found is not None else TokenRecord()
         if isinstance(prompt, str):
-            return trace, self._renderer.encode(prompt[len(found.text or "") if found is not None else 0 :])
-        return trace, list(prompt[len(trace.tokens) :])
+            return record, self._renderer.encode(prompt[len(found.text or "") if found is not None else 0 :])
+        return record, list(prompt[len(record.tokens) :])
 
     def _kept(
         self,
         request: api.Request,
-        trace: Trace,
+        record: TokenRecord,
         words: Words,
         prompt: list[int],
         generation: Generation,
@@ -181,6 +183,6 @@ class Conversation:
             words = (*words, api.identity(api.said(answer)))
         else:
             whole = (request.prompt if isinstance(request.prompt, str) else self._renderer.text(prompt)) + text
-        lengths = len(trace.tokens), trace.turns, trace.sampled
-        self.turns.append(Turn(words, whole, request.tools, ended, trace, *lengths))
+        lengths = len(record.tokens), record.turns, record.sampled
+        self.turns.append(Turn(words, whole, request.tools, ended, record, *lengths))
         return answer

@@ -19,17 +19,20 @@ from rollout_fleet.agents.endpoint import Endpoint, Session
 from rollout_fleet.environments.isolation import ipc_frames
 from rollout_fleet.environments.isolation.process_host import SPARE_S, ProcessHost
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
-from rollout_fleet.environments.protocol import Budget, Limits, StopReason
-from rollout_fleet.episode.driver import EpisodeFailed, Progress, Sampling, checked_metrics, failure, finite
+from rollout_fleet.environments.protocol import Limits, StopReason
+from rollout_fleet.environments.registry import takes_group_seed
+from rollout_fleet.episode.driver import EpisodeFailed, EpisodeRules, Progress, checked_metrics, failure, finite
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Sampler
-from rollout_fleet.episode.token_record import Trace
+from rollout_fleet.episode.token_record import TokenRecord
 
 logger = logging.getLogger(__name__)
 
 
 class AgentStage(Protocol):
-    """Where agents run."""
+    """Where agents run; `shares_seed` says whether they take a `group_seed`."""
+
+    shares_seed: bool
 
     async def call(self, problem: dict[str, Any], keywords: dict[str, Any]) -> Any:
         """Run one to its end; cancelling it ends the agent. Raises what the agent raises."""
@@ -41,6 +44,7 @@ class AgentThread:
 
     def __init__(self, agent: Callable[..., Awaitable[Any]], options: dict[str, Any], host: EnvironmentHost) -> None:
         self._agent, self._options, self._host = agent, options, host
+        self.shares_seed = takes_group_seed(agent)
 
     async def call(self, problem: dict[str, Any], keywords: dict[str, Any]) -> Any:
         return await self._host.call(lambda: self._agent(problem, **keywords, **self._options))
@@ -49,7 +53,16 @@ class AgentThread:
 class AgentProcess:
     """Each agent in a process of its own."""
 
-    def __init__(self, path: str, options: dict[str, Any], limits: Limits, timeout_s: float, host: ProcessHost) -> None:
+    def __init__(
+        self,
+        path: str,
+        options: dict[str, Any],
+        limits: Limits,
+        timeout_s: float,
+        host: ProcessHost,
+        shares_seed: bool = False,
+    ) -> None:
+        self.shares_seed = shares_seed
         self._path, self._options, self._limits = path, options, limits
         self._wall_s, self._host = timeout_s + SPARE_S, host
 
@@ -67,45 +80,30 @@ class AgentProcess:
 class AgentDriver:
     """Runs episodes of one agent against a sampler; safe to call concurrently."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        renderer: Renderer,
-        stage: AgentStage,
-        budget: Budget,
-        sampling: Sampling,
-        timeout_s: float,
-        limits: Limits,
-        shares_seed: bool = False,
-        job: Sampling | None = None,
-    ) -> None:
-        """`job`: the distribution that requests may name, when it is not the one that is sampled from (evaluation)."""
-        self._sampler, self._renderer, self._stage = sampler, renderer, stage
-        self._budget, self._sampling, self._timeout_s = budget, sampling, timeout_s
-        self._endpoint, self._shares_seed, self._job = Endpoint(), shares_seed, job or sampling
-        self._slots = asyncio.Semaphore(limits.max_concurrent) if limits.max_concurrent is not None else None
+    def __init__(self, sampler: Sampler, renderer: Renderer, stage: AgentStage, rules: EpisodeRules) -> None:
+        self._sampler, self._renderer, self._stage, self._rules = sampler, renderer, stage, rules
+        self._endpoint, self._slots = Endpoint(), rules.slots()
 
     async def run(
         self, problem: dict[str, Any], seed: int, progress: Progress | None = None, group_seed: int | None = None
     ) -> Sample:
         """One episode; as EpisodeDriver.run. Of several conversations, the one with most sampled tokens is kept."""
         async with AsyncExitStack() as stack:
-            if self._slots is not None:
-                await stack.enter_async_context(self._slots)
+            await stack.enter_async_context(self._slots)
             progress = progress or Progress()
             progress.at("environment")
-            talk = Conversation(self._sampler, self._renderer, self._budget, self._sampling, progress, self._job)
+            talk = Conversation(self._sampler, self._renderer, self._rules, progress)
             session = await self._endpoint.open(talk)
             stack.callback(session.close)
             keywords = {"base_url": session.base_url, "api_key": session.api_key, "model": MODEL, "seed": seed}
-            if self._shares_seed:
+            if self._stage.shares_seed:
                 keywords["group_seed"] = seed if group_seed is None else group_seed
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self._rules.timeout_s):
                     said = await self._play(session, problem, keywords)
                 return _sample(talk, *_judged(said))
             except TimeoutError:
-                return _failed(talk, StopReason.TIMEOUT, f"the agent was not done within {self._timeout_s:g} s")
+                return _failed(talk, StopReason.TIMEOUT, f"the agent was not done within {self._rules.timeout_s:g} s")
             except EpisodeFailed as error:
                 logger.warning("%s of seed %d: %s", error.reason.value, seed, error)
                 return _failed(talk, error.reason, str(error))
@@ -154,13 +152,15 @@ def _sample(talk: Conversation, reward: float, metrics: dict[str, float]) -> Sam
     turn = talk.longest()
     if turn is None:
         raise EpisodeFailed("the agent ended without a call of the model")
-    trace = turn.path()
-    trace.turn_rewards = [0.0] * (trace.turns - 1) + [reward]
-    trace.metrics = {**metrics, "tokens_left_out": float(talk.sampled - trace.sampled)}
-    done = StopReason.LENGTH if not turn.ended else StopReason.STOP if trace.turns == 1 else StopReason.ENVIRONMENT_DONE
-    return trace.sample(talk.exhausted or done)
+    record = turn.path()
+    record.turn_rewards = [0.0] * (record.turns - 1) + [reward]
+    record.metrics = {**metrics, "tokens_left_out": float(talk.sampled - record.sampled)}
+    done = (
+        StopReason.LENGTH if not turn.ended else StopReason.STOP if record.turns == 1 else StopReason.ENVIRONMENT_DONE
+    )
+    return record.sample(talk.exhausted or done)
 
 
 def _failed(talk: Conversation, reason: StopReason, message: str) -> Sample:
     turn = talk.longest()
-    return (turn.path() if turn is not None else Trace()).sample(reason, message)
+    return (turn.path() if turn is not None else TokenRecord()).sample(reason, message)

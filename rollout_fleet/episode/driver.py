@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from rollout_fleet.environments.isolation.placement import (
 from rollout_fleet.environments.protocol import Action, Budget, Chat, Limits, Observation, StepResult, StopReason
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation, Sampler
-from rollout_fleet.episode.token_record import Trace
+from rollout_fleet.episode.token_record import TokenRecord
 from rollout_fleet.episode.tool_calls import format_of, parse
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,30 @@ class Sampling:
 
     temperature: float = 1.0
     top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class EpisodeRules:
+    """The bounds and the distribution of a job's episodes.
+
+    Attributes:
+        budget: of turns, tokens and context.
+        sampling: the distribution to sample from.
+        timeout_s: for a whole episode.
+        limits: of the environment.
+        named: the distribution that an agent's request may name, when it is not `sampling` (evaluation).
+    """
+
+    budget: Budget
+    sampling: Sampling = Sampling()
+    timeout_s: float = 600.0
+    limits: Limits = field(default_factory=Limits)
+    named: Sampling | None = None
+
+    def slots(self) -> AbstractAsyncContextManager[Any]:
+        """Bounds the episodes of this kind that run at once."""
+        most = self.limits.max_concurrent
+        return asyncio.Semaphore(most) if most is not None else nullcontext()
 
 
 @dataclass
@@ -100,17 +124,11 @@ class EpisodeDriver:
         sampler: Sampler,
         renderer: Renderer,
         stage: Stage,
-        budget: Budget,
-        sampling: Sampling,
-        timeout_s: float,
-        limits: Limits | None = None,
+        rules: EpisodeRules,
     ) -> None:
-        self._sampler, self._renderer, self._stage = sampler, renderer, stage
-        self._budget, self._sampling, self._timeout_s = budget, sampling, timeout_s
-        self._limits = limits or Limits()
+        self._sampler, self._renderer, self._stage, self._rules = sampler, renderer, stage, rules
         self._tool_format = format_of(renderer.template)
-        most = self._limits.max_concurrent
-        self._slots = asyncio.Semaphore(most) if most is not None else None
+        self._slots = rules.slots()
 
     async def run(
         self, problem: dict[str, Any], seed: int, progress: Progress | None = None, group_seed: int | None = None
@@ -130,62 +148,63 @@ class EpisodeDriver:
             SlipstreamError: the engine failed, which is not the sample's fault.
             asyncio.CancelledError: the caller gave the episode up.
         """
-        trace = Trace()
+        record = TokenRecord()
         async with AsyncExitStack() as stack:
-            if self._slots is not None:
-                await stack.enter_async_context(self._slots)
+            await stack.enter_async_context(self._slots)
             seat = self._stage.seat(problem, seed, seed if group_seed is None else group_seed)
             stack.push_async_callback(seat.close)
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    reason = await self._play(trace, seat, progress or Progress())
+                async with asyncio.timeout(self._rules.timeout_s):
+                    reason = await self._play(record, seat, progress or Progress())
             except TimeoutError:
                 what = "the environment or the engine did not answer"
-                return trace.sample(StopReason.TIMEOUT, f"{what} within {self._timeout_s:g} s (turn {trace.turns})")
+                return record.sample(
+                    StopReason.TIMEOUT, f"{what} within {self._rules.timeout_s:g} s (turn {record.turns})"
+                )
             except EpisodeFailed as failure:
                 if failure.reason is not StopReason.CANCELLED:
-                    logger.warning("%s on turn %d of seed %d: %s", failure.reason.value, trace.turns, seed, failure)
-                return trace.sample(failure.reason, str(failure))
-            return trace.sample(reason)
+                    logger.warning("%s on turn %d of seed %d: %s", failure.reason.value, record.turns, seed, failure)
+                return record.sample(failure.reason, str(failure))
+            return record.sample(reason)
 
     async def close(self) -> None:
         """Nothing is shared."""
 
-    async def _play(self, trace: Trace, seat: Seat, progress: Progress) -> StopReason:
+    async def _play(self, record: TokenRecord, seat: Seat, progress: Progress) -> StopReason:
         progress.at("environment")
         observation = await self._reset(seat)
         ids = self._first(observation)
         tools = isinstance(observation, Chat) and bool(observation.tools)
-        budget = self._budget
+        budget = self._rules.budget
         while True:
-            trace.observe(ids)
-            room = min(budget.max_tokens - trace.sampled, budget.max_context - len(trace.tokens))
+            record.observe(ids)
+            room = min(budget.max_tokens - record.sampled, budget.max_context - len(record.tokens))
             if room <= 0:
-                return self._no_room(trace, len(ids))
-            generation = await generate(self._sampler, trace, room, self._sampling, progress)
+                return self._no_room(record, len(ids))
+            generation = await generate(self._sampler, record, room, self._rules.sampling, progress)
             ended = generation.finish_reason == "stop"
-            result = await self._step(seat, self._action(generation, ended, tools), trace)
+            result = await self._step(seat, self._action(generation, ended, tools), record)
             if not result.trained:
-                trace.untrain(len(generation.tokens))
+                record.untrain(len(generation.tokens))
             if not ended:
                 return StopReason.LENGTH
             if result.done:
-                return StopReason.STOP if trace.turns == 1 else StopReason.ENVIRONMENT_DONE
-            if trace.turns >= budget.max_turns:
+                return StopReason.STOP if record.turns == 1 else StopReason.ENVIRONMENT_DONE
+            if record.turns >= budget.max_turns:
                 return StopReason.TURN_LIMIT
             ids = self._later(result.observation, generation.tokens[-1])
 
     async def _reset(self, seat: Seat) -> Observation:
-        async with self._bounded("reset", self._limits.reset_s):
+        async with self._bounded("reset", self._rules.limits.reset_s):
             return await seat.reset()
 
-    async def _step(self, seat: Seat, action: Action, trace: Trace) -> StepResult:
-        async with self._bounded("step", self._limits.step_s):
+    async def _step(self, seat: Seat, action: Action, record: TokenRecord) -> StepResult:
+        async with self._bounded("step", self._rules.limits.step_s):
             result = await seat.step(action)
             reward = finite(result.reward)
             metrics = checked_metrics(result.metrics)
-        trace.turn_rewards.append(reward)
-        trace.metrics = {**trace.metrics, **metrics}
+        record.turn_rewards.append(reward)
+        record.metrics = {**record.metrics, **metrics}
         return result
 
     @asynccontextmanager
@@ -217,15 +236,17 @@ class EpisodeDriver:
 
     def _sized(self, observation: Observation) -> Observation:
         size = sum(len(c) for _, c in observation.messages) if isinstance(observation, Chat) else len(observation)
-        if size > self._limits.observation_chars:
-            raise Flood(f"{size} characters or tokens, the limit is {self._limits.observation_chars}")
+        if size > self._rules.limits.observation_chars:
+            raise Flood(f"{size} characters or tokens, the limit is {self._rules.limits.observation_chars}")
         return observation
 
-    def _no_room(self, trace: Trace, observed: int) -> StopReason:
-        if trace.turns:
-            trace.retract(observed)
+    def _no_room(self, record: TokenRecord, observed: int) -> StopReason:
+        if record.turns:
+            record.retract(observed)
             return StopReason.LENGTH
-        raise EpisodeFailed(f"the prompt has {len(trace.tokens)} tokens, the context holds {self._budget.max_context}")
+        raise EpisodeFailed(
+            f"the prompt has {len(record.tokens)} tokens, the context holds {self._rules.budget.max_context}"
+        )
 
     def _action(self, generation: Generation, ended: bool, tools: bool) -> Action:
         text = self._renderer.text(generation.tokens[:-1] if ended else generation.tokens)
@@ -235,8 +256,10 @@ class EpisodeDriver:
         return Action(text, tuple(generation.tokens), ended, said.calls, said.malformed)
 
 
-async def generate(sampler: Sampler, trace: Trace, room: int, sampling: Sampling, progress: Progress) -> Generation:
-    """One call of the model on what the trace holds; the trace and `progress` take its tokens.
+async def generate(
+    sampler: Sampler, record: TokenRecord, room: int, sampling: Sampling, progress: Progress
+) -> Generation:
+    """One call of the model on what the record holds; the record and `progress` take its tokens.
 
     Raises:
         EpisodeFailed: the engine refused the request, or aborted it.
@@ -245,11 +268,11 @@ async def generate(sampler: Sampler, trace: Trace, room: int, sampling: Sampling
     progress.turns += 1
     progress.at("engine")
     try:
-        generation = await sampler.generate(list(trace.tokens), room, sampling.temperature, sampling.top_p)
+        generation = await sampler.generate(list(record.tokens), room, sampling.temperature, sampling.top_p)
     except ValueError as error:
         raise EpisodeFailed(f"the engine refused what the environment said: {error}") from error
     progress.at("environment")
-    trace.extend(generation)
+    record.extend(generation)
     progress.sampled_tokens += len(generation.tokens)
     if generation.finish_reason == "abort":
         raise EpisodeFailed("the engine aborted the request", StopReason.CANCELLED)

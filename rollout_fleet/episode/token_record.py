@@ -1,4 +1,4 @@
-"""An episode while it grows, and the sample that it becomes."""
+"""The tokens of an episode while it runs, and the sample that they become."""
 
 from dataclasses import dataclass, field
 
@@ -11,8 +11,8 @@ from rollout_fleet.episode.sampler_protocol import Generation
 
 
 @dataclass
-class Trace:
-    """`tokens`, `mask` and `logprobs` stay equally long; they only ever grow, but for `retract`."""
+class TokenRecord:
+    """`tokens`, `mask` and `logprobs` stay equally long. They only grow, except in `retract`."""
 
     tokens: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
@@ -52,10 +52,10 @@ class Trace:
             self.routed.append(generation.routed_experts[self.routed_tokens :])
             self.routed_tokens = max(self.routed_tokens, len(generation.routed_experts))
 
-    def prefix(self, length: int, turns: int, sampled: int) -> "Trace":
+    def prefix(self, length: int, turns: int, sampled: int) -> "TokenRecord":
         """A copy of the first `length` tokens, which end with turn `turns`, `sampled` tokens sampled so far."""
         routed = [np.concatenate(self.routed)[: length - 1]] if self.routed else []
-        return Trace(
+        return TokenRecord(
             tokens=self.tokens[:length],
             mask=self.mask[:length],
             logprobs=self.logprobs[:length],

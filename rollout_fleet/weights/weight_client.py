@@ -44,8 +44,11 @@ class Flip(msgspec.Struct, frozen=True):
     checksum: str
 
 
+Job = tuple[messages.LearnerMessage, bytes]  # a message, and the same as it came: the target decodes it itself
+
+
 class WeightTarget(Protocol):
-    """What holds the weights: an engine, or a plain buffer."""
+    """Where weights arrive: an engine, or a plain buffer in tests. Messages are encoded, as the learner sent them."""
 
     async def set_layout(self, incarnation: int, welcome: bytes) -> None:
         """The encoded Welcome of a learner incarnation."""
@@ -101,7 +104,7 @@ class WeightClient:
         self._changed = asyncio.Condition()
         self._address, self._incarnation = "", -1  # of the learner that is followed
         self._socket: zmq.asyncio.Socket | None = None
-        self._jobs: asyncio.Queue[messages.LearnerMessage] = asyncio.Queue()
+        self._jobs: asyncio.Queue[Job] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._staging: asyncio.Task[None] | None = None
         self._staged: Publish | None = None
@@ -201,41 +204,41 @@ class WeightClient:
                 await asyncio.sleep(EJECTED_PAUSE_S)
                 await self._join()
             else:
-                self._jobs.put_nowait(message)
+                self._jobs.put_nowait((message, data))
 
     # ---- work, in the order that the learner asked for it
 
-    async def _work(self, jobs: asyncio.Queue[messages.LearnerMessage]) -> None:
+    async def _work(self, jobs: asyncio.Queue[Job]) -> None:
         while True:
-            message = await jobs.get()
+            message, data = await jobs.get()
             try:
-                await self._do(message)
+                await self._do(message, data)
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # an engine that fails to flip must not be used, and the learner must hear it
                 await self._quarantine(message, f"{type(error).__name__}: {error}")
 
-    async def _do(self, message: messages.LearnerMessage) -> None:
+    async def _do(self, message: messages.LearnerMessage, data: bytes) -> None:
         if self._state.quarantined is not None:
             return
         if isinstance(message, messages.Welcome):
             self._cancel_staging()
-            await self._target.set_layout(message.incarnation, messages.encode(message))
+            await self._target.set_layout(message.incarnation, data)
         elif isinstance(message, messages.Epoch):
             self._cancel_staging()
-            await self._target.set_epoch(messages.encode(message))
+            await self._target.set_epoch(data)
         elif isinstance(message, Publish):
             self._cancel_staging()
             self._staged = None
-            self._staging = asyncio.create_task(self._stage(message))
+            self._staging = asyncio.create_task(self._stage(message, data))
         elif isinstance(message, messages.Activate):
             await self._activate(message)
         elif isinstance(message, messages.Serve):
-            await self._serve(message)
+            await self._serve(message, data)
 
-    async def _serve(self, message: messages.Serve) -> None:
+    async def _serve(self, message: messages.Serve, data: bytes) -> None:
         try:
-            answer = await self._target.serve(messages.encode(message), self._node_id)
+            answer = await self._target.serve(data, self._node_id)
         except SlipstreamError as error:
             answer = messages.encode(messages.Serving(self._node_id, message.key, reason=str(error)[:500]))
         if self._socket is not None:
@@ -246,9 +249,9 @@ class WeightClient:
             self._staging.cancel()
         self._staging = None
 
-    async def _stage(self, publish: Publish) -> None:
+    async def _stage(self, publish: Publish, data: bytes) -> None:
         try:
-            seconds = await self._target.stage(messages.encode(publish))
+            seconds = await self._target.stage(data)
         except StagingFailed as error:
             await self._send(
                 messages.Rejected(self._node_id, publish.incarnation, publish.version, str(error), epoch=publish.epoch)

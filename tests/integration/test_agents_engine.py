@@ -15,8 +15,8 @@ from engine_rig import Rig, logprobs
 from launch.quickstart.assets import build_tokenizer
 from rollout_fleet.agents.driver import AgentDriver, AgentThread
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
-from rollout_fleet.environments.protocol import Budget, Limits
-from rollout_fleet.episode.driver import Sampling
+from rollout_fleet.environments.protocol import Budget
+from rollout_fleet.episode.driver import EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer
 
 TEMPERATURE, TURN_TOKENS, TOLERANCE = 0.8, 12, 2e-4
@@ -57,7 +57,8 @@ def test_tokens_and_log_probabilities_are_those_of_the_engine_version_by_version
 
     async def once() -> Any:
         stage, budget = AgentThread(agent, {}, host), Budget(8, 100, 400)
-        driver = AgentDriver(rig.engine, Renderer(tokenizer), stage, budget, Sampling(TEMPERATURE), 60.0, Limits())
+        rules = EpisodeRules(budget, Sampling(TEMPERATURE), 60.0)
+        driver = AgentDriver(rig.engine, Renderer(tokenizer), stage, rules)
         try:
             return await driver.run({"say": "hello there"}, 0)
         finally:

@@ -11,7 +11,7 @@ from common.rollouts import Task, VersionRun
 from rollout_fleet.environments.isolation.placement import ThreadStage
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.environments.protocol import Budget, Limits
-from rollout_fleet.episode.driver import EpisodeDriver, Sampling
+from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
 from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, WeightsState
 from tests.waiting import LIMIT_S
@@ -114,10 +114,9 @@ def make_driver(
         sampler,
         Renderer(tokenizer or CharacterTokenizer()),
         ThreadStage(environment, options or {}, host or new_host()),
-        budget or Budget(max_turns=8, max_tokens=100, max_context=1000),
-        Sampling(),
-        timeout_s,
-        limits,
+        EpisodeRules(
+            budget or Budget(max_turns=8, max_tokens=100, max_context=1000), Sampling(), timeout_s, limits or Limits()
+        ),
     )
 
 

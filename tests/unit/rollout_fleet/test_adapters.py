@@ -31,7 +31,7 @@ from rollout_fleet.environments import registry
 from rollout_fleet.environments.adapters.openenv import OpenEnv
 from rollout_fleet.environments.isolation.process_host import ProcessHost
 from rollout_fleet.environments.protocol import Budget, Limits
-from rollout_fleet.episode.driver import Sampling
+from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation
 
@@ -227,7 +227,7 @@ async def _once(sampler: ScriptedSampler, limits: Limits, problem: dict[str, Any
     options = {"env_id": "verifiers-game", "arguments": '{"bonus": 0.5}'}
     stage = AgentProcess("rollout_fleet.agents.verifiers_agent:agent", options, limits, 120.0, processes)
     renderer, budget = Renderer(with_template(QWEN, "<eos>")), Budget(4, 200, 2000)
-    driver = AgentDriver(sampler, renderer, stage, budget, Sampling(), 120.0, limits)
+    driver = AgentDriver(sampler, renderer, stage, EpisodeRules(budget, timeout_s=120.0, limits=limits))
     try:
         return await driver.run(problem, 0)
     finally:

@@ -18,7 +18,7 @@ from rollout_fleet.agents.driver import AgentDriver, AgentProcess, AgentThread
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.isolation.process_host import ProcessHost
 from rollout_fleet.environments.protocol import Budget, Limits
-from rollout_fleet.episode.driver import Sampling
+from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation
 
@@ -47,10 +47,7 @@ def play(agent: Agent | AgentProcess, sampler: ScriptedSampler, budget: Budget |
             sampler,
             Renderer(with_template(QWEN, "<eos>")),
             stage,
-            budget or Budget(4, 200, 2000),
-            Sampling(),
-            more.get("timeout_s", 30.0),
-            LIMITS,
+            EpisodeRules(budget or Budget(4, 200, 2000), timeout_s=more.get("timeout_s", 30.0), limits=LIMITS),
         )
         try:
             return await driver.run({"question": "1+2?"}, 7)
@@ -142,7 +139,7 @@ def test_a_key_is_needed_and_void_when_the_episode_is_over() -> None:
     async def once() -> None:
         driver = AgentDriver(
             policy("a", "b"), Renderer(with_template(QWEN, "<eos>")), AgentThread(looks, {}, new_host()),
-            Budget(4, 200, 2000), Sampling(), 30.0, LIMITS,
+            EpisodeRules(Budget(4, 200, 2000), timeout_s=30.0, limits=LIMITS),
         )  # fmt: skip
         assert [(await driver.run({}, n)).error for n in range(2)] == [None, None]
         await driver.close()
@@ -312,8 +309,8 @@ def test_a_request_that_an_agent_leaves_behind_ends_with_the_episode() -> None:
 
     async def once() -> Sample:
         driver = AgentDriver(
-            sampler, Renderer(with_template(QWEN, "<eos>")), AgentThread(leaves, {}, new_host()), Budget(4, 200, 2000),
-            Sampling(), 30.0, LIMITS,
+            sampler, Renderer(with_template(QWEN, "<eos>")), AgentThread(leaves, {}, new_host()),
+            EpisodeRules(Budget(4, 200, 2000), timeout_s=30.0, limits=LIMITS),
         )  # fmt: skip
         sample = await driver.run({}, 1)
         assert await asyncio.to_thread(done.wait, 30)

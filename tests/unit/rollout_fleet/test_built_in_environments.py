@@ -13,7 +13,7 @@ from rollout_fleet.environments.builtin.math_problem import MathProblem, judge
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Chat
 from rollout_fleet.environments.registry import takes_group_seed
-from rollout_fleet.episode.driver import EpisodeDriver, Sampling
+from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
 
 
@@ -59,9 +59,8 @@ def test_math_is_judged_in_a_process_of_its_own_where_an_endless_answer_ends() -
     path = "rollout_fleet.environments.builtin.math_problem:MathProblem"
     stage = ProcessStage(path, {}, MathProblem.LIMITS, 60.0, host, shares_seed=False)
     sampler = ScriptedSampler(in_turn(say("\\boxed{9^{9^{9^{9}}}}"), say("\\boxed{\\frac{3}{6}}")))
-    driver = EpisodeDriver(
-        sampler, Renderer(CharacterTokenizer()), stage, Budget(1, 100, 1000), Sampling(), 60.0, MathProblem.LIMITS
-    )
+    rules = EpisodeRules(Budget(1, 100, 1000), timeout_s=60.0, limits=MathProblem.LIMITS)
+    driver = EpisodeDriver(sampler, Renderer(CharacterTokenizer()), stage, rules)
 
     async def both() -> list[Sample]:
         return [await driver.run({"question": "?", "answer": "1/2"}, seed) for seed in range(2)]

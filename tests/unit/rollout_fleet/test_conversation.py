@@ -12,7 +12,7 @@ from common.rollouts import VersionRun
 from rollout_fleet.agents import api
 from rollout_fleet.agents.conversation import Conversation
 from rollout_fleet.environments.protocol import Budget, StopReason
-from rollout_fleet.episode.driver import EpisodeFailed, Progress, Sampling
+from rollout_fleet.episode.driver import EpisodeFailed, EpisodeRules, Progress, Sampling
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation
 
@@ -38,7 +38,7 @@ class Talk:
 
         self.sampler = ScriptedSampler(answer)
         budget = budget or Budget(8, 1000, 5000)
-        self.talk = Conversation(self.sampler, Renderer(self.tokenizer), budget, Sampling(), Progress())
+        self.talk = Conversation(self.sampler, Renderer(self.tokenizer), EpisodeRules(budget), Progress())
 
     def say(self, messages: list[dict[str, Any]], **more: Any) -> api.Answer:
         return asyncio.run(self.talk.answer(api.read_chat({"messages": messages, **more}, Sampling())))
@@ -105,7 +105,7 @@ def test_a_conversation_that_only_goes_on_is_held_once_and_a_branch_leaves_it_as
     for _ in range(2):
         history += [assistant(talk.say(history).text), user("more")]
     first, second = talk.talk.turns
-    assert first.trace is second.trace and first.path() is not second.path()
+    assert first.record is second.record and first.path() is not second.path()
     long = list(second.path().tokens)
     talk.say([*history[:2], user("another way")])
     assert second.path().tokens == long and talk.talk.turns[2].path().tokens[: first.length] == long[: first.length]

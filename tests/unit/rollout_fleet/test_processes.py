@@ -17,7 +17,7 @@ from common.rollouts import Sample
 from rollout_fleet.environments.isolation.placement import StageFailed
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Limits
-from rollout_fleet.episode.driver import EpisodeDriver, Sampling
+from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
 
 LIMITS = Limits(process=True, reset_s=60.0, step_s=30.0, cpu_s=1, memory_mib=512, observation_chars=10_000)
@@ -66,10 +66,7 @@ def play(host: ProcessHost, how: str, limits: Limits = LIMITS, count: int = 1) -
             ScriptedSampler(lambda _: say("x")),
             Renderer(CharacterTokenizer()),
             stage,
-            Budget(4, 100, 20_000),
-            Sampling(),
-            60.0,
-            limits,
+            EpisodeRules(Budget(4, 100, 20_000), timeout_s=60.0, limits=limits),
         )
         return await asyncio.gather(*(driver.run({"how": how}, 3 + i, group_seed=3) for i in range(count)))
 
@@ -110,7 +107,7 @@ def test_a_chat_crosses_whole(host: ProcessHost) -> None:
 
     stage = ProcessStage("wild_environments:Wild", {}, LIMITS, 60.0, host, shares_seed=True)
     sampler = ScriptedSampler(lambda _: say("x"))
-    driver = EpisodeDriver(sampler, Renderer(Template()), stage, Budget(4, 100, 20_000), Sampling(), 60.0, LIMITS)
+    driver = EpisodeDriver(sampler, Renderer(Template()), stage, EpisodeRules(Budget(4, 100, 20_000), limits=LIMITS))
     assert asyncio.run(driver.run({"how": "talk"}, 0)).error is None
     assert "".join(map(chr, sampler.calls[0].prompt)) == "hi False []"
 

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from rollout_fleet.vllm_patches.compat import _drop_cache
+from rollout_fleet.vllm_patches.flip import drop_cache
 
 
 class EngineInSmall:
@@ -22,5 +22,5 @@ class EngineInSmall:
 
 def test_it_is_a_preemption_of_nobody_also_not_of_those_who_were_preempted_before() -> None:
     engine = EngineInSmall([0, 1, 3])
-    _drop_cache(engine)
+    drop_cache(engine)
     assert [request.num_preemptions for request in engine.scheduler.waiting] == [0, 0, 0]

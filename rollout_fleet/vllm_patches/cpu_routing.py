@@ -1,0 +1,72 @@
+"""The experts that a token was routed to, also from the CPU's model runner."""
+
+from typing import Any
+
+
+def return_routed_experts_on_cpu() -> None:
+    """enable_return_routed_experts also with the model runner that the CPU has.
+
+    vLLM 0.32-0.33 serves it in its second model runner alone, which needs triton. Its connector, with the store that
+    remembers the routing of cached prefixes, asks little of a runner: what is in the batch, how far each request is.
+    """
+    from vllm.config import VllmConfig
+    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    if not hasattr(VllmConfig, "_verify_aux_output_compatibility"):
+        raise RuntimeError("this vLLM's VllmConfig has no _verify_aux_output_compatibility: routing needs a new look")
+    initialize, execute, sample = (
+        CPUModelRunner.initialize_kv_cache,
+        CPUModelRunner.execute_model,
+        CPUModelRunner.sample_tokens,
+    )
+
+    def verify(config: Any) -> None:
+        if config.aux_output_config.enabled and not config.model_config.is_moe:
+            raise ValueError("routed experts of a model without experts")
+        if config.aux_output_config.enabled and not config.cache_config.enable_prefix_caching:
+            raise ValueError("routed experts need prefix caching")
+
+    def initialize_with_routing(runner: Any, config: Any, is_profiling: bool = False, **options: Any) -> None:
+        initialize(runner, config, is_profiling, **options)
+        if runner.vllm_config.aux_output_config.enabled and not is_profiling:
+            runner.slipstream_routing = get_aux_output_connector(runner.model, runner.vllm_config, config)
+
+    def execute_with_routing(runner: Any, scheduled: Any, *rest: Any, **options: Any) -> Any:
+        connector = getattr(runner, "slipstream_routing", None)
+        if connector is not None:
+            connector.begin_step(scheduled.aux_output_connector_metadata)
+        result = execute(runner, scheduled, *rest, **options)
+        if connector is not None and runner.execute_model_state is not None:
+            runner.slipstream_routed = connector.prepare_output(_batch_of(runner.input_batch, scheduled))
+        return result
+
+    def sample_with_routing(runner: Any, *rest: Any, **options: Any) -> Any:
+        output = sample(runner, *rest, **options)
+        routed = runner.__dict__.pop("slipstream_routed", None)
+        if routed is not None:
+            import numpy as np
+
+            sampled = np.array([len(ids) for ids in output.sampled_token_ids])
+            routed.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
+            output.aux_output_connector_output = routed.process_output()
+        return output
+
+    VllmConfig._verify_aux_output_compatibility = verify  # type: ignore[method-assign]
+    CPUModelRunner.initialize_kv_cache = initialize_with_routing  # type: ignore[method-assign]
+    CPUModelRunner.execute_model = execute_with_routing  # type: ignore[method-assign]
+    CPUModelRunner.sample_tokens = sample_with_routing  # type: ignore[method-assign]
+
+
+def _batch_of(batch: Any, scheduled: Any) -> Any:
+    """The three attributes of the second model runner's batch that its routing connector reads."""
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    counts = [scheduled.num_scheduled_tokens[request_id] for request_id in batch.req_ids]
+    return SimpleNamespace(
+        req_ids=list(batch.req_ids),
+        query_start_loc_np=np.cumsum([0, *counts]),
+        num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(counts)].copy(),
+    )

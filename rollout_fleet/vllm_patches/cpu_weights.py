@@ -1,0 +1,85 @@
+"""On the CPU, layers compute with their parameters and not with packed copies of them."""
+
+from typing import Any
+
+
+def keep_cpu_linear_weights_live() -> None:
+    """CPU linear layers compute with their parameters, not with a packed copy.
+
+    vLLM 0.32-0.33 prepacks linear weights for oneDNN or AMX and empties `layer.weight`: a later load_weights
+    raises, and with tied embeddings lm_head silently keeps the old packed weights after a layerwise reload. Reading
+    the parameters costs little and makes in-place updates, checksums and the proof after a flip possible.
+    """
+    import torch
+    from vllm.model_executor.layers import utils
+
+    from rollout_fleet.vllm_patches.unpacked_linear import linear
+
+    if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
+        raise RuntimeError("this vLLM has no dispatch_cpu_unquantized_gemm: live weights on CPU need a new look")
+
+    def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def keep_cpu_expert_weights_live() -> None:
+    """CPU experts compute with `w13_weight` and `w2_weight` as they were loaded, not with a packed copy.
+
+    vLLM 0.32-0.33 pads and prepacks them in place of the parameters: a later load_weights writes rows of one layout
+    into another, and what the engine holds cannot be read back. Plain matrix products per expert in use.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    for name in ("process_weights_after_loading", "apply"):
+        if name not in vars(CPUUnquantizedExperts):
+            raise RuntimeError(f"this vLLM's CPUUnquantizedExperts has no {name}: live experts on CPU need a new look")
+
+    def nothing(experts: Any, layer: Any) -> None: ...
+
+    CPUUnquantizedExperts.process_weights_after_loading = nothing  # type: ignore[method-assign]
+    CPUUnquantizedExperts.apply = _apply_experts  # type: ignore[method-assign]
+
+
+def _apply_experts(
+    experts: Any,
+    *,
+    output: Any,
+    hidden_states: Any,
+    w1: Any,
+    w2: Any,
+    topk_weights: Any,
+    topk_ids: Any,
+    activation: Any,
+    expert_map: Any,
+    apply_router_weight_on_input: bool,
+    **_: Any,
+) -> None:
+    """output [T, H] = sum over a token's experts of weight * w2 (act(gate x) * up x); w1 [E, 2 I, H], w2 [E, H, I]."""
+    import torch
+    from torch.nn import functional as F
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    functions = {
+        MoEActivation.SILU: F.silu,
+        MoEActivation.GELU: F.gelu,
+        MoEActivation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    }
+    if activation not in functions or expert_map is not None:
+        raise NotImplementedError(f"experts with {activation} or spread over ranks, on CPU")
+    chosen = topk_ids.flatten()
+    order = chosen.argsort(stable=True)
+    total = torch.zeros_like(output, dtype=torch.float32)
+    at = 0
+    for expert, count in enumerate(torch.bincount(chosen, minlength=len(w1)).tolist()):
+        if not count:
+            continue
+        places = order[at : at + count]
+        at += count
+        tokens = places // topk_ids.shape[1]
+        bias1, bias2 = (None if b is None else b[expert] for b in (experts.w1_bias, experts.w2_bias))
+        gate, up = F.linear(hidden_states[tokens], w1[expert], bias1).chunk(2, -1)
+        out = F.linear(functions[activation](gate) * up, w2[expert], bias2).float()
+        total.index_add_(0, tokens, out if apply_router_weight_on_input else out * topk_weights.flatten()[places, None])
+    output.copy_(total)

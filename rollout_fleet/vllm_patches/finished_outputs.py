@@ -1,0 +1,173 @@
+"""Outputs leave the engine process once per request, and enter the front process in one go."""
+
+from typing import Any
+
+
+def send_only_finished_outputs() -> None:
+    """The engine process hands over a request when it ends, not token by token, if only its end was asked for.
+
+    vLLM 0.32-0.33 sends every sampled token of every request to the front process at every step, even with
+    output_kind=FINAL_ONLY, where the front throws all but the last away: 15 us of front CPU per token, which on two
+    cores is taken from the learner. A flip releases what is held first, under the version that sampled it.
+    """
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    for cls, name in ((EngineCore, "_attach_weight_version"), (EngineCoreProc, "_send_finish_outputs_to_client")):
+        if not hasattr(cls, name):
+            raise RuntimeError(f"this vLLM's {cls.__name__} has no {name}: holding outputs back needs a new look")
+    attach, finish, abort = (
+        EngineCore._attach_weight_version,
+        EngineCoreProc._send_finish_outputs_to_client,
+        EngineCore.abort_requests,
+    )
+
+    def attach_and_hold(engine: Any, outputs: dict[int, Any]) -> None:
+        attach(engine, outputs)
+        _hold_unfinished(engine, outputs)
+
+    def release_and_finish(engine: Any, req_ids: list[str], client_index: int, finish_reason: Any) -> None:
+        release_held(engine, set(req_ids))
+        finish(engine, req_ids, client_index, finish_reason)
+
+    def forget_and_abort(engine: Any, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            _held(engine).pop(request_id, None)
+        abort(engine, request_ids)
+
+    EngineCore._attach_weight_version = attach_and_hold
+    EngineCoreProc._send_finish_outputs_to_client = release_and_finish
+    EngineCore.abort_requests = forget_and_abort
+
+
+class _Held:
+    """The first unsent output of a request and what followed; joined at the end, so that a token costs an append."""
+
+    __slots__ = ("client", "logprobs", "output", "routed")
+
+    def __init__(self, client: int, output: Any) -> None:
+        self.client, self.output = client, output
+        self.logprobs: list[Any] = []  # LogprobsLists of one step each
+        self.routed: list[Any] = []  # [tokens, layers, experts per token] each, where routing is recorded
+        self._take(output)
+
+    def _take(self, output: Any) -> None:
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs)
+        if output.routed_experts is not None:
+            self.routed.append(output.routed_experts)
+
+    def add(self, output: Any) -> None:
+        self.output.new_token_ids += output.new_token_ids
+        self._take(output)
+
+    def finish_into(self, final: Any) -> None:
+        """`final` gets everything that was held, in front of its own."""
+        self.add(final)
+        final.new_token_ids = self.output.new_token_ids
+        final.new_logprobs = self.joined()
+        final.routed_experts = self.joined_routing()
+        if final.prefill_stats is None:
+            final.prefill_stats = self.output.prefill_stats
+
+    def joined(self) -> Any:
+        """LogprobsLists of all tokens, [n, 1] each; the sampled token is the only candidate of each place."""
+        import numpy as np
+
+        if not self.logprobs:
+            return None
+        sample = self.logprobs[0]
+        return sample._replace(
+            logprob_token_ids=np.array(self.output.new_token_ids, sample.logprob_token_ids.dtype)[:, None],
+            logprobs=np.concatenate([lists.logprobs[:, :1] for lists in self.logprobs]),
+            sampled_token_ranks=np.concatenate([lists.sampled_token_ranks for lists in self.logprobs]),
+        )
+
+    def joined_routing(self) -> Any:
+        """[tokens, layers, experts per token] of all that was held, or None."""
+        import numpy as np
+
+        return np.concatenate(self.routed) if self.routed else None
+
+
+def _held(engine: Any) -> dict[str, _Held]:
+    return engine.__dict__.setdefault("slipstream_held", {})
+
+
+def _hold_unfinished(engine: Any, outputs: dict[int, Any]) -> None:
+    """Keep back, in place, what is not the end of its request."""
+    held, requests = _held(engine), engine.scheduler.requests
+    for client, batch in list(outputs.items()):
+        sent = []
+        for output in batch.outputs:
+            entry = held.get(output.request_id)
+            if output.finish_reason is None:
+                if entry is not None:
+                    entry.add(output)
+                elif _may_wait(output, requests.get(output.request_id)):
+                    held[output.request_id] = _Held(client, output)
+                else:
+                    sent.append(output)
+                continue
+            if entry is not None:
+                del held[output.request_id]
+                entry.finish_into(output)
+            sent.append(output)
+        batch.outputs = sent
+        if not (sent or batch.scheduler_stats or batch.finished_requests or batch.utility_output):
+            del outputs[client]
+
+
+def _may_wait(output: Any, request: Any) -> bool:
+    """Whether only the end of this request was asked for, and this output is tokens and nothing else."""
+    from vllm.sampling_params import RequestOutputKind
+
+    params = getattr(request, "sampling_params", None)
+    plain = output.pooling_output is None and output.new_sampling_mask is None
+    if params is None or not plain or params.output_kind != RequestOutputKind.FINAL_ONLY:
+        return False
+    return params.logprobs in (None, 0) and params.prompt_logprobs is None
+
+
+def release_held(engine: Any, request_ids: set[str] | None = None) -> None:
+    """Send what is held, of these requests or of all, under the version of now."""
+    from vllm.v1.engine import EngineCoreOutputs
+
+    held = _held(engine)
+    batches: dict[int, list[Any]] = {}
+    for request_id in list(held) if request_ids is None else request_ids & held.keys():
+        entry = held.pop(request_id)
+        entry.output.new_logprobs = entry.joined()
+        entry.output.routed_experts = entry.joined_routing()
+        batches.setdefault(entry.client, []).append(entry.output)
+    for client, batch in batches.items():
+        message = EngineCoreOutputs(outputs=batch, weight_version=engine.get_weight_version())
+        engine.output_queue.put_nowait((client, message))
+
+
+def take_in_logprobs_at_once() -> None:
+    """The front process appends the log-probabilities of many tokens in one go.
+
+    vLLM 0.32-0.33 handles each token by itself (3 us); with logprobs=0, flat_logprobs and no detokenizer the flat
+    lists can be extended directly. Everything else goes the old way.
+    """
+    from vllm.logprobs import FlatLogprobs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    one_by_one = LogprobsProcessor._update_sample_logprobs
+
+    def at_once(processor: Any, lists: Any) -> None:
+        flat = processor.logprobs
+        if processor.num_logprobs != 0 or processor.tokenizer is not None or type(flat) is not FlatLogprobs:
+            one_by_one(processor, lists)
+            return
+        logprobs = lists.logprobs[:, 0].tolist()
+        before = len(flat.logprobs)
+        flat.start_indices.extend(range(before, before + len(logprobs)))
+        flat.end_indices.extend(range(before + 1, before + 1 + len(logprobs)))
+        flat.token_ids.extend(lists.logprob_token_ids[:, 0].tolist())
+        flat.logprobs.extend(logprobs)
+        flat.ranks.extend(lists.sampled_token_ranks.tolist())
+        flat.decoded_tokens.extend([None] * len(logprobs))
+        processor.cumulative_logprob += sum(logprobs)
+
+    LogprobsProcessor._update_sample_logprobs = at_once  # type: ignore[method-assign]
