@@ -1,4 +1,4 @@
-"""Deadlines that are renewed far more often than they pass."""
+"""A queue of deadlines, for deadlines that are renewed far more often than they pass."""
 
 import heapq
 from collections.abc import Callable, Iterator
@@ -11,29 +11,29 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
-        self._recorded: dict[str, float] = {}  # the one heap item of each key that counts
+        self._recorded: dict[str, float] = {}  # deadline of the valid heap item of each key
 
     def add(self, key: str, deadline: float) -> None:
-        """Watch `key`, due at `deadline` (monotonic seconds); the true one may move later without telling."""
+        """Watch `key`, due at `deadline` (monotonic seconds). The true deadline may move later without a call."""
         recorded = self._recorded.get(key)
         if recorded is None or deadline < recorded:
             self._recorded[key] = deadline
             heapq.heappush(self._heap, (deadline, key))
 
     def discard(self, key: str) -> None:
-        """Watch `key` no longer; what it leaves in the heap goes when there is more of that than of the living."""
+        """Stop watching `key`. The heap is rebuilt when most of its items are stale."""
         if self._recorded.pop(key, None) is not None and len(self._heap) > 2 * len(self._recorded) + HEAP_SLACK:
             self._heap = [(deadline, key) for key, deadline in self._recorded.items()]
             heapq.heapify(self._heap)
 
     def next(self) -> float | None:
-        """Earliest time at which something may pass; None when nothing is watched."""
+        """Earliest time at which a deadline may pass; None when no key is watched."""
         return self._heap[0][0] if self._heap else None
 
     def passed(self, now: float, current: Callable[[str], float | None]) -> Iterator[str]:
-        """Keys whose deadline is at or before `now`, each once and no longer watched.
+        """Yield each key whose deadline is at or before `now`, and stop watching it.
 
-        `current(key)` is the true deadline, None when it no longer matters.
+        `current(key)` returns the true deadline, or None when the key no longer matters.
         """
         while self._heap and self._heap[0][0] <= now:
             deadline, key = heapq.heappop(self._heap)

@@ -13,11 +13,11 @@ RING_EVENTS = 4096
 
 
 class EventLog:
-    """Numbers events and keeps the newest RING_EVENTS; `sink`, when given, sees every new one.
+    """Numbers events and keeps the newest RING_EVENTS; `sink`, when given, receives every new one.
 
-    `earlier` are the newest events of a broker whose work goes on here. An event is told, never needed: a sink that
-    cannot write (OSError, a full disk) disturbs nobody. How many it missed is said by an event `events_unwritten`
-    before the next one that it takes.
+    `earlier` are the newest events of the broker that ran before this one. Events are best effort: an OSError of the
+    sink, for example on a full disk, is only logged. The next event that the sink takes follows an event
+    `events_unwritten` with the number of missed ones.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class EventLog:
         self._unwritten = 0
 
     def add(self, kind: str, **detail: str | int | float) -> None:
-        """Record that `kind` happened now."""
+        """Add an event of `kind`, which happened now."""
         if self._sink is not None and self._unwritten:
             missed = BrokerEvent(self.next_index, self._wall_clock(), "events_unwritten", {"count": self._unwritten})
             if self._write(missed):
@@ -59,7 +59,7 @@ class EventLog:
         return True
 
     def after(self, index: int) -> list[BrokerEvent]:
-        """Events with a greater index that the ring still holds, oldest first."""
+        """Events in the ring with a greater index, oldest first."""
         newest = self.next_index - 1
         if index >= newest:
             return []

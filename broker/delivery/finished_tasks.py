@@ -1,4 +1,4 @@
-"""Committed and dead tasks, kept in columns of about 30 bytes a task for the ledger."""
+"""Committed and dead tasks for the ledger, in columns that take about 30 bytes a task."""
 
 from array import array
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from broker.contract import LedgerEntry
 _ABSENT, _COMMITTED, _DEAD, _FILTERED = 0, 1, 2, 3
 _NAMES = {_COMMITTED: "committed", _DEAD: "dead", _FILTERED: "committed"}
 _NONE = -(1 << 31)
-GROWTH = 1024  # entries that the columns grow by
+GROWTH = 1024  # the columns grow by so many entries
 
 
 class History:
@@ -32,7 +32,7 @@ class History:
         return 0 <= serial < len(self._state) and self._state[serial] != _ABSENT
 
     def add(self, entry: LedgerEntry) -> None:
-        """Store a `committed` or `dead` entry under its serial."""
+        """Store the entry of a committed or dead task."""
         self._grow(entry.serial + 1)
         i = entry.serial
         committed = entry.state == "committed"
@@ -49,7 +49,7 @@ class History:
             self._reasons[i] = entry.reason
 
     def get(self, serial: int) -> LedgerEntry:
-        """The entry of a finished task; raises KeyError when there is none."""
+        """The entry of a finished task. Raises KeyError when there is none."""
         if serial not in self:
             raise KeyError(serial)
         reward = self._reward[serial]

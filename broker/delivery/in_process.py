@@ -1,6 +1,6 @@
 """The reference backend: the delivery contract in one process, without sockets or threads.
 
-The contract suite compares every other backend against it; simulations use it with their own clock.
+The contract suite runs against it as well as against the server; simulations use it with their own clock.
 """
 
 import asyncio
@@ -30,23 +30,23 @@ POLL_S = 0.005
 
 
 class MemoryBroker:
-    """Shared state; `learner()` and `node()` give the two sides of the contract."""
+    """A shared state; `learner()` and `node()` return clients of it."""
 
     def __init__(self, run: RunInfo, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = DeliveryState(run, clock, lambda: secrets.token_hex(8), EventLog())
         self.state.address = "memory"
 
     def learner(self) -> "MemoryLearner":
-        """A learner's or an observer's client."""
+        """Make a client for a learner or an observer."""
         return MemoryLearner(self.state)
 
     def node(self) -> "MemoryNode":
-        """A node's client."""
+        """Make a client for a node."""
         return MemoryNode(self.state)
 
 
 class MemoryLearner:
-    """LearnerBroker and ObserverBroker over a state in this process."""
+    """A LearnerBroker and ObserverBroker over a state in this process."""
 
     def __init__(self, state: DeliveryState) -> None:
         self._state = state
@@ -111,7 +111,7 @@ class MemoryLearner:
 
 
 class MemoryNode:
-    """NodeBroker over a state in this process."""
+    """A NodeBroker over a state in this process."""
 
     def __init__(self, state: DeliveryState) -> None:
         self._state = state

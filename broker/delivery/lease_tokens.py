@@ -1,4 +1,4 @@
-"""Lease tokens: nobody can guess one, and making one costs no system call."""
+"""Lease tokens that cannot be guessed and that rarely need a system call."""
 
 import os
 
@@ -7,7 +7,7 @@ POOL_TOKENS = 512
 
 
 class Tokens:
-    """Calls give hexadecimal strings of TOKEN_BYTES from the system's random numbers, read for many at once."""
+    """Each call returns TOKEN_BYTES random bytes in hexadecimal. One system call serves POOL_TOKENS tokens."""
 
     def __init__(self) -> None:
         self._pool = ""

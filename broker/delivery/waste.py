@@ -1,4 +1,4 @@
-"""What was spent and never trained on, by reason; docs/waste.md has the rules in one table."""
+"""Counts tokens and seconds that were spent and never trained on, by reason; docs/waste.md has the rules."""
 
 from collections.abc import Iterable, Mapping
 
@@ -9,7 +9,7 @@ from common.wire_types import SECONDS_MAX, TALLY_MAX
 def add(counts: dict[str, Waste], reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
     """Count `tokens` and `seconds` under `reason`.
 
-    Nodes say how much it was: what would not decode again, in a status or from the store, is cut to what does.
+    Nodes report the amounts. They are clipped to the limits of the wire, so that a status or a store always decodes.
     """
     before = counts.get(reason, Waste())
     counts[reason] = Waste(
@@ -18,7 +18,7 @@ def add(counts: dict[str, Waste], reason: str, tokens: int = 0, seconds: float =
 
 
 def merged(parts: Iterable[Mapping[str, Waste]]) -> dict[str, Waste]:
-    """The sum of counts, by reason."""
+    """Sum several counts, by reason."""
     total: dict[str, Waste] = {}
     for part in parts:
         for reason, waste in part.items():
@@ -27,5 +27,5 @@ def merged(parts: Iterable[Mapping[str, Waste]]) -> dict[str, Waste]:
 
 
 def tokens(counts: Mapping[str, Waste]) -> int:
-    """Over all reasons."""
+    """Tokens over all reasons."""
     return sum(waste.tokens for waste in counts.values())

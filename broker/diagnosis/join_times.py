@@ -1,4 +1,4 @@
-"""A node's way into a job as a sentence: where the seconds up to its first group went."""
+"""Says in a sentence how long each stage of a node's start took, up to its first group."""
 
 from collections.abc import Iterable
 
@@ -8,8 +8,8 @@ from broker.contract import JoinTimes, NodeStatus
 def sentence(times: JoinTimes) -> str:
     """'joined in 12.34 s: engine 11.40, weights 0.30, lease 0.01, first group 0.63'; '' before the first group.
 
-    Each figure is in seconds, from the stage before: engine from the start of the process, weights until they are in
-    use, lease until the broker gave a task, first group until the broker accepted one.
+    Each figure is in seconds since the stage before. `engine` counts from the start of the process. The other stages
+    end when the weights are in use, when the first task is leased, and when the broker accepts the first group.
     """
     if not times.delivered:
         return ""
@@ -23,7 +23,7 @@ def sentence(times: JoinTimes) -> str:
 
 
 def newest(nodes: Iterable[NodeStatus]) -> str:
-    """The sentence of the living node whose process started last, of those that have handed in a group; '' for none."""
+    """The sentence of the newest living node that has handed in a group; '' when there is none."""
     joined = [node.report for node in nodes if node.alive and node.report.joined.delivered]
     if not joined:
         return ""
