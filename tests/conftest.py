@@ -9,16 +9,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent
 FOLDERS = ["integration", "faults", "contract", "property", "unit"]  # from long to short
-FAST = {"contract", "property", "unit"}
+SLOW_FOLDERS = {"integration", "faults", "learner_megatron"}
+SLOW_FILES = {
+    "test_adapters.py",
+    "test_built_in_environments.py",
+    "test_cli.py",
+    "test_credentials.py",
+    "test_durable_server.py",
+    "test_redis_delivery.py",
+    "test_redis_recording.py",
+    "test_report.py",
+    "test_weight_transports.py",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the files by folder; mark what is slow by its folder."""
+    """Sort the files by folder, and mark the slow ones."""
     for item in items:
-        if _folder(item) not in FAST:
+        if item.path.name in SLOW_FILES or SLOW_FOLDERS & {folder.name for folder in item.path.parents}:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: FOLDERS.index(_folder(item)))
-
-
-def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(ROOT).parts[0]
+    items.sort(key=lambda item: FOLDERS.index(item.path.relative_to(ROOT).parts[0]))
