@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.config.schema import LearnerConfig, MemoryConfig, ModelConfig, MoeConfig, ParallelConfig
 from learner.backend_protocol import LossOutput, Microbatch
+from tests.integration import fork_rig
 from tests.integration import megatron_workers as rig
 
 EXPERTS, CHOSEN = 8, 2
@@ -233,7 +234,7 @@ def job_experts(folder: Path, spec: dict[str, Any]) -> None:
         if step == 0:
             tensors |= {f"first.{n}": t.clone() for n, t in backend.export() if n.endswith("correction_bias")}
     tensors |= {f"trained.{n}": t.clone() for n, t in backend.export()}
-    rig._write(folder / spec["name"], backend, tensors, {"steps": steps, "routing": routing})
+    fork_rig.write(folder / spec["name"], backend.rank, tensors, {"steps": steps, "routing": routing})
 
 
 def share(backend: Any, step: int, spec: dict[str, Any]) -> list[Microbatch]:

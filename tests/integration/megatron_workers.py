@@ -1,7 +1,6 @@
 """The ranks behind test_megatron_parity.py, with torchrun's environment.
 
-Results go to a folder as safetensors and JSON, which the test process compares; nothing is asserted here. Importing
-Megatron costs seconds of CPU per process, so one process imports it and forks the ranks, which share no other state.
+Results go to a folder as safetensors and JSON, which the test process compares; nothing is asserted here.
 """
 
 # ruff: noqa: E402
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 
 from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from learner.backend_protocol import LossOutput, Microbatch, StepResult
+from tests.integration import fork_rig
 
 VOCABULARY = 128
 TEMPERATURE = 0.7
@@ -198,7 +198,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     tensors |= trained if backend.rank == 0 else {}
     if spec.get("save"):
         backend.save_hf(folder / "saved" / spec["name"])
-    _write(folder / spec["name"], backend, tensors, result)
+    fork_rig.write(folder / spec["name"], backend.rank, tensors, result)
 
 
 def _digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -252,12 +252,6 @@ def _gradients(backend: Any) -> dict[str, torch.Tensor]:
     for parameter, data in kept:
         parameter.data = data
     return gradients
-
-
-def _write(path: Path, backend: Any, tensors: dict[str, torch.Tensor], result: dict[str, Any]) -> None:
-    path.mkdir(exist_ok=True)
-    save_file({n: t.contiguous() for n, t in tensors.items()}, path / f"{backend.rank}.safetensors")
-    (path / f"{backend.rank}.json").write_text(json.dumps(result))
 
 
 JOBS = {"reference": job_reference, "layout": job_layout}

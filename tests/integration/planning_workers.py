@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from tests.integration import architecture_models
+from tests.integration import architecture_models, fork_rig
 from tests.integration import megatron_workers as rig
 
 
@@ -42,7 +42,7 @@ def job_measure(folder: Path, spec: dict[str, Any]) -> None:
         path = folder / "checkpoints" / spec["name"]
         backend.save_checkpoint(path)
         result["checkpoint"] = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    rig._write(folder / spec["name"], backend, {}, result)
+    fork_rig.write(folder / spec["name"], backend.rank, {}, result)
 
 
 def _optimizer_bytes(optimizer: Any) -> int:

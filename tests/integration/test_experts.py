@@ -1,6 +1,5 @@
 """Mixture of experts in real Megatron against plain transformers: frozen routers, balancing, at every layout."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +66,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-class Outcome:
-    """A case under a layout, beside its reference; `found` holds what any rank knows."""
+class Outcome(fork_rig.Outcome):
+    """A case under a layout, beside its reference."""
 
     def __init__(self, folder: Path, case: str, layout: str) -> None:
-        files = sorted((folder / f"{case}-{layout}").glob("*.json"))
-        self.steps = [json.loads(file.read_text())["steps"] for file in files]
-        self.routing = [json.loads(file.read_text())["routing"] for file in files]
-        self.found = {k: v for file in files for k, v in load_file(file.with_suffix(".safetensors")).items()}
+        super().__init__(folder / f"{case}-{layout}")
         self.expected = load_file(folder / f"reference-{case}.safetensors")
 
     def both(self, prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        return section(self.found, prefix), section(self.expected, prefix)
+        return self.section(prefix), section(self.expected, prefix)
 
 
 @pairs()
@@ -92,18 +88,18 @@ def test_logprobs_and_every_gradient_equal_hugging_face(folder: Path, case: str,
     assert found.keys() == expected.keys()
     errors = {name: relative(found[name], gradient) for name, gradient in expected.items()}
     assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
-    for steps in outcome.steps:
-        assert steps[0][1] == pytest.approx(outcome.expected["norm"].item(), rel=1e-5)
+    for rank in outcome.ranks:
+        assert rank["steps"][0][1] == pytest.approx(outcome.expected["norm"].item(), rel=1e-5)
 
 
 @pairs("frozen")
 def test_a_frozen_router_has_no_gradient_and_stays_bitwise(folder: Path, case: str, layout: str) -> None:
     outcome = Outcome(folder, case, layout)
-    before, after = section(outcome.found, "weight"), section(outcome.found, "trained")
+    before, after = outcome.section("weight"), outcome.section("trained")
     routers = [name for name in before if ".gate.weight" in name]
     assert len(routers) == 4
     for name in routers:
-        assert f"gradient.{name}" not in outcome.found
+        assert f"gradient.{name}" not in outcome.tensors
         assert torch.equal(after[name], before[name]), name
     source = load_file(folder / "models" / "qwen" / "model.safetensors")
     assert all(torch.equal(before[name], source[name]) for name in routers)
@@ -112,7 +108,7 @@ def test_a_frozen_router_has_no_gradient_and_stays_bitwise(folder: Path, case: s
 @pairs("frozen")
 def test_steps_with_frozen_routers_equal_torch_adamw_with_frozen_gates(folder: Path, case: str, layout: str) -> None:
     outcome = Outcome(folder, case, layout)
-    before = section(outcome.found, "weight")
+    before = outcome.section("weight")
     found, expected = outcome.both("trained")
     for name, reference in expected.items():
         moved = (reference - before[name]).double().norm()
@@ -131,7 +127,7 @@ def test_replayed_tokens_are_counted_and_so_are_those_sent_elsewhere(folder: Pat
     outcome = Outcome(folder, case, layout)
     changed, known = outcome.expected["routing"].tolist()
     assert 0.02 * known < changed < 0.9 * known
-    assert outcome.routing == [[changed, known]] * len(outcome.routing)
+    assert [rank["routing"] for rank in outcome.ranks] == [[changed, known]] * len(outcome.ranks)
 
 
 def test_replay_changes_gradients_enough_to_be_missed(folder: Path) -> None:
@@ -144,16 +140,16 @@ def test_replay_changes_gradients_enough_to_be_missed(folder: Path) -> None:
 @pairs("biased")
 def test_the_bias_moves_against_the_load_of_the_whole_batch(folder: Path, case: str, layout: str) -> None:
     outcome = Outcome(folder, case, layout)
-    found, expected = section(outcome.found, "first"), section(outcome.expected, "bias")
+    found, expected = outcome.section("first"), section(outcome.expected, "bias")
     assert found.keys() == expected.keys() and len(expected) == 3
     for name, bias in expected.items():
         torch.testing.assert_close(found[name], bias, rtol=0, atol=1e-7)
-        assert not torch.equal(bias, outcome.found[f"weight.{name}"])
+        assert not torch.equal(bias, outcome.tensors[f"weight.{name}"])
 
 
 @pairs("plain")
 def test_a_loaded_bias_stays_as_it_is_unless_balancing_is_asked_for(folder: Path, case: str, layout: str) -> None:
     outcome = Outcome(folder, case, layout)
-    for name, bias in section(outcome.found, "trained").items():
+    for name, bias in outcome.section("trained").items():
         if name.endswith("correction_bias"):
-            assert torch.equal(bias, outcome.found[f"weight.{name}"]), name
+            assert torch.equal(bias, outcome.tensors[f"weight.{name}"]), name
