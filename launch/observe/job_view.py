@@ -23,7 +23,7 @@ COLOURS = {
     "training": "green", "generating": "green", "publishing": "green", "checkpointing": "green", "done": "green",
     "waiting": "yellow", "starting": "yellow", "joining": "yellow", "flipping": "yellow", "replaying": "yellow",
     "draining": "yellow", "drained": "yellow", "silent": "red", "lost": "red", "gone": "red", "failed": "red",
-    "quarantined": "red", "absent": "red",
+    "quarantined": "red", "absent": "red", "environments": "yellow",
 }  # fmt: skip
 
 

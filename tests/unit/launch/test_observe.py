@@ -245,6 +245,15 @@ def test_live_view_before_the_broker_answers(config, run):
     assert "waiting for the broker" in text_of(render_live(config, None, MetricsTail(run.metrics), []))
 
 
+def test_a_node_whose_environments_start_is_not_said_to_generate(config, run):
+    report = msgspec.structs.replace(NODE, state="environments", waiting_on="the start of 8 environments")
+    seen = Observation(status_of(LEARNER, NodeStatus(report, 2, True, 0.2)), live=True)
+    line = plain_line(config, seen, MetricsTail(run.metrics))
+    assert "node-0: environments (the start of 8 environments)" in line
+    assert "the start of 8 environments" in text_of(render_live(config, seen, MetricsTail(run.metrics), []))
+    assert "generating" not in line
+
+
 def test_plain_line_says_the_same_in_one_line(config, run):
     line = plain_line(config, Observation(status_of(), live=True), write_steps(run, 4))
     for word in ("step 4/10", "reward 0.300", "learner: waiting (groups for step 7", "1 ready 2 leased", "node-0"):
