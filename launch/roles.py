@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from common.config.loading import load_either
-from common.config.schema import Config
+from common.config.schema import Config, SftConfig
 from common.errors import BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
@@ -42,14 +42,14 @@ def learner(args: argparse.Namespace) -> int:
     config, run = load_job(args.config, args.overrides, reader="learner")
     need_broker_library(config)
     run.prepare(config)
-    return become_torchrun("learner.main", run, config.learner.world_size, config.learner.threads)
+    return become_torchrun(run, config)
 
 
 def sft(args: argparse.Namespace) -> int:
     """Become torchrun for the supervised warm start; does not return unless the model is there already."""
     config, run = load_sft(args.config, args.overrides)
     run.prepare(config)
-    return become_torchrun("learner.sft.main", run, config.learner.world_size, config.learner.threads)
+    return become_torchrun(run, config)
 
 
 def rollout(args: argparse.Namespace) -> int:
@@ -128,22 +128,22 @@ def output_to(path: Path) -> Iterator[None]:
         os.dup2(saved[1], 2)
 
 
-def torchrun_command(module: str, run: RunDir, ranks: int) -> list[str]:
-    """Command line that starts `ranks` processes of `python -m module --config RUN/config.yaml` on this machine."""
+def torchrun_command(run: RunDir, ranks: int) -> list[str]:
+    """The command that starts `ranks` processes of `python -m learner.main --config RUN/config.yaml` here."""
     command = [sys.executable, "-m", "learner.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["--max-restarts", "0", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
-    return [*command, "-m", module, "--config", str(run.config)]
+    return [*command, "-m", "learner.main", "--config", str(run.config)]
 
 
-def become_torchrun(module: str, run: RunDir, ranks: int, threads: int) -> int:
+def become_torchrun(run: RunDir, config: Config | SftConfig) -> int:
     """Replace this process, so that signals and exit codes are torchrun's own."""
     from importlib.util import find_spec
 
     if find_spec("torch") is None:
         raise UsageError("torch is not installed in this environment; run launch/setup.sh cpu or learner")
-    command = torchrun_command(module, run, ranks)
+    command = torchrun_command(run, config.learner.world_size)
     sys.stdout.flush()
-    os.execvpe(command[0], command, {**os.environ, **thread_environment(threads)})
+    os.execvpe(command[0], command, {**os.environ, **thread_environment(config.learner.threads)})
 
 
 def thread_environment(threads: int) -> Mapping[str, str]:

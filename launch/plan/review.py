@@ -141,12 +141,11 @@ def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> list[str]:
     """Parts that this version cannot launch by itself."""
     out: list[str] = []
     nodes = -(-config.learner.world_size // gpus_per_node)
-    module = "learner.main" if isinstance(config, Config) else "learner.sft.main"
     if nodes > 1:
         out.append(
             f"learner.world_size: {config.learner.world_size} ranks are {nodes} nodes of {gpus_per_node}, and this "
             f"version starts those of one machine; on each node run torchrun --nnodes {nodes} "
-            f"--nproc-per-node {gpus_per_node} with its rendezvous options and -m {module} --config RUN/config.yaml"
+            f"--nproc-per-node {gpus_per_node} with its rendezvous options and -m learner.main --config RUN/config.yaml"
         )
     if isinstance(config, Config):
         devices = config.learner.world_size + config.rollout.nodes * config.rollout.engine.tensor_parallel

@@ -37,25 +37,25 @@ class BadGroup(Exception):
 class BatchStatistics:
     """Figures of one step's groups, filtered ones included unless said otherwise; lengths are in sampled tokens."""
 
-    groups: int  # trained on
-    groups_without_signal: int  # all rewards equal
-    samples: int
-    samples_failed: int
-    failures: tuple[str, ...]  # distinct reasons, at most three
-    samples_truncated: int
-    tokens_failed: int  # sampled in failed samples of groups that are trained on
-    tokens_expired: int
-    tokens_expired_by_length_decile: tuple[int, ...]
-    tokens_trained: int
-    sequence_tokens: int
-    reward_mean: float
-    reward_std: float
-    staleness_mean: float
-    staleness_max: int
-    length_mean: float
-    length_max: int
-    turns_mean: float
-    environment: dict[str, float]
+    groups: int = 0  # trained on
+    groups_without_signal: int = 0  # all rewards equal
+    samples: int = 0
+    samples_failed: int = 0
+    failures: tuple[str, ...] = ()  # distinct reasons, at most three
+    samples_truncated: int = 0
+    tokens_failed: int = 0  # sampled in failed samples of groups that are trained on
+    tokens_expired: int = 0
+    tokens_expired_by_length_decile: tuple[int, ...] = ()
+    tokens_trained: int = 0
+    sequence_tokens: int = 0
+    reward_mean: float = 0.0
+    reward_std: float = 0.0
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    length_mean: float = 0.0
+    length_max: int = 0
+    turns_mean: float = 0.0
+    environment: dict[str, float] = field(default_factory=dict)
     groups_filtered: int = 0  # by learner.dynamic_sampling
     samples_mixed: int = 0  # sampled by more than one policy version
     failed_by_reason: dict[str, int] = field(default_factory=dict)  # stop reason of failed samples to their number

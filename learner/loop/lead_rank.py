@@ -11,16 +11,14 @@ from typing import Protocol
 from broker.contract import BrokerStatus, LearnerBroker, ObserverBroker, StoredGroup
 from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError
-from common.metrics import MetricsWriter, StepMetrics
-from common.process.event_file import EventFile
 from common.rollouts import Group
-from learner.backend_protocol import RoutingShape
-from learner.batch.batch import BadGroup, decode, expired_groups
+from learner.batch.batch import BadGroup, expired_groups
 from learner.batch.dynamic_sampling import most_replaced, without_signal
-from learner.checkpoint.folder import CheckpointFolder, TrainerState
 from learner.loop.rank_commands import Command, Drain, Fail, Train, Wait
 from learner.loop.resume import check_not_behind, check_not_forgotten
+from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import Reporter
+from learner.loop.step_metrics import FleetFigures, Totals
 from learner.loop.task_stream import TaskStream
 from learner.publish.protocol import Publisher
 
@@ -29,6 +27,9 @@ logger = logging.getLogger(__name__)
 TAKE_WAIT_S = 1.0  # bound on one turn of the loop without a batch, so that no rank waits longer in a broadcast
 DEAD_STEPS = 3  # steps' worth of tasks that may die without one step in between, before the run stops
 BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
+
+
+Decode = Callable[[StoredGroup], Group]  # raises BadGroup
 
 
 class LeadBroker(LearnerBroker, ObserverBroker, Protocol):
@@ -59,28 +60,18 @@ class Lead:
         broker: LeadBroker,
         publisher: Publisher,
         tasks: TaskStream,
-        checkpoints: CheckpointFolder,
-        metrics: MetricsWriter,
-        events: EventFile,
+        files: RunFiles,
         reporter: Reporter,
         stop_requested: Callable[[], str | None],
-        vocab_size: int,
-        routing: RoutingShape | None,
     ) -> None:
         """`stop_requested` returns why the job should drain, None while it should not."""
         self.config = config
-        self.broker = broker
-        self.publisher = publisher
-        self.tasks = tasks
-        self.checkpoints = checkpoints
-        self.metrics = metrics
-        self.events = events
-        self.reporter = reporter
+        self.broker, self.publisher, self.reporter = broker, publisher, reporter
+        self.tasks, self.files = tasks, files
         self.stop_requested = stop_requested
-        self.vocab_size, self.routing = vocab_size, routing
-        self.status: BrokerStatus | None = None
-        self.groups: list[Group] = []  # decoded, of the newest Train command
-        self.regenerated = 0  # groups given back by the step that is being gathered
+        files.commit = lambda step: self.broker.commit(step)
+        self._status: BrokerStatus | None = None  # of the last metrics line, until the next turn has used it
+        self._regenerated = 0  # groups given back by the step that is being gathered
         self._missing = config.learner.groups_per_step  # groups that the step still waits for
         self._replaced = 0  # filtered groups of the step that others are taken for
         self._bad: Counter[int] = Counter()
@@ -95,7 +86,7 @@ class Lead:
         attached = self.broker.attach(report)
         check_not_behind(version, attached.committed_step)
         if not self.tasks.attach(attached):
-            self.events.add("tasks_renumbered", step=version)
+            self.files.events.add("tasks_renumbered", step=version)
             logger.warning("the broker knows less than the checkpoint; tasks not yet consumed are offered again")
         if version > 0:
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
@@ -107,54 +98,55 @@ class Lead:
         if self._replays_below > version:
             logger.info("steps %d to %d replay the groups they had", version, self._replays_below - 1)
 
-    def next_command(self, step: int) -> Command:
-        """What every rank does now: blocks for at most TAKE_WAIT_S plus broker round trips."""
+    def next_command(self, step: int, decode: Decode) -> tuple[Command, list[Group]]:
+        """What every rank does now, and the decoded groups of a Train command.
+
+        It blocks for at most TAKE_WAIT_S plus broker round trips.
+        """
         if reason := self.stop_requested():
             logger.info("draining: %s", reason)
-            return Drain()
+            return Drain(), []
         stats = self.publisher.stats()
         if stats.fatal:
-            return Fail(f"no node may generate with version {step}: {stats.fatal}", hopeless=not stats.crashed)
+            return Fail(f"no node may generate with version {step}: {stats.fatal}", hopeless=not stats.crashed), []
         try:
-            taken = self._gather(step)
+            return self._gather(step, decode)
         except SlipstreamError as error:
-            return Fail(str(error), hopeless=isinstance(error, HopelessError))
-        return Wait() if taken is None else Train(step, taken)
+            return Fail(str(error), hopeless=isinstance(error, HopelessError)), []
 
-    def _gather(self, step: int) -> list[StoredGroup] | None:
-        """Offer tasks, take groups, give back what cannot be trained on; None: not enough groups yet.
+    def _gather(self, step: int, decode: Decode) -> tuple[Command, list[Group]]:
+        """Offer tasks, take groups, give back what cannot be trained on; Wait: not enough groups yet.
 
         Raises:
             HopelessError: tasks only die, or a group stays unusable.
             SlipstreamError: the broker is gone, or refuses.
         """
-        status = self.refresh()
+        status, self._status = self._status or self.broker.status(), None
         self._check_deaths(status)
         self._offer(step, status)
-        self._explain(step)
+        self._explain(step, status)
         in_order = self.config.staleness.expired == "wait"
         taken = self.broker.take(step, self.config.learner.groups_per_step, TAKE_WAIT_S, in_order)
         if taken is None:
-            return None
+            return Wait(), []
         self._dead_at_last_take = status.groups_dead
-        usable, refused = self._decode(taken)
+        usable, refused = self._decode(taken, decode)
         flat = without_signal(usable) if self.config.learner.dynamic_sampling else []
         if self.config.staleness.expired == "regenerate":
             trained = [group for group in usable if group.serial not in flat]
             refused += expired_groups(trained, step, self.config.staleness.max)
         if refused:
             self.broker.regenerate(step, refused)
-            self.regenerated += len(refused)
-            self.events.add("groups_regenerated", step=step, groups=len(refused), first_serial=min(refused))
-            return None
+            self._regenerated += len(refused)
+            self.files.events.add("groups_regenerated", step=step, groups=len(refused), first_serial=min(refused))
+            return Wait(), []
         if not self._filter(step, flat, len(taken)):
-            return None
+            return Wait(), []
         if step < self._replays_below:
-            self.events.add("replay", step=step, groups=len(taken))
-        self.groups = usable
+            self.files.events.add("replay", step=step, groups=len(taken))
         self.tasks.consume([group.serial for group in taken])
         self._missing, self._replaced = self.config.learner.groups_per_step, 0
-        return taken
+        return Train(step, taken), usable
 
     def _filter(self, step: int, flat: list[int], taken: int) -> bool:
         """Tell the broker which groups the step trains nothing on; returns whether it has all that it may take."""
@@ -164,7 +156,7 @@ class Lead:
         self._replaced = min(len(flat), most_replaced(size))
         self._missing = size + self._replaced - taken
         if self._missing <= 0 and flat and len(flat) == taken:
-            self.events.add("step_without_signal", step=step, groups=taken)
+            self.files.events.add("step_without_signal", step=step, groups=taken)
             logger.warning("step %d trains nothing: in each of %d groups all rewards are equal", step, taken)
         return self._missing <= 0
 
@@ -192,7 +184,7 @@ class Lead:
         if missing > 0:
             self.broker.offer(self.tasks.next(missing))
 
-    def _decode(self, taken: list[StoredGroup]) -> tuple[list[Group], list[int]]:
+    def _decode(self, taken: list[StoredGroup], decode: Decode) -> tuple[list[Group], list[int]]:
         """(usable groups, serials of the others).
 
         Raises:
@@ -202,21 +194,18 @@ class Lead:
         refused: list[int] = []
         for stored in taken:
             try:
-                usable.append(decode(stored, self.vocab_size, self.config.rollout.group_size, self.routing))
+                usable.append(decode(stored))
             except BadGroup as error:
                 logger.error("%s; it is generated again", error)
-                self.events.add("bad_group", serial=error.serial, node=error.node_id, reason=error.reason)
+                self.files.events.add("bad_group", serial=error.serial, node=error.node_id, reason=error.reason)
                 self._bad[error.serial] += 1
                 if self._bad[error.serial] >= BAD_GROUP_ATTEMPTS:
                     raise HopelessError(f"unusable {BAD_GROUP_ATTEMPTS} times: {error}") from None
                 refused.append(error.serial)
         return usable, refused
 
-    def _explain(self, step: int) -> None:
+    def _explain(self, step: int, status: BrokerStatus) -> None:
         """Say what the loop waits for, and who unblocks it."""
-        status = self.status
-        if status is None:
-            return
         live = [node for node in status.nodes if node.alive]
         text = f"groups for step {step}: {min(status.groups_ready, self._missing)} of {self._missing} ready, "
         if self._replaced:
@@ -234,39 +223,16 @@ class Lead:
         state = "replaying" if step < self._replays_below else "waiting"
         self.reporter.set(state, text, policy_version=step, groups_missing=self._missing)
 
-    def refresh(self) -> BrokerStatus:
-        """The broker's status as of now, kept for `stall_s` and `nodes_live`."""
-        self.status = self.broker.status()
-        return self.status
+    def fleet_figures(self) -> FleetFigures:
+        """Broker, nodes and weight plane as of now, for the step's metrics line."""
+        self._status = status = self.broker.status()
+        regenerated, self._regenerated = self._regenerated, 0
+        return FleetFigures(status, self.publisher.stats(), regenerated, self._stalls.advance(status))
 
-    def finish_checkpoint(self, state: TrainerState) -> None:
-        """Make a written checkpoint complete and durable, and only then let the broker forget its groups."""
-        self.metrics.sync()
-        path = self.checkpoints.finish(state)
-        self.events.add("checkpoint", version=state.policy_version, path=str(path))
-        self.broker.commit(state.policy_version - 1)
-
-    def stall_s(self) -> float:
-        """Seconds of generation paused for flips since the last call, over all nodes."""
-        return self._stalls.advance(self.status) if self.status else 0.0
-
-    def nodes_live(self) -> int:
-        return sum(node.alive for node in self.status.nodes) if self.status else 0
-
-    def record(self, line: StepMetrics) -> None:
-        """Append the step's metrics line, and an event when nodes were ejected since the last one."""
-        self.metrics.write(line)
+    def stepped(self, step: int, totals: Totals) -> None:
+        """Report the waste so far, and note nodes that were ejected since the last step."""
+        self.reporter.set_waste(totals.waste())
         ejections = self.publisher.stats().ejections
         if ejections > self._ejections:
-            self.events.add("ejection", step=line.step, nodes=ejections - self._ejections)
+            self.files.events.add("ejection", step=step, nodes=ejections - self._ejections)
             self._ejections = ejections
-        self.regenerated = 0
-
-    def close(self, state: str, version: int, reason: str = "") -> None:
-        """Tell the broker how it ended (done, drained or failed) and release everything."""
-        self.reporter.set(state, reason or f"{state} at version {version}", policy_version=version)
-        self.events.add("learner_stopped", state=state, step=version, reason=reason)
-        self.publisher.close()
-        self.reporter.stop()
-        self.metrics.close()
-        self.events.close()

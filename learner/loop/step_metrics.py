@@ -11,7 +11,7 @@ from broker.delivery import waste
 from common.errors import SlipstreamError
 from common.metrics import StepMetrics
 from learner.backend_protocol import StepResult
-from learner.batch.batch import BatchStatistics
+from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.loss.token_diagnostics import AGE_CLASSES, ratio_quantile
 from learner.publish.protocol import PublishStats
 
@@ -132,45 +132,54 @@ def engine_metrics(broker: BrokerStatus) -> dict[str, Any]:
     }
 
 
-def step_metrics(
-    *,
-    step: int,
-    incarnation: int,
-    elapsed_s: float,
-    result: StepResult,
-    statistics: BatchStatistics,
-    microbatches: int,
-    regenerated: int,
-    times: Times,
-    totals: Totals,
-    broker: BrokerStatus,
-    nodes_live: int,
-    generation_stall_s: float,
-    publisher: PublishStats,
-) -> StepMetrics:
-    """Everything that is said of step `step`."""
-    figures = LossFigures.of(result)
+@dataclass(frozen=True)
+class FleetFigures:
+    """Broker, nodes and weight plane at the end of a step."""
+
+    broker: BrokerStatus
+    publisher: PublishStats
+    regenerated: int  # groups that the step gave back
+    generation_stall_s: float  # over all nodes, since the last step
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step that is done, for its metrics line."""
+
+    batch: TrainingBatch
+    result: StepResult
+    microbatches: int
+    times: Times
+    totals: Totals
+    elapsed_s: float  # since the loop began
+
+
+def step_metrics(done: Step, incarnation: int, fleet: FleetFigures) -> StepMetrics:
+    """The metrics line of a step."""
+    step, result, statistics, totals = done.batch.step, done.result, done.batch.statistics, done.totals
+    broker, publisher = fleet.broker, fleet.publisher
     samples = statistics.samples - statistics.samples_failed
     wasted = waste.merged((broker.waste, totals.waste()))
     return StepMetrics(
         step=step,
         policy_version=step + 1,
         time_s=time.time(),
-        elapsed_s=elapsed_s,
+        elapsed_s=done.elapsed_s,
         incarnation=incarnation,
         reward_mean=statistics.reward_mean,
         reward_std=statistics.reward_std,
         loss=result.loss,
         grad_norm=result.grad_norm,
         lr=result.lr,
-        **vars(figures),
+        **vars(LossFigures.of(result)),
+        **vars(done.times),
         advantage_zero_fraction=statistics.groups_without_signal
         / max(statistics.groups + statistics.groups_filtered, 1),
         staleness_mean=statistics.staleness_mean,
         staleness_max=statistics.staleness_max,
         tokens_expired=statistics.tokens_expired,
         tokens_expired_by_length_decile=list(statistics.tokens_expired_by_length_decile),
-        groups_regenerated=regenerated,
+        groups_regenerated=fleet.regenerated,
         groups=statistics.groups,
         samples=statistics.samples,
         samples_failed=statistics.samples_failed,
@@ -180,26 +189,20 @@ def step_metrics(
         length_max=statistics.length_max,
         turns_mean=statistics.turns_mean,
         truncated_fraction=statistics.samples_truncated / max(samples, 1),
-        microbatches=microbatches,
+        microbatches=done.microbatches,
         environment=statistics.environment,
-        step_s=times.step_s,
-        learner_idle_s=times.learner_idle_s,
-        train_s=times.train_s,
-        batch_s=times.batch_s,
-        snapshot_s=times.snapshot_s,
-        checkpoint_s=times.checkpoint_s,
         publish_s=publisher.publish_s,
         publish_bytes=publisher.publish_bytes,
         seconds_to_active=publisher.seconds_to_active,
         canary_max_difference=publisher.canary_max_difference,
-        generation_stall_s=generation_stall_s,
+        generation_stall_s=fleet.generation_stall_s,
         tokens_generated_total=broker.tokens_generated_total,
         tokens_trained_total=totals.tokens_trained,
         tokens_wasted_total=waste.tokens(wasted),
         **waste_metrics(wasted),
         groups_ready=broker.groups_ready,
         groups_leased=broker.groups_leased,
-        nodes_live=nodes_live,
+        nodes_live=sum(node.alive for node in broker.nodes),
         groups_filtered=statistics.groups_filtered,
         mixed_version_fraction=statistics.samples_mixed / max(samples, 1),
         samples_failed_by_reason=statistics.failed_by_reason,

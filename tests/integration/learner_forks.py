@@ -2,10 +2,8 @@
 
 Standard input: one line per learner, its arguments as JSON. Standard output: its process id, later its exit code
 (negative: the signal that ended it). Ends when standard input does, or with the parent that started it.
-usage: learner_forks.py [MODULE], learner.main unless it says another.
 """
 
-import importlib
 import json
 import os
 import signal
@@ -20,16 +18,15 @@ def main() -> None:
     """Serve until standard input ends."""
     die_with_parent()
     torch.set_num_threads(1)
-    import learner.megatron.backend
+    from learner.main import main as learn
 
-    learner = importlib.import_module(sys.argv[1] if len(sys.argv) > 1 else "learner.main").main
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
             die_with_parent()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(2, 1)
-            leave(learner(json.loads(line)))
+            leave(learn(json.loads(line)))
         print(pid, flush=True)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print(code, flush=True)

@@ -1,4 +1,4 @@
-"""`python -m learner.sft.main` as a real process: it learns, writes a model that loads, and refuses bad input."""
+"""`python -m learner.main` as a real process: it learns, writes a model that loads, and refuses bad input."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def python(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def sft(config: Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    words = ["--standalone", "--nproc-per-node", str(ranks), "-m", "learner.sft.main", "--config", str(config)]
+    words = ["--standalone", "--nproc-per-node", str(ranks), "-m", "learner.main", "--config", str(config)]
     return python("-m", "learner.torchrun", *words)
 
 
@@ -81,6 +81,6 @@ def test_a_row_longer_than_the_bound_ends_with_code_2_and_names_the_key(tmp_path
 
 def test_a_bad_row_ends_with_code_2_before_the_model_is_loaded(tmp_path: Path, model: Path) -> None:
     config = write_config(tmp_path, model, '{"prompt": "a", "completion": "b"}\n{"question": "c"}\n')
-    done = python("-m", "learner.sft.main", "--config", str(config))
+    done = python("-m", "learner.main", "--config", str(config))
     assert done.returncode == 2, done.stderr
     assert "rows.jsonl line 2" in done.stderr

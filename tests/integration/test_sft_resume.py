@@ -52,7 +52,7 @@ class WarmStart:
 
     def command(self, ranks: int) -> list[str]:
         command = [sys.executable, "-m", "learner.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
-        return [*command, "--shutdown-timeout", "300", "-m", "learner.sft.main", "--config", str(self.config)]
+        return [*command, "--shutdown-timeout", "300", "-m", "learner.main", "--config", str(self.config)]
 
     def lines(self) -> list[SftMetrics]:
         return read_metrics(self.run.metrics, SftMetrics)
@@ -74,7 +74,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(HERE / "learner_forks.py"), "learner.sft.main"]
+    command = [sys.executable, str(HERE / "learner_forks.py")]
     with process(command, stdin=True) as server:
         yield server
 

@@ -15,20 +15,19 @@ from broker.delivery.in_process import MemoryBroker, MemoryLearner
 from common.arrays import Array
 from common.config.schema import Config
 from common.errors import SlipstreamError
-from common.metrics import MetricsWriter
-from common.process.event_file import EventFile
 from common.process.run_dir import RunDir
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
 from common.weights.messages import Canary
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder
 from learner.loop.lead_rank import Lead
-from learner.loop.learner_record import next_incarnation, write_record
+from learner.loop.resume import find_start
+from learner.loop.rollout_source import RolloutSource
+from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import Reporter
-from learner.loop.step_metrics import Totals
 from learner.loop.task_source import TaskSource
 from learner.loop.task_stream import TaskStream
-from learner.loop.trainer import Start, Trainer
+from learner.loop.trainer import Trainer
 from learner.publish.protocol import PublishReceipt, PublishStats
 
 VOCAB = 12
@@ -255,7 +254,7 @@ class World:
 
     def run(self) -> str:
         state = self.trainer.run()
-        self.lead.close(state, self.trainer.version)
+        self.lead.files.close(state, self.trainer.version)
         return state
 
     def restart(self, memory: MemoryBroker | None = None) -> "World":
@@ -266,38 +265,22 @@ def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> W
     """A learner as main.py would build it, with fakes where other processes would be."""
     run_dir = RunDir(config.run.dir)
     run_dir.path.mkdir(parents=True, exist_ok=True)
-    checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep)
-    checkpoints.remove_incomplete()
-    path, state = checkpoints.newest() or (None, None)
+    files = RunFiles(run_dir, config.learner.checkpoint.keep)
     size, k = config.learner.groups_per_step, config.staleness.max
     memory = memory or MemoryBroker(RunInfo("test", config.run.dir, size, k, config.tasks.max_attempts, 60.0, 1 << 30))
     publisher, backend, stop = RecordingPublisher(), BigramBackend(), []
     fleet = Fleet(memory, publisher, config.rollout.group_size, lag)
-    broker = FedBroker(memory, fleet, checkpoints)
+    broker = FedBroker(memory, fleet, files.checkpoints)
     source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
-    version = state.policy_version if state else 0
-    if path is not None:
-        backend.load_checkpoint(path / MODEL_FOLDER)
-    incarnation = next_incarnation(run_dir, state.incarnation if state else None)
-    write_record(run_dir, incarnation, "running", version)
     reporter = Reporter(NoSink)
-    reporter.take_over(incarnation, version)
-    lead = Lead(
-        config,
-        broker,
-        publisher,
-        TaskStream(source, state.tasks if state else None),
-        checkpoints,
-        MetricsWriter(run_dir.metrics, keep_before_step=version),
-        EventFile(run_dir.events, "learner"),
-        reporter,
-        lambda: stop[0] if stop else None,
-        backend.vocab_size,
-        backend.routing_shape,
-    )
-    lead.attach(version)
-    totals = (
-        Totals(state.tokens_trained_total, state.tokens_wasted_total, state.tokens_masked_total) if state else Totals()
-    )
-    trainer = Trainer(config, run_dir, backend, Start(version, incarnation, totals, (source.digest, "c")), lead)
+    resume, state = find_start(config, run_dir, files.checkpoints, files.events, source.digest, reporter.take_over)
+    if resume.checkpoint:
+        backend.load_checkpoint(Path(resume.checkpoint) / MODEL_FOLDER)
+    files.begin(resume)
+    files.open_metrics(resume.version)
+    tasks = TaskStream(source, state.tasks if state else None)
+    lead = Lead(config, broker, publisher, tasks, files, reporter, lambda: stop[0] if stop else None)
+    lead.attach(resume.version)
+    rollouts = RolloutSource(config, backend, resume.incarnation, lead)
+    trainer = Trainer(config, run_dir, backend, rollouts, resume, files)
     return World(config, memory, publisher, fleet, broker, backend, trainer, lead, stop)

@@ -81,8 +81,8 @@ def test_a_kill_while_a_checkpoint_is_written_resumes_from_the_one_before(
 def test_a_full_disk_stops_the_run_and_keeps_the_checkpoint_before(fakes: ModuleType, make_config: MakeConfig) -> None:
     config = make_config(run={"steps": 6}, learner=saving())
     world = fakes.world(config)
-    finish = world.lead.finish_checkpoint
-    world.lead.finish_checkpoint = lambda state: (finish(state), setattr(world.backend, "disk_full", True))
+    finish = world.lead.files.finish_checkpoint
+    world.lead.files.finish_checkpoint = lambda state: (finish(state), setattr(world.backend, "disk_full", True))
     with pytest.raises(SlipstreamError, match="no space left"):
         world.run()
     assert [step for step, _ in world.broker.commits] == [1]

@@ -51,19 +51,19 @@ def test_a_node_that_restarts_counts_from_zero_and_one_that_is_away_loses_nothin
 
 def test_the_wait_names_who_unblocks_it(make_config: Callable[..., Config], fakes: ModuleType) -> None:
     world = fakes.world(make_config())
-    world.lead.next_command(0)
+    world.trainer.source.next_command(0)
     report = world.lead.reporter.snapshot()
     assert (report.state, report.waiting_on) == ("waiting", "groups for step 0: 0 of 2 ready, no node is connected")
     world.fleet.work()  # the node registers; it has no weights yet
     world.memory.state.fleet.nodes["fake"].report = NodeReport("fake", 1, "here", "starting", -1, "the engine's start")
-    world.lead.next_command(0)
+    world.trainer.source.next_command(0)
     assert world.lead.reporter.snapshot().waiting_on.endswith(
         "none being generated: fake is starting (the engine's start)"
     )
     state = world.memory.state
     state.register(NodeReport("fake", 1, "here", "environments", 0, "the start of 2 environments"))
     (lease,) = state.lease("fake", 0, 1)
-    world.lead.next_command(0)
+    world.trainer.source.next_command(0)
     assert world.lead.reporter.snapshot().waiting_on.endswith(
         "none being generated: fake waits for the start of 2 environments"
     )

@@ -17,9 +17,9 @@ from common.process.broker_address import find_broker
 from common.process.run_dir import BrokerFile, RunDir, write_json
 from learner.checkpoint.folder import CheckpointFolder, TrainerState
 from learner.loop.learner_record import next_incarnation, read_record, write_record
+from learner.loop.rollout_job import prepare_lead
 from learner.loop.status_reporter import Reporter
 from learner.loop.task_stream import StreamState
-from learner.main import prepare_lead
 
 MakeConfig = Callable[..., Config]
 
@@ -89,7 +89,7 @@ class ClosableLearner(MemoryLearner):
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
     """The broker that `prepare_lead` finds."""
     broker = MemoryBroker(RunInfo("run", "RUN", 1, 2, 3, 60.0, 1 << 30))
-    monkeypatch.setattr("learner.main.connect", lambda access: ClosableLearner(broker.state))
+    monkeypatch.setattr("learner.loop.rollout_job.connect", lambda access: ClosableLearner(broker.state))
     return broker
 
 
@@ -100,7 +100,7 @@ def test_the_config_may_be_changed_where_that_is_harmless(make_config: MakeConfi
     longer = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=100))
     parts = prepare_lead(longer, run_dir, "tcp://127.0.0.1:9")
     assert parts.resume.version == 0
-    parts.events.close()
+    parts.files.events.close()
 
 
 def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_read(
@@ -114,8 +114,8 @@ def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_r
     digest = first.resume.dataset_digest
 
     def complete_and_commit(version: int) -> None:
-        first.checkpoints.begin(version).mkdir()
-        first.checkpoints.finish(
+        first.files.checkpoints.begin(version).mkdir()
+        first.files.checkpoints.finish(
             TrainerState(policy_version=version, incarnation=0, tasks=StreamState(), dataset_digest=digest)
         )
         first.broker.commit(version - 1)
@@ -133,8 +133,8 @@ def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_r
     assert second.reporter.snapshot().policy_version == 2
     with pytest.raises(BrokerError, match="was replaced by incarnation 1"):
         complete_and_commit(3)
-    first.events.close()
-    second.events.close()
+    first.files.events.close()
+    second.files.events.close()
 
 
 def test_a_replaced_learner_leaves_the_record_of_its_successor_alone(tmp_path: Path) -> None:

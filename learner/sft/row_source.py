@@ -1,0 +1,69 @@
+"""Supervised rows for the training loop, which trains them with a cross-entropy loss.
+
+A step's rows follow from its number alone, so a run that continues from a checkpoint trains what it would have trained.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from broker.contract import StoredGroup
+from common.config.schema import SftConfig
+from common.metrics import SftMetrics
+from learner.batch.batch import BatchStatistics, TrainingBatch
+from learner.loop.batch_source import BatchSource
+from learner.loop.rank_commands import Command, Drain, Train
+from learner.loop.step_metrics import Step
+from learner.loss.losses import cross_entropy
+from learner.sft.rows import SftDataset
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 2.0
+
+
+class RowSource(BatchSource):
+    """See learner.loop.batch_source.BatchSource."""
+
+    loss = staticmethod(cross_entropy)
+
+    def __init__(
+        self,
+        config: SftConfig,
+        dataset: SftDataset,
+        stop_requested: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """`stop_requested` returns why the run should drain, None while it should not."""
+        self._config, self._dataset, self._stop_requested = config, dataset, stop_requested
+        self._logged_s = time.monotonic()
+
+    def next_command(self, step: int) -> Command:
+        if reason := self._stop_requested():
+            logger.info("draining: %s", reason)
+            return Drain()
+        return Train(step, [])
+
+    def batch(self, step: int, groups: Sequence[StoredGroup]) -> TrainingBatch:
+        documents = self._dataset.step(step, self._config.learner.sequences_per_step)
+        statistics = BatchStatistics(
+            samples=len(documents),
+            tokens_trained=sum(int(document.loss_mask.sum()) for document in documents),
+            sequence_tokens=sum(document.places for document in documents),
+        )
+        return TrainingBatch(step, documents, statistics)
+
+    def line(self, step: Step) -> SftMetrics:
+        number, steps, result = step.batch.step, self._config.run.steps, step.result
+        if (now := time.monotonic()) - self._logged_s >= LOG_EVERY_S or number + 1 == steps:
+            logger.info("step %d of %d: loss %.4f, %.3f s", number + 1, steps, result.loss, step.times.step_s)
+            self._logged_s = now
+        return SftMetrics(
+            step=number,
+            time_s=time.time(),
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens_trained=result.loss_tokens,
+            sequence_tokens=step.batch.statistics.sequence_tokens,
+            step_s=step.times.step_s,
+        )
