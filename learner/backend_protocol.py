@@ -1,4 +1,4 @@
-"""What the training loop asks of a model-parallel backend; learner/megatron/ is the one that exists.
+"""The protocol between the training loop and a model-parallel backend; learner/megatron/ is the one that exists.
 
 All methods marked collective must be called by every rank with the same arguments, in the same order.
 """
@@ -34,7 +34,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What the routing of one token looks like: [layers, chosen] numbers below `experts`."""
+    """The shape of one token's routing: [layers, chosen] numbers below `experts`."""
 
     layers: int  # those with experts
     chosen: int
@@ -79,7 +79,7 @@ class Backend(Protocol):
     data_parallel_size: int
     vocab_size: int
     hidden_size: int  # packing weighs attention by it
-    routing_shape: RoutingShape | None  # of Microbatch.routed_experts; None: nothing is replayed
+    routing_shape: RoutingShape | None  # shape of Microbatch.routed_experts; None: nothing is replayed
     document_multiple: int  # inside, a document's places are padded to a multiple of it; packing counts them so
 
     def train_step(

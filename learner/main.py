@@ -1,8 +1,8 @@
 """`python -m learner.main --config FILE [--broker ADDRESS] [key=value ...]`: one rank of the learner.
 
-lead rank: become the run's learner -> find the newest checkpoint -> bind the weight plane
-all ranks: load model and checkpoint -> trainer.run until run.steps or a drain
-lead rank: say how it ended, to the broker and in RUN/learner.json
+- lead rank: become the run's learner -> find the newest checkpoint -> bind the weight plane
+- all ranks: load model and checkpoint -> trainer.run until run.steps or a drain
+- lead rank: say how it ended, to the broker and in RUN/learner.json
 
 The config says what is trained: an RL job, or a supervised warm start, which has neither broker nor weight plane.
 Told to stop (SIGTERM, Ctrl-C) the learner writes a checkpoint and leaves; the same command continues from there.
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class Job(Protocol):
-    """What a kind of run adds to the training loop, on every rank.
+    """The part of a run that differs between an RL job and a warm start, on every rank.
 
     Attributes:
-        files: of the run, on the lead rank from `prepare` on; None elsewhere.
+        files: the run folder, on the lead rank from `prepare` on; None elsewhere.
     """
 
     @property

@@ -2,8 +2,8 @@
 
 Every rank counts up a number in the world's TCPStore, from a thread. The lead reads the numbers of all ranks, and the
 others read the lead's. A process that is stopped counts no further; one behind a cut cable reads nothing new.
-Collectives have the same limit, but that is not enough: a gloo broadcast may complete although no rank received it, and
-neither gloo nor NCCL says which rank is missing.
+Collectives have the same limit, but that is not enough. A gloo broadcast may complete although no rank received it.
+Neither gloo nor NCCL says which rank is missing.
 """
 
 import logging
@@ -40,7 +40,7 @@ class RankMonitor:
     ) -> None:
         """
         Args:
-            rank: of this process.
+            rank: this process.
             world_size: ranks in all; a rank that is alone has no monitor.
             timeout_s: learner.timeout_s.
             on_silence: told several times a minute which ranks are silent, '' when none is. Called from a thread.

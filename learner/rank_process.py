@@ -1,4 +1,4 @@
-"""What every learner rank does as a process: arguments, signals, threads, logs and exit codes."""
+"""A learner rank as a process: arguments, signals, threads, logs and exit codes."""
 
 import argparse
 import logging
@@ -75,8 +75,8 @@ class RankProcess:
     def drain_on_signals(self) -> None:
         """From here on SIGTERM and SIGINT ask for a drain; called when every rank has joined the world.
 
-        torchrun passes a Ctrl-C on although the terminal has sent it to every process already, so unlike elsewhere a
-        second signal does not kill: the drain ends by itself, or torchrun ends it.
+        Unlike elsewhere, a second signal does not kill: torchrun passes a Ctrl-C on that the terminal has sent to every
+        process already. The drain ends by itself, or torchrun ends it.
         """
 
         def on_signal(number: int, frame: FrameType | None) -> None:

@@ -3,7 +3,7 @@
     StoredGroup --decode--> Group (checked; what does not fit is a BadGroup, to be generated again)
                 --assemble--> TrainingBatch: documents with advantages, expired tokens masked, statistics
 
-Both run on every rank from the same bytes, so every rank holds the same batch.
+Both run on every rank from the same bytes, so every rank has the same batch.
 """
 
 from collections.abc import Sequence
@@ -65,11 +65,11 @@ class BatchStatistics:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """What one optimizer step trains on.
+    """The documents of one optimizer step.
 
     Attributes:
         documents: samples with at least one loss token, in order of serial and sample.
-        statistics: of all groups, failed and expired ones included.
+        statistics: figures of all groups, failed and expired ones included.
     """
 
     step: int
@@ -84,11 +84,11 @@ def decode(stored: StoredGroup, vocab_size: int, group_size: int, routing: Routi
         stored: as taken from the broker.
         vocab_size: token ids are below it.
         group_size: samples that a group has.
-        routing: what every sample's routing must look like; None: it is not looked at.
+        routing: the shape of every sample's routing; None: it is not checked.
 
     Raises:
-        BadGroup: does not decode, belongs to another task, has the wrong number of samples, token ids outside the
-            vocabulary, log-probabilities or rewards that are not finite, or routing of another model.
+        BadGroup: it does not decode, belongs to another task or has the wrong number of samples. Or a sample has
+            token ids outside the vocabulary, numbers that are not finite, or the routing of another model.
     """
     try:
         group = decode_group(stored.payload)
@@ -152,7 +152,7 @@ def _impossible(columns: np.ndarray) -> np.ndarray:
 
 
 def expired_groups(groups: Sequence[Group], step: int, max_staleness: int) -> list[int]:
-    """Serials of the groups that hold any sampled token older than `max_staleness` at `step`."""
+    """Serials of the groups with any sampled token older than `max_staleness` at `step`."""
     return [
         group.serial
         for group in groups
@@ -171,7 +171,7 @@ def assemble(groups: Sequence[Group], step: int, config: Config, routing: Routin
         groups: in any order; the batch does not depend on it.
         step: the step that trains; staleness is counted from it.
         config: `learner.loss.advantage`, `learner.dynamic_sampling`, `staleness.max` and `weights.kv_cache` are read.
-        routing: of the experts to replay, as in `decode`.
+        routing: the shape of the experts to replay, as in `decode`.
     """
     everything = sorted(groups, key=lambda g: g.serial)
     ordered = [g for g in everything if not config.learner.dynamic_sampling or carries_signal(g)]
@@ -326,8 +326,8 @@ class _Tally:
 def length_deciles(lengths: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
     """Sum `counts` by decile of `lengths`: ten numbers, the shortest tenth of the samples first.
 
-    Samples are ranked by length (ties in order), the one of rank r out of n falls into decile floor(10 r / n), so a
-    count spread evenly over samples gives ten like numbers, and one that hits long samples a rising row.
+    Samples are ranked by length, ties in order; rank r of n falls into decile floor(10 r / n). A count that is spread
+    evenly over samples gives ten like numbers. One that concerns long samples gives a rising row.
     """
     out = np.zeros(10, dtype=np.int64)
     ranks = np.argsort(np.argsort(np.asarray(lengths), kind="stable"), kind="stable")

@@ -1,8 +1,8 @@
-"""How old the KV cache was that a token was sampled over, in policy versions, from what a sample says of itself.
+"""Age in policy versions of the KV cache over which each token was sampled; it follows from the sample alone.
 
-A call of the model begins with keys and values of its own version only: prefix caches are salted by version and
-checked again when the request enters the engine. With `weights.kv_cache: keep` those of a call in flight stay over a
-flip, so what is sampled afterwards rests on older ones; with `recompute` they are made anew and every age is 0.
+A call of the model begins with keys and values of its own version only. Prefix caches are salted by version and
+checked again when the request enters the engine. With `weights.kv_cache: keep` a call in flight keeps its keys and
+values over a flip, so later tokens depend on older ones. With `recompute` they are computed again and every age is 0.
 """
 
 from itertools import accumulate

@@ -4,15 +4,15 @@
               --build--> Microbatch tensors of this rank
 
 Every rank plans for all ranks from the same documents, so nothing needs to be communicated. A document of L
-tokens takes L - 1 places (inputs x[:-1], targets x[1:]), counted as the backend computes them: rounded up to
-Backend.document_multiple, which is 1 without context parallelism.
+tokens takes L - 1 places: inputs x[:-1], targets x[1:]. They are rounded up to Backend.document_multiple, as the
+backend computes them; it is 1 without context parallelism.
 
 Work is balanced by what a document of p places costs a transformer of hidden size h,
 
     cost(p) = p + p^2 / (12 h)
 
-in units of one token's matrix products: 24 h^2 floating-point operations per layer and token, against 2 p h for
-causal attention (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Only for p near 12 h does the square matter.
+in units of one token's matrix products. Those take 24 h^2 floating-point operations per layer and token, and causal
+attention 2 p h (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). The square only matters for p near 12 h.
 """
 
 import heapq
@@ -38,7 +38,7 @@ class Document:
         behavior_logprobs: [L] float32, or None in supervised tuning.
         staleness: [L] int32, or None in supervised tuning.
         routed_experts: [L, MoE layers, experts per token] int16, -1 where unknown, or None.
-        advantage: of the whole document.
+        advantage: one number for the whole document.
         name: for error messages.
     """
 
@@ -57,7 +57,7 @@ class Document:
 
 
 def counted_places(places: np.ndarray, multiple: int) -> np.ndarray:
-    """What documents of `places` take in a microbatch: [n] int64, rounded up to `multiple`."""
+    """Places of documents in a microbatch: [n] int64, rounded up to `multiple`."""
     return -(-places // multiple) * multiple
 
 
@@ -77,18 +77,18 @@ def plan(
 ) -> Plan:
     """Distribute documents over `ranks` data-parallel ranks and as few microbatches as fit.
 
-    Longest first into the cheapest microbatch with room (Graham's LPT rule), with more microbatches when there is
-    none; then microbatches are dealt out so that the ranks' totals are close. Unless the bound turns a document away
-    from the cheapest microbatch, ranks differ by no more than the most expensive document. Without a hidden size that
-    never happens. Deterministic. A microbatch may be empty when there are fewer documents than microbatches.
+    The longest document goes first, into the cheapest microbatch with room (Graham's LPT rule). There are more
+    microbatches when none has room. They are dealt out so that the ranks' totals are close. Unless the bound turns a
+    document away from the cheapest microbatch, ranks differ by no more than the most expensive document. Without a
+    hidden size that never happens. The result is deterministic. With fewer documents than microbatches some are empty.
 
     Args:
-        documents: what to place; at least 2 tokens each.
+        documents: at least 2 tokens each.
         ranks: data-parallel size.
         micro_batch_tokens: bound on the places of one microbatch, over all its context-parallel ranks.
         key: config key of the bound, for the error.
-        multiple: what places of a document are rounded up to; Backend.document_multiple.
-        hidden_size: of the model, for the cost of attention; 0 balances by places alone.
+        multiple: the places of a document are rounded up to it; Backend.document_multiple.
+        hidden_size: gives the cost of attention; 0 balances by places alone.
 
     Raises:
         UsageError: a document is longer than the bound.

@@ -1,7 +1,7 @@
 """`python -m learner.checkpoint.export_main --config FILE --checkpoint DIR --out DIR`: a Hugging Face folder.
 
-One process, whatever layout wrote the checkpoint: it builds the model on one rank, loads the weights alone, and writes
-them beside the configuration and tokenizer of model.path.
+It is one process under any layout of the checkpoint. It builds the model on one rank, loads only the weights, and
+writes them beside the configuration and tokenizer of model.path.
 """
 
 import argparse

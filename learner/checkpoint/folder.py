@@ -26,14 +26,14 @@ _HIDDEN = re.compile(r"\.step-\d{6,}(\.\w+)?\.tmp")
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loop needs to go on, besides model and optimizer. Fields are only ever appended.
+    """The state of the loop, besides model and optimizer. Fields are only ever appended.
 
     Attributes:
         policy_version: optimizer steps done.
-        incarnation: of the learner that wrote it.
-        tasks: where the task stream stands.
-        dataset_digest: of the task source.
-        config_digest: of the resolved config.
+        incarnation: the learner that wrote it.
+        tasks: position of the task stream.
+        dataset_digest: identifies the dataset.
+        config_digest: identifies the resolved config.
         tokens_trained_total, tokens_wasted_total, tokens_masked_total: the learner's own counts since step 0.
         files: size in bytes of every file in `model/`, by its path there; empty in older checkpoints.
     """

@@ -15,7 +15,7 @@ from learner.checkpoint.folder import CheckpointFolder, TrainerState
 
 
 class CheckpointOwner(Protocol):
-    """What only the lead rank does."""
+    """The lead rank's part."""
 
     checkpoints: CheckpointFolder
 
@@ -38,13 +38,13 @@ class Checkpointer:
         self._backend, self._asynchronous, self._owner = backend, asynchronous, owner
         self._started = version
         self._writing = False
-        self._state: TrainerState | None = None  # of the one being written, on the lead rank
+        self._state: TrainerState | None = None  # belongs to the one being written; on the lead rank only
 
     def start(self, version: int, state: TrainerState | None) -> None:
         """Begin the checkpoint of `version`, unless there is one.
 
         Args:
-            version: of the loop and of the backend's weights.
+            version: the loop's, and that of the backend's weights.
             state: the loop's, on the lead rank; None elsewhere.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What the training loop asks of a source of batches: rollouts (rollout_source.py) or supervised rows (learner/sft)."""
+"""The protocol between the training loop and its batches: rollouts (rollout_source.py) or rows (learner/sft)."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,7 +16,7 @@ class BatchSource(Protocol):
     """Batches by step, and what belongs to their kind. Every rank has one; sources inherit the defaults.
 
     Attributes:
-        loss: of a microbatch.
+        loss: is computed on every microbatch.
         temperature: divides the logits.
         entropy: whether the loss needs the entropy.
     """
@@ -26,7 +26,7 @@ class BatchSource(Protocol):
     entropy = False
 
     def next_command(self, step: int) -> Command:
-        """What every rank does now. Only the lead rank calls it."""
+        """The command for every rank. Only the lead rank calls it."""
         ...
 
     def batch(self, step: int, groups: Sequence[StoredGroup]) -> TrainingBatch:

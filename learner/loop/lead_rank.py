@@ -33,7 +33,7 @@ Decode = Callable[[StoredGroup], Group]  # raises BadGroup
 
 
 class LeadBroker(LearnerBroker, ObserverBroker, Protocol):
-    """What the lead asks of its broker client."""
+    """The part of a broker client that the lead uses."""
 
 
 class StallMeter:
@@ -52,7 +52,7 @@ class StallMeter:
 
 
 class Lead:
-    """What only one rank does. Every wait here is bounded by TAKE_WAIT_S or the broker client's own deadline."""
+    """The part of the loop that runs on one rank. TAKE_WAIT_S or the broker client's deadline bounds every wait."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Lead:
         self.tasks, self.files = tasks, files
         self.stop_requested = stop_requested
         files.commit = lambda step: self.broker.commit(step)
-        self._status: BrokerStatus | None = None  # of the last metrics line, until the next turn has used it
+        self._status: BrokerStatus | None = None  # fetched for the last metrics line, until the next turn has used it
         self._regenerated = 0  # groups given back by the step that is being gathered
         self._missing = config.learner.groups_per_step  # groups that the step still waits for
         self._replaced = 0  # filtered groups of the step that others are taken for
@@ -99,7 +99,7 @@ class Lead:
             logger.info("steps %d to %d replay the groups they had", version, self._replays_below - 1)
 
     def next_command(self, step: int, decode: Decode) -> tuple[Command, list[Group]]:
-        """What every rank does now, and the decoded groups of a Train command.
+        """The command for every rank, and the decoded groups of a Train command.
 
         It blocks for at most TAKE_WAIT_S plus broker round trips.
         """

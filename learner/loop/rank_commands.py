@@ -1,7 +1,6 @@
-"""What the lead rank tells the others at the top of every turn of the training loop.
+"""The commands of the lead rank to all ranks, one per turn of the training loop.
 
-One broadcast per turn, at least every few seconds, so that no rank sits in a collective while the lead waits for
-groups: WAIT keeps them in step with it.
+While the lead waits for groups it broadcasts WAIT about once a second, so that no collective reaches its limit.
 """
 
 import msgspec
@@ -21,7 +20,7 @@ class Train(msgspec.Struct, frozen=True, tag="train"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Somebody asked the job to stop: checkpoint and leave."""
+    """The job was asked to stop: checkpoint and leave."""
 
 
 class Fail(msgspec.Struct, frozen=True, tag="fail"):

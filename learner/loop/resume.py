@@ -39,17 +39,16 @@ def find_start(
     dataset_digest: str,
     take_over: Callable[[int, int], None] | None = None,
 ) -> tuple[Resume, TrainerState | None]:
-    """Where the run stands, and the state of its newest checkpoint. What a killed learner left half done is removed.
+    """Where the run stands, and the state of its newest checkpoint. Unfinished folders of a killed learner are removed.
 
     Args:
-        config: of the learner that starts.
-        run_dir: the run's.
-        checkpoints: of the run.
+        config: belongs to the learner that starts.
+        run_dir: belongs to the run.
+        checkpoints: likewise.
         events: notes what was removed.
-        dataset_digest: of the dataset as it is now.
-        take_over: called with the incarnation and the version known so far, before anything is decided: from its return
-            on no other learner can commit. A learner that still lives may commit until then, so what was read before
-            may be older than what the broker still has groups for.
+        dataset_digest: identifies the dataset as it is now.
+        take_over: called with the incarnation and the version known so far. No other learner can commit after it has
+            returned. Until then a living learner may complete a checkpoint, so the newest one is read again.
 
     Raises:
         UsageError: the dataset is not the one that the checkpoint was trained on.
@@ -67,17 +66,17 @@ def find_start(
 
 
 def check_not_behind(version: int, committed_step: int) -> None:
-    """Raise UsageError when the broker has committed steps that the checkpoint does not hold.
+    """Raise UsageError when the broker has committed steps that the checkpoint lacks.
 
     Args:
-        version: of the checkpoint, the step that would be trained next; 0 without a checkpoint.
+        version: the checkpoint's, which is the step that would be trained next; 0 without a checkpoint.
         committed_step: the broker's, -1 for none.
     """
     if committed_step < version:
         return
     first = f"its checkpoint is of step {version}" if version else "it has no checkpoint"
     raise UsageError(
-        f"the learner would train step {version} next ({first}), but the broker has committed steps up to "
+        f"the learner would train step {version} next ({first}). The broker has committed steps up to "
         f"{committed_step}: the groups of steps {version} to {committed_step} are gone. Put a checkpoint of step "
         f"{committed_step + 1} back into RUN/checkpoints, or start anew in another run.dir"
     )
@@ -87,7 +86,7 @@ def check_not_forgotten(version: int, consumed: Callable[[int], bool], ledger: S
     """Raise UsageError when the broker would hand out groups that the checkpoint was trained on.
 
     Args:
-        version: of the checkpoint; the broker has been told that everything before it is committed.
+        version: the checkpoint's; the broker has been told that everything before it is committed.
         consumed: whether a step of the checkpoint has trained on the task of a serial.
         ledger: the broker's.
     """
@@ -96,7 +95,7 @@ def check_not_forgotten(version: int, consumed: Callable[[int], bool], ledger: S
         return
     raise UsageError(
         f"the checkpoint of step {version} was trained on {len(again)} groups that the broker does not know as taken "
-        f"(the first is task {again[0].serial}, {again[0].state}): its store lost the newest moves, as in a power cut "
+        f"(the first is task {again[0].serial}, {again[0].state}). Its store lost the newest moves, as in a power cut "
         "with broker.durability: everysec, or was put back from a copy. They would be trained on twice. Move RUN/store "
         "away (Redis: the run's keys and RUN/redis.json, docs/redis.md) and start again: what the checkpoint has not "
         "consumed is then generated anew"

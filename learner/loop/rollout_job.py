@@ -22,7 +22,7 @@ BROKER_WAIT_S = 30.0
 
 @dataclass
 class LeadParts:
-    """What the lead rank prepares before the model is loaded."""
+    """The lead rank prepares these before the model is loaded."""
 
     broker: BrokerConnection
     reporter: Reporter

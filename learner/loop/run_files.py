@@ -1,4 +1,4 @@
-"""What the lead rank leaves in RUN: checkpoints, metrics, events, and the record of how the learner ended."""
+"""The lead rank's files in RUN: checkpoints, metrics, events, and the record of how the learner ended."""
 
 from collections.abc import Callable
 

@@ -105,7 +105,7 @@ class Reporter:
             )
 
     def set_waste(self, waste: dict[str, Waste]) -> None:
-        """What the learner itself wasted since step 0, by reason."""
+        """Report the learner's own waste since step 0, by reason."""
         with self._lock:
             self._report = msgspec.structs.replace(self._report, waste=waste)
 

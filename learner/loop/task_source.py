@@ -53,7 +53,7 @@ class TaskSource:
     """Tasks by serial number.
 
     Attributes:
-        digest: of the dataset's rows; kept in checkpoints, so that a resumed job notices another dataset.
+        digest: identifies the dataset's rows; checkpoints have it, so that a resumed job notices another dataset.
     """
 
     def __init__(self, dataset: Path, seed: int, group_size: int, shuffle: bool = True) -> None:

@@ -1,9 +1,9 @@
 """Which tasks are offered to the broker, and which of them no step has consumed yet.
 
 The broker numbers tasks 0, 1, 2, ... (serials); the dataset numbers its tasks likewise (positions, task_source.py).
-They are the same as long as the broker remembers the run. A broker that starts with an empty memory
-under a learner that resumes counts from 0 again, and its store has another id than the one that the checkpoint names;
-then the positions that were offered but never consumed come first, and each position is still consumed once.
+They are the same as long as the broker remembers the run. A broker that starts with an empty store counts from 0
+again, and its store has another id than the checkpoint names. A learner that resumes then offers first the positions
+that were offered and never consumed, so each position is still consumed once.
 """
 
 import msgspec
@@ -22,7 +22,7 @@ class StreamState(msgspec.Struct, frozen=True, kw_only=True):
         backlog: positions to offer before that.
         outstanding: serial -> position of what was offered and not consumed.
         renumbered: a broker lost its memory, serials are lower than positions.
-        store_id: of the broker's store that these serials belong to; '' in checkpoints from before there was one.
+        store_id: the broker's store to which these serials belong; '' in checkpoints of earlier releases.
     """
 
     next_serial: int = 0
@@ -54,10 +54,10 @@ class TaskStream:
     def attach(self, attached: Attached) -> bool:
         """Agree with the broker on the next serial. Returns False when it lost its memory, or the newest part of it.
 
-        What the broker has seen after the checkpoint was offered in the order in which it would be offered now, so
-        the stream walks on to it; also where an earlier learner from the same checkpoint met the new store before.
-        A store that knows fewer serials than the checkpoint lost what it had not synced (broker.durability: everysec,
-        and a power cut): only what it lost is offered again.
+        Tasks that were offered after the checkpoint came in the order in which they come now, so the stream
+        advances to the broker's serial. This also covers an earlier learner that met the new store.
+        A store with fewer serials than the checkpoint lost its newest records, as in a power cut with
+        broker.durability: everysec. Only the lost tasks are offered again.
         """
         known = not self._store_id or attached.store_id == self._store_id
         behind = attached.next_serial < self._next_serial

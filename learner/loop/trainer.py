@@ -19,8 +19,8 @@
                |  commit tells the broker to forget the groups, so it comes after the rename of a durable checkpoint;
                |  at a drain and at the end all wait for it
 
-There is no second loop for synchronous RL: with staleness.max = 0 nothing may be leased for a step before its
-version is out, so the same turns follow one another. Supervised tuning is this loop with rows for groups.
+There is no second loop for synchronous RL: with staleness.max = 0 no task may be leased before the version of its
+step is published. Supervised tuning is this loop with rows for groups.
 """
 
 import gc

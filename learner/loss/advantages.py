@@ -1,8 +1,8 @@
 """Advantage estimators: the rewards of a whole step in, one number per sample out.
 
 Adding one: write a function of the step's groups, add it to ADVANTAGES and its name to
-`common.config.schema.LossConfig.advantage`. Every estimator gives 0 to samples that failed, which enter no mean and no
-deviation, and 0 where fewer than two rewards are left to be compared.
+`common.config.schema.LossConfig.advantage`. Every estimator gives 0 to samples that failed, and leaves them out of
+means and deviations. It also gives 0 where fewer than two rewards can be compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ STD_EPS = 1e-6
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """What an estimator sees of one group.
+    """One group as an estimator sees it.
 
     Attributes:
         rewards: [G] float64, one reward per sample.
@@ -60,8 +60,8 @@ def rloo(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
 def reinforce_pp(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
     """Normalised over the global batch: A_i = (r_i - mean(R)) / (std(R) + 1e-6), R all rewards of the step.
 
-    REINFORCE++ (arXiv 2501.03262), global advantage normalisation, the variant without a baseline per prompt and
-    without the KL term in the reward; moments are over samples, the deviation is the sample one. Groups may have one
+    This is REINFORCE++ (arXiv 2501.03262) with global advantage normalisation, without a baseline per prompt and
+    without the KL term in the reward. Moments are over samples; the deviation is the sample one. Groups may have one
     sample.
     """
     rewards = np.concatenate([np.zeros(0), *(group.rewards[group.valid] for group in groups)])

@@ -21,7 +21,7 @@ from learner.loss.ratios import Documents, bounded_exp
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction makes of every token's weight.
+    """Every token's weight after a correction.
 
     Attributes:
         weights: [T] factor of the token's objective.
@@ -49,9 +49,9 @@ def none(log_weights: Tensor, documents: Documents, config: LossConfig) -> Corre
 def tis(log_weights: Tensor, documents: Documents, config: LossConfig) -> Corrected:
     """Truncated importance sampling: clamp(w, correction_low, correction_cap), of tokens or of documents.
 
-    Ionides, Truncated Importance Sampling (2008), section 2; for the mismatch between sampler and trainer Yao et al.,
-    Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (2025). Truncation from above bounds the
-    variance; small weights stay, so tokens that the policy has left fade out.
+    Source: Ionides, Truncated Importance Sampling (2008), section 2. Yao et al., Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training (2025), apply it to the mismatch between sampler and trainer. Truncation from
+    above bounds the variance; small weights stay, so tokens that the policy has left fade out.
     """
     low, cap = correction_bounds(config)
     raw = bounded_exp(at_level(log_weights, documents, config.correction_level))
@@ -63,8 +63,8 @@ def icepop(log_weights: Tensor, documents: Documents, config: LossConfig) -> Cor
     """The token's weight where the level's ratio is within [correction_low, correction_cap], else 0.
 
     IcePop, Ring-1T (arXiv 2510.18855), the masking function M of its objective, for tokens. With ratios of
-    documents it is NeMo-RL's seq-mask-tis: a document stays or goes as a whole, its tokens keep their own weights. What
-    is rejected still counts in the mean, as in both.
+    documents it is NeMo-RL's seq-mask-tis: a document stays or goes as a whole, its tokens keep their own weights.
+    Rejected tokens still count in the denominator, as in both.
     """
     low, cap = correction_bounds(config)
     ratio = bounded_exp(at_level(log_weights, documents, config.correction_level))
@@ -76,8 +76,8 @@ def icepop(log_weights: Tensor, documents: Documents, config: LossConfig) -> Cor
 def mis(log_weights: Tensor, documents: Documents, config: LossConfig) -> Corrected:
     """Masked importance sampling: the level's ratio itself where it is within the bounds, else out of the loss.
 
-    Liu, Li et al., When Speed Kills Stability (2025), sequence and geometric masks; as slime implements it, what is
-    rejected does not count in the mean either.
+    Source: Liu, Li et al., When Speed Kills Stability (2025), sequence and geometric masks. Rejected tokens do not
+    count in the denominator either, as in slime.
     """
     low, cap = correction_bounds(config)
     ratio = bounded_exp(at_level(log_weights, documents, config.correction_level))
@@ -95,12 +95,12 @@ def at_level(log_weights: Tensor, documents: Documents, level: str) -> Tensor:
 
 
 def veto(corrected: Corrected, log_weights: Tensor, documents: Documents, least: float) -> tuple[Corrected, Tensor]:
-    """Take documents out of the loss that hold a loss token of weight below `least`, whatever the correction says.
+    """Take documents with a loss token of weight below `least` out of the loss, whatever the correction says.
 
     slime's and verl's veto: one token that the policy would hardly ever write makes the whole sample unusable.
 
     Returns:
-        what is left, and [T] bool, the tokens of the vetoed documents.
+        The rest, and [T] bool, the tokens of the vetoed documents.
     """
     impossible = (log_weights < math.log(least)).to(log_weights.dtype)
     vetoed = documents.spread(documents.sums(impossible) > 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from learner.loss.ratios import bounded_exp
 
-LARGEST = 10.0  # of k3, as verl bounds it: beyond, r would dominate every other token
+LARGEST = 10.0  # bounds k3, as in verl: a larger r would dominate every other token
 
 KlEstimator = Callable[[Tensor], Tensor]  # log r = reference_logprobs - logprobs, [T] -> [T]
 

@@ -5,10 +5,10 @@
     loss = -mean over loss tokens of
            correction(w) * objective(r, A) + entropy_coefficient * entropy - kl_coefficient * kl
 
-This is decoupled PPO (Hilton et al., Batch size-invariance for policy optimization, arXiv 2110.00641, section 3;
-for asynchronous RL on language models AReaL, arXiv 2505.24298, section 5.2): the trust region is around the
-proximal policy, the importance weight leads from the behavior policy to it. The parts are registries, one file each:
-proximal, corrections, objectives, divergence, reductions; docs/algorithms.md says when to use which.
+This is decoupled PPO (Hilton et al., Batch size-invariance for policy optimization, arXiv 2110.00641, section 3).
+AReaL (arXiv 2505.24298, section 5.2) uses it for asynchronous RL on language models. The trust region is around the
+proximal policy; the importance weight leads from the behavior policy to it. The parts are registries, one file each:
+proximal, corrections, objectives, kl_estimators, reductions; docs/algorithms.md says when to use which.
 
 Functions here return sums and denominators of one microbatch; the backend adds them over the global batch and
 divides. The divergence and the entropy are means over the same tokens as the objective. Under `correction_normalize`
@@ -51,7 +51,7 @@ def policy_loss(config: LossConfig, max_tokens: int) -> LossFunction:
     `entropy_coefficient` is positive.
 
     Args:
-        config: what is made of the registries.
+        config: chooses from the registries.
         max_tokens: rollout.max_tokens, for the reduction `fixed_length`.
     """
     proximal_of, correction, objective = PROXIMALS[config.proximal], CORRECTIONS[config.correction], config.objective

@@ -17,7 +17,7 @@ from learner.loss.ratios import Documents, bounded_exp
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What an objective sees; log-probabilities are 0 outside the loss.
+    """The tokens as an objective sees them; log-probabilities are 0 outside the loss.
 
     Attributes:
         logprobs: [T] of the policy in training, differentiable.
@@ -34,11 +34,11 @@ class PolicyTokens:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """What an objective says of every token.
+    """The objective of every token.
 
     Attributes:
         values: [T] objective, differentiable.
-        clipped: [T] bool, where the objective's bound is what holds.
+        clipped: [T] bool, where the objective's bound applies.
     """
 
     values: Tensor
@@ -52,8 +52,8 @@ def ppo_clip(tokens: PolicyTokens, config: LossConfig) -> Surrogate:
     """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprobs - proximal_logprobs).
 
     PPO (arXiv 1707.06347), equation 7; the two separate bounds are DAPO's clip-higher (arXiv 2503.14476),
-    equation 10. With `clip_dual` c, where A < 0 the larger of that and c A: the dual-clip PPO of Ye et al. (arXiv
-    1912.09729), which bounds the loss of tokens that have become far more probable. Clipped tokens have no gradient.
+    equation 10. With `clip_dual` c, the value is at least c A where A < 0: the dual-clip PPO of Ye et al. (arXiv
+    1912.09729). It bounds the loss of tokens that have become far more probable. Clipped tokens have no gradient.
     """
     return _clip(tokens.logprobs - tokens.proximal_logprobs, tokens.advantages, config)
 
@@ -61,8 +61,8 @@ def ppo_clip(tokens: PolicyTokens, config: LossConfig) -> Surrogate:
 def gspo(tokens: PolicyTokens, config: LossConfig) -> Surrogate:
     """ppo_clip with one ratio per document, the geometric mean of its tokens' ratios.
 
-    GSPO (arXiv 2507.18071), equations 5 to 7, in the token form of equations 13 and 14: every token has the value of
-    the document's ratio and its own gradient, s_t = sg[s] * exp(logprobs - sg[logprobs]). Where all tokens of a
+    GSPO (arXiv 2507.18071), equations 5 to 7, in the token form of equations 13 and 14. Every token has the value of
+    the document's ratio and its own gradient: s_t = sg[s] * exp(logprobs - sg[logprobs]). Where all tokens of a
     document have one advantage and one weight, its gradient is that of equation 5.
     """
     documents, log_ratio = tokens.documents, (tokens.logprobs - tokens.proximal_logprobs).detach()
@@ -84,9 +84,9 @@ def cispo(tokens: PolicyTokens, config: LossConfig) -> Surrogate:
 def dppo_tv(tokens: PolicyTokens, config: LossConfig) -> Surrogate:
     """r A, or 0 where the token's probability p has gone too far already in the direction in which A pushes it.
 
-    Dropped: p - p_proximal > clip_high where A > 0, p - p_proximal < -clip_low elsewhere. DPPO (arXiv 2602.04879), the
-    mask by total variation of the sampled token against the rest; bounds and signs as in prime-rl, without
-    prime-rl's additional penalty 1e-3 (log r)^2.
+    Dropped: p - p_proximal > clip_high where A > 0, p - p_proximal < -clip_low elsewhere. This is
+    DPPO's mask (arXiv 2602.04879) by total variation of the sampled token against the rest. Bounds and signs are
+    prime-rl's, without its additional penalty 1e-3 (log r)^2.
     """
     low, high = clip_bounds(config)
     with torch.no_grad():

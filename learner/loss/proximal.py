@@ -1,7 +1,7 @@
 """Which policy is proximal: the one that the trust region surrounds and that importance weights lead to.
 
-A batch is exactly one optimizer step, so during step s there is one policy, version s, and the forward pass that trains
-is also the one that evaluates it. A token of staleness d was sampled by version s - d.
+A batch is exactly one optimizer step, so during step s there is one policy, version s. The forward pass that trains it
+also evaluates it. A token of staleness d was sampled by version s - d.
 
 - `recompute`: version s. r is 1 in value and w = pi_s / behavior carries the whole way.
 - `behavior`: version s - d as the sampler computed it. w is 1 and r = pi_s / behavior carries the whole way.

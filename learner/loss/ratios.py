@@ -5,7 +5,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-LOG_BOUND = 20.0  # of what is exponentiated, as verl and slime do: e^20 is about 5e8
+LOG_BOUND = 20.0  # clamps exponents, as verl and slime do: e^20 is about 5e8
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:

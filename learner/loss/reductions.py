@@ -1,7 +1,7 @@
-"""What a sum over tokens is divided by: the reductions of the loss.
+"""The reductions of the loss: the divisor of a sum over tokens.
 
-A reduction gives every token a share of the sum, and the microbatch's part of the denominator; the backend adds both
-over all microbatches of all data-parallel ranks before it divides, so the result does not depend on packing.
+A reduction gives every token a share of the sum, and the microbatch's part of the denominator. The backend adds both
+over all microbatches of all data-parallel ranks and then divides. So the result does not depend on packing.
 
 Adding one: write a function of a Count, add it to REDUCTIONS and its name to `LossConfig.reduction`.
 """
@@ -16,12 +16,12 @@ from learner.loss.ratios import Documents
 
 @dataclass(frozen=True)
 class Count:
-    """What a reduction sees.
+    """The tokens as a reduction sees them.
 
     Attributes:
-        documents: of the microbatch.
+        documents: those of the microbatch.
         counted: [T] float, 1 for tokens that means are taken over, else 0.
-        worth: [T] float, what a token adds to the denominator: `counted`, or under `correction_normalize` its weight.
+        worth: [T] float, a token's part of the denominator: `counted`, or under `correction_normalize` its weight.
         max_tokens: sampled tokens that an episode may have, rollout.max_tokens.
         normalized: whether `worth` are weights.
     """

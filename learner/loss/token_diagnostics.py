@@ -1,8 +1,8 @@
-"""What is measured of a microbatch's tokens besides the loss: sums and counts that add over microbatches and ranks.
+"""Measurements of a microbatch's tokens besides the loss: sums and counts that add over microbatches and ranks.
 
-Quantiles do not add, so the ratios exp(logprobs - behavior_logprobs) are counted in fixed bins, of equal width in
-x = sign(l) log(1 + |l| / 1e-3), l the log-ratio. A quantile read from the counts is right to half a bin: 4 % of
-|l|, or 4e-5 nat if that is more, up to |l| = 20.
+Quantiles do not add, so the ratios exp(logprobs - behavior_logprobs) are counted in fixed bins. With l the log-ratio,
+bins have equal width in x = sign(l) log(1 + |l| / 1e-3). A quantile read from the counts is right to half a bin up to
+|l| = 20. That is 4 % of |l|, or 4e-5 nat if that is more.
 """
 
 import math
@@ -27,16 +27,16 @@ def token_sums(
 ) -> dict[str, Tensor]:
     """Scalar sums over loss tokens, in the dtype of `drift`.
 
-    `ratio` (current over behavior policy), `mismatch` (|log of it|), `weight` and `weight_squared` (of the corrected
-    weights), and counts of tokens: `correction_clipped` (weight truncated), `correction_masked` (weight set to 0, veto
-    apart), `vetoed`, `objective_clipped`.
+    Numbers: `ratio` is the current over the behavior policy, `mismatch` the size of its logarithm. `weight` and
+    `weight_squared` are those of the corrected weights. Counts of tokens: `correction_clipped` (weight truncated),
+    `correction_masked` (weight set to 0, but not by the veto), `vetoed`, `objective_clipped`.
 
     Args:
         mask: [T] bool.
         drift: [T] logprobs - behavior_logprobs without gradient, 0 outside the loss.
         corrected: after the veto.
         vetoed: [T] bool, or None without a veto.
-        clipped: [T] bool, of the objective.
+        clipped: [T] bool, where the objective's bound applies.
     """
     flags = {
         "correction_clipped": corrected.truncated,

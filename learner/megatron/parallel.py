@@ -37,7 +37,7 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
 
     Args:
         parallel: the layout.
-        seed: of Megatron's random generators.
+        seed: starts Megatron's random generators.
         timeout_s: a collective that takes longer raises on the ranks that wait in it.
     """
     global _control

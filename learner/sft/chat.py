@@ -1,10 +1,9 @@
-"""Chat rows: what a tokenizer's chat template makes of a conversation, and which of its tokens the assistant says.
+"""Chat rows: a conversation as the tokenizer's chat template renders it, and the tokens that the assistant says.
 
-A template with {% generation %} marks says so itself. Otherwise the conversation is rendered up to each assistant
-message, once asking for it and once with it; what the second has more is what the assistant says, up to the end of its
-turn. That holds only where each rendering begins with the one before it, which is checked: templates that rewrite
-earlier turns (some drop the reasoning of all but the last) are refused. The pieces are tokenised one by one, as in
-an episode.
+A template with {% generation %} marks says itself which tokens are the assistant's. Otherwise the conversation is
+rendered twice up to each assistant message: once asking for the message, once with it. The difference is the
+assistant's, up to the end of its turn. Each rendering must begin with the one before it. Templates that rewrite earlier
+turns are refused; some drop the reasoning of all but the last. The pieces are tokenised one by one, as in an episode.
 """
 
 import re

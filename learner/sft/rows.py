@@ -3,8 +3,8 @@
 A row is {"prompt": text, "completion": text}, or {"segments": [[text, 0 | 1], ...]} where 1 marks text to be
 learnt. An end-of-sequence token follows every trained segment, as it ends every turn that the model will
 generate. Texts are tokenised one by one without special tokens, so a document is the concatenation of its
-segments' tokens, as in an episode. Or a row is {"messages": [{"role": ..., "content": ...}, ...]}, of which what the
-assistant says is learnt (learner/sft/chat.py).
+segments' tokens, as in an episode. Or a row is {"messages": [{"role": ..., "content": ...}, ...]}, and the
+assistant's tokens are learnt (learner/sft/chat.py).
 """
 
 import functools
@@ -63,15 +63,15 @@ class SftDataset:
     """Rows by step, tokenised when they are needed.
 
     Attributes:
-        digest: of the rows; kept in checkpoints, so that a resumed run notices another dataset.
+        digest: identifies the rows; checkpoints have it, so that a resumed run notices another dataset.
     """
 
     def __init__(self, path: Path, tokenizer: ChatTokenizer, seed: int, shuffle: bool) -> None:
         """Read and check every row.
 
         Raises:
-            UsageError: missing or empty file, a line that is not JSON or not a row, or a conversation that the
-                tokenizer's chat template does not take, naming the line.
+            UsageError: the file is missing or empty, or a line, which is named, is not a row. A conversation is also
+                refused when the tokenizer's chat template does not take it.
         """
         self._tokenizer = tokenizer
         self._chats = ChatTemplate(tokenizer)
@@ -141,7 +141,7 @@ def _document(tokens: list[int], mask: list[int], name: str) -> Document:
 
 
 def parse_row(row: bytes, path: Path, number: int) -> Row:
-    """What one row says; raises UsageError naming the line and what a row looks like."""
+    """One row; raises UsageError naming the line and the form of a row."""
     try:
         keys = msgspec.json.decode(row, type=dict[str, msgspec.Raw])
         wanted = Chat if "messages" in keys else _Segments if "segments" in keys else _Pair

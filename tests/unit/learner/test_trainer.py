@@ -47,6 +47,15 @@ def test_a_run_trains_every_step_and_leaves_everything(fakes: ModuleType, make_c
     np.testing.assert_array_equal(final_table(config), world.backend.table.detach().numpy())
 
 
+def test_the_broker_is_asked_for_its_status_once_per_step(fakes: ModuleType, make_config: MakeConfig) -> None:
+    world = fakes.world(make_config(run={"steps": 5}))
+    asked: list[int] = []
+    status = world.broker.status
+    world.broker.status = lambda: (asked.append(world.trainer.version), status())[1]
+    world.run()
+    assert asked == [0, 1, 2, 3, 4, 5]  # before the first step, then with every metrics line
+
+
 def test_a_penalty_on_the_divergence_keeps_the_policy_near_the_reference(
     fakes: ModuleType, make_config: MakeConfig, tmp_path: Path
 ) -> None:
