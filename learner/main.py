@@ -12,7 +12,6 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -24,55 +23,14 @@ from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from learner.checkpoint.folder import MODEL_FOLDER
 from learner.loop.resume import Resume
-from learner.loop.run_files import RunFiles
+from learner.loop.rollout_job import RolloutJob
 from learner.rank_process import RankProcess, guard, parse_arguments
-
-if TYPE_CHECKING:
-    from learner.backend_protocol import Backend
-    from learner.loop.batch_source import BatchSource
+from learner.sft.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
 
 
-class Job(Protocol):
-    """The part of a run that differs between an RL job and a warm start, on every rank.
-
-    Attributes:
-        files: the run folder, on the lead rank from `prepare` on; None elsewhere.
-    """
-
-    @property
-    def files(self) -> RunFiles | None: ...
-
-    def prepare(self) -> Resume:
-        """Find where the run stands, before the model is loaded. Only the lead rank calls it."""
-        ...
-
-    def source(self, backend: "Backend", resume: Resume) -> "BatchSource":
-        """The batches of a backend that is as it is after `resume.version` steps."""
-        ...
-
-    def report_silence(self, ranks: str) -> None:
-        """Say which ranks are silent; '' when none is."""
-        ...
-
-    def close(self, state: str, version: int, reason: str = "") -> None:
-        """Say how it ended (done, drained or failed) and release everything. Later calls do nothing new."""
-        ...
-
-
-def make_job(config: Config | SftConfig, run_dir: RunDir, process: RankProcess, broker_address: str | None) -> Job:
-    """The job of this config."""
-    if isinstance(config, SftConfig):
-        from learner.sft.warm_start import WarmStart
-
-        return WarmStart(config, run_dir, process)
-    from learner.loop.rollout_job import RolloutJob
-
-    return RolloutJob(config, run_dir, process, broker_address)
-
-
-def train(config: Config | SftConfig, run_dir: RunDir, process: RankProcess, job: Job) -> str:
+def train(config: Config | SftConfig, run_dir: RunDir, process: RankProcess, job: RolloutJob | WarmStart) -> str:
     """Load everything and run the loop; returns 'done' or 'drained'. Collective."""
     resume = job.prepare() if process.is_lead else None
     from learner.loop.trainer import Trainer
@@ -113,7 +71,11 @@ def run(arguments: Sequence[str]) -> int:
     role = "sft" if isinstance(config, SftConfig) else "learner"
     process = RankProcess.start(role, run_dir, config.learner.threads, config.telemetry.log_level)
     keep_freed_memory()
-    state = train(config, run_dir, process, make_job(config, run_dir, process, words.broker))
+    if isinstance(config, SftConfig):
+        job = WarmStart(config, run_dir, process)
+    else:
+        job = RolloutJob(config, run_dir, process, words.broker)
+    state = train(config, run_dir, process, job)
     logger.info("%s", {"done": "trained to run.steps", "drained": "stopped early; start again to go on"}[state])
     return 0
 

@@ -59,7 +59,10 @@ def prepare_lead(config: Config, run_dir: RunDir, broker_address: str | None) ->
 
 
 class RolloutJob:
-    """See learner.main.Job."""
+    """The part of an RL job that a warm start does not have, on every rank.
+
+    `files` is the run folder, on the lead rank from `prepare` on. Only the lead rank calls `prepare`.
+    """
 
     def __init__(self, config: Config, run_dir: RunDir, process: RankProcess, broker_address: str | None) -> None:
         self._config, self._run_dir, self._process, self._address = config, run_dir, process, broker_address

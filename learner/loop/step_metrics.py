@@ -154,6 +154,11 @@ class Step:
     elapsed_s: float  # since the loop began
 
 
+def named_like(kind: type[StepMetrics], figures: object) -> dict[str, Any]:
+    """The attributes of `figures` that `kind` has under the same name."""
+    return {name: value for name in kind.__struct_fields__ if (value := getattr(figures, name, None)) is not None}
+
+
 def step_metrics(done: Step, incarnation: int, fleet: FleetFigures) -> StepMetrics:
     """The metrics line of a step."""
     step, result, statistics, totals = done.batch.step, done.result, done.batch.statistics, done.totals
@@ -166,35 +171,18 @@ def step_metrics(done: Step, incarnation: int, fleet: FleetFigures) -> StepMetri
         time_s=time.time(),
         elapsed_s=done.elapsed_s,
         incarnation=incarnation,
-        reward_mean=statistics.reward_mean,
-        reward_std=statistics.reward_std,
         loss=result.loss,
         grad_norm=result.grad_norm,
         lr=result.lr,
         **vars(LossFigures.of(result)),
         **vars(done.times),
+        **named_like(StepMetrics, statistics),
+        **named_like(StepMetrics, publisher),
         advantage_zero_fraction=statistics.groups_without_signal
         / max(statistics.groups + statistics.groups_filtered, 1),
-        staleness_mean=statistics.staleness_mean,
-        staleness_max=statistics.staleness_max,
-        tokens_expired=statistics.tokens_expired,
-        tokens_expired_by_length_decile=list(statistics.tokens_expired_by_length_decile),
         groups_regenerated=fleet.regenerated,
-        groups=statistics.groups,
-        samples=statistics.samples,
-        samples_failed=statistics.samples_failed,
-        tokens_trained=statistics.tokens_trained,
-        sequence_tokens=statistics.sequence_tokens,
-        length_mean=statistics.length_mean,
-        length_max=statistics.length_max,
-        turns_mean=statistics.turns_mean,
         truncated_fraction=statistics.samples_truncated / max(samples, 1),
         microbatches=done.microbatches,
-        environment=statistics.environment,
-        publish_s=publisher.publish_s,
-        publish_bytes=publisher.publish_bytes,
-        seconds_to_active=publisher.seconds_to_active,
-        canary_max_difference=publisher.canary_max_difference,
         generation_stall_s=fleet.generation_stall_s,
         tokens_generated_total=broker.tokens_generated_total,
         tokens_trained_total=totals.tokens_trained,
@@ -203,10 +191,7 @@ def step_metrics(done: Step, incarnation: int, fleet: FleetFigures) -> StepMetri
         groups_ready=broker.groups_ready,
         groups_leased=broker.groups_leased,
         nodes_live=sum(node.alive for node in broker.nodes),
-        groups_filtered=statistics.groups_filtered,
         mixed_version_fraction=statistics.samples_mixed / max(samples, 1),
         samples_failed_by_reason=statistics.failed_by_reason,
-        kv_cache_age_mean=statistics.kv_cache_age_mean,
-        kv_cache_age_max=statistics.kv_cache_age_max,
         **engine_metrics(broker),
     )
