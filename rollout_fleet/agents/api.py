@@ -16,11 +16,11 @@ MODEL = "policy"  # the only one that is served
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked.
+    """The request.
 
     Attributes:
         messages: of a chat, as sent, contents as text; empty for a completion.
-        prompt: of a completion: text or token ids.
+        prompt: text or token ids of a completion.
         tools: JSON list of function schemas; '' for none.
         max_tokens: None: whatever the budget leaves.
         logprobs, stream, usage, token_ids: what the answer is to have; usage: of a stream.
@@ -38,14 +38,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the policy said.
+    """The policy's answer.
 
     Attributes:
         text: without tool calls and end token.
         calls: with their ids.
         finish_reason: stop, length or tool_calls.
         prompt_tokens, tokens: ids.
-        pieces, logprobs: of every sampled token: its text, its log-probability.
+        pieces, logprobs: text and log-probability of every sampled token.
     """
 
     text: str

@@ -113,7 +113,7 @@ class AgentDriver:
         await self._endpoint.close()
 
     async def _play(self, session: Session, problem: dict[str, Any], keywords: dict[str, Any]) -> Any:
-        """What the agent returns; None when it gave up because its budget was used up.
+        """The agent's return value; None when it gave up because its budget was used up.
 
         Raises:
             EpisodeFailed: the agent raised, or its request failed in the engine.

@@ -24,8 +24,8 @@ _SERVED = frozenset(
     {"logprobs", "max_tokens", "model", "return_token_ids", "stream", "stream_options", "temperature", "top_p"}
 )
 SERVED = {
-    True: _SERVED | {"max_completion_tokens", "messages", "tools"},  # of chats
-    False: _SERVED | {"prompt"},  # of completions
+    True: _SERVED | {"max_completion_tokens", "messages", "tools"},  # for chats
+    False: _SERVED | {"prompt"},  # for completions
 }
 # bookkeeping: neither tokens nor answer depend on it
 WITHOUT_EFFECT = frozenset(

@@ -85,7 +85,7 @@ def _description(name: str, facts: dict[str, Any], tasks: "TasksConfig") -> Desc
 
 
 def _facts(found: object) -> dict[str, Any]:
-    """What the class itself says, as JSON."""
+    """The description by the class itself, as JSON."""
     return {
         "agent": registry.is_agent(found),
         "shares_seed": registry.takes_group_seed(found),

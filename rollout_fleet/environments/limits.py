@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def own_limits(environment: object) -> Limits:
-    """What the class says as `LIMITS`, or the defaults."""
+    """The `LIMITS` of the class, or the defaults."""
     return getattr(environment, "LIMITS", Limits())
 
 

@@ -8,7 +8,7 @@ An environment is a single-use asynchronous object, one per episode:
     await environment.close()                                   # if it has one; also when the episode was given up
 
 A single-turn task is an environment of one step. Observations are text (tokenised once, by the driver) or token
-ids (used as they are); neither trains. What the policy sampled is never tokenised again. Environments run on a
+ids (used as they are); neither trains. Sampled tokens are never tokenised again. Environments run on a
 thread of their own, or in processes of their own where `Limits.process` says so: one that blocks, raises or floods
 fails its sample and nothing else.
 
@@ -106,7 +106,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Limits:
-    """What environments of a class may take. A class says its own as `LIMITS`; tasks.limits overrides single ones.
+    """Limits of the environments of a class. A class says its own as `LIMITS`; tasks.limits overrides single ones.
 
     Attributes:
         reset_s, step_s: seconds for building it and `reset`, and for each `step`. The whole episode has

@@ -79,7 +79,7 @@ class GymnasiumText:
         return StepResult(Chat((("user", self._text(observation)),)), float(reward), done, self._metrics())
 
     async def close(self) -> None:
-        """Release what the game holds."""
+        """Release the game's resources."""
         self._game.close()
 
     def _text(self, observation: Any) -> str:

@@ -54,7 +54,7 @@ class ProcessHost:
         self._modules, self._python, self._isolate = modules, python, isolate
         self._lock = threading.Lock()
         self._server: _ForkServer | None = None
-        self._learned: list[str] | None = None  # what the first episode imported
+        self._learned: list[str] | None = None  # modules that the first episode imported
         self._closed = threading.Event()
 
     async def open(self, limits: Limits, wall_s: float, network: bool = True, file_bytes: int = 1 << 26) -> "Channel":
@@ -110,7 +110,7 @@ class ProcessHost:
                     socket.send_fds(self._server.control, [request], [there.fileno()])
                     return
                 except OSError as error:
-                    self._end()  # somebody killed it: once more, with a new one
+                    self._end()  # it was killed: once more, with a new one
                     if attempt == 2:
                         raise StageFailed(f"environment processes cannot be started: {error}") from error
 

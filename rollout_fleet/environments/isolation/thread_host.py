@@ -67,7 +67,7 @@ class _Call:
     def deliver(self) -> None:
         """On the caller's thread: settle its future with what the task came to."""
         assert self.task is not None
-        error = None if self.task.cancelled() else self.task.exception()  # looked at, also when nobody waits
+        error = None if self.task.cancelled() else self.task.exception()  # looked at, also when no caller waits
         if self.answer.done():
             return
         if self.task.cancelled():

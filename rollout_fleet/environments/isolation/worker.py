@@ -40,7 +40,7 @@ async def _serve(connection: socket.socket) -> None:
 
 
 class _World:
-    """What this process holds: one environment, or nothing."""
+    """The environment of this process, if it has one."""
 
     def __init__(self) -> None:
         self._environment: Any = None
@@ -73,6 +73,6 @@ class _World:
 
 
 def load(path: str) -> Any:
-    """What 'module:name' names."""
+    """The object that 'module:name' names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
