@@ -140,10 +140,12 @@ def computable(payload: bytes) -> object:
 
 
 @contextlib.contextmanager
-def broker_process(folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP) -> Iterator[int]:
+def broker_process(
+    folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP, redis: str | None = None
+) -> Iterator[int]:
     """The process id of a broker with run folder `folder`, which ends with the context."""
     process = multiprocessing.get_context("spawn").Process(
-        target=serve_broker, args=(folder, durability, groups_per_step)
+        target=serve_broker, args=(folder, durability, groups_per_step, redis)
     )
     process.start()
     try:
@@ -154,15 +156,18 @@ def broker_process(folder: str, durability: str, groups_per_step: int = GROUPS_P
         process.join(PATIENCE_S)
 
 
-def serve_broker(folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP) -> None:
+def serve_broker(
+    folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP, redis: str | None = None
+) -> None:
     """A broker process of run folder `folder`, on a free port."""
+    store = {} if redis is None else {"store": "redis", "redis": redis}
     keys = {"durability": durability} if "durability" in BrokerConfig.__struct_fields__ else {}
     config = Config(
         run=RunConfig(name="bench", dir=folder, steps=1),
         model=ModelConfig(path="none"),
         tasks=TasksConfig(environment="none", dataset="none"),
         learner=LearnerConfig(groups_per_step=groups_per_step),
-        broker=BrokerConfig(address="tcp://127.0.0.1:0", **keys),
+        broker=BrokerConfig(address="tcp://127.0.0.1:0", **keys, **store),
         staleness=StalenessConfig(max=STALENESS),
     )
     run_broker(config, msgspec.json.encode(config))

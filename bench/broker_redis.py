@@ -1,49 +1,53 @@
-"""What the Redis backend costs a group, beside pipelined raw streams with the same bytes; and where payloads lie best.
+"""What broker.store: redis costs a group, beside pipelined raw streams with the same bytes and the former backend.
 
     python bench/broker_redis.py [--appendfsync everysec no always] [--size 1k 8k] [--rounds 5] [--scratch DIR]
+                                 [--former DIR]
 
 Every way moves the same pre-encoded bytes through the same kind of server, from one producer to one consumer:
 
     raw_streams    XADD of 16 in a pipeline, XREADGROUP of 16, XACK and XDEL in a pipeline (the floor)
-    slipstream     leases, heartbeats, groups, takes and commits of the delivery contract
+    slipstream     leases, heartbeats, groups, takes and commits of the delivery contract; broker and Redis together
+    former         the backend of commit 8088f31, where clients talked to Redis; DIR is a checkout of that commit
 
-and `placements` moves them by plain commands alone: a string key, a field of a hash, an entry of a stream, and an
-argument of a script that stores it in a string key. All ways run in turn, round after round. Microseconds of CPU per
-group over every process. Writes bench/results/broker_redis.json; with --only nothing is written.
+All ways run in turn, round after round. Microseconds of CPU per group over every process. Writes
+bench/results/broker_redis.json; with --only nothing is written.
 """
 
 import asyncio
 import contextlib
+import json
 import multiprocessing
 import os
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 import broker_groups
 import harness
 import msgspec
-from broker_embedded import GROUPS_PER_STEP, HEARTBEAT_S, LEASES_AT_ONCE, NEW_WEIGHTS_S, PROBLEM, STALENESS
+from broker_embedded import (
+    GROUPS_PER_STEP,
+    HEARTBEAT_S,
+    LEASES_AT_ONCE,
+    NEW_WEIGHTS_S,
+    PROBLEM,
+    broker_process,
+    wait_for_address,
+)
 from broker_peers import wait_for_redis
 from broker_ways import PATIENCE_S, Load, Way, free_port, measure
 
 from broker.connect import Access, connect, connect_node
-from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
-from broker.redis.endpoint import endpoint
-from broker.redis.link import Link
-from broker.redis.run_store import RunStore, new_store
-from common.redis_address import with_run
+from broker.contract import LearnerReport, Lease, NodeReport
 from common.rollouts import GroupMeta, Task, encode_group
 
 GROUPS = {"1k": 4000, "8k": 800}
 BATCH = 16
 WINDOW = 64  # groups that a producer is ahead
-RUN = "bench"
-STORE_BY_SCRIPT = "redis.call('SET', KEYS[1], ARGV[1]) redis.call('RPUSH', KEYS[2], KEYS[1])"
 
 
 class OnRedis:
@@ -55,7 +59,7 @@ class OnRedis:
         self._appendfsync = appendfsync
 
     @contextlib.contextmanager
-    def serve(self, folder: str) -> Iterator[tuple[str, int | None]]:
+    def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
         port = free_port()
         command = [server_program(), "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
         aof = "no" if self._appendfsync == "no" else "yes"
@@ -65,7 +69,7 @@ class OnRedis:
             address = f"redis://127.0.0.1:{port}/0"
             wait_for_redis(address)
             self.prepare(address)
-            yield with_run(address, RUN), process.pid
+            yield address, [process.pid]
         finally:
             process.kill()
             process.wait(PATIENCE_S)
@@ -117,7 +121,7 @@ class RawStreams(OnRedis):
 
 
 class Slipstream(OnRedis):
-    """The backend, with one node and one learner."""
+    """A broker with broker.store: redis, one node and one learner."""
 
     name = "slipstream"
 
@@ -125,11 +129,13 @@ class Slipstream(OnRedis):
         super().__init__(appendfsync)
         self._published = multiprocessing.get_context("spawn").Value("q", 0)  # the learner's version, as nodes have it
 
-    def prepare(self, address: str) -> None:
-        link = Link(endpoint(address, "broker", None), "broker", 10)
-        run = RunInfo(RUN, "/bench", GROUPS_PER_STEP, STALENESS, 3, 60.0, 4 << 30)
-        RunStore(link, run, 0, os.getpid(), 10).enter(new_store())
-        link.close()
+    @contextlib.contextmanager
+    def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
+        durability = "fsync" if self._appendfsync == "always" else "everysec"
+        with super().serve(folder) as (address, pids):
+            run = Path(folder) / "run"
+            with broker_process(str(run), durability, redis=address) as pid:
+                yield wait_for_address(run), [*pids, pid]
 
     def produce(self, address: str, load: Load) -> Iterator[None]:
         payloads = encoded(load.size)
@@ -174,62 +180,37 @@ async def node(address: str, load: Load, payloads: list[bytes], published: "Sync
         beating.cancel()
 
 
-class Placement(OnRedis):
-    """Payloads in one kind of place, by plain commands; the consumer hears of them through a list."""
+class Former:
+    """The backend of an earlier commit, measured by that commit's own script."""
 
-    def __init__(self, appendfsync: str, place: str) -> None:
-        super().__init__(appendfsync)
-        self.name, self._place = place, place
+    name = "former"
 
-    def produce(self, address: str, load: Load) -> Iterator[None]:
-        payloads, ahead = encoded(load.size), 0
-        with plain(address) as client:
-            script = client.register_script(STORE_BY_SCRIPT)
-            script(keys=["p:x", "x"], args=["x"])
-            client.delete("p:x", "x")
-            yield
-            for start in range(0, load.groups, BATCH):
-                while ahead >= WINDOW:
-                    client.blpop("room", 1)
-                    ahead -= BATCH
-                with client.pipeline(transaction=False) as pipeline:
-                    for i in range(start, start + BATCH):
-                        payload = payloads[i % len(payloads)]
-                        if self._place == "script_argument":
-                            pipeline.evalsha(script.sha, 2, f"p:{i}", "ready", payload)
-                            continue
-                        if self._place == "string_key":
-                            pipeline.set(f"p:{i}", payload)
-                        elif self._place == "hash_field":
-                            pipeline.hset("payloads", str(i), payload)
-                        else:
-                            pipeline.xadd("payloads", {"d": payload}, id=f"{i + 1}-0")
-                        pipeline.rpush("ready", f"p:{i}")
-                    pipeline.execute()
-                ahead += BATCH
+    def __init__(self, checkout: str, appendfsync: str) -> None:
+        self._checkout, self._appendfsync = Path(checkout).resolve(), appendfsync
 
-    def consume(self, address: str, load: Load) -> Iterator[None]:
-        with plain(address) as client:
-            yield
-            for start in range(0, load.groups, BATCH):
-                names = [client.blpop("ready", PATIENCE_S)[1] for _ in range(BATCH)]
-                numbers = [str(i) for i in range(start, start + BATCH)]
-                with client.pipeline(transaction=False) as pipeline:
-                    if self._place in ("string_key", "script_argument"):
-                        for name in names:
-                            pipeline.get(name)
-                        pipeline.unlink(*names)
-                    elif self._place == "hash_field":
-                        pipeline.hmget("payloads", numbers)
-                        pipeline.hdel("payloads", *numbers)
-                    else:
-                        pipeline.xrange("payloads", f"{start + 1}-0", f"{start + BATCH}-0")
-                        pipeline.xdel("payloads", *(f"{i + 1}-0" for i in range(start, start + BATCH)))
-                    pipeline.rpush("room", 1)
-                    pipeline.execute()
-
-
-PLACES = ("string_key", "hash_field", "stream_entry", "script_argument")
+    def measure(self, load: Load, scratch: str | None) -> dict[str, float]:
+        command = [sys.executable, "bench/broker_redis.py", "--only", "slipstream", "--rounds", "1"]
+        command += [
+            "--size",
+            load.size,
+            "--appendfsync",
+            self._appendfsync,
+            "--scale",
+            str(load.groups / GROUPS[load.size]),
+        ]
+        command += ["--scratch", scratch] if scratch else []
+        environment = {**os.environ, "PYTHONPATH": str(self._checkout)}
+        done = subprocess.run(
+            command,
+            cwd=self._checkout,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S * 3,
+            check=True,
+        )
+        figures = json.loads(done.stdout.splitlines()[-1])
+        return {key: value for key, value in figures.items() if isinstance(value, float)}
 
 
 def server_program() -> str:
@@ -256,10 +237,14 @@ def encoded(size: str) -> list[bytes]:
     return [encode_group(next(source)[0]) for _ in range(broker_groups.DISTINCT_GROUPS)]
 
 
-def run_all(ways: list[Way], load: Load, rounds: int, scratch: str | None) -> dict[str, dict[str, object]]:
+def figures(way: Way | Former, load: Load, scratch: str | None) -> dict[str, float]:
+    return way.measure(load, scratch) if isinstance(way, Former) else measure(way, load, scratch)
+
+
+def run_all(ways: Sequence[Way | Former], load: Load, rounds: int, scratch: str | None) -> dict[str, dict[str, object]]:
     """Medians per way, and the median over the rounds of the ratio to the first way."""
     named = {way.name: way for way in ways}
-    runs = harness.in_turns(list(named), rounds, lambda name: measure(named[name], load, scratch))
+    runs = harness.in_turns(list(named), rounds, lambda name: figures(named[name], load, scratch))
     first = runs[ways[0].name]
     result: dict[str, dict[str, object]] = {}
     for name, of_way in runs.items():
@@ -277,25 +262,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="times the number of groups")
     parser.add_argument("--scratch", help="folder for the server's AOF; put it on a real disk")
+    parser.add_argument("--former", help="checkout of commit 8088f31, to compare with its Redis backend")
     parser.add_argument("--only", nargs="+", help="names of the ways to run; nothing is written")
     options = parser.parse_args()
     results: dict[str, object] = {}
     for size in options.size:
         load = Load(size, int(GROUPS[size] * options.scale) // GROUPS_PER_STEP * GROUPS_PER_STEP)
         for fsync in options.appendfsync:
-            ways: list[Way] = [RawStreams(fsync), Slipstream(fsync)]
-            places: list[Way] = [Placement(fsync, place) for place in PLACES]
-            if options.only:
-                chosen = [w for w in [*ways, *places] if w.name in options.only]
-                run_all(chosen, load, options.rounds, options.scratch)
-                continue
-            results[f"{size}_{fsync}"] = {
-                "groups": load.groups,
-                "ways": run_all(ways, load, options.rounds, options.scratch),
-                "placements": run_all(places, load, options.rounds, options.scratch),
-            }
+            ways: list[Way | Former] = [RawStreams(fsync), Slipstream(fsync)]
+            if options.former:
+                ways.append(Former(options.former, fsync))
+            chosen = [way for way in ways if not options.only or way.name in options.only]
+            measured = run_all(chosen, load, options.rounds, options.scratch)
+            results[f"{size}_{fsync}"] = {"groups": load.groups, "ways": measured}
     if options.only:
         return
+    if options.former:
+        revision = ["git", "-C", options.former, "rev-parse", "--short", "HEAD"]
+        options.former = subprocess.run(revision, capture_output=True, text=True, check=True).stdout.strip()
     packages = ("redis", "msgspec", "numpy")
     version = subprocess.run([server_program(), "--version"], capture_output=True, text=True, check=True).stdout.strip()
     harness.save("broker_redis", options, {"rounds": options.rounds, "server": version, "results": results}, packages)

@@ -10,7 +10,7 @@ import resource
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple, Protocol
 
@@ -41,7 +41,7 @@ class Roles(Protocol):
 class Way(Roles, Protocol):
     name: str
 
-    def serve(self, folder: str) -> contextlib.AbstractContextManager[tuple[str, int | None]]:
+    def serve(self, folder: str) -> contextlib.AbstractContextManager[tuple[str, int | Sequence[int] | None]]:
         """Start what stands in the middle; gives its address and its process id, None when there is none."""
         ...
 
@@ -75,16 +75,17 @@ class RawZeroMQ:
 def measure(way: Way, load: Load, scratch: str | None = None) -> dict[str, float]:
     """Microseconds of CPU per group by process, and groups per second; raises RuntimeError when a process fails."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder, way.serve(folder) as (address, pid):
-        server = psutil.Process(pid) if pid is not None else None
+        pids = [] if pid is None else [pid] if isinstance(pid, int) else pid
+        servers = [psutil.Process(number) for number in pids]
         with _started(way, "consume", address, load) as consumer, _started(way, "produce", address, load) as producer:
             for pipe in (consumer, producer):
                 _received(pipe)
-            before = _cpu_s(server)
+            before = sum(map(_cpu_s, servers))
             for pipe in (consumer, producer):
                 pipe.send("go")
             consumer_s, wall_s = _received(consumer)
             producer_s, _ = _received(producer)
-            server_s = _cpu_s(server) - before
+            server_s = sum(map(_cpu_s, servers)) - before
     each = {"producer_us": producer_s, "server_us": server_s, "consumer_us": consumer_s}
     figures = {name: seconds / load.groups * 1e6 for name, seconds in each.items()}
     return {"cpu_us_per_group": sum(figures.values()), **figures, "groups_per_s": load.groups / wall_s}

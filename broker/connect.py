@@ -1,4 +1,4 @@
-"""Clients for a broker, chosen by its address: the one place that knows which backend speaks which scheme."""
+"""Connections to the brokers of a run, at one address or several."""
 
 from types import TracebackType
 from typing import Protocol, Self
@@ -7,22 +7,20 @@ import msgspec
 
 from broker.contract import LearnerBroker, NodeBroker, ObserverBroker
 from common.errors import UsageError
-from common.redis_address import FORMS, is_redis
-from common.security.credentials import Credential, Role, load_credential
+from common.redis_address import is_redis
+from common.security.credentials import Credential, Role, curve_credentials, load_credential
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
     """Where a broker is, who one is to it, and how long one waits for it.
 
     Attributes:
-        address: tcp://HOST:PORT or ipc://PATH of the embedded broker; redis://, rediss:// or unix:// of a Redis server
-            (common/redis_address.py).
+        address: tcp://HOST:PORT or ipc://PATH; several with commas between them, of which one broker leads.
         role: decides what a connection may do where connections are authenticated.
         max_message_bytes: broker.max_message_bytes.
         deadline_s: without an answer for this long (beyond what a request itself waits), a call gives up.
         retry_s: pause before a request is repeated.
-        credentials: broker.credentials: a key folder or a credential's file; None where nobody asks for keys. Redis
-            users and passwords lie in it too (broker/redis/endpoint.py).
+        credentials: broker.credentials: a key folder or a credential's file; None where nobody asks for keys.
         name: of a node, which chooses its file in a key folder.
     """
 
@@ -59,15 +57,6 @@ class NodeConnection(NodeBroker, Protocol):
 
 def connect(access: Access) -> BrokerConnection:
     """A learner's or an observer's connection; raises UsageError when the address or the credentials are of no use."""
-    if is_redis(access.address):
-        from broker.redis.client import RedisClient
-
-        return RedisClient(
-            access.address,
-            role=access.role,
-            credentials=access.credentials,
-            deadline_s=access.deadline_s,
-        )
     _check_scheme(access.address)
     from broker.messaging.sync_client import BrokerClient
 
@@ -82,15 +71,6 @@ def connect(access: Access) -> BrokerConnection:
 
 def connect_node(access: Access) -> NodeConnection:
     """A node's connection; raises UsageError when the address or the credentials are of no use."""
-    if is_redis(access.address):
-        from broker.redis.async_client import AsyncRedisClient
-
-        return AsyncRedisClient(
-            access.address,
-            credentials=access.credentials,
-            deadline_s=access.deadline_s,
-            max_message_bytes=access.max_message_bytes,
-        )
     _check_scheme(access.address)
     from broker.messaging.async_client import AsyncBrokerClient
 
@@ -104,10 +84,16 @@ def connect_node(access: Access) -> NodeConnection:
 
 
 def _credential(access: Access) -> Credential | None:
-    return load_credential(access.credentials, access.role, access.name) if access.credentials else None
+    folder = curve_credentials(access.credentials)
+    return load_credential(folder, access.role, access.name) if folder is not None else None
 
 
-def _check_scheme(address: str) -> None:
-    if not address.startswith(("tcp://", "ipc://")):
-        expected = f"tcp://HOST:PORT, ipc://PATH, {FORMS}"
-        raise UsageError(f"broker address: expected {expected}, found {address!r}")
+def _check_scheme(addresses: str) -> None:
+    for address in addresses.split(","):
+        if is_redis(address):
+            raise UsageError(
+                f"broker address: {address} is a Redis server's; clients connect to the broker, tcp://HOST:PORT, and "
+                "the broker to Redis: broker.store: redis and broker.redis in the job's config"
+            )
+        if not address.startswith(("tcp://", "ipc://")):
+            raise UsageError(f"broker address: expected tcp://HOST:PORT or ipc://PATH, found {address!r}")

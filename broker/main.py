@@ -1,29 +1,27 @@
 """The broker process: `slipstream broker CONFIG` ends here."""
 
 import logging
-import os
 import signal
 import threading
-import time
-from contextlib import closing
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import msgspec
-
 from broker.connect import Access, connect
 from broker.contract import RunInfo
 from broker.journal.open_state import bind, open_memory
-from broker.journal.status_files import Snapshots
+from broker.journal.redis_store.leading import Leading
+from broker.journal.run_folder import RunFolder
+from broker.journal.store import StoreFenced
+from broker.messaging.bind_address import candidates
 from broker.server.server import BrokerServer
+from broker.server.standby import Standby
 from common.config.schema import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
-from common.process.event_file import EventFile
-from common.process.files import move_aside
 from common.process.lifecycle import alive
 from common.process.malloc_tuning import keep_freed_memory
-from common.process.run_dir import BrokerFile, RunDir, write_atomic
+from common.process.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -32,40 +30,59 @@ QUARANTINE = "quarantine"
 
 
 def run_broker(config: Config, config_json: bytes) -> int:
-    """Serve the run until SIGTERM or SIGINT; returns the exit code.
+    """Serve the run until SIGTERM or SIGINT; returns the exit code. With broker.store: redis first stand by.
 
-    RUN/broker.json exists while the broker listens. RUN/events.jsonl grows by one line per event.
-    RUN/ledger.json and RUN/status.json are written every few seconds and at the end. What RUN/store holds is taken up
-    again (docs/delivery.md); without one, the ledger of an earlier broker of the run is kept beside the new one.
+    What the store has is continued (docs/delivery.md); without a store, the ledger of an earlier broker of the run is
+    kept beside the new one.
 
     Raises:
         UsageError: the address is refused or in use, this run has a living broker, or its store is damaged.
-        StoreFailed: the disk refuses what has to be kept.
+        StoreFenced: another broker leads by now.
+        StoreFailed: the store refuses what has to be kept.
     """
     keep_freed_memory(one_heap=True)
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    refuse_second_broker(run_dir, config.broker.credentials)
-    with closing(EventFile(run_dir / "events.jsonl", "broker")) as events:
-        memory = open_memory(config, run_info(config, config_json), events.write)
+    run = run_info(config, config_json)
+    if config.broker.store == "file":
+        refuse_second_broker(run_dir, config.broker.credentials)
+        lead(config, run, config.broker.addresses)
+        return EXIT_DONE
+    leading = Leading(config, run.run_dir)
+    leading.await_server()
+    standby = Standby(config.broker, run_dir, candidates(config.broker.addresses, leading.seen.address))
+    with stopping_on_signals(standby):
+        leads = standby.run(lambda: leading.take(standby.address))
+    if leads:
         try:
-            snapshots = Snapshots(run_dir, memory.state)
-            server = bind(memory, config.broker, snapshots.tick, run_dir / QUARANTINE)
-            if not memory.recovered:
-                keep_former_ledger(run_dir)
-            here = BrokerFile(os.getpid(), server.address, time.time())
-            write_atomic(run_dir / "broker.json", msgspec.json.encode(here))
-            try:
-                with stopping_on_signals(server):
-                    logger.info("broker of run %s listens on %s", config.run.name, server.address)
-                    server.run()
-            finally:
-                (run_dir / "broker.json").unlink(missing_ok=True)
-                snapshots.write()
+            lead(config, run, [standby.bound], leading)
+        finally:
+            leading.resign()
+    return EXIT_DONE
+
+
+def lead(config: Config, run: RunInfo, addresses: Sequence[str], leading: Leading | None = None) -> None:
+    """Serve until a signal, and write the run folder; raises as `run_broker`."""
+    files = RunFolder(Path(config.run.dir), leading)
+    try:
+        memory = open_memory(config, run, files.write_event, leading)
+        try:
+            if memory.journal is not None:
+                addresses = candidates(addresses, memory.journal.store.address)
+            server = bind(memory, config.broker, addresses, files.tick, files.path / QUARANTINE)
+            files.begin(memory, server.address)
+            with stopping_on_signals(server):
+                logger.info("broker of run %s listens on %s", config.run.name, server.address)
+                server.run()
         finally:
             memory.close()
+            files.finish()
+    except StoreFenced as error:
+        logger.error("this broker ends, because another one leads: %s", error)
+        raise
+    finally:
+        files.close()
     logger.info("broker of run %s has stopped", config.run.name)
-    return EXIT_DONE
 
 
 def run_info(config: Config, config_json: bytes) -> RunInfo:
@@ -105,17 +122,10 @@ def refuse_second_broker(run_dir: Path, credentials: str | None = None) -> None:
         raise UsageError(f"run.dir: {run_dir} already has a broker ({who}); stop it first, or choose another run.dir")
 
 
-def keep_former_ledger(run_dir: Path) -> None:
-    """Move the ledger of an earlier broker of this run aside, to ledger-1.json and so on: it is a record."""
-    former = run_dir / "ledger.json"
-    if former.exists() and former.stat().st_size > len("[]"):
-        move_aside(former)
-
-
 class stopping_on_signals:
     """While active, SIGTERM and SIGINT stop `server`; does nothing outside the main thread."""
 
-    def __init__(self, server: BrokerServer) -> None:
+    def __init__(self, server: BrokerServer | Standby) -> None:
         self._server = server
         self._old: dict[int, Any] = {}
 

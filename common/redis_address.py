@@ -1,10 +1,10 @@
-"""Addresses of a Redis broker: redis://HOST:PORT/DB, rediss:// (TLS), unix:///PATH; `?run=NAME` says which run.
+"""Addresses of a Redis server: redis://HOST:PORT/DB, rediss:// (TLS), unix:///PATH.
 
 They are parsed without redis-py, so that configs are checked where it is not installed. None has a password.
 """
 
 from typing import Literal
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
@@ -19,7 +19,6 @@ class RedisAddress(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         host, port: '' and 0 of a socket file.
         path: path of the socket file, '' over TCP.
-        run: name of the run; '' when the address does not say.
     """
 
     scheme: Literal["redis", "rediss", "unix"]
@@ -27,7 +26,6 @@ class RedisAddress(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     path: str = ""
     db: int = 0
-    run: str = ""
 
 
 def is_redis(address: str) -> bool:
@@ -45,24 +43,13 @@ def parse_redis(address: str) -> RedisAddress:
         raise ValueError(f"expected {FORMS}") from None
     if parts.username is not None or parts.password is not None or "password" in query:
         raise ValueError(f"expected {FORMS} without user or password: those are read from broker.credentials")
-    run = query.pop("run", [""])[-1]
     if parts.scheme == "unix":
         db = query.pop("db", ["0"])[-1]
         if not query and not parts.netloc and len(parts.path) > 1 and db.isdigit() and not parts.fragment:
-            return RedisAddress(scheme="unix", path=unquote(parts.path), db=int(db), run=run)
+            return RedisAddress(scheme="unix", path=unquote(parts.path), db=int(db))
         raise ValueError(f"expected {FORMS}")
     db = parts.path.strip("/") or "0"
     if parts.scheme not in ("redis", "rediss") or not parts.hostname or not db.isdigit() or query or parts.fragment:
         raise ValueError(f"expected {FORMS}")
     scheme = "redis" if parts.scheme == "redis" else "rediss"
-    return RedisAddress(scheme=scheme, host=parts.hostname, port=port or DEFAULT_PORT, db=int(db), run=run)
-
-
-def with_run(address: str, run: str) -> str:
-    """The same address naming `run`; raises ValueError when it is none, or names another one."""
-    known = parse_redis(address)
-    if known.run and known.run != run:
-        raise ValueError(f"expected no ?run= or ?run={quote(run, safe='')}")
-    if known.run:
-        return address
-    return f"{address}{'&' if '?' in address else '?'}run={quote(run, safe='')}"
+    return RedisAddress(scheme=scheme, host=parts.hostname, port=port or DEFAULT_PORT, db=int(db))

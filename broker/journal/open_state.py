@@ -1,8 +1,8 @@
-"""What a broker remembers when it starts: nothing, or what RUN/store holds; as broker.durability says."""
+"""What a broker remembers when it starts: nothing, or what its store has."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +14,14 @@ from broker.journal.file_store.folder import StoreFolder
 from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import Journal
 from broker.journal.recovery import Recovered, former_events, recover
+from broker.journal.redis_store.leading import Leading
 from broker.journal.store import Store
 from broker.server.server import BrokerServer
 from common.config.schema import BrokerConfig, Config
 from common.errors import UsageError
 from common.process.files import move_aside
 from common.process.run_dir import RunDir
+from common.security.credentials import curve_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +47,25 @@ class Memory:
             self.journal.close()
 
 
-def open_memory(config: Config, run: RunInfo, write_event: Callable[[BrokerEvent], None]) -> Memory:
+def open_memory(
+    config: Config, run: RunInfo, write_event: Callable[[BrokerEvent], None], leading: Leading | None = None
+) -> Memory:
     """The state that this broker begins with.
 
+    Args:
+        leading: this broker's lead, with broker.store: redis.
+
     Raises:
-        UsageError: another broker holds the store, or it is damaged.
+        UsageError: another broker has the store, or it is damaged.
     """
     run_dir = RunDir(config.run.dir)
-    durability = config.broker.durability
-    if durability == "memory":
+    if leading is not None:
+        set_aside_store(run_dir, "broker.store is redis")
+        memory = recovered(config, run, leading.open(), write_event)
+        if leading.lost:
+            memory.state.event_log.add("store_lost", reason=leading.lost)
+        return memory
+    if config.broker.durability == "memory":
         set_aside_store(run_dir, "broker.durability is memory")
         _set_aside_redis(run_dir)
         return Memory(DeliveryState(run, time.monotonic, Tokens(), EventLog(write_event)))
@@ -68,7 +80,7 @@ def open_memory(config: Config, run: RunInfo, write_event: Callable[[BrokerEvent
 
 def recovered(config: Config, run: RunInfo, store: Store, write_event: Callable[[BrokerEvent], None]) -> Memory:
     """The state in an open store. Raises UsageError when the store is damaged."""
-    earlier = former_events(RunDir(config.run.dir).events) if store.address else ()
+    earlier = former_events(RunDir(config.run.dir).events)
     events = EventLog(write_event, earlier=earlier)
 
     def make_state(journal: Journal) -> DeliveryState:
@@ -81,26 +93,27 @@ def recovered(config: Config, run: RunInfo, store: Store, write_event: Callable[
     return Memory(state, journal, found)
 
 
-def bind(memory: Memory, config: BrokerConfig, on_tick: Callable[[], None], quarantine: Path) -> BrokerServer:
-    """The server of this state; where a free port is asked for, the one of the last time if it can be had.
+def bind(
+    memory: Memory, config: BrokerConfig, addresses: Sequence[str], on_tick: Callable[[], None], quarantine: Path
+) -> BrokerServer:
+    """The server of this state, at the first of `addresses` that can be had.
 
     Raises:
-        UsageError: the address is refused or in use.
+        UsageError: all of them are refused or in use.
     """
-    store = memory.journal.store if memory.journal is not None else None
-    arguments = (config.max_message_bytes, on_tick, config.credentials, quarantine, memory.journal)
-    server = None
-    former_port = store.address.rpartition(":")[2] if store is not None else ""
-    if former_port.isdigit() and config.address.endswith(":0"):
+    refused: UsageError | None = None
+    keys = curve_credentials(config.credentials)
+    for address in addresses:
         try:
-            server = BrokerServer(memory.state, config.address.removesuffix("0") + former_port, *arguments)
+            return BrokerServer(
+                memory.state, address, config.max_message_bytes, on_tick, keys, quarantine, memory.journal
+            )
         except UsageError as error:
-            logger.warning("%s; taking another port, which running nodes and learners do not know", error)
-    if server is None:
-        server = BrokerServer(memory.state, config.address, *arguments)
-    if store is not None:
-        store.listens_at(server.address)
-    return server
+            refused = error
+            if address != addresses[-1]:
+                logger.warning("%s; taking another port, which running nodes and learners do not know", error)
+    assert refused is not None
+    raise refused
 
 
 def set_aside_store(run_dir: RunDir, why: str) -> None:
@@ -114,9 +127,9 @@ def set_aside_store(run_dir: RunDir, why: str) -> None:
 
 
 def _set_aside_redis(run_dir: RunDir) -> None:
-    """Likewise the name of a store in Redis; the keeper then refuses that store and does not go on with it."""
+    """Likewise the name of a store in Redis; a broker with broker.store: redis then refuses that store."""
     if run_dir.redis_json.exists():
         logger.warning(
-            "broker.backend is zeromq: what named the run's store in Redis was moved to %s",
+            "broker.store is file: what named the run's store in Redis was moved to %s",
             move_aside(run_dir.redis_json),
         )

@@ -1,4 +1,4 @@
-"""The groups of a run's store, or of its Redis, as a recording: put into a broker again as steps that were taken."""
+"""The groups of a run's store as a recording, which goes into a broker again as steps that were taken."""
 
 import secrets
 import time
@@ -11,8 +11,10 @@ from broker.delivery.event_log import EventLog
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import TAKEN, Entry
 from broker.journal.recorded_groups import RecordedGroup, RecordedSteps, existing_file_store, steps_of
+from broker.journal.redis_store.leading import Leading
+from broker.journal.store import StoreUnavailable
 from common.config.schema import Config
-from common.errors import UsageError
+from common.errors import BrokerError, UsageError
 from common.process.run_dir import RunDir
 
 
@@ -45,15 +47,21 @@ def open_recording(run_dir: RunDir, config: Config) -> Generator[Recording]:
 
 
 def _source(run_dir: RunDir, config: Config) -> AbstractContextManager[RecordedSteps]:
-    if config.broker.backend != "redis":
-        return _kept_in_store(run_dir)
-    from broker.redis.recording import kept_in_redis
-
-    return kept_in_redis(run_dir, config)
+    if config.broker.store == "redis":
+        return _kept_in_redis(run_dir, config)
+    return _kept_in_files(run_dir)
 
 
 @contextmanager
-def _kept_in_store(run_dir: RunDir) -> Generator[RecordedSteps]:
+def _kept_in_redis(run_dir: RunDir, config: Config) -> Generator[RecordedSteps]:
+    try:
+        yield steps_of(Leading(config, str(run_dir.path.resolve())).without_leading())
+    except (StoreUnavailable, BrokerError) as error:
+        raise UsageError(f"broker.redis: the recorded groups of {run_dir.path} cannot be read: {error}") from error
+
+
+@contextmanager
+def _kept_in_files(run_dir: RunDir) -> Generator[RecordedSteps]:
     store = existing_file_store(run_dir)
     try:
         store.folder.lock()

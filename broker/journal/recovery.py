@@ -18,6 +18,7 @@ from broker.delivery.moves import Accepted
 from broker.delivery.state import DeliveryState
 from broker.journal import records
 from broker.journal.journal import Journal
+from broker.journal.lost_payloads import locations, lose_payloads
 from broker.journal.snapshot import restore
 from broker.journal.store import Store, StoreCorrupt, StoredPayload, StoredRecord
 from common.errors import UsageError
@@ -75,6 +76,10 @@ def recover(journal: Journal, make_state: Callable[[Journal], DeliveryState]) ->
     if found.torn:
         logger.warning("%s; nothing there was acknowledged, so it is dropped", found.torn)
         state.event_log.add("store_torn", reason=found.torn)
+    lost, _ = lose_payloads(state, journal.store.missing(locations(state)))
+    if lost:
+        state.event_log.add("groups_lost", groups=len(lost), first=lost[0])
+        logger.warning("%s has lost %d groups, which are generated again", journal.store.name, len(lost))
     state.recovery_s = round(found.seconds, 3)
     state.resume()
     if found.records:

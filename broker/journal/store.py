@@ -60,12 +60,16 @@ class Compaction(NamedTuple):
         finished: tasks that ended since the last one, as a record of the history; None when none did.
         snapshot: the snapshot's body, given the size of the history with `finished`.
         wanted: payloads that may still be read; all others are deleted.
+        whole: the store may lack records and history; `finished` has all finished tasks.
+        payloads: groups that the store has lost and the broker still has.
     """
 
     seq: int
     finished: Callable[[], bytes | None]
     snapshot: Callable[[int], bytes]
     wanted: Callable[[], Collection[Location]]
+    whole: bool = False
+    payloads: Sequence[Record] = ()
 
 
 class StoredRecord(NamedTuple):
@@ -95,11 +99,13 @@ class Store(Protocol):
         name: where the store is, for people.
         store_id: made once. It tells a learner whether the broker still knows what it knew.
         address: where the broker listened last; '' for a new store.
+        idle_s: how often `idle` has to be called; None: never.
     """
 
     name: str
     store_id: str
     address: str
+    idle_s: float | None
 
     def listens_at(self, address: str) -> None:
         """Remember where the broker listens."""
@@ -114,7 +120,11 @@ class Store(Protocol):
         ...
 
     def read(self, location: Location) -> bytes:
-        """A payload. Raises PayloadUnreadable."""
+        """A payload. Raises PayloadUnreadable; PayloadLost when the store no longer has it."""
+        ...
+
+    def missing(self, locations: Collection[Location]) -> set[Location]:
+        """Those whose payload is lost. Raises StoreUnavailable."""
         ...
 
     def append(self, batch: Sequence[Record], *, synced: int, sync: bool) -> None:
@@ -126,7 +136,13 @@ class Store(Protocol):
 
         Raises:
             StoreUnavailable: nothing was written; it may be tried again.
+            StoreBehind: the store has lost records.
+            StoreFenced: another broker leads.
         """
+        ...
+
+    def idle(self) -> None:
+        """Called while there is nothing to write. Raises as `append`."""
         ...
 
     def sync(self) -> None:
@@ -165,9 +181,21 @@ class PayloadUnreadable(BrokerError):
     """A group in the store cannot be read back; the request that wants it is refused."""
 
 
+class PayloadLost(PayloadUnreadable):
+    """The store no longer has the group; it has to be generated again."""
+
+
 class StoreFailed(BrokerError):
     """The store refused a write for good; nothing after it was acknowledged."""
 
 
 class StoreUnavailable(Exception):
     """The store cannot be written at the moment; the message says why."""
+
+
+class StoreBehind(Exception):
+    """The store lacks records that it had acknowledged; the message says what it has."""
+
+
+class StoreFenced(StoreFailed):
+    """Another broker leads; this one may write nothing any more."""

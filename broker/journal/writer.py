@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
-from broker.journal.store import Compaction, Record, Store, StoreUnavailable
+from broker.journal.store import Compaction, Record, Store, StoreBehind, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class Writer:
         acknowledged: sequence number up to which records are as durable as `sync` promises.
         synced: sequence number up to which they are synced.
         stuck: why nothing can be written at the moment, '' when it can.
+        behind: the store has lost records; nothing is written until `rewrite`.
         failure: why nothing will be written any more.
         sync_s: how long syncing took lately, on average.
     """
@@ -42,6 +43,7 @@ class Writer:
     def __init__(self, store: Store, sync: Sync, seq: int, history: int, notify: Callable[[], None]) -> None:
         self.acknowledged = self.synced = seq
         self.stuck = ""
+        self.behind = False
         self.failure: Exception | None = None
         self.sync_s = 0.0
         self._store, self._history, self._notify = store, history, notify
@@ -60,6 +62,13 @@ class Writer:
         """Queue an item; it is written after the next `kick`, or sooner."""
         self._queue.append(item)
 
+    def rewrite(self, compaction: Compaction) -> None:
+        """Write this whole compaction in place of everything that was queued, because the store is behind."""
+        self._queue.clear()
+        self._queue.append(compaction)
+        self.behind = False
+        self._wake.set()
+
     def kick(self) -> None:
         """Write what is queued."""
         self._wake.set()
@@ -77,10 +86,13 @@ class Writer:
         try:
             while not (self._closing and not self._queue and self.synced == self.acknowledged):
                 unsynced = self.synced != self.acknowledged
-                wait_s = max(0.0, self._next_sync - time.monotonic()) if unsynced else None
+                wait_s = max(0.0, self._next_sync - time.monotonic()) if unsynced else self._store.idle_s
+                idle = False
                 if not self._queue and not (self._closing and unsynced):
-                    self._wake.wait(wait_s)
+                    idle = not self._wake.wait(wait_s)
                 self._wake.clear()
+                if idle and not unsynced:
+                    self._patiently(self._store.idle)
                 self._step()
         except Exception as error:
             self.failure = error
@@ -109,18 +121,21 @@ class Writer:
             self._next_sync = time.monotonic() + SYNC_EVERY_S
 
     def _patiently(self, work: Callable[[], None]) -> None:
-        """Repeat `work` until the store takes it."""
+        """Repeat `work` until the store takes it, or until a rewrite makes it superfluous."""
         while True:
             try:
                 work()
-            except StoreUnavailable as error:
+            except (StoreUnavailable, StoreBehind) as error:
+                self.behind = isinstance(error, StoreBehind)
                 if not self.stuck:
                     self.stuck = str(error)
                     logger.error("the store cannot be written: %s; nothing is acknowledged until it can", error)
-                    self._notify()
+                self._notify()
                 if self._closing:
                     raise
                 time.sleep(RETRY_S)
+                if isinstance(error, StoreBehind) and not self.behind:
+                    return
             else:
                 if self.stuck:
                     logger.warning("the store can be written again")

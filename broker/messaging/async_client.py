@@ -15,6 +15,7 @@ import zmq
 
 from broker.contract import HeartbeatReply, Lease, NodeReport, RunInfo
 from broker.messaging import wire
+from broker.messaging.addresses import NOT_CONNECTED_S, SILENT_S, TURN_PAUSE_S, Addresses
 from broker.messaging.pending_requests import Call, Calls
 from broker.messaging.sockets import connect_dealer, frame_limit
 from broker.messaging.sync_client import checked, new_identity, received, unreachable
@@ -36,7 +37,7 @@ class AsyncBrokerClient:
     """NodeBroker over ZeroMQ. Belongs to the event loop that makes the first call.
 
     Args:
-        address: tcp://HOST:PORT or ipc://PATH.
+        address: tcp://HOST:PORT or ipc://PATH; several with commas between them.
         deadline_s: without an answer for this long (beyond what the request itself waits), give up.
         retry_s: pause before a request is repeated.
         max_message_bytes: broker.max_message_bytes; a larger group is refused here.
@@ -55,7 +56,7 @@ class AsyncBrokerClient:
         max_message_bytes: int = 1 << 30,
         credential: Credential | None = None,
     ) -> None:
-        self.address = address
+        self._addresses = Addresses(address)
         self._credential = credential
         self._handshakes: Handshakes | None = None
         self._deadline_s, self._retry_s = deadline_s, retry_s
@@ -66,8 +67,15 @@ class AsyncBrokerClient:
         self._ids = itertools.count()
         self._calls = Calls(self._attempt)
         self._reading = False  # a read is due in this turn of the loop
+        self._since = 0.0  # when the broker was connected to or last heard of, event loop time
+        self._turning: asyncio.TimerHandle | None = None
         self._cancelled_leases: dict[int, str] = {}  # request id -> node
         self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> str:
+        """The broker that this client uses now."""
+        return self._addresses.current
 
     async def __aenter__(self) -> "AsyncBrokerClient":
         return self
@@ -83,12 +91,9 @@ class AsyncBrokerClient:
         for call in list(self._calls.by_id.values()):
             self._finish(call, BrokerUnreachable(f"the connection to the broker at {self.address} was closed"))
         self._calls.close()
-        if self._socket is not None and self._loop is not None:
-            self._loop.remove_reader(cast(int, self._socket.getsockopt(zmq.FD)))
-            if self._handshakes is not None:
-                self._handshakes.close()
-            self._socket.close(linger=0)
-            self._socket = None
+        if self._turning is not None:
+            self._turning.cancel()
+        self._disconnect()
         self._context.term()
 
     # ---------------------------------------------------------------- the contract
@@ -198,14 +203,17 @@ class AsyncBrokerClient:
         if call.future.done():
             return
         if now >= call.end:
-            self._finish(call, unreachable(self.address, call.limit_s, call.connected))
+            self._finish(call, unreachable(",".join(self._addresses.all), call.limit_s, call.connected))
             return
+        silent_s = now - max(self._since, call.end - call.limit_s)
+        if self._addresses.several and silent_s > (SILENT_S if call.connected else NOT_CONNECTED_S):
+            self._turn()
         sent = self._send(call.frames)
         refusal = self._refusal(sent)
         if refusal:
             self._finish(call, UsageError(refusal))
             return
-        call.connected |= sent
+        call.connected = sent
         self._calls.remind_at(call, min(call.end, now + (self._retry_s if sent else SEND_PAUSE_S)))
         if not self._reading:  # one read for all that is sent in this turn of the loop
             self._reading = True
@@ -233,11 +241,35 @@ class AsyncBrokerClient:
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._socket, self._handshakes = connect_dealer(
-                self._context, self.address, new_identity(), frame_limit(self._max_message_bytes), self._credential
-            )
-            self._loop.add_reader(cast(int, self._socket.getsockopt(zmq.FD)), self._read)
+            self._connect(self._loop)
         return self._loop
+
+    def _connect(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._socket, self._handshakes = connect_dealer(
+            self._context, self.address, new_identity(), frame_limit(self._max_message_bytes), self._credential
+        )
+        loop.add_reader(cast(int, self._socket.getsockopt(zmq.FD)), self._read)
+        self._since = loop.time()
+
+    def _disconnect(self) -> None:
+        if self._socket is not None and self._loop is not None:
+            self._loop.remove_reader(cast(int, self._socket.getsockopt(zmq.FD)))
+            if self._handshakes is not None:
+                self._handshakes.close()
+            self._socket.close(linger=0)
+            self._socket = None
+
+    def _turn(self, leader: str = "") -> None:
+        """Connect to another broker; calls under way are sent again."""
+        loop, self._turning = self._running_loop(), None
+        if self._socket is None or not (self._addresses.several or leader):
+            return
+        self._disconnect()
+        self._addresses.turn(self.address, leader)
+        self._connect(loop)
+        for call in self._calls.by_id.values():
+            call.connected = False
+            self._calls.remind_at(call, loop.time() + SEND_PAUSE_S)
 
     def _send(self, frames: list[bytes]) -> bool:
         if self._socket is None:
@@ -263,11 +295,16 @@ class AsyncBrokerClient:
                 self._dispatch(single)
 
     def _dispatch(self, reply: wire.SingleReply) -> None:
+        self._since = self._running_loop().time()
         if isinstance(reply, wire.Waiting):
             call = self._calls.by_id.get(reply.id)
             if call is not None:
                 logger.warning("the broker has this request but cannot answer yet: %s", reply.reason)
                 call.end = self._running_loop().time() + call.limit_s
+            return
+        if isinstance(reply, wire.NotLeading):
+            if self._turning is None:
+                self._turning = self._running_loop().call_later(TURN_PAUSE_S, self._turn, reply.leader)
             return
         call = self._calls.by_id.pop(reply.id, None)
         if call is not None:

@@ -1,6 +1,7 @@
 """Where a broker may listen, and the address that others connect to."""
 
 import socket
+from collections.abc import Sequence
 
 from common.config.checks import is_loopback, is_wildcard, split_address
 from common.errors import UsageError
@@ -23,6 +24,17 @@ def check_address(address: str, authenticated: bool) -> None:
             "make keys with `slipstream keys DIR` and set broker.credentials to DIR, or use a loopback address "
             "such as tcp://127.0.0.1:0"
         )
+
+
+def candidates(addresses: Sequence[str], former: str) -> list[str]:
+    """Addresses to listen on, in order; for port 0 first the port of the last time, which clients know."""
+    port = former.rpartition(":")[2]
+    found: list[str] = []
+    for address in addresses:
+        if address.endswith(":0") and port.isdigit():
+            found.append(address.removesuffix("0") + port)
+        found.append(address)
+    return found
 
 
 def bindable(address: str) -> str:

@@ -12,6 +12,7 @@ import zmq
 
 from broker.contract import Attached, BrokerEvent, BrokerStatus, LearnerReport, LedgerEntry, StoredGroup
 from broker.messaging import wire
+from broker.messaging.addresses import NOT_CONNECTED_S, SILENT_S, TURN_PAUSE_S, Addresses
 from broker.messaging.sockets import connect_dealer, frame_limit
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.rollouts import Task
@@ -35,7 +36,7 @@ class BrokerClient:
     Requests are repeated until they are answered, through reconnects and restarts of the broker.
 
     Args:
-        address: tcp://HOST:PORT or ipc://PATH.
+        address: tcp://HOST:PORT or ipc://PATH; several with commas between them.
         deadline_s: without an answer for this long (beyond what the request itself waits), give up.
         retry_s: pause before a request is repeated.
         max_message_bytes: broker.max_message_bytes.
@@ -54,7 +55,7 @@ class BrokerClient:
         max_message_bytes: int = 1 << 30,
         credential: Credential | None = None,
     ) -> None:
-        self.address = address
+        self._addresses = Addresses(address)
         self._credential = credential
         self._deadline_s, self._retry_s = deadline_s, retry_s
         self._frame_limit = frame_limit(max_message_bytes)
@@ -63,6 +64,11 @@ class BrokerClient:
         self._channels: list[_Channel] = []
         self._lock = threading.Lock()
         self._sender: dict[str, Any] = {}  # incarnation and instance, once attached
+
+    @property
+    def address(self) -> str:
+        """The broker that this client uses now."""
+        return self._addresses.current
 
     def __enter__(self) -> "BrokerClient":
         return self
@@ -164,7 +170,9 @@ class BrokerClient:
     def _channel(self) -> "_Channel":
         channel: _Channel | None = getattr(self._local, "channel", None)
         if channel is None:
-            channel = self._local.channel = _Channel(self._context, self.address, self._frame_limit, self._credential)
+            channel = self._local.channel = _Channel(
+                self._context, self._addresses, self._frame_limit, self._credential
+            )
             with self._lock:
                 self._channels.append(channel)
         return channel
@@ -176,13 +184,21 @@ class _Channel:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
+        addresses: Addresses,
         max_frame_bytes: int,
         credential: Credential | None,
     ) -> None:
-        self.address = address
         self.ids = itertools.count()
-        self.socket, self._handshakes = connect_dealer(context, address, new_identity(), max_frame_bytes, credential)
+        self._context, self._addresses = context, addresses
+        self._frame_limit, self._credential = max_frame_bytes, credential
+        self._connect(addresses.current)
+
+    def _connect(self, address: str) -> None:
+        self.address = address
+        self.socket, self._handshakes = connect_dealer(
+            self._context, address, new_identity(), self._frame_limit, self._credential
+        )
+        self._since = time.monotonic()
 
     def close(self) -> None:
         self._handshakes.close()
@@ -195,27 +211,45 @@ class _Channel:
         """
         header = wire.encode(request)
         end = time.monotonic() + limit_s
-        connected = False
+        connected, self._since = False, time.monotonic()
         while (now := time.monotonic()) < end:
+            self._turn_away(SILENT_S if connected else NOT_CONNECTED_S)
             try:
                 self.socket.send(header, zmq.NOBLOCK)
             except zmq.Again:
+                connected = False
                 raise_refusal(self._handshakes)
                 self.socket.poll(int(min(CONNECT_POLL_S, end - now) * 1000) + 1, zmq.POLLOUT)
                 continue
             connected = True
             self._handshakes.proven()
             answer = self._answer(request.id, min(end, now + retry_s))
-            if answer is not None and isinstance(answer[0], wire.Waiting):
+            if answer is None:
+                continue
+            if isinstance(answer[0], wire.NotLeading):
+                time.sleep(TURN_PAUSE_S)
+                self._turn_away(0, answer[0].leader)
+            elif isinstance(answer[0], wire.Waiting):
                 logger.warning("the broker has this request but cannot answer yet: %s", answer[0].reason)
-                end = time.monotonic() + limit_s
+                self._since = time.monotonic()
+                end = self._since + limit_s
                 time.sleep(min(retry_s, WAITING_PAUSE_S))
-            elif answer is not None:
+            else:
                 return answer
         suspicion = "" if connected else self._handshakes.suspicion()
         if suspicion:
             raise UsageError(suspicion)
-        raise unreachable(self.address, limit_s, connected)
+        raise unreachable(",".join(self._addresses.all), limit_s, connected)
+
+    def _turn_away(self, after_s: float, leader: str = "") -> None:
+        """Connect to another broker when this one has been of no use for `after_s`, or another thread has turned."""
+        if not self._addresses.several and not leader:
+            return
+        if time.monotonic() - self._since >= after_s:
+            self._addresses.turn(self.address, leader)
+        if self._addresses.current != self.address:
+            self.close()
+            self._connect(self._addresses.current)
 
     def _answer(self, request_id: int, until: float) -> tuple[wire.SingleReply, list[bytes]] | None:
         while (left_s := until - time.monotonic()) > 0:

@@ -185,6 +185,12 @@ class Waiting(Reply, frozen=True, kw_only=True, tag="waiting"):
     reason: str
 
 
+class NotLeading(Reply, frozen=True, kw_only=True, tag="not_leading"):
+    """This broker stands by; `leader` is the address of the one that leads, '' while there is none."""
+
+    leader: str = ""
+
+
 class Done(Reply, frozen=True, kw_only=True, tag="done"):
     pass
 
@@ -253,6 +259,7 @@ SingleReply = (
     | LedgerReply
     | EventsReply
     | Waiting
+    | NotLeading
 )
 
 

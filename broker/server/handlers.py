@@ -8,7 +8,7 @@ from typing import Any, cast
 import zmq
 
 from broker.delivery.state import DeliveryState
-from broker.journal.store import StoredPayload
+from broker.journal.store import PayloadLost, StoredPayload
 from broker.messaging import wire
 from broker.server.long_polls import Key, ParkedLease, ParkedTake, ParkingLot
 from common.errors import BrokerError
@@ -116,6 +116,18 @@ class Handlers:
             return []
         found = [self._state.tasks.living[group.serial].payload for group in reply.groups]
         return [p.read() if isinstance(p, StoredPayload) else cast(Payload, p) for p in found]
+
+    def give_up_lost(self, reply: wire.Taken) -> wire.Reply:
+        """The answer to a take whose groups the store has lost: the step gives these up and waits for others."""
+        for group in reply.groups or ():
+            entry = self._state.tasks.living[group.serial]
+            try:
+                if isinstance(entry.payload, StoredPayload):
+                    entry.payload.read()
+            except PayloadLost:
+                assert entry.step is not None
+                self._state.regenerate(entry.step, [group.serial])
+        return wire.Taken(id=reply.id, groups=None)
 
     def undo_leases(self, reply: wire.Leased) -> None:
         """Leases whose holder never heard of them."""

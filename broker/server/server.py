@@ -18,6 +18,7 @@ from broker.delivery.state import DeliveryState
 from broker.guard.rejected_messages import Later
 from broker.guard.request_guard import Gate
 from broker.journal.journal import Journal
+from broker.journal.store import PayloadLost
 from broker.messaging import wire
 from broker.messaging.bind_address import reachable
 from broker.messaging.sockets import bind_router, frame_limit
@@ -229,6 +230,9 @@ class BrokerServer:
         """Answer without ever waiting, but for a promise, which is held until it is durable."""
         try:
             payloads = self._handlers.payloads(reply)
+        except PayloadLost:
+            assert isinstance(reply, wire.Taken)
+            reply, payloads = self._handlers.give_up_lost(reply), []
         except BrokerError as error:
             reply, payloads = wire.Refused(id=reply.id, reason=str(error)), []
         if _must_not_repeat(reply):

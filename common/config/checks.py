@@ -19,7 +19,7 @@ from common.config.parallel_layout import ModelShape, Problem, document_multiple
 from common.config.schema import Config, LearnerConfig, MoeConfig, SftConfig
 from common.config.supported_models import architecture_problems
 from common.errors import ConfigError
-from common.redis_address import is_redis, parse_redis, with_run
+from common.redis_address import is_redis, parse_redis
 from common.security.credentials import check_credentials, curve_credentials
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -130,25 +130,16 @@ def is_wildcard(host: str) -> bool:
     return host in ("0.0.0.0", "::", "*")
 
 
-def broker_host(config: Config) -> tuple[str, bool]:
-    """(host, whether connections are encrypted) of broker.address; '' for a socket file. Raises ValueError."""
-    address = config.broker.address
-    if config.broker.backend == "redis":
-        at = parse_redis(with_run(address, config.run.name))
-        return at.host, at.scheme == "rediss"
-    return split_address(address)[0], config.broker.credentials is not None
-
-
 def fixed_address(config: Config) -> str | None:
-    """broker.address when it says where to connect to; None when only RUN/broker.json does.
+    """broker.address when it says where to connect to, with commas in a list; None when only RUN/broker.json does.
 
-    The embedded broker writes that file: a port that it picked, or this machine's name for one that listens everywhere.
-    A Redis server is where the config says, and the address that is returned names the run.
+    The broker writes that file: a port that it picked, or this machine's address when it listens everywhere.
     """
-    if config.broker.backend == "redis":
-        return with_run(config.broker.address, config.run.name)
-    host, port = split_address(config.broker.address)
-    return None if port == 0 or is_wildcard(host) else config.broker.address
+    for address in config.broker.addresses:
+        host, port = split_address(address)
+        if port == 0 or is_wildcard(host):
+            return None
+    return ",".join(config.broker.addresses)
 
 
 def is_loopback(host: str) -> bool:
@@ -291,31 +282,63 @@ def _staleness(config: Config) -> Iterator[Problem]:
         yield "weights.publish_every", f"at most staleness.max + 1 = {limit}", found, hint
 
 
+def _broker_address(config: Config) -> Iterator[Problem]:
+    """Every entry of broker.address, and whether connections to it are authenticated."""
+    broker = config.broker
+    addresses = broker.addresses
+    for address in addresses:
+        try:
+            host, port = split_address(address)
+        except ValueError as error:
+            hint = "port 0 picks a free one"
+            if is_redis(address):
+                hint = "clients always connect to the broker: set broker.store: redis and put this into broker.redis"
+            yield "broker.address", str(error).removeprefix("expected "), repr(address), hint
+            continue
+        if len(addresses) > 1 and (port in (None, 0) or is_wildcard(host) or addresses.count(address) > 1):
+            hint = "clients look for the leading broker at each of them"
+            yield "broker.address", "different entries tcp://HOST:PORT that name a host and a port", repr(address), hint
+        if broker.credentials is None and host and not is_loopback(host):
+            expected = "a loopback address such as tcp://127.0.0.1:5555 while broker.credentials is not set"
+            hint = "other interfaces need authentication: `slipstream keys DIR` makes keys for broker.credentials"
+            yield "broker.address", expected, repr(address), hint
+    if len(addresses) > 1 and broker.store == "file":
+        hint = "a standby broker needs a store that it can reach"
+        yield "broker.address", "one address with broker.store: file", repr(list(addresses)), hint
+
+
+def _broker_store(config: Config) -> Iterator[Problem]:
+    """broker.redis fits broker.store, and the connection is safe."""
+    broker = config.broker
+    if broker.store == "file":
+        if broker.redis is not None:
+            yield "broker.redis", "no address while broker.store is file", repr(broker.redis), "set broker.store: redis"
+        return
+    if broker.durability == "memory":
+        yield "broker.durability", "fsync or everysec with broker.store: redis", "'memory'", None
+    try:
+        at = parse_redis(broker.redis or "")
+    except ValueError as error:
+        hint = "broker.store: redis needs the server's address; docs/redis.md"
+        yield "broker.redis", str(error).removeprefix("expected "), repr(broker.redis), hint
+        return
+    if at.host and not is_loopback(at.host):
+        if at.scheme != "rediss":
+            hint = "the password and rollouts would cross the network in plain text"
+            yield "broker.redis", "rediss://HOST:PORT/DB (TLS) beyond this machine", repr(broker.redis), hint
+        if broker.credentials is None:
+            hint = "docs/redis.md says which password and certificates broker.credentials contains"
+            yield "broker.redis", "a loopback address while broker.credentials is not set", repr(broker.redis), hint
+
+
 def _network(config: Config) -> Iterator[Problem]:
     broker = config.broker
-    try:
-        host, encrypted = broker_host(config)
-    except ValueError as error:
-        hint = "port 0 picks a free one" if broker.backend == "zeromq" else "docs/redis.md has examples"
-        if broker.backend == "zeromq" and is_redis(broker.address):
-            hint = "set broker.backend: redis"
-        yield "broker.address", str(error).removeprefix("expected "), repr(broker.address), hint
-        return
+    yield from _broker_address(config)
+    yield from _broker_store(config)
     if broker.credentials is not None:
-        problem = check_credentials(broker.credentials, broker.backend)
+        problem = check_credentials(broker.credentials)
         if problem is not None:
             yield "broker.credentials", "the folder of `slipstream keys DIR`, or a file of it", problem, None
-    elif host and not is_loopback(host):
-        local = "redis://127.0.0.1:6379/0" if broker.backend == "redis" else "tcp://127.0.0.1:5555"
-        expected = f"a loopback address such as {local} while broker.credentials is not set"
-        makes = "`slipstream keys DIR` makes keys for broker.credentials"
-        if broker.backend == "redis":
-            makes = "docs/redis.md says which passwords and certificates broker.credentials holds"
-        hint = f"other interfaces need authentication: {makes}"
-        yield "broker.address", expected, repr(broker.address), hint
-    if broker.backend == "redis" and host and not is_loopback(host) and not encrypted:
-        hint = "passwords and rollouts would cross the network in plain text"
-        yield "broker.address", "rediss://HOST:PORT/DB (TLS) beyond this machine", repr(broker.address), hint
     yield from _weights_address(config)
     if broker.lease_s < LEASE_HEARTBEATS * broker.heartbeat_s:
         expected = f"at least {LEASE_HEARTBEATS} x broker.heartbeat_s ({broker.heartbeat_s})"

@@ -21,10 +21,14 @@ from common.errors import ConfigError, UsageError
 
 OVERRIDE = "<override>"
 MOST_BITS_SHOWN = 256
+REPLACED = {
+    "broker.backend": "broker.store: file or redis takes its place, with broker.redis for the server; docs/redis.md"
+}
 S = TypeVar("S", bound=msgspec.Struct)
 
 # how msgspec names the place of an error, and the field that is unknown or missing there
 _PLACE = re.compile(r" - at `\$\.?(.*)`$")
+_ENTRY = re.compile(r"\[\d+\]$")  # an entry of a list
 _FIELD = re.compile(r"Object (?:contains (unknown)|missing required) field `(.*?)`")
 
 
@@ -65,6 +69,23 @@ def build_config(document: Document, file: str, overrides: Sequence[str] = (), s
         return msgspec.convert(document, schema)
     except msgspec.ValidationError as error:
         raise _rewritten(str(error), document, file, overridden, schema) from None
+
+
+def load_resolved(path: Path) -> Config | SftConfig:
+    """RUN/config.yaml, also as an earlier release wrote it.
+
+    Raises:
+        UsageError: the run was begun in a way that this release cannot continue.
+    """
+    document = strict_yaml.parse_mapping(_read(path), str(path))
+    broker = document.get("broker")
+    backend = cast("Document", broker).pop("backend", "zeromq") if isinstance(broker, dict) else "zeromq"
+    if backend == "redis":
+        raise UsageError(
+            f"{path}: this run was begun with broker.backend: redis, which this release cannot continue. Finish it "
+            "with the release that began it, or start another run.dir with broker.store: redis"
+        )
+    return build_config(document, str(path), schema=SftConfig if _looks_like_sft(document) else Config)
 
 
 def dump_yaml(config: msgspec.Struct) -> str:
@@ -190,6 +211,7 @@ def _rewritten(
         entry_type = get_args(_type_of(key, schema))[1]
         entries = cast("Document", _value_at(document, key))
         key = _join(key, next(name for name, entry in entries.items() if not _converts(entry, entry_type)))
+    key = _ENTRY.sub("", key)
     section = _type_of(key, schema)
     key = _join(key, field[2]) if field else key
     source = OVERRIDE if any(key == o or key.startswith(o + ".") for o in overridden) else file
@@ -211,6 +233,8 @@ def _unknown_key(file: str, key: str, section: Any, schema: type[msgspec.Struct]
     name = key.rpartition(".")[2]
     known = [field.name for field in msgspec.structs.fields(section)]
     elsewhere = [path for path in key_paths(schema) if path.rpartition(".")[2] == name]
+    if key in REPLACED:
+        return ConfigError(file, key, "a known key", f"the former key '{name}'", REPLACED[key])
     near = elsewhere[0] if elsewhere else nearest(name, known)
     hint = f"did you mean '{near}'?" if near else f"known keys here: {', '.join(known)}"
     return ConfigError(file, key, "a known key", f"unknown key '{name}'", hint)
@@ -245,6 +269,8 @@ def _describe_type(kind: Any) -> str:
 def _in_words(kind: schema_info.Type) -> str:
     if isinstance(kind, schema_info.UnionType):
         return " or ".join(_in_words(k) for k in kind.types)
+    if isinstance(kind, schema_info.ListType):
+        return f"a list of {_in_words(kind.item_type)}"
     if isinstance(kind, schema_info.LiteralType):
         return "one of " + ", ".join(str(v) for v in kind.values)
     if isinstance(kind, schema_info.IntType | schema_info.FloatType):

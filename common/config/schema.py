@@ -225,8 +225,10 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
 
 
 class BrokerConfig(Strict, frozen=True, kw_only=True):
-    backend: Literal["zeromq", "redis"] = "zeromq"  # the embedded broker, or a Redis server
-    address: Text = "tcp://127.0.0.1:0"  # port 0: a free one, written to RUN/broker.json; redis: docs/redis.md
+    store: Literal["file", "redis"] = "file"  # Use redis if you run it already, or need standby brokers.
+    redis: Text | None = None  # Address of the server, redis://, rediss:// or unix://; docs/redis.md.
+    # Where the broker listens; port 0 picks a free one. A list has one entry per broker that may lead; docs/redis.md.
+    address: Text | list[Text] = "tcp://127.0.0.1:0"
     credentials: Text | None = None  # folder of `slipstream keys`; needed beyond loopback
     # A promise waits for fsync, for a write that is synced every second, or for no disk at all; docs/delivery.md.
     durability: Literal["fsync", "everysec", "memory"] = "fsync"
@@ -236,6 +238,11 @@ class BrokerConfig(Strict, frozen=True, kw_only=True):
     lease_s: Seconds = 60.0  # A node that is silent for this long loses its tasks.
     max_lease_s: Seconds = 3600.0  # Longest lease that heartbeats renew. It bounds a node that never finishes a group.
     heartbeat_s: Seconds = 2.0  # Seconds between the reports of a node.
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """`address` as a list."""
+        return (self.address,) if isinstance(self.address, str) else tuple(self.address)
 
 
 class WeightsConfig(Strict, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import msgspec
 
-from common.config.loading import dump_yaml, load_either
+from common.config.loading import dump_yaml, load_resolved
 from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
 from common.process import files
@@ -47,8 +47,8 @@ class RunDir:
         self.run_json = self.path / "run.json"
         self.broker_json = self.path / "broker.json"
         self.status_json = self.path / "status.json"
-        self.store = self.path / "store"  # the broker's files
-        self.redis_json = self.path / "redis.json"  # which store in Redis is this run's
+        self.store = self.path / "store"  # with broker.store: file
+        self.redis_json = self.path / "redis.json"  # which store in Redis is this run's, and how far it was seen
         self.ledger_json = self.path / "ledger.json"
         self.learner_json = self.path / "learner.json"
         self.metrics = self.path / "metrics.jsonl"
@@ -86,7 +86,7 @@ class RunDir:
         """Raise UsageError, naming the keys, when RUN/config.yaml computes something else than `config`."""
         if not self.config.exists():
             return
-        before = load_either(self.config)
+        before = load_resolved(self.config)
         if type(before) is not type(config):
             kind = "a warm start (sft)" if isinstance(before, SftConfig) else "an RL job"
             raise UsageError(f"{self.path} already has {kind}; choose another run.dir")

@@ -21,6 +21,7 @@ from common.errors import UsageError
 logger = logging.getLogger(__name__)
 
 KEY = "broker.credentials"
+REDIS_PASSWORD = "broker.password"
 MAKE = "`slipstream keys DIR` makes a folder of keys"
 CREDENTIAL_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z"
 
@@ -142,16 +143,18 @@ def load_credential(path: str | Path, role: Role, name: str = "") -> Credential:
 
 
 def curve_credentials(path: str | None) -> str | None:
-    """The value of broker.credentials for a ZeroMQ socket; None when it is unset, or has users of Redis only."""
-    if path is None or Path(path).is_file() or KeyFolder(path).client_files():
+    """broker.credentials for a ZeroMQ socket; None when it is unset, or has only the broker's password for Redis."""
+    if path is None or Path(path).is_file():
         return path
-    return None
+    folder = KeyFolder(path)
+    has_keys = folder.client_files() or folder.server.exists()
+    return None if (Path(path) / REDIS_PASSWORD).exists() and not has_keys else path
 
 
-def check_credentials(path: str, backend: str = "zeromq") -> str | None:
+def check_credentials(path: str) -> str | None:
     """The problem with the value of broker.credentials for every role, without the key's name; None: it is fine.
 
-    With Redis, CURVE keys are needed by the weight plane only, and may be missing.
+    A folder with nothing but the broker's password for Redis is right while the broker listens on loopback.
     """
     place = Path(path)
     try:
@@ -165,7 +168,7 @@ def check_credentials(path: str, backend: str = "zeromq") -> str | None:
             read_file(file, Credential, "a credential")
         if folder.allowed.exists():
             load_allowed(path)
-        if backend == "zeromq" and not folder.client_files() and not folder.server.exists():
+        if not (folder.client_files() or folder.server.exists() or (place / REDIS_PASSWORD).exists()):
             return f"{path}, which has no keys"
     except (UsageError, OSError) as error:
         return str(error).removeprefix(f"{KEY}: ")

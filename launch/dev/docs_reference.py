@@ -72,6 +72,8 @@ def kind_of(hint: Any) -> str:
         return " or ".join(kind_of(part) for part in get_args(hint) if part is not type(None))
     if get_origin(hint) is dict:
         return "a mapping"
+    if get_origin(hint) is list:
+        return f"list of {kind_of(get_args(hint)[0])}"
     return {int: "integer", float: "number", str: "text", bool: "true, false"}[hint]
 
 

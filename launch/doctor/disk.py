@@ -47,7 +47,7 @@ def disk_bytes(config: Config | SftConfig, plan: Plan) -> int:
     """The largest size of the run: checkpoints, the final model, and the broker's groups, all of full length."""
     weights = plan.rl.publish.bytes if plan.rl is not None else plan.parameters * 4
     needed = LOGS_BYTES + plan.checkpoint.bytes * plan.checkpoint.kept + weights
-    if isinstance(config, Config) and plan.rl is not None and config.broker.backend == "zeromq":
+    if isinstance(config, Config) and plan.rl is not None and config.broker.store == "file":
         step = config.learner.groups_per_step * plan.rl.window.group_bytes
         held = config.broker.retain_steps + config.learner.checkpoint.every + config.staleness.max + 1
         needed += min(held * step, 2 * config.broker.max_bytes)

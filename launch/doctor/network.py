@@ -1,7 +1,6 @@
 """Doctor: addresses that must be free, and servers that must answer."""
 
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,20 +9,16 @@ import psutil
 from common.config.checks import is_wildcard, split_address
 from common.config.schema import Config
 from common.errors import SlipstreamError
-from common.redis_address import parse_redis, with_run
 from launch.doctor.findings import Finding, fine, problem, warning
-
-CONNECT_S = 5.0
-CLOCKS_APART_S = 5.0
 
 
 def check_network(config: Config, running: bool) -> Iterator[Finding]:
     """`running`: whether the broker of this config's run answers, so that its own port is not free."""
     yield from check_interface(config.weights.address)
-    if config.broker.backend == "redis":
+    if config.broker.store == "redis":
         yield from check_redis(config)
-    elif not running:
-        yield from check_port(config.broker.address)
+    if not running and len(config.broker.addresses) == 1:
+        yield from check_port(config.broker.addresses[0])
 
 
 def check_interface(host: str) -> Iterator[Finding]:
@@ -83,38 +78,18 @@ def holder_of(port: int) -> str:
 
 
 def check_redis(config: Config) -> Iterator[Finding]:
-    """Redis answers, in a version and with settings that keep what it acknowledges, and its clock is like ours."""
-    mend = "docs/redis.md"
+    """Redis answers, in a version and with settings that keep what it acknowledges."""
+    from broker.journal.redis_store.checks import check_server
+    from broker.journal.redis_store.connection import open_client
+    from broker.journal.store import StoreUnavailable
+
+    address, doubts, mend = str(config.broker.redis), list[str](), "docs/redis.md"
     try:
-        name = with_run(config.broker.address, config.run.name)
-        parse_redis(name)
-    except ValueError:
-        return  # said by the config's checks
-    doubts: list[str] = []
-    try:
-        apart_s = _ask_redis(name, config, doubts)
-    except SlipstreamError as error:
-        yield problem("redis", str(error), "the delivery's state lies there", mend)
+        with open_client(address, config.broker.credentials) as client:
+            check_server(client, address, config.broker.durability, doubts.append)
+    except (SlipstreamError, StoreUnavailable) as error:
+        yield problem("redis", str(error), "the broker's store lies there", mend)
     else:
         for line in doubts:
             yield warning("redis", line, "settings that cannot be read are not checked", mend)
-        if abs(apart_s) > CLOCKS_APART_S:
-            why = "leases follow the server's clock and hold; the ages in `status` are off"
-            yield warning("redis", f"its clock is {apart_s:+.0f} s from this machine's", why, "chrony on both")
-        yield fine("redis", f"{config.broker.address} answers, and keeps what it acknowledges")
-
-
-def _ask_redis(name: str, config: Config, doubts: list[str]) -> float:
-    """Check the server, adding what cannot be seen to `doubts`; returns how far its clock is ahead of ours, in s."""
-    from broker.redis.checks import check_server
-    from broker.redis.endpoint import endpoint
-    from broker.redis.link import Link
-
-    link = Link(endpoint(name, "broker", config.broker.credentials), "broker", CONNECT_S)
-    try:
-        end = time.monotonic() + CONNECT_S
-        check_server(link, config.broker.durability, end, doubts.append)
-        seconds, micros = link.run(lambda repeated, whole: [("TIME",)], end)[0]
-        return int(seconds) + int(micros) / 1e6 - time.time()
-    finally:
-        link.close()
+        yield fine("redis", f"{address} answers, and keeps what it acknowledges")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from common.config.checks import broker_host, is_loopback
+from common.config.checks import is_loopback, split_address
 from common.config.schema import Config, SftConfig
 from launch.doctor.findings import Finding, fine, problem, warning
 from launch.doctor.machine import Machine
@@ -132,7 +132,7 @@ def _several_machines(config: Config | SftConfig | None) -> bool:
     if not isinstance(config, Config):
         return False
     try:
-        host, _ = broker_host(config)
+        hosts = [split_address(address)[0] for address in config.broker.addresses]
     except ValueError:
         return False
-    return bool(host) and not is_loopback(host)
+    return any(host and not is_loopback(host) for host in hosts)

@@ -16,7 +16,7 @@ from launch.observe.observation import Observation, observe
 from launch.observe.stall_text import STOPPING, sentence, stalls_of
 from learner.loop.learner_record import read_record
 
-LOCKS = ("up.lock", "keeper.lock", "store/lock")
+LOCKS = ("up.lock", "store/lock")
 LONG_S = 60.0  # a wait of this length is worth a warning
 ANSWER_S = 3.0
 

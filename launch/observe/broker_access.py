@@ -4,7 +4,7 @@ from broker.connect import Access, connect
 from broker.contract import BrokerStatus
 from common.config.checks import split_address
 from common.errors import BrokerUnreachable, UsageError
-from common.redis_address import FORMS, is_redis, parse_redis
+from common.redis_address import is_redis
 
 
 def ask_status(address: str, timeout_s: float, credentials: str | None = None) -> BrokerStatus:
@@ -22,14 +22,11 @@ def ask_status(address: str, timeout_s: float, credentials: str | None = None) -
 def check_join_address(address: str) -> None:
     """Raise UsageError when `address` cannot be a broker's."""
     try:
-        if is_redis(address):
-            parse_redis(address)
-            return
-        _, port = split_address(address)
+        ports = [split_address(entry)[1] for entry in address.split(",")]
     except ValueError as error:
-        others = "" if is_redis(address) else f", or {FORMS} of a Redis broker"
-        raise UsageError(f"--join: {error}{others}, found {address!r}") from None
-    if port == 0:
+        hint = "; the broker of a run with broker.store: redis, not its Redis server" if is_redis(address) else ""
+        raise UsageError(f"--join: {error}, found {address!r}{hint}") from None
+    if 0 in ports:
         raise UsageError(
             f"--join: {address} names no port; RUN/broker.json and `slipstream status RUN` have the address"
         )

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from broker.contract import LEARNER_ENDED
 from broker.diagnosis.stalls import Stall, explain
-from common.redis_address import is_redis
 from launch.observe.number_format import duration
 from launch.observe.observation import Observation
 
@@ -25,8 +24,7 @@ def stalls_of(seen: Observation) -> list[Stall]:
         return explain(seen.status)
     learner, address = seen.status.learner, seen.status.address
     if seen.unreachable:
-        what = "the Redis server" if is_redis(address) else "the broker"
-        waits = f"{what} at {address}, which does not answer ({seen.note.partition(';')[0]})"
+        waits = f"the broker at {address}, which does not answer ({seen.note.partition(';')[0]})"
         release = "it answers again: nodes bear it for a minute, and what was acknowledged is kept"
         return [Stall("broker_away", "everyone", waits, seen.age_s, release)]
     if learner is not None and learner.state in LEARNER_ENDED:

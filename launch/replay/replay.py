@@ -1,6 +1,6 @@
 """slipstream replay RUN: a learner trains recorded steps of a run again, offline, to see where a loss went wrong.
 
-RUN/store or Redis  ->  a broker in this process, its steps preloaded as taken  ->  the learner, in its own run folder
+the run's store  ->  a broker in this process, its steps preloaded as taken  ->  the learner, in its own run folder
 """
 
 import argparse
@@ -93,7 +93,7 @@ def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) ->
 @contextmanager
 def serving(state: DeliveryState, config: Config, run: RunDir) -> Generator[None]:
     """While active, a broker with `state` serves the run's learner."""
-    server = BrokerServer(state, config.broker.address, config.broker.max_message_bytes)
+    server = BrokerServer(state, config.broker.addresses[0], config.broker.max_message_bytes)
     thread = threading.Thread(target=server.run, name="broker", daemon=True)
     thread.start()
     write_json(run.broker_json, BrokerFile(getpid(), server.address, time.time()))

@@ -119,7 +119,7 @@ def _config(config: Config, file: str, folder: Path, last: int, overrides: Seque
         config,
         run=replace(config.run, dir=str(folder), steps=last + 1),
         learner=replace(config.learner, optimizer=optimizer, checkpoint=checkpoint),
-        broker=replace(config.broker, backend="zeromq", address="tcp://127.0.0.1:0", credentials=None),
+        broker=replace(config.broker, store="file", redis=None, address="tcp://127.0.0.1:0", credentials=None),
         weights=replace(config.weights, address="127.0.0.1", canary_every=0),
     )
     return checked(build_config(msgspec.to_builtins(own), file, overrides), file, environment=False)[0]

@@ -87,7 +87,7 @@ class Job:
         plan = plan_cores(available_cores(), learner_threads, [threads] * len(self.nodes))
         restarts = config.run.max_restarts
         broker = self._spec("broker", ["broker"], log_path(logs, "broker", "0"))
-        keeps = config.broker.backend != "zeromq" or config.broker.durability != "memory"  # others could not go on
+        keeps = config.broker.durability != "memory"  # others could not go on
         self.supervisor.start(replace(broker, max_restarts=restarts if keeps else 0))
         if not self._await_broker(flag):
             return

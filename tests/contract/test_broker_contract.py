@@ -1,10 +1,7 @@
-"""The delivery contract, the same for every backend."""
+"""The delivery contract, the same over every store."""
 
 import asyncio
-import atexit
-import functools
 import secrets
-import shutil
 import tempfile
 import threading
 import time
@@ -24,15 +21,14 @@ from broker.delivery.state import DeliveryState
 from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import Journal
 from broker.journal.recovery import recover
+from broker.journal.redis_store.store import RedisStore
+from broker.journal.store import Store
 from broker.messaging.async_client import AsyncBrokerClient
 from broker.messaging.sync_client import BrokerClient
-from broker.redis.async_client import AsyncRedisClient
-from broker.redis.client import RedisClient
 from broker.server.server import BrokerServer
 from common.errors import BrokerError
-from common.redis_address import with_run
 from common.rollouts import GroupMeta, Task
-from tests.redis_server import RedisServer, make_run
+from tests.redis_server import leading, redis_server
 from tests.waiting import until
 
 META = GroupMeta(version_min=0, version_max=1, reward_mean=0.5, sampled_tokens=10, generation_s=2.5)
@@ -95,16 +91,25 @@ def zeromq(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
     yield from served(BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20), runner)
 
 
-def zeromq_durable(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
-    """Acknowledged only after a sync; the segments are so small that snapshots are taken all the time."""
+def zeromq_files(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
     with tempfile.TemporaryDirectory() as folder:
-        journal = Journal(open_file_store(Path(folder, "store"), run.name), "fsync", segment_bytes=1 << 12)
+        yield from durable(open_file_store(Path(folder, "store"), run.name), run, runner)
 
-        def make_state(recorder: Journal) -> DeliveryState:
-            return DeliveryState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog(), recorder, 2)
 
-        state, _ = recover(journal, make_state)
-        yield from served(BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, journal=journal), runner)
+def zeromq_redis(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
+    term = leading(redis_server(), f"test {secrets.token_hex(4)}")
+    yield from durable(RedisStore(term, run.run_dir), run, runner)
+
+
+def durable(store: Store, run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
+    """Acknowledged only after a sync; the segments are so small that snapshots are taken all the time."""
+    journal = Journal(store, "fsync", segment_bytes=1 << 12)
+
+    def make_state(recorder: Journal) -> DeliveryState:
+        return DeliveryState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog(), recorder, 2)
+
+    state, _ = recover(journal, make_state)
+    yield from served(BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, journal=journal), runner)
 
 
 def served(server: BrokerServer, runner: asyncio.Runner) -> Iterator[Backend]:
@@ -132,40 +137,7 @@ def served(server: BrokerServer, runner: asyncio.Runner) -> Iterator[Backend]:
         assert not thread.is_alive()
 
 
-@functools.cache
-def redis_server() -> RedisServer:
-    """One private server for the whole module; every test has a run of its own on it."""
-    folder = Path(tempfile.mkdtemp(prefix="slipstream-redis-"))
-    server = RedisServer(folder)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    atexit.register(server.stop)
-    return server
-
-
-def redis(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
-    name = f"test {secrets.token_hex(4)}"
-    make_run(redis_server(), msgspec.structs.replace(run, name=name))
-    address = with_run(redis_server().address, name)
-    opened: list[Any] = []
-
-    def learner() -> LearnerBroker:
-        opened.append(RedisClient(address, deadline_s=60))
-        return opened[-1]
-
-    def node() -> NodeBroker:
-        opened.append(AsyncRedisClient(address, deadline_s=60))
-        return opened[-1]
-
-    try:
-        yield Backend(runner, learner, node)
-    finally:
-        for client in opened:
-            closing = client.close()
-            if closing is not None:
-                runner.run(closing)
-
-
-BACKENDS = {"memory": memory, "zeromq": zeromq, "zeromq_durable": zeromq_durable, "redis": redis}
+BACKENDS = {"memory": memory, "zeromq": zeromq, "zeromq_files": zeromq_files, "zeromq_redis": zeromq_redis}
 
 
 @pytest.fixture(params=sorted(BACKENDS))

@@ -16,9 +16,9 @@ class RedisUnderTest:
     Args:
         folder: made; its files.
         fsync: the server's appendfsync.
-        replica: a second server follows the first; clients connect through `proxy`, which leads to the primary.
+        replica: a second server follows the first; the broker connects through `proxy`, which leads to the primary.
 
-    `address` is what everybody connects to.
+    `address` is what the broker connects to.
     """
 
     def __init__(self, folder: Path, fsync: str, replica: bool) -> None:
@@ -28,14 +28,14 @@ class RedisUnderTest:
         self._former: list[RedisServer] = []
         self._replica: RedisServer | None = None
         self.proxy: Proxy | None = None
-        self.address = self.server.address + "?run=faults"
+        self.address = self.server.address
         if replica:
             self._replica = RedisServer(_made(folder / "replica"), settings)
             self._replication = Proxy(self.server.address)
             self.proxy = Proxy(self.address)
             self.address = self.proxy.address
             port = self._replication.address.rpartition(":")[2].removesuffix("/0")
-            assert self._replica.ask("REPLICAOF", "127.0.0.1", port) == b"OK"
+            assert self._replica.ask("REPLICAOF", "127.0.0.1", port)
 
     def replica_in_step(self) -> None:
         """Wait until the replica has all that the primary had when this was called."""
@@ -54,7 +54,7 @@ class RedisUnderTest:
         assert self._replica is not None and self.proxy is not None
         self.server.kill()
         self._replication.cut()  # what was on its way is lost with the primary
-        assert self._replica.ask("REPLICAOF", "NO", "ONE") == b"OK"
+        assert self._replica.ask("REPLICAOF", "NO", "ONE")
         self._former.append(self.server)
         self.server, self._replica = self._replica, None
         self.proxy.lead_to(self.server.port)
@@ -76,9 +76,9 @@ def _made(folder: Path) -> Path:
 
 
 def _replication(server: RedisServer) -> dict[str, str]:
-    text = server.ask("INFO", "replication")
-    assert isinstance(text, bytes)
-    return dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
+    found = server.ask("INFO", "replication")
+    assert isinstance(found, dict)
+    return {name: str(value) for name, value in found.items()}
 
 
 def _offset(server: RedisServer) -> int:

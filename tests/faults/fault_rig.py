@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fault_options import HEARTBEAT_S, LEASE_S, PROMPTS, BrokerOptions, Checkpoint, LearnerOptions, NodeOptions
-from fault_promise import EVERYTHING, Since, always_fails, check_promise, final_ledger, trained_lines
+from fault_options import HEARTBEAT_S, LEASE_S, PROMPTS, BrokerOptions, LearnerOptions, NodeOptions
+from fault_promise import EVERYTHING, always_fails, check_promise, final_ledger, trained_lines
 from fault_proxy import Proxy
 from fault_redis import RedisUnderTest
 
@@ -51,7 +51,7 @@ class Rig:
         self.poisoned, self._wild_clock = poisoned, wild_clock
         fsync = "everysec" if redis == "everysec" else "always"
         self._redis = RedisUnderTest(run_dir / "redis", fsync, redis == "replica") if redis else None
-        self.address = self._redis.address if self._redis else f"tcp://127.0.0.1:{free_port()}"
+        self.address = f"tcp://127.0.0.1:{free_port()}"
         self.broker_process: Process | None = None
         self.learner_process: Process | None = None
         self.nodes: dict[str, Process] = {}
@@ -71,7 +71,7 @@ class Rig:
         self.broker_options |= options
         attempts = self.broker_options.get("max_attempts", 50)
         if self._redis is not None:
-            self.broker_options["backend"] = "redis"
+            self.broker_options |= {"store": "redis", "redis": self._redis.address}
             self.broker_options.setdefault("durability", self._redis.durability)
         section = {"address": self.address, "lease_s": LEASE_S, "heartbeat_s": HEARTBEAT_S, **self.broker_options}
         section.pop("max_attempts", None)
@@ -188,29 +188,6 @@ class Rig:
 
         return self.eventually(reached, f"step {highest} was not trained") - since_s
 
-    def goes_on_or_starts_again_s(self, since_s: float, steps: int = 3) -> float:
-        """As `new_steps_s`; a learner that ends because Redis lost moves is started again, as `slipstream up` does."""
-
-        def moved() -> bool:
-            assert self.learner_process is not None
-            new = [x for x in trained_lines(self.run_dir) if x.at_s > since_s]
-            return len(new) >= steps or self.learner_process.poll() is not None
-
-        self.eventually(moved, "the learner neither goes on nor ends")
-        self.start_again_if_moves_were_lost()
-        return self.new_steps_s(since_s, steps)
-
-    def start_again_if_moves_were_lost(self) -> bool:
-        """Whether the learner had ended because of that; then the next one has a new store."""
-        assert self.learner_process is not None
-        if self.learner_process.poll() is None:
-            return False
-        told = self.log_of("learner")
-        assert self.learner_process.returncode == 1 and "Redis has lost moves of run faults" in told, told[-3000:]
-        self.since = Since(Checkpoint.load(self.run_dir).step, self._incarnation + 1)
-        self.start_learner(new_store=True)
-        return True
-
     def leased_by(self, node: str) -> list[int]:
         """Tasks that the node holds now."""
         return [e.serial for e in self.ledger() if e.state == "leased" and e.nodes[-1] == node]
@@ -239,7 +216,7 @@ class Rig:
         """Whether the broker that was started last is at its address."""
         process, here = self.broker_process, RunDir(self.run_dir).broker()
         assert process is not None and process.poll() is None, self.log_of("broker")
-        if here is None or here.pid != process.pid:  # Redis answers without a keeper
+        if here is None or here.pid != process.pid:
             return False
         try:
             with connect(Access(address=self.address, role="observer", deadline_s=10.0, retry_s=0.2)) as observer:

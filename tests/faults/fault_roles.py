@@ -24,7 +24,6 @@ from fault_options import GROUP_SIZE, BrokerOptions, Checkpoint, LearnerOptions,
 from broker.connect import Access, BrokerConnection, NodeConnection, connect, connect_node
 from broker.contract import LearnerReport
 from broker.main import run_broker
-from broker.redis.keeper import run_keeper
 from common.arrays import Array
 from common.config.schema import (
     BrokerConfig,
@@ -61,8 +60,7 @@ def broker(o: BrokerOptions) -> int:
         broker=msgspec.convert(o.broker, BrokerConfig),
         staleness=StalenessConfig(max=o.max_staleness),
     )
-    run = run_keeper if config.broker.backend == "redis" else run_broker
-    return run(config, msgspec.json.encode(config))
+    return run_broker(config, msgspec.json.encode(config))
 
 
 # -------------------------------------------------------------------- node

@@ -28,12 +28,12 @@ def test_up_trains_on_redis_through_kill_9_of_the_server_and_commits_every_group
     (tmp_path / "redis").mkdir()
     server = RedisServer(tmp_path / "redis", {"appendonly": "yes", "appendfsync": "always"})
     try:
-        broker = {"backend": "redis", "address": server.address}
+        broker = {"store": "redis", "redis": server.address}
         config = write_config(tmp_path / "job.yaml", assets, run_dir, STEPS, tasks=SLOW, broker=broker)
         with Command(tmp_path, "up", "up", str(config)) as up:
             until("third step", lambda: len(metrics(run_dir)) >= 3, up)
             running = status(run_dir)
-            assert running["live"] and running["broker"]["address"].startswith("redis://")
+            assert running["live"] and running["broker"]["address"].startswith("tcp://")
             pids = running["learner"]["pid"], [node["pid"] for node in running["nodes"]]
 
             server.kill()

@@ -140,7 +140,7 @@ def test_a_run_on_redis_computes_and_replays_what_the_embedded_broker_s_does(
     try:
         job = Job(tmp_path / "job", model, LEARNER, checkpoint="every: 3, keep: 9, asynchronous: false")
         with job.config.open("a") as file:
-            file.write(f"broker: {{backend: redis, address: '{server.address}'}}\n")
+            file.write(f"broker: {{store: redis, redis: '{server.address}'}}\n")
         with process([sys.executable, "-m", "launch.cli", "broker", str(job.config)]) as keeper:
             wait_for(lambda: job.run.broker() is not None, keeper)
             with node(job.run.broker().address):

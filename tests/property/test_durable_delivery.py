@@ -106,6 +106,9 @@ class DurableDelivery(Delivery):
             assert after[what] == value, what
         assert all(e.deadline > self.now for e in self.state.tasks.leased.values())
 
+    def everything(self) -> dict[str, Any]:
+        return everything(self.durable)
+
     @rule()
     def a_turn_ends(self) -> None:
         if hasattr(self, "journal"):

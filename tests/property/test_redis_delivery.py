@@ -1,58 +1,61 @@
-"""The delivery state machine once more, over Redis: the rules and invariants are those of Delivery."""
+"""The delivery state machine once more, with its records in Redis: the rules and invariants are those of Delivery."""
 
-import shutil
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import secrets
 
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from broker.contract import RunInfo
-from tests.property.redis_delivery import RedisDelivery, clock_of_the_test
-from tests.property.test_delivery_state import NODES, Delivery
-from tests.redis_server import RedisServer
+from broker.delivery.event_log import EventLog
+from broker.delivery.state import DeliveryState
+from broker.journal.journal import Journal
+from broker.journal.recovery import recover
+from broker.journal.redis_store.store import RedisStore
+from broker.journal.redis_store.term import Term
+from tests.property.test_durable_delivery import RETAIN_STEPS, DurableDelivery
+from tests.redis_server import redis_server
 
 
-class RedisMachine(Delivery):
-    """Delivery over a private Redis server, with its own run in every example."""
-
-    server: RedisServer
+class RedisDelivery(DurableDelivery):
+    """Delivery over a private Redis server, with a run of its own in every example."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.redis: RedisDelivery | None = None
+        self.server, self.name, self.terms = redis_server(), secrets.token_hex(8), 0
 
-    def new_state(self, run: RunInfo, new_token: Callable[[], str]) -> Any:
-        self.redis = RedisDelivery(self.server, run, lambda: self.now, NODES)
-        return self.redis
+    def open(self) -> DeliveryState:
+        self.server.ask("DEL", f"slipstream:{{{self.name}}}:leader")  # the term of the broker that died is over
+        term = Term(self.server.client(), self.server.address, self.name, "tcp://127.0.0.1:1")
+        assert term.take(0) is None
+        self.terms += 1
+        assert term.number == self.terms
+        self.journal = Journal(RedisStore(term, "/nowhere"), "fsync", segment_bytes=1 << 12)
 
-    @rule(one_in=st.integers(1, 6))
-    def the_server_is_killed_and_comes_back(self, one_in: int) -> None:
-        if self.redis is None or one_in > 1:  # it takes a while, compared with everything else
+        def make(journal: Journal) -> DeliveryState:
+            events = EventLog(wall_clock=lambda: 0)
+            return DeliveryState(self.run, lambda: self.now, self.new_token, events, journal, RETAIN_STEPS)
+
+        self.durable, self.found = recover(self.journal, make)
+        return self.durable
+
+    @rule(good_order=st.booleans())
+    def the_broker_dies_and_comes_back(self, good_order: bool) -> None:
+        if not hasattr(self, "journal"):
             return
-        before = self.redis.tasks, self.redis.ledger()
-        self.server.kill()
-        self.server.start()
-        assert (self.redis.tasks, self.redis.ledger()) == before
+        before = self.everything()
+        self.settle()
+        former = self.journal
+        if good_order:
+            assert former.close()
+        self.state = self.open()
+        after = self.everything()
+        for what, value in before.items():
+            assert after[what] == value, what
+        if not good_order:
+            former.close()
 
-    def teardown(self) -> None:
-        if self.redis is not None:
-            self.redis.close()
 
-
-RedisMachine.TestCase.settings = settings(  # looking for a shorter example takes minutes here
-    max_examples=25, stateful_step_count=50, deadline=None, phases=(Phase.reuse, Phase.generate)
+RedisDelivery.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=40, deadline=None, phases=(Phase.reuse, Phase.generate)
 )
-
-
-class TestRedisDelivery(RedisMachine.TestCase):
-    @classmethod
-    def setUpClass(cls) -> None:
-        cls.folder = Path(tempfile.mkdtemp(prefix="slipstream-redis-"))
-        cls.addClassCleanup(shutil.rmtree, cls.folder)
-        RedisMachine.server = RedisServer(cls.folder, {"appendonly": "yes", "appendfsync": "always"})
-        cls.addClassCleanup(RedisMachine.server.stop)
-        cls.enterClassContext(clock_of_the_test())
+TestRedisDelivery = RedisDelivery.TestCase

@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 class FileStore:
     """See Store. Only the process that holds the folder's lock may write."""
+
+    idle_s: float | None = None
 
     def __init__(self, folder: StoreFolder, info: StoreInfo) -> None:
         self.folder, self.info = folder, info
@@ -76,6 +78,13 @@ class FileStore:
                 "damaged; restore the file from a copy, or start another run from the last checkpoint"
             )
         return data
+
+    def missing(self, locations: Collection[Location]) -> set[Location]:
+        """See Store; files are checked when they are read."""
+        return set()
+
+    def idle(self) -> None:
+        """See Store."""
 
     def append(self, batch: Sequence[Record], *, synced: int, sync: bool) -> None:
         """See Store. One write, and one sync."""

@@ -1,4 +1,4 @@
-"""A run whose broker.backend or disk changes between two starts."""
+"""A run whose broker.store or disk changes between two starts."""
 
 import resource
 import signal
@@ -12,31 +12,46 @@ import pytest
 from broker.contract import LearnerReport
 from broker.journal.file_store.folder import StoreFolder
 from broker.journal.open_state import Memory, open_memory
+from broker.journal.redis_store.leading import Leading
 from broker.main import run_info
 from common.config.schema import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
 from common.errors import UsageError
 from common.process.run_dir import RunDir
 from common.rollouts import Task
 from tests.redis_server import RedisServer
-from tests.unit.broker.test_redis_keeper import SAFE, keeper
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
     (tmp_path / "server").mkdir()
-    started = RedisServer(tmp_path / "server", SAFE)
+    started = RedisServer(tmp_path / "server", {"appendonly": "yes", "appendfsync": "always"})
     yield started
     started.kill()
 
 
-def embedded(folder: Path) -> Memory:
-    config = Config(
-        run=RunConfig(name="kept", dir=str(folder), steps=10),
+def job(folder: Path, **broker: object) -> Config:
+    return Config(
+        run=RunConfig(name=f"{folder.parent.name}", dir=str(folder), steps=10),
         model=ModelConfig(path="none"),
         tasks=TasksConfig(environment="none", dataset="none"),
-        broker=msgspec.convert({}, BrokerConfig),
+        broker=msgspec.convert(broker, BrokerConfig),
     )
+
+
+def files(folder: Path) -> Memory:
+    config = job(folder)
     return open_memory(config, run_info(config, b""), lambda event: None)
+
+
+def in_redis(server: RedisServer, folder: Path) -> None:
+    """A broker with broker.store: redis comes and goes."""
+    config = job(folder, store="redis", redis=server.address)
+    leading = Leading(config, str(folder))
+    assert leading.take("tcp://127.0.0.1:1") is None
+    try:
+        open_memory(config, run_info(config, b""), lambda event: None, leading).close()
+    finally:
+        leading.resign()
 
 
 def test_a_run_that_went_on_in_redis_does_not_take_up_its_former_store_again(
@@ -45,14 +60,14 @@ def test_a_run_that_went_on_in_redis_does_not_take_up_its_former_store_again(
     """Its groups may have been trained on meanwhile, and its serials stand for other prompts."""
     run = tmp_path / "run"
     run.mkdir()
-    first = embedded(run)
+    first = files(run)
     first.state.attach(LearnerReport(1, 1, "training", 0))
     first.state.offer([Task(s, b"{}", s, 2) for s in range(4)])
     assert first.journal is not None
     first.journal.end_turn()
     first.close()
-    keeper(server, run).close()
-    again = embedded(run)
+    in_redis(server, run)
+    again = files(run)
     told = again.state.attach(LearnerReport(1, 2, "training", 0))
     again.close()
     assert told.next_serial == 0
@@ -60,8 +75,19 @@ def test_a_run_that_went_on_in_redis_does_not_take_up_its_former_store_again(
     assert (run / "store-1" / "store.json").exists()
     assert (run / "redis-1.json").exists()
     with pytest.raises(UsageError, match=r"redis\.json is missing"):
-        keeper(server, run)
-    assert StoreFolder(run / "store").info() is not None, "a refused keeper moves nothing"
+        in_redis(server, run)
+
+
+def test_a_run_of_the_former_redis_backend_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    config = job(run.path)
+    run.prepare(config)
+    text = run.config.read_text()
+    run.config.write_text(text.replace("  store: file\n", "  backend: zeromq\n").replace("  redis: null\n", ""))
+    run.prepare(config)
+    run.config.write_text(text.replace("  store: file\n", "  backend: redis\n").replace("  redis: null\n", ""))
+    with pytest.raises(UsageError, match=r"begun with broker\.backend: redis, which this release cannot continue"):
+        run.prepare(config)
 
 
 @contextmanager

@@ -14,9 +14,12 @@ import pytest
 from broker import main
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport
 from broker.journal import open_state
+from broker.journal.run_folder import keep_former_ledger
+from broker.journal.status_files import Snapshots
 from broker.messaging.sync_client import BrokerClient
 from broker.server.server import BrokerServer
 from common.errors import UsageError
+from common.process.run_dir import BrokerFile
 from common.rollouts import GroupMeta, Task
 from common.security.credentials import KeyFolder
 from launch.keys import make
@@ -73,7 +76,7 @@ def test_a_run_directory_tells_where_the_broker_is_and_what_it_saw(tmp_path: Pat
 def test_what_was_committed_is_on_disk_at_once(tmp_path: Path) -> None:
     run = main.run_info(job(tmp_path), b"")
     state = new_state(run)
-    snapshots = main.Snapshots(tmp_path, state)
+    snapshots = Snapshots(tmp_path, state)
     state.offer([Task(serial, b"{}", 0, 4) for serial in range(run.groups_per_step)])
     state.register(NodeReport("n0", 1, "host", "generating", 0))
     for lease in state.lease("n0", 0, run.groups_per_step):
@@ -89,7 +92,7 @@ def test_what_was_committed_is_on_disk_at_once(tmp_path: Path) -> None:
 def test_the_cost_of_snapshots_does_not_grow_with_the_number_of_commits(tmp_path: Path) -> None:
     now_s, written_at = 0.0, list[float]()
 
-    class Slow(main.Snapshots):
+    class Slow(Snapshots):
         def go_on(self, until: float, sync: bool = False) -> bool:
             nonlocal now_s
             written_at.append(now_s)
@@ -126,22 +129,22 @@ def test_the_server_looks_after_every_turn_whether_something_was_committed(tmp_p
 def test_the_ledger_of_an_earlier_broker_is_kept(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / "ledger.json").write_text(f"[{number}]")
-        main.keep_former_ledger(tmp_path)
+        keep_former_ledger(tmp_path)
         assert (tmp_path / f"ledger-{number}.json").read_text() == f"[{number}]"
     (tmp_path / "ledger.json").write_text("[]")
-    main.keep_former_ledger(tmp_path)
+    keep_former_ledger(tmp_path)
     assert not (tmp_path / "ledger-3.json").exists()
 
 
 def test_a_stale_broker_file_is_no_obstacle(tmp_path: Path) -> None:
-    for content in (b"not json", msgspec.json.encode(main.BrokerFile(2**22 + 1, "tcp://127.0.0.1:9", 0.0))):
+    for content in (b"not json", msgspec.json.encode(BrokerFile(2**22 + 1, "tcp://127.0.0.1:9", 0.0))):
         (tmp_path / "broker.json").write_bytes(content)
         main.refuse_second_broker(tmp_path)
 
 
 def test_the_broker_file_of_a_reused_process_id_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "ALIVE_CHECK_S", 0.2)
-    file = main.BrokerFile(os.getpid(), "tcp://127.0.0.1:9", 0.0)
+    file = BrokerFile(os.getpid(), "tcp://127.0.0.1:9", 0.0)
     (tmp_path / "broker.json").write_bytes(msgspec.json.encode(file))
     main.refuse_second_broker(tmp_path)
 
@@ -155,7 +158,7 @@ def test_a_living_broker_with_other_keys_keeps_a_second_one_out(tmp_path: Path, 
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        file = main.BrokerFile(os.getpid(), server.address, 0.0)
+        file = BrokerFile(os.getpid(), server.address, 0.0)
         (tmp_path / "broker.json").write_bytes(msgspec.json.encode(file))
         with pytest.raises(UsageError, match=r"already has a broker \(process \d+, tcp://.*does not talk to this one"):
             main.refuse_second_broker(tmp_path, str(tmp_path / "other") if mine == "other keys" else None)

@@ -15,10 +15,9 @@ from common.config.checks import (
     resolve_paths,
     split_address,
 )
-from common.config.loading import build_config
+from common.config.loading import build_config, dump_yaml, load_config
 from common.config.schema import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, TasksConfig
 from common.errors import ConfigError
-from common.redis_address import parse_redis, with_run
 from common.security.credentials import KeyFolder
 from launch.keys import make
 
@@ -281,12 +280,19 @@ def test_publishing_less_often_than_the_window_allows_would_stall(folder):
         ("broker", {"address": "tcp://127.0.0.1:99999"}, "broker.address", "tcp://HOST:PORT"),
         ("broker", {"address": "tcp://0.0.0.0:5555"}, "broker.address", "loopback"),
         ("broker", {"address": "tcp://10.0.0.4:5555"}, "broker.address", "authentication"),
-        ("broker", {"address": "redis://127.0.0.1:6379"}, "broker.address", "broker.backend: redis"),
-        ("broker", {"backend": "redis"}, "broker.address", "redis://HOST:PORT"),
-        ("broker", {"backend": "redis", "address": "redis://10.0.0.4:6379/0"}, "broker.address", "authentication"),
-        ("broker", {"backend": "redis", "address": "redis://10.0.0.4:6379/0"}, "broker.address", "docs/redis.md"),
-        ("broker", {"backend": "redis", "address": "redis://a:b@127.0.0.1:6379/0"}, "broker.address", "credentials"),
-        ("broker", {"backend": "redis", "address": "redis://127.0.0.1:6379/0?run=other"}, "broker.address", "?run="),
+        ("broker", {"address": "redis://127.0.0.1:6379"}, "broker.address", "broker.store: redis"),
+        ("broker", {"address": ["tcp://127.0.0.1:5", "tcp://127.0.0.1:6"]}, "broker.address", "broker.store: file"),
+        ("broker", {"redis": "redis://127.0.0.1"}, "broker.redis", "broker.store: redis"),
+        ("broker", {"store": "redis"}, "broker.redis", "redis://HOST:PORT"),
+        ("broker", {"store": "redis", "redis": "rediss://10.0.0.4/0"}, "broker.redis", "docs/redis.md"),
+        ("broker", {"store": "redis", "redis": "redis://a:b@127.0.0.1:6379/0"}, "broker.redis", "credentials"),
+        ("broker", {"store": "redis", "redis": "redis://h", "durability": "memory"}, "broker.durability", "everysec"),
+        (
+            "broker",
+            {"store": "redis", "redis": "redis://127.0.0.1", "address": ["tcp://127.0.0.1:0", "tcp://127.0.0.1:6"]},
+            "broker.address",
+            "a host and a port",
+        ),
         ("weights", {"address": "0.0.0.0"}, "weights.address", "loopback"),
         ("broker", {"lease_s": 5.0, "heartbeat_s": 2.0}, "broker.lease_s", "heartbeat_s"),
         ("broker", {"max_lease_s": 60.0}, "broker.max_lease_s", "sample_timeout_s"),
@@ -316,18 +322,25 @@ def test_local_addresses_pass(folder, address):
 
 
 @pytest.mark.parametrize("address", ["redis://127.0.0.1:6379/0", "rediss://localhost", "unix:///run/redis.sock?db=1"])
-def test_local_redis_addresses_pass_and_say_which_run_is_meant(folder, address):
-    config = job(folder, broker={"backend": "redis", "address": address})
+def test_local_redis_addresses_pass_and_clients_get_all_brokers(folder, address):
+    brokers = ["tcp://127.0.0.1:5", "tcp://127.0.0.1:6"]
+    config = job(folder, broker={"store": "redis", "redis": address, "address": brokers})
     check_config(config, "job.yaml")
-    assert fixed_address(config) == with_run(address, config.run.name)
-    assert parse_redis(fixed_address(config)).run == config.run.name
+    assert fixed_address(config) == ",".join(brokers)
+
+
+def test_the_former_key_is_refused_with_the_new_ones(folder):
+    config = folder / "old.yaml"
+    config.write_text(dump_yaml(job(folder)).replace("  store: file\n", "  backend: redis\n"))
+    with pytest.raises(ConfigError, match=r"broker\.backend: .*broker\.store: file or redis .*broker\.redis"):
+        load_config(config)
 
 
 def test_redis_beyond_this_machine_needs_tls_besides_credentials(folder):
     make(KeyFolder(folder / "keys"), ["node-0"])
-    broker = {"backend": "redis", "credentials": str(folder / "keys")}
-    refused(job(folder, broker={**broker, "address": "redis://10.0.0.4:6379/0"}), "broker.address", "TLS")
-    check_config(job(folder, broker={**broker, "address": "rediss://10.0.0.4:6379/0"}), "job.yaml")
+    broker = {"store": "redis", "credentials": str(folder / "keys")}
+    refused(job(folder, broker={**broker, "redis": "redis://10.0.0.4:6379/0"}), "broker.redis", "TLS")
+    check_config(job(folder, broker={**broker, "redis": "rediss://10.0.0.4:6379/0"}), "job.yaml")
 
 
 def test_only_addresses_that_say_where_to_connect_to_are_fixed(folder):

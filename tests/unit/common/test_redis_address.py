@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.redis_address import RedisAddress, is_redis, parse_redis, with_run
+from common.redis_address import RedisAddress, is_redis, parse_redis
 
 
 @pytest.mark.parametrize(
@@ -10,8 +10,8 @@ from common.redis_address import RedisAddress, is_redis, parse_redis, with_run
     [
         ("redis://h:7/2", RedisAddress(scheme="redis", host="h", port=7, db=2)),
         ("rediss://h", RedisAddress(scheme="rediss", host="h", port=6379)),
-        ("redis://[::1]:7?run=a%20b", RedisAddress(scheme="redis", host="::1", port=7, run="a b")),
-        ("unix:///run/r.sock?db=3&run=x", RedisAddress(scheme="unix", path="/run/r.sock", db=3, run="x")),
+        ("redis://[::1]:7", RedisAddress(scheme="redis", host="::1", port=7)),
+        ("unix:///run/r.sock?db=3", RedisAddress(scheme="unix", path="/run/r.sock", db=3)),
     ],
 )
 def test_every_form_is_parsed(address, parsed):
@@ -44,11 +44,3 @@ def test_a_password_in_an_address_is_refused_without_being_repeated(address):
     with pytest.raises(ValueError, match=r"broker\.credentials") as caught:
         parse_redis(address)
     assert "u:p" not in str(caught.value)
-
-
-def test_the_run_is_added_once_and_never_exchanged():
-    assert with_run("redis://h/0", "a b") == "redis://h/0?run=a%20b"
-    assert with_run("unix:///r?db=1", "x") == "unix:///r?db=1&run=x"
-    assert with_run("redis://h/0?run=x", "x") == "redis://h/0?run=x"
-    with pytest.raises(ValueError, match="run=y"):
-        with_run("redis://h/0?run=x", "y")

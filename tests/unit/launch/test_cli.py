@@ -68,10 +68,10 @@ def test_bad_config_is_refused_by_every_role(job, capsys, command, override, wor
         assert word in err
 
 
-@pytest.mark.parametrize("command", ["up", "broker", "learner"])
+@pytest.mark.parametrize("command", ["up", "broker"])
 def test_without_redis_py_a_job_on_redis_is_refused_before_its_folder_is_made(job, capsys, monkeypatch, command):
     monkeypatch.setitem(sys.modules, "redis.connection", None)
-    words = [command, str(job), "broker.backend=redis", "broker.address=redis://127.0.0.1:1/0"]
+    words = [command, str(job), "broker.store=redis", "broker.redis=redis://127.0.0.1:1/0"]
     assert "pip install 'slipstream-rl[redis]'" in refusal(capsys, *words)
     assert not (job.parent / "run").exists()
 
@@ -169,8 +169,7 @@ def test_join_without_a_config_to_nothing(capsys):
     ("address", "word"),
     [
         ("somewhere", "tcp://HOST:PORT"),
-        ("somewhere", "redis://HOST:PORT[/DB]"),
-        ("redis://a:b@127.0.0.1", "without user or password"),
+        ("redis://127.0.0.1:6379/0?run=x", "broker.store: redis, not its Redis server"),
         ("tcp://127.0.0.1:0", "no port"),
     ],
 )

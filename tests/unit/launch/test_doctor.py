@@ -368,7 +368,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def test_redis_is_asked_for_its_settings(config: Config, redis: RedisServer) -> None:
-    job = of(config, "broker", backend="redis", address=redis.address)
+    job = of(config, "broker", store="redis", redis=redis.address)
     assert found(network.check_redis(job)) == []
     redis.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     assert "maxmemory-policy allkeys-lru, expected noeviction" in only(network.check_redis(job)).what
@@ -377,10 +377,9 @@ def test_redis_is_asked_for_its_settings(config: Config, redis: RedisServer) -> 
     assert "appendonly no, expected yes" in only(network.check_redis(job)).what
 
 
-def test_a_redis_that_is_away_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "CONNECT_S", 0.3)
+def test_a_redis_that_is_away_is_named(config: Config) -> None:
     address = f"redis://127.0.0.1:{free_port()}/0"
-    job = of(config, "broker", backend="redis", address=address)
+    job = of(config, "broker", store="redis", redis=address)
     assert address.removeprefix("redis://").partition("/")[0] in only(network.check_redis(job)).what
 
 

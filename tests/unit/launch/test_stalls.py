@@ -64,14 +64,6 @@ def test_a_broker_that_does_not_answer_is_what_everyone_waits_for(run: RunDir) -
     assert stall.since_s is not None and stall.since_s > 1e9
 
 
-def test_a_redis_server_that_is_away_is_named_as_one() -> None:
-    status = msgspec.structs.replace(status_of(), address="redis://db:6379/0?run=demo")
-    (stall,) = stall_text.stalls_of(
-        Observation(status, live=False, note="away; last known", unreachable=True, age_s=3.0)
-    )
-    assert stall.waits_for == "the Redis server at redis://db:6379/0?run=demo, which does not answer (away)"
-
-
 def test_a_broker_that_ended_is_a_stall_only_while_the_learner_has_work() -> None:
     (stall,) = stall_text.stalls_of(Observation(status_of(), live=False, note="broker 10 has ended"))
     assert (stall.kind, stall.since_s) == ("broker_gone", None)

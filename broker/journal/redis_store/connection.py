@@ -1,0 +1,115 @@
+"""Where Redis is and who the broker is to it: from broker.redis and broker.credentials to a client of redis-py.
+
+The only module that imports redis-py, and only once a client is made: the base install does without it.
+
+The credentials folder has broker.password and, where the ACL user is not called `broker`, broker.user. For TLS it has
+ca.crt, and client.crt with client.key where the server asks for them.
+"""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from broker.journal.store import StoreUnavailable
+from common.config.checks import is_loopback
+from common.errors import BrokerError, UsageError
+from common.redis_address import parse_redis
+
+TIMEOUT_S = 5.0  # of one connection attempt, one write and one read
+RETRIES = 3
+RETRY_CAP_S, RETRY_BASE_S = 0.5, 0.02
+PASSING = ("MISCONF", "LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "READONLY", "OOM")
+
+
+def redis_module(name: str) -> Any:
+    """redis-py's module `name`; raises UsageError when it, or a package that it needs, is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or "redis"
+        found = "which is" if missing.partition(".")[0] == "redis" else f"and that {missing}, which is"
+        raise UsageError(
+            f"broker.store: redis needs redis-py, {found} not installed here; pip install 'slipstream-rl[redis]'"
+        ) from error
+
+
+def open_client(address: str, credentials: str | None) -> Any:
+    """A redis.Redis, not connected yet; any thread may use it.
+
+    Raises:
+        UsageError: the address is none, credentials are missing or unreadable, or the address reaches beyond this
+            machine without both a password and TLS.
+    """
+    try:
+        at = parse_redis(address)
+    except ValueError as error:
+        raise UsageError(f"broker.redis: {error}, found {address!r}") from None
+    folder = _folder(credentials)
+    password = _secret(folder, "broker.password")
+    if at.scheme != "unix" and not is_loopback(at.host):
+        if at.scheme != "rediss":
+            raise UsageError(f"broker.redis: {address} reaches beyond this machine without TLS; use rediss://")
+        if password is None:
+            where = f"{folder}/broker.password" if folder else "broker.password in the folder of broker.credentials"
+            raise UsageError(f"broker.redis: {address} reaches beyond this machine without a password; write {where}")
+    redis = redis_module("redis")
+    options: dict[str, Any] = {
+        "db": at.db,
+        "protocol": 2,
+        "driver_info": None,  # without CLIENT SETINFO the ACL grants one command less
+        "socket_timeout": TIMEOUT_S,
+        "socket_connect_timeout": TIMEOUT_S,
+        "retry": redis_module("redis.retry").Retry(
+            redis_module("redis.backoff").ExponentialBackoff(RETRY_CAP_S, RETRY_BASE_S), RETRIES
+        ),
+    }
+    if password is not None:
+        options |= {"username": _secret(folder, "broker.user") or "broker", "password": password}
+    if at.scheme == "unix":
+        return redis.Redis(unix_socket_path=at.path, **options)
+    if at.scheme == "rediss":
+        options |= {"ssl": True, "ssl_cert_reqs": "required", "ssl_check_hostname": True, **_tls(folder)}
+    return redis.Redis(host=at.host, port=at.port, socket_keepalive=True, **options)
+
+
+def raise_for(error: Exception, name: str) -> None:
+    """Raise what a failure of redis-py means.
+
+    Raises:
+        StoreUnavailable: it may pass.
+        BrokerError: Redis refuses: wrong password, no permission, an error in a command.
+    """
+    kinds = redis_module("redis.exceptions")
+    refused = isinstance(error, kinds.AuthenticationError | kinds.NoPermissionError)
+    passing = isinstance(error, kinds.ConnectionError | kinds.TimeoutError | kinds.ReadOnlyError | OSError)
+    if not refused and (passing or str(error).startswith(PASSING) or isinstance(error, kinds.OutOfMemoryError)):
+        raise StoreUnavailable(f"Redis at {name} does not take records: {error}") from error
+    raise BrokerError(f"Redis at {name} refuses the broker: {error}") from error
+
+
+def _folder(credentials: str | None) -> Path | None:
+    """The key folder, or the one in which a credential's file lies."""
+    if credentials is None:
+        return None
+    path = Path(credentials)
+    return path.parent if path.is_file() else path
+
+
+def _secret(folder: Path | None, name: str) -> str | None:
+    if folder is None:
+        return None
+    path = folder / name
+    try:
+        return path.read_text().strip() if path.exists() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"broker.credentials: {path} cannot be read: {error}") from None
+
+
+def _tls(folder: Path | None) -> dict[str, str]:
+    names = {"ssl_ca_certs": "ca.crt", "ssl_certfile": "client.crt", "ssl_keyfile": "client.key"}
+    if folder is None:
+        return {}
+    found = {option: str(folder / name) for option, name in names.items() if (folder / name).exists()}
+    if ("ssl_certfile" in found) != ("ssl_keyfile" in found):
+        raise UsageError(f"broker.credentials: {folder} must hold client.crt and client.key both, or neither")
+    return found

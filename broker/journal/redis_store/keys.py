@@ -1,0 +1,49 @@
+"""Every key of a run in Redis. All begin with `slipstream:{RUN}:`, so one ACL pattern covers them and a Redis Cluster
+keeps them in one slot.
+
+    slipstream:{RUN}:head       hash    term, leader, seq (of the last record), about (About as JSON)
+    slipstream:{RUN}:leader     string  Leader as JSON; expires unless the leader renews its term
+    PREFIX log                  list    batches of records since the last snapshot, which is the first batch
+    PREFIX history              list    records of finished tasks
+    PREFIX p:TERM:SEQ           string  payload of a group
+
+PREFIX is slipstream:{RUN}:STORE:
+"""
+
+from urllib.parse import quote
+
+import msgspec
+
+
+class About(msgspec.Struct, frozen=True):
+    """Which store a run has, and whose run it is."""
+
+    store: str
+    run_dir: str
+
+
+class Leader(msgspec.Struct, frozen=True):
+    """A broker that leads or would like to. Equal names are one process.
+
+    Attributes:
+        address: where its clients connect.
+        machine: boot and process namespace, in which `pid` means something.
+    """
+
+    name: str
+    address: str
+    host: str
+    pid: int
+    machine: str
+
+
+def run_prefix(run: str) -> str:
+    """What all keys of a run begin with; other characters than letters, digits and `_.-~` are percent-encoded."""
+    return f"slipstream:{{{quote(run, safe='')}}}:"
+
+
+def acl_line(run: str, password: str) -> str:
+    """What follows `ACL SETUSER`, or `user` in users.acl, for the broker's user; `password` may be a placeholder."""
+    commands = "select ping eval get set del unlink exists hget hset hmget lrange rpush ltrim scan info config|get time"
+    allowed = " ".join(f"+{command}" for command in commands.split())
+    return f"broker reset on >{password} resetchannels ~{run_prefix(run)}* -@all {allowed}"

@@ -1,0 +1,150 @@
+"""From a Redis server to a store that this broker leads, and what the run folder remembers of it."""
+
+import logging
+import time
+
+import msgspec
+
+from broker.journal.redis_store.checks import check_server
+from broker.journal.redis_store.connection import open_client
+from broker.journal.redis_store.keys import Leader
+from broker.journal.redis_store.store import RedisStore
+from broker.journal.redis_store.term import Term
+from broker.journal.store import StoreUnavailable
+from common.config.schema import Config
+from common.errors import BrokerUnreachable, UsageError
+from common.process.run_dir import RunDir, write_atomic
+from common.redis_address import parse_redis
+
+logger = logging.getLogger(__name__)
+
+START_S = 20.0  # for a server that is still loading its data
+PAUSE_S = 0.5
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """RUN/redis.json: the run's store, the one before it, and the last record and term that were seen."""
+
+    store: str
+    former: str = ""
+    seq: int = 0
+    term: int = 0
+    address: str = ""  # where the broker listened last
+
+
+class Leading:
+    """One broker's way to the lead of a run.
+
+    Args:
+        config: of the job, with broker.store: redis.
+        run_dir: as the job writes it.
+    """
+
+    def __init__(self, config: Config, run_dir: str) -> None:
+        at = parse_redis(config.broker.redis or "")
+        self.server = f"unix://{at.path}" if at.scheme == "unix" else f"{at.scheme}://{at.host}:{at.port}/{at.db}"
+        self._config, self._run_dir = config, run_dir
+        self._client = open_client(config.broker.redis or "", config.broker.credentials)
+        self._file = RunDir(config.run.dir).redis_json
+        self._term: Term | None = None
+        self.store: RedisStore | None = None
+        self.lost = ""
+
+    def await_server(self) -> None:
+        """Check the server's settings, once it has its data.
+
+        Raises:
+            UsageError: a setting that loses data.
+            BrokerError: Redis refuses this broker.
+            BrokerUnreachable: no answer in time.
+        """
+        end, told = time.monotonic() + START_S, False
+        while True:
+            try:
+                check_server(self._client, self.server, self._config.broker.durability)
+                return
+            except StoreUnavailable as error:
+                if time.monotonic() >= end:
+                    raise BrokerUnreachable(f"broker.redis: {error}; is the server running?") from error
+                if not told:
+                    logger.warning("waiting for Redis at %s for up to %d s: %s", self.server, START_S, error)
+                told = True
+                time.sleep(PAUSE_S)
+
+    @property
+    def seen(self) -> Seen:
+        """RUN/redis.json. Raises UsageError when it cannot be read."""
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=Seen)
+        except FileNotFoundError:
+            return Seen("")
+        except (OSError, msgspec.DecodeError) as error:
+            raise UsageError(f"{self._file} cannot be read ({error}); it names this run's store in Redis") from None
+
+    def take(self, address: str) -> Leader | None:
+        """Lead, with clients at `address`, unless another broker does: returns that one."""
+        if self._term is None:
+            self._term = Term(self._client, self.server, self._config.run.name, address)
+        return self._term.take(self.seen.term)
+
+    def open(self) -> RedisStore:
+        """The run's store, a new one where there is none or where records that were acknowledged are missing.
+
+        Raises:
+            UsageError: the server has a run of that name that is another folder's, or an earlier one's.
+        """
+        assert self._term is not None
+        seen, store = self.seen, RedisStore(self._term, self._run_dir)
+        if not store.is_new and store.store_id not in (seen.store, seen.former):
+            raise UsageError(
+                f"run.dir: the Redis server has a run of {self._run_dir} with the store {store.store_id}, and the one "
+                f"in {self._file} is {seen.store or 'missing'}: a run of this folder before it was emptied? Its "
+                "keys are never deleted here; docs/redis.md says how to, or choose another run.name"
+            )
+        former = "" if store.is_new else store.store_id
+        if seen.seq and former != seen.store:
+            self.lost = f"store {seen.store} is gone, with all its records up to {seen.seq}"
+        elif store.last_seq < seen.seq:
+            self.lost = f"records {store.last_seq + 1} to {seen.seq} of store {seen.store} are gone"
+        if self.lost or former != seen.store:
+            store.begin_anew()
+        if self.lost:
+            logger.error("Redis at %s: %s; an empty store takes its place", self.server, self.lost)
+        self._see(Seen(store.store_id, former, store.last_seq, self._term.number, seen.address))
+        self.store = store
+        return store
+
+    def without_leading(self) -> RedisStore:
+        """The run's store, to read it.
+
+        Raises:
+            UsageError: this folder has no store on the server, or a broker leads the run.
+            StoreUnavailable, BrokerError: Redis cannot be asked.
+        """
+        term = Term(self._client, self.server, self._config.run.name, "")
+        store, leader = RedisStore(term, self._run_dir), term.leader()
+        if leader is not None:
+            raise UsageError(
+                f"{self._run_dir} is running: the broker of {leader.address} leads; stop the job before it is replayed"
+            )
+        if store.is_new or store.store_id != self.seen.store:
+            raise UsageError(f"{self._file}: expected the store of a run in Redis at {self.server}, found none")
+        return store
+
+    def remember(self, address: str, seq: int) -> None:
+        """Note in RUN/redis.json where the broker listens, and how far the store was seen to come."""
+        seen = self.seen
+        self._see(msgspec.structs.replace(seen, address=address, seq=seq))
+
+    @property
+    def lapsed(self) -> bool:
+        """Whether another broker may lead by now."""
+        return self._term is None or self._term.lapsed
+
+    def resign(self) -> None:
+        """Let another broker lead now."""
+        if self._term is not None:
+            self._term.resign()
+
+    def _see(self, seen: Seen) -> None:
+        write_atomic(self._file, msgspec.json.encode(seen), sync=False)

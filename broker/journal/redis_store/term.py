@@ -1,0 +1,138 @@
+"""Leading for a term: every write to the store goes through fence.lua, which refuses brokers of an earlier term."""
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from broker.journal.redis_store.connection import raise_for
+from broker.journal.redis_store.keys import Leader, run_prefix
+from broker.journal.store import StoreBehind, StoreFenced, StoreUnavailable
+from common.errors import BrokerError
+from common.process.lifecycle import alive
+
+logger = logging.getLogger(__name__)
+
+TERM_S = 6.0  # a leader that has not renewed its term for so long may be replaced
+RENEW_S = 1.5
+SCRIPT = Path(__file__).with_name("fence.lua").read_bytes()
+
+Command = tuple[bytes | memoryview | str | int, ...]
+
+
+class Term:
+    """The term of one broker on one run.
+
+    Args:
+        client: of redis-py.
+        name: of the server, for people.
+        run: name of the run.
+        address: where this broker's clients connect.
+
+    Attributes:
+        number: of the term; 0 while another broker leads.
+        ends: when the term may be taken by another broker, monotonic seconds. The clock goes on in a stopped process.
+    """
+
+    def __init__(self, client: Any, name: str, run: str, address: str) -> None:
+        self.client, self.name, self.prefix = client, name, run_prefix(run)
+        machine = f"{_read('/proc/sys/kernel/random/boot_id')} {os.stat('/proc/self/ns/pid').st_ino}"
+        self._me = Leader(secrets.token_hex(8), address, socket.gethostname(), os.getpid(), machine)
+        self._caller = msgspec.json.encode(self._me)
+        self._keys = [f"{self.prefix}head", f"{self.prefix}leader"]
+        self.number, self.ends = 0, 0.0
+
+    def take(self, known: int) -> Leader | None:
+        """Begin a term, unless another broker leads: returns that one.
+
+        Args:
+            known: the highest term that was ever seen; the new one is higher.
+
+        Raises:
+            StoreUnavailable, BrokerError: see `raise_for`.
+        """
+        ended = ""
+        while True:
+            status, term, leader, _ = self._run([], self._keys, "take", known, ended)
+            if status == b"ok":
+                self.number = term
+                return None
+            other = msgspec.json.decode(leader, type=Leader)
+            if ended or other.machine != self._me.machine or alive(other.pid):
+                return other
+            ended = leader  # it was killed on this machine: its term need not run out
+
+    def leader(self) -> Leader | None:
+        """The broker that leads. Raises as `take`."""
+        found = self.run([("GET", self._keys[1])])[0]
+        return None if found is None else msgspec.json.decode(found, type=Leader)
+
+    def write(self, store_prefix: str, before: Sequence[Command], operation: str, *rest: bytes | str | int) -> None:
+        """Run plain commands, then a fenced operation, in one round trip.
+
+        Raises:
+            StoreFenced: another broker leads.
+            StoreBehind: the log lacks records that were acknowledged.
+            StoreUnavailable, BrokerError: see `raise_for`.
+        """
+        keys = [f"{store_prefix}log", f"{store_prefix}history"]
+        status, term, leader, seq = self._run(before, keys, operation, self.number, *rest)
+        if status == b"fenced":
+            self.ends = 0.0
+            other = msgspec.json.decode(leader, type=Leader)
+            raise StoreFenced(
+                f"the broker of {other.address} (process {other.pid} on {other.host}) leads in term {term}; "
+                f"this one led in term {self.number}"
+            )
+        if status == b"behind":
+            raise StoreBehind(f"Redis at {self.name} ends with record {seq.decode()} of term {term}")
+
+    def resign(self) -> None:
+        """Let another broker lead now; a failure only means that the term ends by itself."""
+        if not self.number:
+            return
+        try:
+            self.write(self.prefix, [], "resign")
+        except (StoreUnavailable, BrokerError) as error:
+            logger.warning("the term ends by itself: %s", error)
+        self.number, self.ends = 0, 0.0
+
+    @property
+    def lapsed(self) -> bool:
+        """Whether another broker may lead by now."""
+        return time.monotonic() >= self.ends
+
+    def _run(
+        self, before: Sequence[Command], keys: Sequence[str], operation: str, term: int, *rest: bytes | str | int
+    ) -> tuple[bytes, int, bytes, bytes]:
+        begun = time.monotonic()
+        arguments = (operation, self._caller, term, round(TERM_S * 1000), *rest)
+        replies = self.run([*before, ("EVAL", SCRIPT, 4, *self._keys, *keys, *arguments)])
+        if replies[-1][0] == b"ok":
+            self.ends = begun + TERM_S
+        return tuple(replies[-1])
+
+    def run(self, commands: Sequence[Command]) -> list[Any]:
+        """Replies to plain commands, in one round trip. Raises as `write`."""
+        pipe = self.client.pipeline(transaction=False)
+        for command in commands:
+            pipe.execute_command(*command)
+        try:
+            replies = pipe.execute(raise_on_error=False)
+        except Exception as error:
+            raise_for(error, self.name)
+            raise
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise_for(reply, self.name)
+        return replies
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text().strip()

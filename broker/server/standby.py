@@ -1,0 +1,128 @@
+"""A broker that stands by: it answers every request with the address of the leader, until it leads itself."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+from urllib.parse import quote
+
+import zmq
+
+from broker.guard.request_guard import ROLES
+from broker.journal.redis_store.keys import Leader
+from broker.journal.store import StoreUnavailable
+from broker.messaging import wire
+from broker.messaging.bind_address import reachable
+from broker.messaging.sockets import bind_router, frame_limit
+from common.config.schema import BrokerConfig
+from common.errors import UsageError
+from common.process.lock_file import AlreadyLocked, take_lock
+from common.security.credentials import curve_credentials, load_server
+from common.security.curve import CurveServer, KeyRing
+
+logger = logging.getLogger(__name__)
+
+POLL_MS = 500
+FLUSH_MS = 100
+
+
+class Standby:
+    """Binds on construction the first entry of broker.address that is an address of this machine and free.
+
+    Args:
+        run_dir: of the run; two brokers on one machine see there which address is whose.
+        addresses: to try.
+
+    `address` is what clients connect to, `bound` what the leading broker must bind.
+
+    Raises:
+        UsageError: no entry can be listened on.
+    """
+
+    def __init__(self, config: BrokerConfig, run_dir: Path, addresses: Sequence[str]) -> None:
+        self._run_dir = run_dir
+        self._lock: IO[str] | None = None  # keeps the address for this process while the leading broker binds it
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._curve: CurveServer | None = None
+        self._stopping = False
+        try:
+            keys = curve_credentials(config.credentials)
+            if keys is not None:
+                self._curve = CurveServer(self._context, load_server(keys), KeyRing(keys, ROLES))
+            self._router = self._bind(addresses, frame_limit(config.max_message_bytes))
+        except BaseException:
+            self._close()
+            raise
+        self.bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = reachable(self.bound)
+
+    def _bind(self, addresses: Sequence[str], max_frame_bytes: int) -> "zmq.Socket[bytes]":
+        refused: list[str] = []
+        for address in addresses:
+            try:
+                router = bind_router(self._context, address, max_frame_bytes, self._curve)
+            except UsageError as error:
+                refused.append(str(error))
+                continue
+            try:
+                self._lock = take_lock(self._run_dir / f".broker-{quote(address, safe='')}.lock")
+            except AlreadyLocked as error:
+                router.close()
+                refused.append(f"broker.address: {address} is that of process {error.holder}")
+                continue
+            return router
+        raise UsageError("; ".join(refused))
+
+    def stop(self) -> None:
+        """End `run`; may be called from a signal handler."""
+        self._stopping = True
+
+    def run(self, take: Callable[[], Leader | None]) -> bool:
+        """Stand by until `take` returns no leader, because this broker leads; False when it was stopped.
+
+        Closes the socket, so that the leading broker can bind the address again.
+        """
+        known, away = "", ""
+        try:
+            while not self._stopping:
+                try:
+                    leader = take()
+                    if leader is None:
+                        return True
+                    if known != leader.name or away:
+                        logger.info("standing by at %s; the broker of %s leads", self.address, leader.address)
+                    known, away = leader.name, ""
+                    self._answer_all(leader.address)
+                except StoreUnavailable as error:
+                    if not away:
+                        logger.warning("%s; asking again", error)
+                    away = str(error)
+                    self._answer_all("")
+            return False
+        finally:
+            self._router.close(linger=FLUSH_MS)
+            self._close()
+
+    def _answer_all(self, leader: str) -> None:
+        """Answer what arrives until it is time to ask Redis again."""
+        self._router.poll(POLL_MS)
+        while True:
+            try:
+                client, header, *payloads = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:
+                continue  # a message without a header
+            try:
+                request_id = wire.decode_request(header, len(payloads)).id
+            except wire.WireError as error:
+                request_id = error.request_id
+            try:
+                self._router.send_multipart([client, wire.encode(wire.NotLeading(id=request_id, leader=leader))])
+            except zmq.ZMQError:
+                logger.debug("a client has gone")
+
+    def _close(self) -> None:
+        if self._curve is not None:
+            self._curve.close()
+        self._context.term()

@@ -1,0 +1,200 @@
+"""Brokers of one run with broker.store: redis: one leads, the others stand by and take over."""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from broker.connect import Access, connect, connect_node
+from broker.contract import LearnerReport, NodeReport
+from broker.journal.redis_store.term import TERM_S
+from broker.main import run_broker
+from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+from common.errors import SlipstreamError
+from common.process.logs import setup_logging
+from common.rollouts import GroupMeta, Task
+from tests.redis_server import RedisServer, free_port
+from tests.waiting import LIMIT_S, until
+
+META = GroupMeta(version_min=0, version_max=0, reward_mean=0.5, sampled_tokens=10)
+TAKEOVER_S = 15.0  # of a kill, as docs/redis.md promises
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    found = RedisServer(tmp_path_factory.mktemp("redis"), {"appendonly": "yes", "appendfsync": "always"})
+    yield found
+    found.stop()
+
+
+def job(run: Path, server: RedisServer, addresses: list[str]) -> Config:
+    return Config(
+        run=RunConfig(name=run.parent.name, dir=str(run), steps=1 << 20),
+        model=ModelConfig(path="none"),
+        tasks=TasksConfig(environment="none", dataset="none"),
+        learner=LearnerConfig(groups_per_step=2),
+        broker=BrokerConfig(store="redis", redis=server.address, address=addresses),
+    )
+
+
+def serve(config: Config, log: Path) -> None:
+    setup_logging("broker", str(os.getpid()), log, "info")
+    try:
+        code = run_broker(config, msgspec.json.encode(config))
+    except SlipstreamError as error:
+        (log / f"{os.getpid()}.end").write_text(str(error))
+        code = error.exit_code
+    raise SystemExit(code)
+
+
+class Brokers:
+    """Broker processes of one run, by the entry of broker.address that is theirs."""
+
+    def __init__(self, run: Path, server: RedisServer) -> None:
+        self.run = run
+        run.mkdir()
+        self.config = job(run, server, [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)])
+        self.processes: list[BaseProcess] = []
+
+    def start(self) -> BaseProcess:
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(self.config, self.run))
+        process.start()
+        self.processes.append(process)
+        return process
+
+    def access(self, role: str) -> Access:
+        address = ",".join(self.config.broker.addresses)
+        return Access(address=address, role="learner" if role == "learner" else "observer", deadline_s=LIMIT_S)
+
+    def leader(self) -> int:
+        """Process id of the broker that leads, once one does."""
+        with connect(self.access("observer")) as observer:
+            return observer.status().pid
+
+    def events(self) -> list[str]:
+        return [json.loads(line)["kind"] for line in (self.run / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def brokers(tmp_path: Path, server: RedisServer) -> Iterator[Brokers]:
+    found = Brokers(tmp_path / "run", server)
+    yield found
+    for process in found.processes:
+        if process.is_alive():
+            process.kill()
+        process.join(LIMIT_S)
+
+
+class Load(threading.Thread):
+    """A learner and a node that train one step after the other; `taken` is what every step was given."""
+
+    def __init__(self, brokers: Brokers) -> None:
+        super().__init__(daemon=True)
+        self.access = brokers.access("learner")
+        self.taken: list[list[int]] = []
+        self.times: list[float] = []
+        self.ending = threading.Event()
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._node())
+        except BaseException as error:
+            self.failure = error
+
+    def check(self) -> None:
+        assert self.failure is None, self.failure
+
+    def _train(self) -> None:
+        with connect(self.access) as learner:
+            learner.attach(LearnerReport(os.getpid(), 1, "training", 0))
+            step = 0
+            while not self.ending.is_set():
+                learner.offer([Task(serial, b"{}", serial, 2) for serial in range(2 * step, 2 * step + 2)])
+                groups = None
+                while groups is None:
+                    groups = learner.take(step, 2, 5)
+                assert [g.payload for g in groups] == [b"group %d" % g.serial for g in groups]
+                learner.commit(step)
+                self.taken.append([g.serial for g in groups])
+                self.times.append(time.monotonic())
+                step += 1
+
+    async def _node(self) -> None:
+        training = asyncio.create_task(asyncio.to_thread(self._train))
+        report = NodeReport("n0", os.getpid(), "host", "generating", 0)
+        async with connect_node(msgspec.structs.replace(self.access, role="node")) as node:
+            await node.register(report)
+            while not training.done():
+                report = msgspec.structs.replace(report, policy_version=len(self.taken))
+                await node.heartbeat(report, [])
+                for lease in await node.lease("n0", report.policy_version, 2, 0.05):
+                    await node.complete("n0", lease.token, META, b"group %d" % lease.task.serial)
+        await training
+
+
+@contextmanager
+def load(brokers: Brokers) -> Iterator[Load]:
+    thread = Load(brokers)
+    thread.start()
+    yield thread
+    thread.ending.set()
+    thread.join(LIMIT_S)
+    thread.check()
+    assert not thread.is_alive(), "learner and node came to their end"
+    serials = [serial for step in thread.taken for serial in step]
+    assert serials == list(range(len(serials))), "every task was trained exactly once, in order"
+
+
+def test_a_standby_serves_soon_after_the_leader_was_killed(brokers: Brokers) -> None:
+    processes = [brokers.start() for _ in range(2)]
+    with load(brokers) as under_load:
+        until(lambda: len(under_load.taken) > 20, "20 steps", check=under_load.check)
+        first = brokers.leader()
+        killed_at = time.monotonic()
+        os.kill(first, signal.SIGKILL)
+        until(lambda: under_load.times[-1] > killed_at + 1, "a step with the standby", check=under_load.check)
+        served_at = next(at for at in under_load.times if at > killed_at + 0.5)
+        assert served_at - killed_at < TAKEOVER_S
+        second = brokers.leader()
+        assert second != first and second in [p.pid for p in processes]
+    assert "broker_recovered" in brokers.events()
+    found = json.loads((brokers.run / "broker.json").read_text())
+    assert found["pid"] == second
+
+
+def test_a_leader_that_was_stopped_and_wakes_up_late_is_fenced_and_says_so(brokers: Brokers) -> None:
+    processes = {p.pid: p for p in [brokers.start() for _ in range(2)]}
+    with load(brokers) as under_load:
+        until(lambda: len(under_load.taken) > 20, "20 steps", check=under_load.check)
+        first = brokers.leader()
+        os.kill(first, signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        until(lambda: under_load.times[-1] > stopped_at + TERM_S, "a step with the standby", check=under_load.check)
+        os.kill(first, signal.SIGCONT)
+        processes[first].join(LIMIT_S)
+        assert processes[first].exitcode == 1
+        assert "leads in term 2; this one led in term 1" in (brokers.run / f"{first}.end").read_text()
+        steps = len(under_load.taken)
+        until(lambda: len(under_load.taken) > steps + 5, "more steps", check=under_load.check)
+        assert json.loads((brokers.run / "broker.json").read_text())["pid"] != first
+    assert "store_lost" not in brokers.events()
+
+
+def test_a_leader_that_stops_in_good_order_hands_over_at_once(brokers: Brokers) -> None:
+    processes = {p.pid: p for p in [brokers.start() for _ in range(2)]}
+    first = brokers.leader()
+    os.kill(first, signal.SIGTERM)
+    processes[first].join(LIMIT_S)
+    assert processes[first].exitcode == 0
+    assert brokers.leader() != first
