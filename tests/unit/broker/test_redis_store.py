@@ -1,0 +1,194 @@
+"""The Redis store: settings of the server, its ACL line, lost records, and what belongs to which run."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from broker.contract import LearnerReport, NodeReport, RunInfo
+from broker.delivery.event_log import EventLog
+from broker.delivery.state import DeliveryState
+from broker.journal.journal import Journal
+from broker.journal.recovery import recover
+from broker.journal.redis_store.checks import check_server
+from broker.journal.redis_store.connection import open_client
+from broker.journal.redis_store.keys import acl_line
+from broker.journal.redis_store.leading import Leading
+from broker.journal.redis_store.store import RedisStore
+from broker.journal.redis_store.term import Term
+from broker.journal.store import StoreFenced
+from common.config.schema import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
+from common.errors import BrokerError, UsageError
+from common.rollouts import GroupMeta, Task
+from tests.redis_server import RedisServer
+from tests.waiting import until
+
+META = GroupMeta(version_min=0, version_max=0, reward_mean=0.5, sampled_tokens=10)
+SAFE = {"appendonly": "yes", "appendfsync": "always"}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    (tmp_path / "server").mkdir()
+    started = RedisServer(tmp_path / "server", SAFE)
+    yield started
+    started.kill()
+
+
+class Broker:
+    """A delivery state in Redis, without sockets."""
+
+    def __init__(self, server: RedisServer, term: Term | None = None) -> None:
+        self.server = server
+        self.term = term or Term(server.client(), server.address, "NAME", "tcp://127.0.0.1:1")
+        assert self.term.take(0) is None
+        self.events = EventLog()
+        numbers = iter(range(1 << 20))
+        run = RunInfo("NAME", "/run", 2, 3, 3, 1000.0, 1 << 30)
+
+        def make(journal: Journal) -> DeliveryState:
+            return DeliveryState(
+                run, time.monotonic, lambda: f"{self.term.number}.{next(numbers)}", self.events, journal, 2
+            )
+
+        self.journal = Journal(RedisStore(self.term, "/run"), "fsync")
+        self.state, _ = recover(self.journal, make)
+
+    def settle(self) -> None:
+        last = self.journal.end_turn()
+        until(lambda: self.journal.end_turn() >= last and self.journal.acknowledged >= last, "acknowledged records")
+
+    def group(self, serial: int) -> None:
+        """A ready group."""
+        self.state.offer([Task(serial, b"{}", serial, 2)])
+        (lease,) = self.state.lease("n0", 1 << 20, 1)
+        payload = b"group %d" % serial
+        assert self.state.complete("n0", lease.token, META, payload, len(payload))
+
+    def begin(self) -> None:
+        self.state.attach(LearnerReport(1, 1, "training", 0))
+        self.state.register(NodeReport("n0", 1, "h", "generating", 0))
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events.after(-1)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "found"),
+    [
+        ("maxmemory-policy", "allkeys-lru", "maxmemory-policy allkeys-lru, expected noeviction"),
+        ("appendonly", "no", "appendonly no, expected yes"),
+        ("appendfsync", "everysec", "appendfsync everysec, expected always"),
+    ],
+)
+def test_a_setting_that_loses_data_is_refused(server: RedisServer, setting: str, value: str, found: str) -> None:
+    check_server(server.client(), server.address, "fsync")
+    server.ask("CONFIG", "SET", setting, value)
+    with pytest.raises(UsageError, match=found):
+        check_server(server.client(), server.address, "fsync")
+
+
+def test_a_replica_is_refused(server: RedisServer) -> None:
+    server.ask("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(UsageError, match="is a replica"):
+        check_server(server.client(), server.address, "fsync")
+
+
+def test_the_acl_line_suffices_for_a_broker_and_keeps_it_to_its_run(server: RedisServer, tmp_path: Path) -> None:
+    page = Path(__file__).parents[3] / "docs" / "redis.md"
+    assert f"user {acl_line('NAME', 'PASSWORD')}\n" in page.read_text()
+    server.ask("ACL", "SETUSER", *acl_line("NAME", "secret").split())
+    (tmp_path / "broker.password").write_text("secret\n")
+    client = open_client(server.address, str(tmp_path))
+    check_server(client, server.address, "fsync")
+    broker = Broker(server, Term(client, server.address, "NAME", "tcp://127.0.0.1:1"))
+    broker.begin()
+    broker.group(0)
+    broker.settle()
+    assert broker.journal.close()
+    broker.term.resign()
+    with pytest.raises(BrokerError, match="refuses the broker"):
+        Term(client, server.address, "OTHER", "tcp://127.0.0.1:1").take(0)
+
+
+def test_a_wrong_password_is_said_and_not_shown(server: RedisServer, tmp_path: Path) -> None:
+    server.ask("ACL", "SETUSER", *acl_line("NAME", "secret").split())
+    (tmp_path / "broker.password").write_text("wrong-one")
+    with pytest.raises(BrokerError, match="refuses the broker") as error:
+        check_server(open_client(server.address, str(tmp_path)), server.address, "fsync")
+    assert "wrong-one" not in str(error.value)
+
+
+def test_a_living_leader_writes_again_what_redis_has_lost(server: RedisServer) -> None:
+    broker = Broker(server)
+    broker.begin()
+    broker.group(0)
+    broker.settle()
+    server.ask("FLUSHALL")
+    broker.group(1)
+    broker.settle()
+    assert "store_rewritten" in broker.kinds()
+    assert broker.journal.close()
+    broker.term.resign()
+    again = Broker(server)
+    groups = again.state.take(0, 2)
+    assert groups is not None
+    assert [entry.payload.read() for entry in again.state.tasks.living.values()] == [b"group 0", b"group 1"]
+    again.journal.close()
+
+
+def test_a_ready_group_whose_payload_is_lost_becomes_pending(server: RedisServer) -> None:
+    broker = Broker(server)
+    broker.begin()
+    broker.group(0)
+    broker.group(1)
+    broker.settle()
+    assert broker.journal.close()
+    broker.term.resign()
+    payloads = server.ask("KEYS", "*:p:*")
+    server.ask("DEL", sorted(payloads)[0])
+    again = Broker(server)
+    assert [entry.state for entry in again.state.ledger()] == ["pending", "ready"]
+    assert "groups_lost" in again.kinds()
+    again.journal.close()
+
+
+def test_a_leader_of_an_earlier_term_can_write_nothing(server: RedisServer) -> None:
+    broker = Broker(server)
+    broker.begin()
+    broker.settle()
+    server.ask("DEL", "slipstream:{NAME}:leader")
+    later = Broker(server)
+    broker.state.offer([Task(0, b"{}", 0, 2)])
+    with pytest.raises(StoreFenced, match="leads in term 2; this one led in term 1"):
+        broker.settle()
+    assert later.state.tasks.next_serial == 0
+    later.journal.close()
+
+
+def test_a_new_leader_says_what_redis_has_lost_and_begins_an_empty_store(server: RedisServer, tmp_path: Path) -> None:
+    config = Config(
+        run=RunConfig(name="NAME", dir=str(tmp_path), steps=1),
+        model=ModelConfig(path="none"),
+        tasks=TasksConfig(environment="none", dataset="none"),
+        broker=BrokerConfig(store="redis", redis=server.address),
+    )
+    first = Leading(config, "/run")
+    assert first.take("tcp://127.0.0.1:1") is None
+    store = first.open()
+    first.remember("tcp://127.0.0.1:1", 7)
+    first.resign()
+    second = Leading(config, "/run")
+    assert second.take("tcp://127.0.0.1:1") is None
+    assert second.open().store_id != store.store_id
+    assert second.lost == f"store {store.store_id} is gone, with all its records up to 7"
+    second.resign()
+
+
+def test_a_run_of_another_folder_keeps_its_name(server: RedisServer) -> None:
+    broker = Broker(server)
+    broker.settle()
+    with pytest.raises(UsageError, match=r"run\.name: .* in the folder /run"):
+        RedisStore(broker.term, "/elsewhere")
+    broker.journal.close()
