@@ -26,6 +26,7 @@ from common.security.credentials import (
     load_allowed,
     read_file,
 )
+from common.security.curve import new_keys
 
 DEFAULT_NODE = "node-0"
 
@@ -100,8 +101,8 @@ def _server(folder: KeyFolder) -> ServerKeys:
     if not folder.server.exists():
         if folder.allowed.exists():
             raise UsageError(f"{folder.server} is missing beside {folder.allowed}; put it back, or use a new folder")
-        public, secret = zmq.curve_keypair()
-        _write_new(folder.server, ServerKeys(public.decode(), secret.decode()))
+        keys = new_keys()
+        _write_new(folder.server, ServerKeys(keys.public, keys.secret))
     return read_file(folder.server, ServerKeys, "the broker's key pair")
 
 
@@ -109,13 +110,12 @@ def _credential(
     folder: KeyFolder, server: ServerKeys, allowed: list[Identity], role: Role, name: str, file: Path
 ) -> Identity | None:
     """The identity to add to the list; None when it is there."""
-    listed = any((identity.role, identity.name) == (role, name) for identity in allowed)
-    if listed:
+    if any((identity.role, identity.name) == (role, name) for identity in allowed):
         return None
     if not file.exists():
-        public, secret = zmq.curve_keypair()
-        learner = public.decode() if role == "learner" else _learner_public(folder)
-        _write_new(file, Credential(role, name, public.decode(), secret.decode(), server.public, learner))
+        keys = new_keys()
+        learner = keys.public if role == "learner" else _learner_public(folder)
+        _write_new(file, Credential(role, name, keys.public, keys.secret, server.public, learner))
     found = read_file(file, Credential, f"the credential of {role} {name}")  # its list was lost in a crash
     return Identity(found.public, role, name)
 

@@ -1,18 +1,28 @@
 """Reaching the broker of a run from the outside: where it is, and what it says within a deadline."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from broker.connect import Access, connect
-from broker.contract import BrokerStatus
+from broker.contract import BrokerStatus, ObserverBroker
 from common.config.checks import split_address
 from common.errors import BrokerUnreachable, UsageError
 from common.redis_address import is_redis
 
+T = TypeVar("T")
+
+
+def ask(address: str, timeout_s: float, credentials: str | None, question: Callable[[ObserverBroker], T]) -> T:
+    """The answer of the broker at `address` to an observer's question; raises SlipstreamError within `timeout_s`."""
+    access = Access(address=address, role="observer", deadline_s=timeout_s, retry_s=0.5, credentials=credentials)
+    with connect(access) as client:
+        return question(client)
+
 
 def ask_status(address: str, timeout_s: float, credentials: str | None = None) -> BrokerStatus:
     """The status from the broker at `address`; raises UsageError with the reason when none answers in time."""
-    access = Access(address=address, role="observer", deadline_s=timeout_s, retry_s=0.5, credentials=credentials)
     try:
-        with connect(access) as client:
-            return client.status()
+        return ask(address, timeout_s, credentials, lambda client: client.status())
     except BrokerUnreachable as error:
         raise UsageError(
             f"no broker answered at {address} within {timeout_s:g} s ({error}); is the job running?"

@@ -11,7 +11,7 @@ from broker.contract import NodeStatus
 from broker.diagnosis.join_times import newest
 from common.config.schema import Config
 from common.process.run_dir import RunDir
-from launch.observe import failures_view, stall_text, waste_view
+from launch.observe import stall_text, waste_view
 from launch.observe.advisor import Advice, advice_for
 from launch.observe.metrics_tail import MetricsTail, mean
 from launch.observe.number_format import duration
@@ -46,7 +46,7 @@ def render_status(run: RunDir, seen: Observation, advice: Advice | None = None) 
         parts.append(Text(f"newest node: {joined}", "dim"))
     parts.append(stall_text.page(seen))
     parts.append(waste_view.table(seen.status))
-    if failed := failures_view.sentence(failures_view.whole(seen.status, run)):
+    if failed := waste_view.failed_sentence(waste_view.failed_samples(seen.status, run)):
         parts.append(Text(failed, "yellow"))
     if advice is not None:
         parts.append(Text(f"advice: {advice.text}"))

@@ -4,7 +4,8 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+
+import msgspec
 
 from broker.contract import LedgerEntry
 from launch.observe.observation import observe_ledger
@@ -12,29 +13,13 @@ from launch.resolve_target import find_run
 
 
 def command(args: argparse.Namespace) -> int:
-    """Print the ledger; works while the job runs and after it ended."""
+    """Print the ledger while the job runs or after it ended; other programs rely on the keys of --json."""
     entries = observe_ledger(find_run(args.run))
     if args.json:
-        print(json.dumps([as_json(entry) for entry in entries]))
+        print(json.dumps(msgspec.to_builtins(entries)))
         return 0
     show(entries)
     return 0
-
-
-def as_json(entry: LedgerEntry) -> dict[str, Any]:
-    """One task; the keys are relied on by other programs."""
-    return {
-        "serial": entry.serial,
-        "state": entry.state,
-        "attempts": entry.attempts,
-        "nodes": entry.nodes,
-        "step": entry.step,
-        "version_min": entry.version_min,
-        "version_max": entry.version_max,
-        "reward_mean": entry.reward_mean,
-        "reason": entry.reason,
-        "filtered": entry.filtered,
-    }
 
 
 def show(entries: Sequence[LedgerEntry]) -> None:

@@ -1,21 +1,44 @@
 """The newest known status of a run: the broker's answer, or the files that it left behind."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from broker.connect import Access, connect
-from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, LearnerReport, LedgerEntry, NodeStatus
+from broker.contract import (
+    LEARNER_ENDED,
+    LOST_AFTER_S,
+    BrokerStatus,
+    LearnerReport,
+    LedgerEntry,
+    NodeStatus,
+    ObserverBroker,
+)
 from common.errors import SlipstreamError
 from common.process.lifecycle import alive
-from common.process.run_dir import BrokerFile, RunDir
-from launch.observe import failures_view, waste_view
+from common.process.run_dir import RunDir
+from launch.observe import waste_view
+from launch.observe.broker_access import ask
 from launch.observe.ledger_history import former_ledgers, whole_ledger
 from launch.resolve_target import config_of
 
 ANSWER_TIMEOUT_S = 3.0
+T = TypeVar("T")
+# The fields that the JSON form copies as they are.
+BROKER_FIELDS = (
+    "pid", "address", "groups_ready", "groups_leased", "groups_pending", "groups_taken", "groups_committed",
+    "groups_dead", "groups_filtered", "bytes_held", "full", "lease_expiries", "oldest_lease_s", "stale_results",
+)  # fmt: skip
+LEARNER_FIELDS = (
+    "pid", "policy_version", "waiting_on", "incarnation", "groups_missing", "deliveries", "deliveries_waiting",
+)  # fmt: skip
+NODE_FIELDS = (
+    "pid", "policy_version", "host", "waiting_on", "tokens_per_s", "tokens_generated", "samples_failed",
+    "episodes_running", "concurrency", "kv_cache_usage", "preemptions", "prefix_hit_rate", "groups", "flips",
+    "generation_stall_s", "canary_max_difference", "joined",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,17 +62,9 @@ class Observation:
 
 def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
     """Ask the broker; fall back to RUN/status.json. Raises SlipstreamError when there is neither."""
-    file = run.broker()
-    reason, unreachable = _absent(run), False
-    if file is not None:
-        if not alive(file.pid):
-            reason = f"broker {file.pid} has ended"
-        else:
-            try:
-                with connect(_access(run, file, timeout_s)) as client:
-                    return Observation(client.status(), live=True)
-            except SlipstreamError as error:
-                reason, unreachable = f"broker not reachable: {error}", True
+    answer, reason, unreachable = _ask(run, timeout_s, lambda client: client.status())
+    if answer is not None:
+        return Observation(answer, live=True)
     try:
         last = msgspec.json.decode(run.status_json.read_bytes(), type=BrokerStatus)
         age_s = max(0.0, time.time() - run.status_json.stat().st_mtime)
@@ -63,38 +78,29 @@ def observe_ledger(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Led
 
     The newest broker's part comes from itself while it runs, else from RUN/ledger.json.
     """
-    newest = _newest_ledger(run, timeout_s)
+    newest, reason, _ = _ask(run, timeout_s, lambda client: client.ledger())
     try:
+        if newest is None:
+            newest = msgspec.json.decode(run.ledger_json.read_bytes(), type=list[LedgerEntry])
         return whole_ledger(former_ledgers(run), newest)
-    except msgspec.DecodeError as error:
-        raise SlipstreamError(f"{run.path}: the ledger of an earlier broker cannot be read: {error}") from None
-
-
-def _newest_ledger(run: RunDir, timeout_s: float) -> list[LedgerEntry]:
-    file = run.broker()
-    reason = _absent(run)
-    if file is not None and alive(file.pid):
-        try:
-            with connect(_access(run, file, timeout_s)) as client:
-                return client.ledger()
-        except SlipstreamError as error:
-            reason = f"broker not reachable: {error}"
-    try:
-        return msgspec.json.decode(run.ledger_json.read_bytes(), type=list[LedgerEntry])
     except OSError:
         raise SlipstreamError(f"{run.path}: {reason}, and it left no ledger.json") from None
     except msgspec.DecodeError as error:
-        raise SlipstreamError(f"{run.ledger_json} cannot be read: {error}") from None
+        raise SlipstreamError(f"{run.path}: an unreadable ledger of this or an earlier broker: {error}") from None
 
 
-def _access(run: RunDir, file: BrokerFile, timeout_s: float) -> Access:
+def _ask(run: RunDir, timeout_s: float, question: Callable[[ObserverBroker], T]) -> tuple[T | None, str, bool]:
+    """(the broker's answer, why there is none, whether its process is alive and did not answer)."""
+    file = run.broker()
+    if file is None:
+        return None, "the broker has ended" if run.status_json.exists() else "no broker has run here yet", False
+    if not alive(file.pid):
+        return None, f"broker {file.pid} has ended", False
     config = config_of(run)
-    credentials = config.broker.credentials if config is not None else None
-    return Access(address=file.address, role="observer", deadline_s=timeout_s, retry_s=0.5, credentials=credentials)
-
-
-def _absent(run: RunDir) -> str:
-    return "the broker has ended" if run.status_json.exists() else "no broker has run here yet"
+    try:
+        return ask(file.address, timeout_s, config.broker.credentials if config else None, question), "", False
+    except SlipstreamError as error:
+        return None, f"broker not reachable: {error}", True
 
 
 def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:
@@ -106,25 +112,9 @@ def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:
         "live": seen.live,
         "note": seen.note,
         "learner": _learner(status.learner, status.learner_last_seen_s, seen.live),
-        "broker": {
-            "pid": status.pid,
-            "address": status.address,
-            "groups_ready": status.groups_ready,
-            "groups_leased": status.groups_leased,
-            "groups_pending": status.groups_pending,
-            "groups_taken": status.groups_taken,
-            "groups_committed": status.groups_committed,
-            "groups_dead": status.groups_dead,
-            "groups_filtered": status.groups_filtered,
-            "bytes_held": status.bytes_held,
-            "max_bytes": status.run.max_bytes,
-            "full": status.full,
-            "lease_expiries": status.lease_expiries,
-            "oldest_lease_s": status.oldest_lease_s,
-            "stale_results": status.stale_results,
-        },
+        "broker": {**_fields(status, BROKER_FIELDS), "max_bytes": status.run.max_bytes},
         "waste": waste_view.as_json(waste_view.whole(status)),
-        "samples_failed": failures_view.whole(status, run),
+        "samples_failed": waste_view.failed_samples(status, run),
         "nodes": [_node(node) for node in status.nodes],
     }
 
@@ -139,44 +129,24 @@ def _learner(report: LearnerReport | None, last_seen_s: float, live: bool) -> di
     if report is None:
         waiting = "a learner to start" if live else ""
         return {"pid": None, "state": "absent", "policy_version": -1, "waiting_on": waiting, "since_s": 0.0}
-    return {
-        "pid": report.pid,
+    return _fields(report, LEARNER_FIELDS) | {
         "state": learner_state(report, last_seen_s, live),
-        "policy_version": report.policy_version,
-        "waiting_on": report.waiting_on,
         "since_s": report.since_s + (last_seen_s if live else 0.0),
-        "incarnation": report.incarnation,
         "last_seen_s": last_seen_s,
-        "groups_missing": report.groups_missing,
-        "deliveries": msgspec.to_builtins(report.deliveries),
-        "deliveries_waiting": report.deliveries_waiting,
     }
 
 
 def _node(node: NodeStatus) -> dict[str, Any]:
     report = node.report
-    return {
+    return _fields(report, NODE_FIELDS) | {
         "id": report.node_id,
-        "pid": report.pid,
         "state": report.state if node.alive else "gone",
-        "policy_version": report.policy_version,
         "leases": node.leases,
-        "host": report.host,
-        "waiting_on": report.waiting_on,
         "since_s": report.since_s + node.last_seen_s,
-        "tokens_per_s": report.tokens_per_s,
-        "tokens_generated": report.tokens_generated,
         "waste": waste_view.as_json(node.waste),
-        "samples_failed": node.report.samples_failed,
         "last_seen_s": node.last_seen_s,
-        "episodes_running": report.episodes_running,
-        "concurrency": report.concurrency,
-        "kv_cache_usage": report.kv_cache_usage,
-        "preemptions": report.preemptions,
-        "prefix_hit_rate": report.prefix_hit_rate,
-        "groups": msgspec.to_builtins(report.groups),
-        "flips": report.flips,
-        "generation_stall_s": report.generation_stall_s,
-        "canary_max_difference": report.canary_max_difference,
-        "joined": msgspec.to_builtins(report.joined),
     }
+
+
+def _fields(value: msgspec.Struct, names: Sequence[str]) -> dict[str, Any]:
+    return {name: msgspec.to_builtins(getattr(value, name)) for name in names}

@@ -1,9 +1,5 @@
 """Who waits for whom, in the words of `status`, `top` and `doctor`; docs/stalls.md explains every kind."""
 
-from collections.abc import Sequence
-from typing import Any
-
-import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -31,11 +27,6 @@ def stalls_of(seen: Observation) -> list[Stall]:
         return []
     release = "`slipstream up CONFIG` goes on with the run, or `slipstream broker CONFIG` for the broker alone"
     return [Stall("broker_gone", "everyone", "the broker, which has ended before the learner was done", None, release)]
-
-
-def as_json(stalls: Sequence[Stall]) -> list[dict[str, Any]]:
-    """The form of `status --json`."""
-    return [msgspec.to_builtins(stall) for stall in stalls]
 
 
 def sentence(stall: Stall) -> str:

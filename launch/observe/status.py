@@ -4,6 +4,8 @@ import argparse
 import json
 from dataclasses import asdict
 
+import msgspec
+
 from launch.observe import sft_status, stall_text
 from launch.observe.advisor import advice_for
 from launch.observe.metrics_tail import MetricsTail
@@ -24,7 +26,7 @@ def command(args: argparse.Namespace) -> int:
     tail.update()
     advice = advice_for(tail.lines, seen.status.run.max_staleness)
     if args.json:
-        found = {**as_json(run, seen), "stalls": stall_text.as_json(stall_text.stalls_of(seen))}
+        found = {**as_json(run, seen), "stalls": msgspec.to_builtins(stall_text.stalls_of(seen))}
         print(json.dumps({**found, "advice": asdict(advice) if advice else None}))
         return 0
     from rich.console import Console

@@ -1,6 +1,10 @@
-"""The waste of a run, in the words of `status`, `top` and `report`; docs/waste.md has the reasons."""
+"""Waste and failed samples, in the words of `status`, `top` and `report`.
 
-from collections.abc import Mapping
+The reasons are in docs/waste.md and docs/environments.md.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -9,6 +13,8 @@ from rich.text import Text
 
 from broker.contract import WASTE_REASONS, BrokerStatus, Waste
 from broker.delivery import waste
+from common.process.run_dir import RunDir
+from launch.observe.metrics_tail import MetricsTail
 
 SHOWN_NODES = 16
 
@@ -64,6 +70,27 @@ def of_report(last: Mapping[str, Any]) -> dict[str, Any]:
             if last.get(f"{unit}_wasted_{reason}"):
                 found[f"{unit}_{reason}"] = last[f"{unit}_wasted_{reason}"]
     return found
+
+
+def failed_samples(status: BrokerStatus, run: RunDir) -> dict[str, int]:
+    """By stop reason: of the nodes that are there; when none is any more, of the groups that were trained on."""
+    if found := summed(node.report.samples_failed for node in status.nodes):
+        return found
+    tail = MetricsTail(run.metrics)
+    tail.update()
+    return summed(line.get("samples_failed_by_reason", {}) for line in tail.lines)
+
+
+def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of counts, by reason."""
+    total = sum((Counter(count) for count in counts), Counter[str]())
+    return dict(sorted(total.items()))
+
+
+def failed_sentence(failed: Mapping[str, int]) -> str:
+    """'15 samples failed: 12 environment_timeout, 3 timeout'; '' when none did."""
+    by_size = ", ".join(f"{count:,} {reason}" for reason, count in Counter(failed).most_common())
+    return f"{sum(failed.values()):,} samples failed: {by_size}" if failed else ""
 
 
 def _counts(spent: Waste) -> bool:

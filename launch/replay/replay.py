@@ -19,18 +19,17 @@ from common.config.schema import Config
 from common.errors import EXIT_DONE, EXIT_USAGE, SlipstreamError, UsageError
 from common.metrics import StepMetrics, read_metrics
 from common.process.lifecycle import DrainFlag
-from common.process.logs import last_lines, log_path
+from common.process.logs import log_path
 from common.process.run_dir import BrokerFile, RunDir, write_json
 from launch.replay.compare import ReplayedStep, ReplayReport, compare, line, summary
 from launch.replay.replay_plan import Replay, plan_replay
 from launch.resolve_target import config_of, find_run
 from launch.roles import role_command
-from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit
+from launch.up.supervisor import RoleSpec, Supervisor, end_text
 
 POLL_S = 0.1
 STUCK_S = 60.0
 DRAIN_S = 330.0
-LOG_LINES_SHOWN = 15
 
 
 def command(args: argparse.Namespace) -> int:
@@ -87,7 +86,9 @@ def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) ->
                 raise SlipstreamError(f"{flag.reason}: the replay was stopped after {len(steps)} steps")
         finally:
             supervisor.stop(["learner"], DRAIN_S)
-    _check_end(learner)
+    if learner.exit_code != EXIT_DONE:
+        text, code = end_text(learner)
+        raise UsageError(text) if code == EXIT_USAGE else SlipstreamError(text)
 
 
 @contextmanager
@@ -118,16 +119,6 @@ def _show_new(run: RunDir, originals: Mapping[int, StepMetrics], steps: list[Rep
     for found in read_metrics(run.metrics, StepMetrics)[len(steps) :]:
         steps.append(compare(originals.get(found.step), found))
         print(line(steps[-1]), flush=True)
-
-
-def _check_end(role: Role) -> None:
-    if role.exit_code == EXIT_DONE:
-        return
-    shown = last_lines(role.spec.log, LOG_LINES_SHOWN)
-    if role.exit_code == EXIT_USAGE and shown:
-        raise UsageError(f"learner: {shown[-1]}")
-    lines = "".join(f"\n  {text}" for text in shown)
-    raise SlipstreamError(f"the learner failed: {describe_exit(role.exit_code)}; the end of {role.spec.log}:{lines}")
 
 
 def _quiet(kind: str, detail: Mapping[str, object]) -> None:

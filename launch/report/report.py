@@ -9,7 +9,7 @@ import msgspec
 
 from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir, write_json
-from launch.observe import failures_view, sft_status, waste_view
+from launch.observe import sft_status, waste_view
 from launch.observe.advisor import advice_for
 from launch.observe.metrics_tail import MetricsTail, mean
 from launch.observe.sft_status import warm_start_of
@@ -80,7 +80,7 @@ def summarise(run: RunDir, tail: MetricsTail) -> dict[str, Any]:
         },
         "advice": advice_section(tail, config.staleness.max if config else 0),
         "wasted": waste_view.of_report(last),
-        "failed_samples": failures_view.summed(line.get("samples_failed_by_reason", {}) for line in tail.lines),
+        "failed_samples": waste_view.summed(line.get("samples_failed_by_reason", {}) for line in tail.lines),
         "off_policy": {
             "ratio_max": max(tail.series("ratio_max"), default=None),
             "ratio_p1": mean(tail.series("ratio_p1")),

@@ -14,18 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.config.schema import Config
-from common.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, SlipstreamError
+from common.errors import EXIT_DONE, EXIT_FAILED, SlipstreamError
 from common.process.broker_address import running_broker
 from common.process.event_file import EventFile
 from common.process.lifecycle import DrainFlag
-from common.process.logs import last_lines, log_path
+from common.process.logs import log_path
 from common.process.run_dir import RunDir
 from launch.observe.display import Display, open_display
 from launch.observe.metrics_tail import MetricsTail, mean
 from launch.observe.observation import Observation, observe
 from launch.roles import role_command, thread_environment
 from launch.up.core_pinning import available_cores, plan_cores
-from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit
+from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit, end_text
 from learner.loop.learner_record import read_record
 
 BROKER_START_S = 30.0
@@ -34,7 +34,6 @@ DRAIN_S = 330.0  # a node's episodes in flight, or a learner's step and checkpoi
 BROKER_END_S = 30.0
 POLL_S = 0.1
 ANSWER_S = 1.0
-LOG_LINES_SHOWN = 15
 
 
 class JobFailed(SlipstreamError):
@@ -107,7 +106,7 @@ class Job:
         deadline = time.monotonic() + BROKER_START_S
         while running_broker(self.run_dir) is None:
             for role in self.supervisor.poll():
-                raise self._failure(role)
+                raise JobFailed(*end_text(role))
             if time.monotonic() > deadline:
                 raise JobFailed(f"the broker did not come up within {BROKER_START_S:g} s; log: {self._log('broker')}")
             if flag.wait(POLL_S):
@@ -139,28 +138,17 @@ class Job:
         """Raise JobFailed when the job cannot go on without a role that is not coming back."""
         name = role.spec.name
         if name in ("learner", "broker"):
-            raise self._failure(role)
+            raise JobFailed(*end_text(role))
         if role.exit_code == 0:
             self._note(f"{name} was told to leave")
         elif any(self._may_still_work(node) for node in self.nodes):
             self._note(f"{name} failed for good ({describe_exit(role.exit_code)}); the job goes on without it")
         else:
-            raise self._failure(role)
+            raise JobFailed(*end_text(role))
 
     def _may_still_work(self, name: str) -> bool:
         role = self.supervisor.roles.get(name)
         return role is not None and (role.running or role.restart_at is not None)
-
-    def _failure(self, role: Role) -> JobFailed:
-        """The error for a role that is not coming back."""
-        name, log = role.spec.name, role.spec.log
-        lines = last_lines(log, LOG_LINES_SHOWN)
-        if role.exit_code == EXIT_USAGE and lines:
-            return JobFailed(f"{name}: {lines[-1]}", EXIT_USAGE)
-        tries = f" after {role.restarts} restarts" if role.restarts else ""
-        shown = "".join(f"\n  {line}" for line in lines)
-        how = describe_exit(role.exit_code)
-        return JobFailed(f"{name} failed{tries}: {how}; the end of its log, {log}:{shown}")
 
     def _show(self) -> None:
         if time.monotonic() < self._show_at or self._display is None:

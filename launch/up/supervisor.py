@@ -16,10 +16,12 @@ from pathlib import Path
 
 import psutil
 
-from common.errors import EXITS_FOR_GOOD
+from common.errors import EXIT_FAILED, EXIT_USAGE, EXITS_FOR_GOOD
 from common.process.lifecycle import SUPERVISOR_ENV
+from common.process.logs import last_lines
 
 SCAN_EVERY_S = 1.0
+LOG_LINES_SHOWN = 15
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 10.0
 Sink = Callable[[str, Mapping[str, object]], None]
 
@@ -203,6 +205,16 @@ class Supervisor:
         role.restart_at = now + wait_s
         self._sink("crashed", {"role": name, "exit_code": code, "restart_in_s": wait_s})
         return True
+
+
+def end_text(role: Role) -> tuple[str, int]:
+    """(text, exit code) of the error about a role that ended: its refusal, or the end of its log."""
+    name, lines = role.spec.name, last_lines(role.spec.log, LOG_LINES_SHOWN)
+    if role.exit_code == EXIT_USAGE and lines:
+        return f"{name}: {lines[-1]}", EXIT_USAGE
+    tries = f" after {role.restarts} restarts" if role.restarts else ""
+    how, shown = describe_exit(role.exit_code), "".join(f"\n  {line}" for line in lines)
+    return f"{name} failed{tries}: {how}; the end of its log, {role.spec.log}:{shown}", EXIT_FAILED
 
 
 def pin(pid: int, cores: frozenset[int]) -> None:

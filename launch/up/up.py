@@ -3,13 +3,14 @@
 import argparse
 from typing import IO
 
+from common.config.schema import Config
 from common.errors import EXIT_DONE, UsageError
 from common.process.broker_address import running_broker
 from common.process.lock_file import AlreadyLocked, take_lock
 from common.process.run_dir import RunDir
 from launch.resolve_target import load_job, need_broker_library
 from launch.up.job import Job
-from launch.up.run_finished import finished
+from learner.loop.learner_record import read_record
 
 
 def command(args: argparse.Namespace) -> int:
@@ -28,6 +29,13 @@ def command(args: argparse.Namespace) -> int:
         for stale in (run.broker_json, run.status_json):
             stale.unlink(missing_ok=True)
         return Job(config, run).run(args.plain)
+
+
+def finished(run: RunDir, config: Config) -> bool:
+    """Whether the run has done all its steps and has its model."""
+    record = read_record(run)
+    done = record is not None and record.state == "done" and record.policy_version >= config.run.steps
+    return done and (run.model / "config.json").is_file()
 
 
 def only_one(run: RunDir) -> IO[str]:

@@ -12,7 +12,7 @@ from common.process.run_dir import RunDir, write_json
 from launch.cli import main
 from launch.observe.metrics_tail import MetricsTail
 from launch.report.report import first_above, format_figure
-from launch.up.run_finished import finished
+from launch.up.up import finished
 
 STEPS = 20
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from broker.contract import BrokerStatus, NodeReport, NodeStatus, RunInfo
 from common.process.run_dir import RunDir
-from launch.observe import failures_view
+from launch.observe import waste_view
 from launch.observe.job_view import render_status
 from launch.observe.observation import Observation, as_json
 
@@ -37,7 +37,7 @@ def text_of(run: RunDir, found: BrokerStatus) -> str:
 def test_failed_samples_are_summed_by_reason_and_shown(tmp_path) -> None:
     found = status({"timeout": 3, "environment_flood": 1}, {"timeout": 9}, {})
     run = RunDir(tmp_path)
-    assert failures_view.whole(found, run) == {"environment_flood": 1, "timeout": 12}
+    assert waste_view.failed_samples(found, run) == {"environment_flood": 1, "timeout": 12}
     assert "13 samples failed: 12 timeout, 1 environment_flood" in text_of(run, found)
     told = as_json(run, Observation(found, live=True))
     assert told["samples_failed"] == {"environment_flood": 1, "timeout": 12}
@@ -54,7 +54,7 @@ def test_of_a_run_whose_nodes_are_gone_the_trained_groups_tell(tmp_path) -> None
         line = {"step": step, "policy_version": step + 1, "samples_failed_by_reason": failed}
         with run.metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
-    assert failures_view.whole(status(), run) == {"environment_error": 2, "timeout": 4}
+    assert waste_view.failed_samples(status(), run) == {"environment_error": 2, "timeout": 4}
 
 
 def test_a_report_of_a_node_that_does_not_count_failures_yet_still_decodes() -> None:
