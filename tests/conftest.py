@@ -1,11 +1,15 @@
-"""The order of the test files, and which of them `launch/test.sh fast` leaves out.
+"""The order of the test files, which of them `launch/test.sh fast` leaves out, and how `async def` tests run.
 
 The workers of pytest-xdist take whole files in this order, so that no long file is left for the end.
 """
 
+import asyncio
+import inspect
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parent
 FOLDERS = ["integration", "faults", "contract", "property", "unit"]  # from long to short
@@ -29,3 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.name in SLOW_FILES or SLOW_FOLDERS & {folder.name for folder in item.path.parents}:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: FOLDERS.index(item.path.relative_to(ROOT).parts[0]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an `async def` test in an event loop of its own, with a limit."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    asyncio.run(asyncio.wait_for(test(**arguments), LIMIT_S))
+    return True

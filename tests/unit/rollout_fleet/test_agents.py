@@ -115,7 +115,7 @@ def test_completions_models_and_tools_are_served_to_the_real_client() -> None:
     assert sample.metrics["tokens_left_out"] == 2.0  # the completion is a conversation of its own
 
 
-def test_a_key_is_needed_and_void_when_the_episode_is_over() -> None:
+async def test_a_key_is_needed_and_void_when_the_episode_is_over() -> None:
     kept: list[str] = []
 
     def status(base_url: str, key: str) -> int:
@@ -136,15 +136,12 @@ def test_a_key_is_needed_and_void_when_the_episode_is_over() -> None:
             await client.completions.create(model=model, prompt="x")
         return 1.0
 
-    async def once() -> None:
-        driver = AgentDriver(
-            policy("a", "b"), Renderer(with_template(QWEN, "<eos>")), AgentThread(looks, {}, new_host()),
-            EpisodeRules(Budget(4, 200, 2000), timeout_s=30.0, limits=LIMITS),
-        )  # fmt: skip
-        assert [(await driver.run({}, n)).error for n in range(2)] == [None, None]
-        await driver.close()
-
-    asyncio.run(once())
+    driver = AgentDriver(
+        policy("a", "b"), Renderer(with_template(QWEN, "<eos>")), AgentThread(looks, {}, new_host()),
+        EpisodeRules(Budget(4, 200, 2000), timeout_s=30.0, limits=LIMITS),
+    )  # fmt: skip
+    assert [(await driver.run({}, n)).error for n in range(2)] == [None, None]
+    await driver.close()
     assert len(set(kept)) == 2
 
 

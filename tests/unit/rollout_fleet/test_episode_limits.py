@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from fleet_fakes import EOS, ScriptedSampler, addition_task, in_turn, make_driver, run, say
+from fleet_fakes import EOS, ScriptedSampler, addition_task, in_turn, make_driver, say
 
 from common.config.schema import LimitsConfig
 from common.rollouts import Sample
@@ -102,39 +102,30 @@ def test_an_endless_error_message_is_cut() -> None:
     assert len(str(play(Complains).error)) < 600
 
 
-def test_no_more_episodes_of_a_class_run_at_once_than_it_allows() -> None:
-    async def once() -> None:
-        sampler = ScriptedSampler(lambda _: say("x"), delay_s=0.02)
-        driver = make_driver(sampler, Base, limits=Limits(max_concurrent=2))
-        await asyncio.gather(*(driver.run({}, n) for n in range(6)))
-        assert (len(sampler.calls), sampler.most_at_once) == (6, 2)
-
-    run(once())
+async def test_no_more_episodes_of_a_class_run_at_once_than_it_allows() -> None:
+    sampler = ScriptedSampler(lambda _: say("x"), delay_s=0.02)
+    driver = make_driver(sampler, Base, limits=Limits(max_concurrent=2))
+    await asyncio.gather(*(driver.run({}, n) for n in range(6)))
+    assert (len(sampler.calls), sampler.most_at_once) == (6, 2)
 
 
-def test_waiting_for_a_place_does_not_count_against_the_episode_s_time() -> None:
-    async def once() -> None:
-        driver = make_driver(
-            ScriptedSampler(lambda _: say("x"), delay_s=0.3), Base, limits=Limits(max_concurrent=1), timeout_s=0.8
-        )
-        samples = await asyncio.gather(*(driver.run({}, n) for n in range(4)))
-        assert [s.stop_reason for s in samples] == ["stop"] * 4
-
-    run(once())
+async def test_waiting_for_a_place_does_not_count_against_the_episode_s_time() -> None:
+    driver = make_driver(
+        ScriptedSampler(lambda _: say("x"), delay_s=0.3), Base, limits=Limits(max_concurrent=1), timeout_s=0.8
+    )
+    samples = await asyncio.gather(*(driver.run({}, n) for n in range(4)))
+    assert [s.stop_reason for s in samples] == ["stop"] * 4
 
 
-def test_samples_of_a_group_share_the_group_seed_and_differ_in_their_own() -> None:
+async def test_samples_of_a_group_share_the_group_seed_and_differ_in_their_own() -> None:
     seen: list[tuple[int, int]] = []
 
     class World(Base):
         def __init__(self, problem: dict[str, Any], *, seed: int, group_seed: int) -> None:
             seen.append((seed, group_seed))
 
-    async def once() -> None:
-        runner = GroupRunner(make_driver(ScriptedSampler(lambda _: say("x")), World), 8)
-        await runner.run(GroupProgress(addition_task(3, group_size=3)))
-
-    run(once())
+    runner = GroupRunner(make_driver(ScriptedSampler(lambda _: say("x")), World), 8)
+    await runner.run(GroupProgress(addition_task(3, group_size=3)))
     assert sorted(seen) == [(300, 300), (301, 300), (302, 300)]
 
 
@@ -158,7 +149,7 @@ def test_an_environment_is_closed_once_however_its_episode_ends(ending: str) -> 
     assert closed == [ending]
 
 
-def test_failed_samples_are_reported_by_reason() -> None:
+async def test_failed_samples_are_reported_by_reason() -> None:
     reasons: list[str] = []
 
     class Half(Base):
@@ -167,11 +158,8 @@ def test_failed_samples_are_reported_by_reason() -> None:
                 raise RuntimeError("no")
             return StepResult(reward=1.0)
 
-    async def once() -> None:
-        runner = GroupRunner(make_driver(ScriptedSampler(lambda _: say("x")), Half), 8, reasons.append)
-        await runner.run(GroupProgress(addition_task(0, group_size=4)))
-
-    run(once())
+    runner = GroupRunner(make_driver(ScriptedSampler(lambda _: say("x")), Half), 8, reasons.append)
+    await runner.run(GroupProgress(addition_task(0, group_size=4)))
     assert reasons == ["environment_error"] * 2
 
 

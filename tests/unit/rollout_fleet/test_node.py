@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,6 @@ from fleet_fakes import (
     addition_task,
     learner_report,
     make_driver,
-    run,
     run_info,
 )
 
@@ -35,7 +35,7 @@ from tests.waiting import LIMIT_S, until_async
 
 
 class Site:
-    """One node against one in-memory broker, with a real heartbeat thread."""
+    """One node against one in-memory broker, with a real heartbeat thread; `play` replaces the driver of episodes."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Site:
         patience_s: float = 30.0,
         name: str = "n0",
         broker: MemoryBroker | None = None,
-        driver: Any = None,
+        play: Callable[..., Any] | None = None,
         adapt: AdaptiveLimit | None = None,
     ) -> None:
         self.info = run_info(lease_s=lease_s)
@@ -55,18 +55,19 @@ class Site:
         self.learner = self.broker.learner()
         self.sampler = ScriptedSampler(respond)
         self.feed = ScriptedFeed()
-        self.board = OwnStatus(name)
+        self.status = OwnStatus(name)
         self.link = InOwnerLoop(self.broker.node())
         timeout = BrokerTimeout(patience_s, "memory")
-        self.beat = Heartbeat(lambda: self.link, self.board, timeout, 0.05)  # type: ignore[arg-type,return-value]
-        self.runner = GroupRunner(driver or make_driver(self.sampler, Addition), concurrency)
+        self.beat = Heartbeat(lambda: self.link, self.status, timeout, 0.05)  # type: ignore[arg-type,return-value]
+        self.driver = make_driver(self.sampler, Addition)
+        self.runner = GroupRunner(SimpleNamespace(run=play) if play else self.driver, concurrency)
         client = wrap(self.broker.node())
         counters, beat_now = (lambda: self.sampler.counters), self.beat.beat_now
-        self.parts = NodeParts(client, self.feed, self.runner, self.board, timeout, counters, beat_now)
+        self.parts = NodeParts(client, self.feed, self.runner, self.status, timeout, counters, beat_now)
         self.node = Node(self.parts, self.info, lambda: adapt, drain_s)
 
     async def __aenter__(self) -> "Site":
-        await self.broker.node().register(self.board.report())
+        await self.broker.node().register(self.status.report())
         self.beat.start(self.node.on_heartbeat, self.node.fail)
         self.running = asyncio.create_task(self.node.run())
         return self
@@ -86,163 +87,134 @@ class Site:
         return [entry.state for entry in self.learner.ledger()]
 
 
-def test_it_leases_what_the_window_allows_and_hands_in_every_group() -> None:
-    async def once() -> None:
-        async with Site() as site:
-            site.attach(tasks=20)
-            await until_async(lambda: site.states()[:8] == ["ready"] * 8)
-            await until_async(lambda: site.board.report().state == "waiting")
-            assert site.board.report().waiting_on == "task window: version 0 may lease to serial 7"
-            assert site.states()[8:] == ["pending"] * 12
-            groups = site.learner.take(0, 4, 0.0)
-            assert groups is not None
-            assert [g.serial for g in groups] == [0, 1, 2, 3]
-            decoded = decode_group(groups[3].payload)
-            assert [s.reward for s in decoded.samples] == [1.0, 1.0]
-            assert groups[3].meta.reward_mean == 1.0
-
-    run(once())
+async def test_it_leases_what_the_window_allows_and_hands_in_every_group() -> None:
+    async with Site() as site:
+        site.attach(tasks=20)
+        await until_async(lambda: site.states()[:8] == ["ready"] * 8)
+        await until_async(lambda: site.status.report().state == "waiting")
+        assert site.status.report().waiting_on == "task window: version 0 may lease to serial 7"
+        assert site.states()[8:] == ["pending"] * 12
+        groups = site.learner.take(0, 4, 0.0)
+        assert groups is not None
+        assert [g.serial for g in groups] == [0, 1, 2, 3]
+        decoded = decode_group(groups[3].payload)
+        assert [s.reward for s in decoded.samples] == [1.0, 1.0]
+        assert groups[3].meta.reward_mean == 1.0
 
 
-def test_a_node_that_ran_dry_asks_for_no_more_groups_than_it_has_room_for() -> None:
+class Around:
+    """A node's broker client with some calls of its own; the rest pass through."""
+
+    def __init__(self, broker: Any) -> None:
+        self.broker = broker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.broker, name)
+
+
+async def test_a_node_that_ran_dry_asks_for_no_more_groups_than_it_has_room_for() -> None:
     asked: list[tuple[int, int]] = []  # groups, episodes that ran
 
-    class Recording:
-        def __init__(self, broker: Any) -> None:
-            self._broker = broker
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._broker, name)
-
+    class Recording(Around):
         async def lease(self, node_id: str, version: int, max_groups: int, wait_s: float) -> Any:
             asked.append((max_groups, site.runner.episodes_running))
-            return await self._broker.lease(node_id, version, max_groups, wait_s)
+            return await self.broker.lease(node_id, version, max_groups, wait_s)
 
-    async def once() -> None:
-        nonlocal site
-        site = Site(concurrency=4, wrap=Recording)
-        async with site:
-            site.attach(tasks=20, group_size=4)
-            await until_async(lambda: site.states()[:8] == ["ready"] * 8)
-            asked.clear()
-            site.feed.set(version=1)
-            await until_async(lambda: site.states()[:12] == ["ready"] * 12)
-            assert asked[0] == (3, 0)  # one that it runs and two ahead
-            assert max(groups for groups, _ in asked) == 3
-
-    site: Site
-    run(once())
+    async with Site(concurrency=4, wrap=Recording) as site:
+        site.attach(tasks=20, group_size=4)
+        await until_async(lambda: site.states()[:8] == ["ready"] * 8)
+        asked.clear()
+        site.feed.set(version=1)
+        await until_async(lambda: site.states()[:12] == ["ready"] * 12)
+        assert asked[0] == (3, 0)  # one that it runs and two ahead
+        assert max(groups for groups, _ in asked) == 3
 
 
-def test_a_new_version_opens_the_window_at_once() -> None:
-    async def once() -> None:
-        async with Site() as site:
-            site.attach(tasks=20)
-            await until_async(lambda: site.states()[:8] == ["ready"] * 8)
-            site.feed.set(version=1)
-            await until_async(lambda: site.states()[:12] == ["ready"] * 12)
-            assert site.states()[12] == "pending"
-
-    run(once())
+async def test_a_new_version_opens_the_window_at_once() -> None:
+    async with Site() as site:
+        site.attach(tasks=20)
+        await until_async(lambda: site.states()[:8] == ["ready"] * 8)
+        site.feed.set(version=1)
+        await until_async(lambda: site.states()[:12] == ["ready"] * 12)
+        assert site.states()[12] == "pending"
 
 
-def test_without_weights_it_leases_nothing_and_says_so() -> None:
-    async def once() -> None:
-        async with Site() as site:
-            await until_async(lambda: site.board.report().waiting_on == "learner (none is attached)")
-            site.attach(tasks=4, version=None)
-            await until_async(lambda: site.board.report().waiting_on == "weights from learner")
-            assert site.board.report().state == "joining"
-            assert site.feed.followed[-1] == ("tcp://127.0.0.1:1", 0)
-            assert site.states() == ["pending"] * 4
-
-    run(once())
+async def test_without_weights_it_leases_nothing_and_says_so() -> None:
+    async with Site() as site:
+        await until_async(lambda: site.status.report().waiting_on == "learner (none is attached)")
+        site.attach(tasks=4, version=None)
+        await until_async(lambda: site.status.report().waiting_on == "weights from learner")
+        assert site.status.report().state == "joining"
+        assert site.feed.followed[-1] == ("tcp://127.0.0.1:1", 0)
+        assert site.states() == ["pending"] * 4
 
 
-def test_weights_of_an_earlier_incarnation_lease_nothing() -> None:
-    async def once() -> None:
-        async with Site() as site:
-            site.learner.attach(learner_report(incarnation=3))
-            site.learner.offer([addition_task(0)])
-            await until_async(lambda: bool(site.feed.followed))
-            site.feed.set(version=5, incarnation=2)
-            await until_async(lambda: "restarted as incarnation 3" in site.board.report().waiting_on)
-            assert site.states() == ["pending"]
-            site.feed.set(version=0, incarnation=3)
-            await until_async(lambda: site.states() == ["ready"])
-
-    run(once())
+async def test_weights_of_an_earlier_incarnation_lease_nothing() -> None:
+    async with Site() as site:
+        site.learner.attach(learner_report(incarnation=3))
+        site.learner.offer([addition_task(0)])
+        await until_async(lambda: bool(site.feed.followed))
+        site.feed.set(version=5, incarnation=2)
+        await until_async(lambda: "restarted as incarnation 3" in site.status.report().waiting_on)
+        assert site.states() == ["pending"]
+        site.feed.set(version=0, incarnation=3)
+        await until_async(lambda: site.states() == ["ready"])
 
 
-def test_it_leases_ahead_but_no_further_than_two_groups() -> None:
-    async def once() -> None:
-        async with Site(concurrency=4) as site:
-            site.sampler.gate.clear()
-            site.attach(tasks=8)
-            await until_async(lambda: site.states().count("leased") == 4)
-            await asyncio.sleep(0.1)
-            assert site.states().count("leased") == 4  # two groups of two run, two wait
-            assert len(site.sampler.calls) == 4
-            await until_async(lambda: site.board.report().state == "generating")
-            site.sampler.gate.set()
-            await until_async(lambda: site.states() == ["ready"] * 8)
-            assert site.sampler.most_at_once == 4
-
-    run(once())
+async def test_it_leases_ahead_but_no_further_than_two_groups() -> None:
+    async with Site(concurrency=4) as site:
+        site.sampler.gate.clear()
+        site.attach(tasks=8)
+        await until_async(lambda: site.states().count("leased") == 4)
+        await asyncio.sleep(0.1)
+        assert site.states().count("leased") == 4  # two groups of two run, two wait
+        assert len(site.sampler.calls) == 4
+        await until_async(lambda: site.status.report().state == "generating")
+        site.sampler.gate.set()
+        await until_async(lambda: site.states() == ["ready"] * 8)
+        assert site.sampler.most_at_once == 4
 
 
-def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engine_from_being_full() -> None:
-    async def once() -> None:
-        async with Site(concurrency=4) as site:
-            first = asyncio.Event()
-            run_one, started = site.runner._driver.run, 0
+async def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engine_from_being_full() -> None:
+    first = asyncio.Event()
 
-            async def one_long(problem: dict[str, Any], seed: int, progress: Any, *more: Any) -> Any:
-                nonlocal started
-                started += 1
-                if seed % 100 == 0:  # the first sample of every group goes on and on
-                    progress.at("engine")
-                    await first.wait()
-                return await run_one(problem, seed, progress, *more)
+    async def one_long(problem: dict[str, Any], seed: int, progress: Any, *more: Any) -> Any:
+        if seed % 100 == 0:  # the first sample of every group goes on and on
+            progress.at("engine")
+            await first.wait()
+        return await site.driver.run(problem, seed, progress, *more)
 
-            site.runner._driver.run = one_long  # type: ignore[method-assign]
-            site.attach(tasks=8)
-            await until_async(lambda: site.runner.episodes_running == 4 and len(site.board.leases) >= 4)
-            # four groups with one long episode each hold the four places; counted by groups, two would have filled it
-            await until_async(lambda: [g.finished for g in site.board.report().groups][:4] == [1, 1, 1, 0])
-            work = site.board.report().groups[0]
-            assert (work.serial, work.samples, work.place) == (0, 2, "engine")
-            first.set()
-            await until_async(lambda: site.states() == ["ready"] * 8)
-
-    run(once())
+    async with Site(concurrency=4, play=one_long) as site:
+        site.attach(tasks=8)
+        await until_async(lambda: site.runner.episodes_running == 4 and len(site.status.leases) >= 4)
+        # four groups with one long episode each use the four slots; counted by groups, two would have filled it
+        await until_async(lambda: [g.finished for g in site.status.report().groups][:4] == [1, 1, 1, 0])
+        work = site.status.report().groups[0]
+        assert (work.serial, work.samples, work.place) == (0, 2, "engine")
+        first.set()
+        await until_async(lambda: site.states() == ["ready"] * 8)
 
 
-def test_a_node_whose_environments_start_says_so_until_the_first_of_them_answers() -> None:
-    async def once() -> None:
-        site, answer = Site(), asyncio.Event()
-        play = site.runner._driver.run
+async def test_a_node_whose_environments_start_says_so_until_the_first_of_them_answers() -> None:
+    answer = asyncio.Event()
 
-        async def slow_start(problem: dict[str, Any], seed: int, progress: Any, *more: Any) -> Any:
-            progress.at("environment")
-            await answer.wait()
-            return await play(problem, seed, progress, *more)
+    async def slow_start(problem: dict[str, Any], seed: int, progress: Any, *more: Any) -> Any:
+        progress.at("environment")
+        await answer.wait()
+        return await site.driver.run(problem, seed, progress, *more)
 
-        site.runner._driver.run = slow_start  # type: ignore[method-assign]
-        async with site:
-            site.sampler.gate.clear()
-            site.attach(tasks=1)
-            await until_async(lambda: site.board.report().state == "environments")
-            assert site.board.report().waiting_on == "the start of 2 environments"
-            answer.set()
-            await until_async(lambda: site.board.report().state == "generating")
-            site.sampler.gate.set()
-            await until_async(lambda: site.states() == ["ready"])
-
-    run(once())
+    async with Site(play=slow_start) as site:
+        site.sampler.gate.clear()
+        site.attach(tasks=1)
+        await until_async(lambda: site.status.report().state == "environments")
+        assert site.status.report().waiting_on == "the start of 2 environments"
+        answer.set()
+        await until_async(lambda: site.status.report().state == "generating")
+        site.sampler.gate.set()
+        await until_async(lambda: site.states() == ["ready"])
 
 
-def test_the_limit_follows_what_the_kv_cache_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_limit_follows_what_the_kv_cache_carries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "ADAPT_S", 0.05)
 
     class Counted(AdaptiveLimit):
@@ -252,194 +224,148 @@ def test_the_limit_follows_what_the_kv_cache_carries(monkeypatch: pytest.MonkeyP
             self.looks += 1
             return super().look(*arguments)
 
-    async def once() -> None:
-        adapt = Counted(2, 8, 2)
-        async with Site(concurrency=4, adapt=adapt) as site:
-            site.sampler.gate.clear()
-            site.attach(tasks=8)
-            await until_async(lambda: site.sampler.now == 8)
-            site.sampler.counters.running, site.sampler.counters.waiting = 6, 2
-            for _ in range(LOOKS + 2):
-                site.sampler.counters.recompute_s += 0.5
-                before = adapt.looks
-                await until_async(lambda: adapt.looks > before)  # noqa: B023
-            assert site.board.report().concurrency == 6
-            assert site.sampler.now == 8  # nobody is stopped
-            site.sampler.gate.set()
-            await until_async(lambda: site.states() == ["ready"] * 8)
-
-    run(once())
+    adapt = Counted(2, 8, 2)
+    async with Site(concurrency=4, adapt=adapt) as site:
+        site.sampler.gate.clear()
+        site.attach(tasks=8)
+        await until_async(lambda: site.sampler.now == 8)
+        site.sampler.counters.running, site.sampler.counters.waiting = 6, 2
+        for _ in range(LOOKS + 2):
+            site.sampler.counters.recompute_s += 0.5
+            before = adapt.looks
+            await until_async(lambda: adapt.looks > before)  # noqa: B023
+        assert site.status.report().concurrency == 6
+        assert site.sampler.now == 8  # nobody is stopped
+        site.sampler.gate.set()
+        await until_async(lambda: site.states() == ["ready"] * 8)
 
 
-def test_a_node_whose_id_was_taken_by_another_process_stops() -> None:
-    async def once() -> None:
-        async with Site() as site:
-            await site.broker.node().register(msgspec.structs.replace(site.board.report(), pid=-1))
-            with pytest.raises(BrokerError, match="every node needs an id of its own"):
-                await asyncio.wait_for(site.running, LIMIT_S)
-
-    run(once())
+async def test_a_node_whose_id_was_taken_by_another_process_stops() -> None:
+    async with Site() as site:
+        await site.broker.node().register(msgspec.structs.replace(site.status.report(), pid=-1))
+        with pytest.raises(BrokerError, match="every node needs an id of its own"):
+            await asyncio.wait_for(site.running, LIMIT_S)
 
 
-def test_heartbeats_come_from_a_thread_of_their_own_and_keep_leases() -> None:
-    async def once() -> None:
-        async with Site(lease_s=0.4) as site:
-            site.sampler.gate.clear()
-            site.attach(tasks=1)
-            await until_async(lambda: site.states() == ["leased"])
-            await asyncio.sleep(1.0)
-            assert site.states() == ["leased"]
-            assert site.learner.status().lease_expiries == 0
-            assert site.link.threads == {"heartbeat"}
-            site.sampler.gate.set()
-            await until_async(lambda: site.states() == ["ready"])
-
-    run(once())
+async def test_heartbeats_come_from_a_thread_of_their_own_and_keep_leases() -> None:
+    async with Site(lease_s=0.4) as site:
+        site.sampler.gate.clear()
+        site.attach(tasks=1)
+        await until_async(lambda: site.states() == ["leased"])
+        await asyncio.sleep(1.0)
+        assert site.states() == ["leased"]
+        assert site.learner.status().lease_expiries == 0
+        assert site.link.threads == {"heartbeat"}
+        site.sampler.gate.set()
+        await until_async(lambda: site.states() == ["ready"])
 
 
-def test_a_lost_lease_cancels_its_episodes_and_counts_the_waste() -> None:
-    async def once() -> None:
-        site = Site()
+async def test_a_lost_lease_cancels_its_episodes_and_counts_the_waste() -> None:
+    async def one_of_two(problem: dict[str, Any], seed: int, progress: Any, group_seed: int) -> None:
+        progress.sampled_tokens += 5
+        await asyncio.sleep(60)
 
-        async def one_of_two(problem: dict[str, Any], seed: int, progress: Any, group_seed: int) -> None:
-            progress.sampled_tokens += 5
-            await asyncio.sleep(60)
-
-        site.runner._driver.run = one_of_two  # type: ignore[assignment,method-assign]
-        async with site:
-            site.attach(tasks=1)
-            await until_async(lambda: site.states() == ["leased"])
-            await until_async(lambda: len(site.board.leases) == 1)
-            token = site.board.leases[0]
-            await site.broker.node().release("n0", [token])
-            await until_async(lambda: site.board.report().tokens_wasted == 10)
-            assert site.board.report().waste["cancelled"] == Waste(10, 0.0)  # the broker has counted the seconds
-            await until_async(lambda: site.board.leases != [token])
-            assert site.learner.status().stale_results == 0
-
-    run(once())
+    async with Site(play=one_of_two) as site:
+        site.attach(tasks=1)
+        await until_async(lambda: site.states() == ["leased"])
+        await until_async(lambda: len(site.status.leases) == 1)
+        token = site.status.leases[0]
+        await site.broker.node().release("n0", [token])
+        await until_async(lambda: site.status.report().tokens_wasted == 10)
+        assert site.status.report().waste["cancelled"] == Waste(10, 0.0)  # the broker has counted the seconds
+        await until_async(lambda: site.status.leases != [token])
+        assert site.learner.status().stale_results == 0
 
 
-def test_a_result_under_an_old_token_is_refused_and_the_task_done_once() -> None:
-    class Slow:
+async def test_a_result_under_an_old_token_is_refused_and_the_task_done_once() -> None:
+    class Slow(Around):
         """Completes only after the broker gave the lease to someone else."""
 
-        def __init__(self, inner: Any) -> None:
-            self._inner = inner
-            self.first = True
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._inner, name)
+        first = True
 
         async def complete(self, node_id: str, token: str, meta: Any, payload: bytes) -> bool:
             if self.first:
                 self.first = False
-                await self._inner.release(node_id, [token])
-                assert await self._inner.complete(node_id, token, meta, payload) is False
-                return False
-            return await self._inner.complete(node_id, token, meta, payload)
+                await self.broker.release(node_id, [token])
+            return await self.broker.complete(node_id, token, meta, payload)
 
-    async def once() -> None:
-        async with Site(wrap=Slow) as site:
-            site.attach(tasks=1)
-            await until_async(lambda: site.states() == ["ready"])
-            assert site.learner.status().stale_results == 1
-
-    run(once())
+    async with Site(wrap=Slow) as site:
+        site.attach(tasks=1)
+        await until_async(lambda: site.states() == ["ready"])
+        assert site.learner.status().stale_results == 1
 
 
-def test_a_group_whose_samples_all_fail_counts_as_an_attempt_with_the_reason() -> None:
-    async def once() -> None:
-        async with Site(respond=lambda _: ValueError("token outside the vocabulary")) as site:
-            site.attach(tasks=1)
-            await until_async(lambda: site.states() == ["dead"])
-            entry = site.learner.ledger()[0]
-            assert entry.attempts == 3
-            assert "token outside the vocabulary" in entry.reason
-            assert site.learner.status().waste["failed"].seconds > 0
-
-    run(once())
+async def test_a_group_whose_samples_all_fail_counts_as_an_attempt_with_the_reason() -> None:
+    async with Site(respond=lambda _: ValueError("token outside the vocabulary")) as site:
+        site.attach(tasks=1)
+        await until_async(lambda: site.states() == ["dead"])
+        entry = site.learner.ledger()[0]
+        assert entry.attempts == 3
+        assert "token outside the vocabulary" in entry.reason
+        assert site.learner.status().waste["failed"].seconds > 0
 
 
-def test_a_drain_finishes_what_runs_and_returns_what_has_not_started() -> None:
-    async def once() -> None:
-        async with Site(concurrency=4) as site:
-            site.sampler.gate.clear()
-            site.attach(tasks=8)
-            await until_async(lambda: site.states().count("leased") == 4 and len(site.sampler.calls) == 4)
-            site.node.request_drain("SIGTERM")
-            await until_async(lambda: site.states().count("pending") == 6)
-            assert site.board.report().state == "draining"
-            site.sampler.gate.set()
-            assert await site.running == EXIT_DONE
-            assert site.states() == ["ready"] * 2 + ["pending"] * 6
-            assert [e.attempts for e in site.learner.ledger()][2:] == [0] * 6
-
-    run(once())
+async def test_a_drain_finishes_what_runs_and_returns_what_has_not_started() -> None:
+    async with Site(concurrency=4) as site:
+        site.sampler.gate.clear()
+        site.attach(tasks=8)
+        await until_async(lambda: site.states().count("leased") == 4 and len(site.sampler.calls) == 4)
+        site.node.request_drain("SIGTERM")
+        await until_async(lambda: site.states().count("pending") == 6)
+        assert site.status.report().state == "draining"
+        site.sampler.gate.set()
+        assert await site.running == EXIT_DONE
+        assert site.states() == ["ready"] * 2 + ["pending"] * 6
+        assert [e.attempts for e in site.learner.ledger()][2:] == [0] * 6
 
 
-def test_a_drain_is_bounded_and_gives_running_groups_back() -> None:
-    async def once() -> None:
-        async with Site(drain_s=0.2) as site:
-            site.sampler.gate.clear()
-            site.attach(tasks=1)
-            await until_async(lambda: len(site.sampler.calls) == 2)
-            site.node.request_drain("SIGTERM")
-            assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_DONE
-            assert site.states() == ["pending"]
-            assert site.sampler.cancelled == 2
-
-    run(once())
+async def test_a_drain_is_bounded_and_gives_running_groups_back() -> None:
+    async with Site(drain_s=0.2) as site:
+        site.sampler.gate.clear()
+        site.attach(tasks=1)
+        await until_async(lambda: len(site.sampler.calls) == 2)
+        site.node.request_drain("SIGTERM")
+        assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_DONE
+        assert site.states() == ["pending"]
+        assert site.sampler.cancelled == 2
 
 
-def test_a_finished_learner_drains_the_node_without_waiting() -> None:
-    async def once() -> None:
-        async with Site(drain_s=60) as site:
-            site.sampler.gate.clear()
-            site.attach(tasks=1)
-            await until_async(lambda: len(site.sampler.calls) == 2)
-            site.learner.report(learner_report(state="done"))
-            assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_DONE
-
-    run(once())
+async def test_a_finished_learner_drains_the_node_without_waiting() -> None:
+    async with Site(drain_s=60) as site:
+        site.sampler.gate.clear()
+        site.attach(tasks=1)
+        await until_async(lambda: len(site.sampler.calls) == 2)
+        site.learner.report(learner_report(state="done"))
+        assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_DONE
 
 
-def test_a_quarantined_node_gives_everything_back_says_why_and_fails() -> None:
-    async def once() -> None:
-        async with Site() as site:
-            site.sampler.gate.clear()
-            site.attach(tasks=4)
-            await until_async(lambda: len(site.sampler.calls) == 4)
-            site.feed.set(quarantined="canary differs by 3.2")
-            assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_FAILED
-            assert site.states() == ["pending"] * 4
-            told = site.learner.status().nodes[0].report
-            assert (told.state, told.waiting_on) == ("quarantined", "canary differs by 3.2")
-
-    run(once())
+async def test_a_quarantined_node_gives_everything_back_says_why_and_fails() -> None:
+    async with Site() as site:
+        site.sampler.gate.clear()
+        site.attach(tasks=4)
+        await until_async(lambda: len(site.sampler.calls) == 4)
+        site.feed.set(quarantined="canary differs by 3.2")
+        assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_FAILED
+        assert site.states() == ["pending"] * 4
+        told = site.learner.status().nodes[0].report
+        assert (told.state, told.waiting_on) == ("quarantined", "canary differs by 3.2")
 
 
-def test_an_engine_that_refuses_because_of_its_quarantine_counts_as_quarantined() -> None:
-    async def once() -> None:
-        async with Site(respond=lambda _: SlipstreamError("quarantined: bad sum")) as site:
-            site.attach(tasks=1)
-            await until_async(lambda: bool(site.sampler.calls))
-            site.feed.set(quarantined="bad sum")
-            assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_FAILED
-
-    run(once())
+async def test_an_engine_that_refuses_because_of_its_quarantine_counts_as_quarantined() -> None:
+    async with Site(respond=lambda _: SlipstreamError("quarantined: bad sum")) as site:
+        site.attach(tasks=1)
+        await until_async(lambda: bool(site.sampler.calls))
+        site.feed.set(quarantined="bad sum")
+        assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_FAILED
 
 
-def test_a_dead_engine_ends_the_node_with_its_reason_and_returns_the_leases() -> None:
-    async def once() -> None:
-        async with Site(respond=lambda _: SlipstreamError("the engine died")) as site:
-            site.attach(tasks=3)
-            with pytest.raises(SlipstreamError, match="the engine died"):
-                await asyncio.wait_for(site.running, LIMIT_S)
-            await site.broker.node().leave("n0")
-            assert site.states() == ["pending"] * 3
-
-    run(once())
+async def test_a_dead_engine_ends_the_node_with_its_reason_and_returns_the_leases() -> None:
+    async with Site(respond=lambda _: SlipstreamError("the engine died")) as site:
+        site.attach(tasks=3)
+        with pytest.raises(SlipstreamError, match="the engine died"):
+            await asyncio.wait_for(site.running, LIMIT_S)
+        await site.broker.node().leave("n0")
+        assert site.states() == ["pending"] * 3
 
 
 class Flaky:
@@ -461,42 +387,33 @@ class Flaky:
         return call
 
 
-def test_a_broker_that_is_away_for_a_moment_loses_nothing() -> None:
-    async def once() -> None:
-        async with Site(wrap=Flaky) as site:
-            site.attach(tasks=3)
-            await until_async(lambda: site.states() == ["ready"] * 3)
-            assert [e.attempts for e in site.learner.ledger()] == [1, 1, 1]
-
-    run(once())
+async def test_a_broker_that_is_away_for_a_moment_loses_nothing() -> None:
+    async with Site(wrap=Flaky) as site:
+        site.attach(tasks=3)
+        await until_async(lambda: site.states() == ["ready"] * 3)
+        assert [e.attempts for e in site.learner.ledger()] == [1, 1, 1]
 
 
-def test_a_broker_that_stays_away_ends_the_node_with_the_reason() -> None:
+async def test_a_broker_that_stays_away_ends_the_node_with_the_reason() -> None:
     class Gone(Flaky):
         failures = 10**9
 
-    async def once() -> None:
-        site = Site(wrap=Gone, patience_s=0.3)
-        site.beat.start = lambda *_: None  # type: ignore[method-assign]
-        site.beat.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
-        async with site:
-            site.attach(tasks=1)
-            with pytest.raises(BrokerLost, match="has not answered for"):
-                await asyncio.wait_for(site.running, LIMIT_S)
-
-    run(once())
+    site = Site(wrap=Gone, patience_s=0.3)
+    site.beat.start = lambda *_: None  # type: ignore[method-assign]
+    site.beat.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
+    async with site:
+        site.attach(tasks=1)
+        with pytest.raises(BrokerLost, match="has not answered for"):
+            await asyncio.wait_for(site.running, LIMIT_S)
 
 
-def test_two_nodes_share_the_window() -> None:
-    async def once() -> None:
-        first = Site(concurrency=64)
-        second = Site(concurrency=64, name="n1", broker=first.broker)
-        async with first, second:
-            for site in (first, second):
-                site.sampler.gate.clear()
-                site.feed.set(version=0, incarnation=0)
-            first.attach(tasks=8)
-            await until_async(lambda: first.states() == ["leased"] * 8)
-            assert {e.nodes[-1] for e in first.learner.ledger()} == {"n0", "n1"}
-
-    run(once())
+async def test_two_nodes_share_the_window() -> None:
+    first = Site(concurrency=64)
+    second = Site(concurrency=64, name="n1", broker=first.broker)
+    async with first, second:
+        for site in (first, second):
+            site.sampler.gate.clear()
+            site.feed.set(version=0, incarnation=0)
+        first.attach(tasks=8)
+        await until_async(lambda: first.states() == ["leased"] * 8)
+        assert {e.nodes[-1] for e in first.learner.ledger()} == {"n0", "n1"}

@@ -1,6 +1,5 @@
 """EngineWeights tells those who time the engine's steps when a flip is under way."""
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,23 +29,20 @@ class Core:
 
 @pytest.mark.parametrize(("batches_in_flight", "calls"), [(False, 1), (True, 3)])
 @pytest.mark.parametrize("fails", [False, True])
-def test_they_are_odd_from_the_pause_to_the_resumption_and_even_after(
+async def test_they_are_odd_from_the_pause_to_the_resumption_and_even_after(
     batches_in_flight: bool, calls: int, fails: bool
 ) -> None:
-    async def once() -> None:
-        weights = EngineWeights(recompute=False)
-        core = Core(weights, fails)
-        scheduler = SimpleNamespace(async_scheduling=batches_in_flight)
-        config = SimpleNamespace(scheduler_config=scheduler, max_concurrent_batches=1)
-        await weights.attach(SimpleNamespace(engine_core=core, vllm_config=config), usable=True)
-        for flips in (1, 2):
-            core.seen.clear()
-            if fails:
-                with pytest.raises(RuntimeError):
-                    await weights._flip(0, flips)
-            else:
+    weights = EngineWeights(recompute=False)
+    core = Core(weights, fails)
+    scheduler = SimpleNamespace(async_scheduling=batches_in_flight)
+    config = SimpleNamespace(scheduler_config=scheduler, max_concurrent_batches=1)
+    await weights.attach(SimpleNamespace(engine_core=core, vllm_config=config), usable=True)
+    for flips in (1, 2):
+        core.seen.clear()
+        if fails:
+            with pytest.raises(RuntimeError):
                 await weights._flip(0, flips)
-            assert set(core.seen) == {2 * flips - 1} and len(core.seen) == (min(calls, 2) if fails else calls)
-            assert weights.half_flips == 2 * flips
-
-    asyncio.run(once())
+        else:
+            await weights._flip(0, flips)
+        assert set(core.seen) == {2 * flips - 1} and len(core.seen) == (min(calls, 2) if fails else calls)
+        assert weights.half_flips == 2 * flips

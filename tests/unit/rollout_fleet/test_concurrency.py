@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from engine_model import ModelEngine
-from fleet_fakes import run
 
 from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit, Pressure, Slots
 
@@ -33,73 +32,61 @@ async def hold(slots: Slots, name: str, order: list[str], until: asyncio.Event) 
         await until.wait()
 
 
-def test_slots_are_given_in_the_order_of_asking() -> None:
-    async def once() -> None:
-        slots, order, done = Slots(2), [], asyncio.Event()
-        tasks = [asyncio.create_task(hold(slots, name, order, done)) for name in "abcd"]
-        await asyncio.sleep(0.01)
-        assert (order, slots.taken) == (["a", "b"], 2)
-        done.set()
-        await asyncio.gather(*tasks)
-        assert (order, slots.taken) == (["a", "b", "c", "d"], 0)
-
-    run(once())
+async def test_slots_are_given_in_the_order_of_asking() -> None:
+    slots, order, done = Slots(2), [], asyncio.Event()
+    tasks = [asyncio.create_task(hold(slots, name, order, done)) for name in "abcd"]
+    await asyncio.sleep(0.01)
+    assert (order, slots.taken) == (["a", "b"], 2)
+    done.set()
+    await asyncio.gather(*tasks)
+    assert (order, slots.taken) == (["a", "b", "c", "d"], 0)
 
 
-def test_a_higher_limit_lets_in_those_who_wait_and_a_lower_one_stops_nobody() -> None:
-    async def once() -> None:
-        slots, order, done = Slots(1), [], asyncio.Event()
-        tasks = [asyncio.create_task(hold(slots, name, order, done)) for name in "abc"]
-        await asyncio.sleep(0.01)
-        slots.resize(3)
-        await asyncio.sleep(0.01)
-        assert order == ["a", "b", "c"]
-        slots.resize(1)
-        assert slots.taken == 3
-        late = asyncio.create_task(hold(slots, "d", order, done))
-        tasks[0].cancel()
-        tasks[1].cancel()
-        await asyncio.sleep(0.01)
-        assert (order, slots.taken) == (["a", "b", "c"], 1)
-        done.set()
-        await asyncio.gather(tasks[2], late)
-        assert order[-1] == "d"
-
-    run(once())
+async def test_a_higher_limit_lets_in_those_who_wait_and_a_lower_one_stops_nobody() -> None:
+    slots, order, done = Slots(1), [], asyncio.Event()
+    tasks = [asyncio.create_task(hold(slots, name, order, done)) for name in "abc"]
+    await asyncio.sleep(0.01)
+    slots.resize(3)
+    await asyncio.sleep(0.01)
+    assert order == ["a", "b", "c"]
+    slots.resize(1)
+    assert slots.taken == 3
+    late = asyncio.create_task(hold(slots, "d", order, done))
+    tasks[0].cancel()
+    tasks[1].cancel()
+    await asyncio.sleep(0.01)
+    assert (order, slots.taken) == (["a", "b", "c"], 1)
+    done.set()
+    await asyncio.gather(tasks[2], late)
+    assert order[-1] == "d"
 
 
-def test_an_asker_that_gives_up_loses_no_place() -> None:
-    async def once() -> None:
-        slots, order, done = Slots(1), [], asyncio.Event()
-        first = asyncio.create_task(hold(slots, "a", order, done))
-        await asyncio.sleep(0.01)
-        second = asyncio.create_task(hold(slots, "b", order, done))
-        third = asyncio.create_task(hold(slots, "c", order, done))
-        await asyncio.sleep(0.01)
-        second.cancel()
-        first.cancel()  # its slot goes to `second`, or past it, in the same turn of the loop
-        await asyncio.sleep(0.01)
-        done.set()
-        await third
-        assert (order, slots.taken) == (["a", "c"], 0)
-
-    run(once())
+async def test_an_asker_that_gives_up_loses_no_place() -> None:
+    slots, order, done = Slots(1), [], asyncio.Event()
+    first = asyncio.create_task(hold(slots, "a", order, done))
+    await asyncio.sleep(0.01)
+    second = asyncio.create_task(hold(slots, "b", order, done))
+    third = asyncio.create_task(hold(slots, "c", order, done))
+    await asyncio.sleep(0.01)
+    second.cancel()
+    first.cancel()  # its slot goes to `second`, or past it, in the same turn of the loop
+    await asyncio.sleep(0.01)
+    done.set()
+    await third
+    assert (order, slots.taken) == (["a", "c"], 0)
 
 
-def test_a_slot_given_to_an_asker_that_is_cancelled_at_that_moment_goes_on_to_the_next() -> None:
-    async def once() -> None:
-        slots, order, done = Slots(0), [], asyncio.Event()
-        second = asyncio.create_task(hold(slots, "b", order, done))
-        third = asyncio.create_task(hold(slots, "c", order, done))
-        await asyncio.sleep(0.01)
-        slots.resize(1)  # given to `b`, which has not run since
-        second.cancel()
-        await asyncio.sleep(0.01)
-        assert (order, slots.taken) == (["c"], 1)
-        done.set()
-        await third
-
-    run(once())
+async def test_a_slot_given_to_an_asker_that_is_cancelled_at_that_moment_goes_on_to_the_next() -> None:
+    slots, order, done = Slots(0), [], asyncio.Event()
+    second = asyncio.create_task(hold(slots, "b", order, done))
+    third = asyncio.create_task(hold(slots, "c", order, done))
+    await asyncio.sleep(0.01)
+    slots.resize(1)  # given to `b`, which has not run since
+    second.cancel()
+    await asyncio.sleep(0.01)
+    assert (order, slots.taken) == (["c"], 1)
+    done.set()
+    await third
 
 
 def test_the_limit_doubles_until_the_cache_is_used_and_then_grows_by_an_eighth() -> None:

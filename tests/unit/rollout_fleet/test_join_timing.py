@@ -4,8 +4,7 @@ import subprocess
 import sys
 import time
 
-from fleet_fakes import run
-from test_node import Site
+from test_node import Around, Site
 
 from rollout_fleet.join_timing import JoinTimer, process_age_s
 from tests.waiting import until_async
@@ -34,36 +33,26 @@ def test_the_age_of_a_process_is_counted_from_its_start_not_from_the_import() ->
     assert process_age_s() > 0
 
 
-def test_the_first_lease_and_the_first_accepted_group_are_reported() -> None:
-    async def once() -> None:
-        async with Site() as site:
-            site.attach(tasks=4)
-            await until_async(lambda: site.states() == ["ready"] * 4)
-            told = site.board.report().joined
-            assert 0 < told.leased <= told.delivered
-            await until_async(lambda: site.learner.status().nodes[0].report.joined == told)
-
-    run(once())
+async def test_the_first_lease_and_the_first_accepted_group_are_reported() -> None:
+    async with Site() as site:
+        site.attach(tasks=4)
+        await until_async(lambda: site.states() == ["ready"] * 4)
+        told = site.status.report().joined
+        assert 0 < told.leased <= told.delivered
+        await until_async(lambda: site.learner.status().nodes[0].report.joined == told)
 
 
-def test_a_group_that_the_broker_refuses_is_no_first_group() -> None:
-    class Refusing:
-        def __init__(self, broker: object) -> None:
-            self._broker, self.refused = broker, 0
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._broker, name)
+async def test_a_group_that_the_broker_refuses_is_no_first_group() -> None:
+    class Refusing(Around):
+        refused = 0
 
         async def complete(self, *_: object) -> bool:
             self.refused += 1
             return False
 
-    async def once() -> None:
-        async with Site(wrap=Refusing) as site:
-            site.attach(tasks=1)
-            await until_async(lambda: site.parts.broker.refused == 1)  # type: ignore[attr-defined]
-            await until_async(lambda: site.board.report().groups == [])
-            assert site.board.report().joined.leased > 0
-            assert site.board.report().joined.delivered == 0
-
-    run(once())
+    async with Site(wrap=Refusing) as site:
+        site.attach(tasks=1)
+        await until_async(lambda: site.parts.broker.refused == 1)  # type: ignore[attr-defined]
+        await until_async(lambda: site.status.report().groups == [])
+        assert site.status.report().joined.leased > 0
+        assert site.status.report().joined.delivered == 0

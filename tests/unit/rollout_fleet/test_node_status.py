@@ -51,61 +51,61 @@ def test_the_explanation_names_who_unblocks_the_node(
 
 def test_since_counts_from_the_change_of_state_not_of_reason() -> None:
     clock = Clock()
-    board = OwnStatus("n", clock)
+    status = OwnStatus("n", clock)
     clock.now = 5.0
-    board.show("waiting", "a")
+    status.show("waiting", "a")
     clock.now = 7.0
-    board.show("waiting", "b")
+    status.show("waiting", "b")
     clock.now = 9.0
-    report = board.report()
+    report = status.report()
     assert (report.state, report.waiting_on, report.since_s) == ("waiting", "b", 4.0)
 
 
 def test_a_report_carries_engine_weights_and_waste() -> None:
     clock = Clock()
-    board = OwnStatus("n", clock)
+    status = OwnStatus("n", clock)
     weights = WeightsState(version=3, incarnation=1, flips=4, stall_s=0.5, canary_max_difference=0.01)
-    board.measure(weights, EngineCounters(tokens_generated=100), ["a", "b"], 9)
-    board.cancelled(5, 1.5)
+    status.measure(weights, EngineCounters(tokens_generated=100), ["a", "b"], 9)
+    status.cancelled(5, 1.5)
     clock.now = 2.0
-    report = board.report()
+    report = status.report()
     assert (report.policy_version, report.flips, report.generation_stall_s) == (3, 4, 0.5)
     assert (report.tokens_generated, report.tokens_wasted, report.tokens_per_s) == (100, 5, 50.0)
     assert report.waste == {"cancelled": Waste(5, 1.5), "stalled": Waste(0, 0.5), "waiting": Waste(0, 0.0)}
-    assert (report.episodes_running, report.canary_max_difference, board.leases) == (9, 0.01, ["a", "b"])
+    assert (report.episodes_running, report.canary_max_difference, status.leases) == (9, 0.01, ["a", "b"])
 
 
 def test_a_report_carries_the_oldest_groups_and_the_pressure_on_the_kv_cache() -> None:
-    board = OwnStatus("n", Clock())
+    status = OwnStatus("n", Clock())
     counters = EngineCounters(kv_cache_usage=0.75, preemptions=3, prompt_tokens=200, cached_tokens=150)
-    board.measure(HELD, counters, ["a"], 2)
-    board.work([GroupWork(4, 8, finished=2)], 24)
-    report = board.report()
+    status.measure(HELD, counters, ["a"], 2)
+    status.work([GroupWork(4, 8, finished=2)], 24)
+    report = status.report()
     assert (report.kv_cache_usage, report.preemptions, report.prefix_hit_rate) == (0.75, 3, 0.75)
     assert (report.groups, report.concurrency) == ([GroupWork(4, 8, finished=2)], 24)
 
 
 def test_waiting_counts_the_time_without_work_also_while_it_lasts() -> None:
     clock = Clock()
-    board = OwnStatus("n", clock)
+    status = OwnStatus("n", clock)
     for now, state in ((1.0, "joining"), (3.0, "waiting"), (3.5, "generating"), (7.0, "flipping"), (8.0, "waiting")):
         clock.now = now
-        board.show(state)
+        status.show(state)
     clock.now = 8.25
     for _ in range(2):
-        assert board.report().waste["waiting"] == Waste(0, 2.75)
-    board.show("draining")
+        assert status.report().waste["waiting"] == Waste(0, 2.75)
+    status.show("draining")
     clock.now = 20.0
-    assert board.report().waste["waiting"] == Waste(0, 2.75)
+    assert status.report().waste["waiting"] == Waste(0, 2.75)
 
 
 def test_the_rate_covers_the_time_since_the_last_report() -> None:
     clock = Clock()
-    board = OwnStatus("n", clock)
+    status = OwnStatus("n", clock)
     for now, tokens, rate in ((1.0, 100, 100.0), (3.0, 120, 10.0), (3.1, 500, 10.0), (4.0, 500, 380.0)):
         clock.now = now
-        board.measure(HELD, EngineCounters(tokens_generated=tokens), [], 0)
-        assert board.report().tokens_per_s == pytest.approx(rate)
+        status.measure(HELD, EngineCounters(tokens_generated=tokens), [], 0)
+        assert status.report().tokens_per_s == pytest.approx(rate)
 
 
 def test_patience_ends_after_the_limit_and_any_answer_renews_it() -> None:
@@ -123,7 +123,7 @@ def test_patience_ends_after_the_limit_and_any_answer_renews_it() -> None:
 
 
 def test_failed_samples_are_reported_by_reason() -> None:
-    board = OwnStatus("n0")
+    status = OwnStatus("n0")
     for reason in ("timeout", "environment_flood", "timeout"):
-        board.sample_failed(reason)
-    assert board.report().samples_failed == {"timeout": 2, "environment_flood": 1}
+        status.sample_failed(reason)
+    assert status.report().samples_failed == {"timeout": 2, "environment_flood": 1}

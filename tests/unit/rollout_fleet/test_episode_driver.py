@@ -207,7 +207,7 @@ def test_a_hanging_environment_times_out_and_keeps_what_was_sampled() -> None:
     assert "within 0.1 s" in str(sample.error)
 
 
-def test_a_blocking_environment_does_not_stop_the_event_loop() -> None:
+async def test_a_blocking_environment_does_not_stop_the_event_loop() -> None:
     class Blocks(Base):
         async def step(self, action: Action) -> StepResult:
             time.sleep(1.0)
@@ -221,13 +221,10 @@ def test_a_blocking_environment_does_not_stop_the_event_loop() -> None:
             await asyncio.sleep(0.01)
             ticks += 1
 
-    async def once() -> None:
-        ticking = asyncio.create_task(tick())
-        driver = make_driver(ScriptedSampler(in_turn(say("x"))), Blocks, timeout_s=0.3)
-        assert (await driver.run({}, 0)).stop_reason == "timeout"
-        ticking.cancel()
-
-    run(once())
+    ticking = asyncio.create_task(tick())
+    driver = make_driver(ScriptedSampler(in_turn(say("x"))), Blocks, timeout_s=0.3)
+    assert (await driver.run({}, 0)).stop_reason == "timeout"
+    ticking.cancel()
     assert ticks >= 10
 
 
@@ -250,28 +247,25 @@ def test_a_dead_engine_is_not_the_samples_fault() -> None:
         play(driver, SUM)
 
 
-def test_cancelling_an_episode_cancels_its_request_and_the_progress_stays_known() -> None:
+async def test_cancelling_an_episode_cancels_its_request_and_the_progress_stays_known() -> None:
     answers = in_turn(say("16"), say("24"))
 
-    async def once() -> None:
-        sampler = ScriptedSampler(answers)
-        progress = Progress()
-        driver = make_driver(sampler, NumberGuessing)
+    sampler = ScriptedSampler(answers)
+    progress = Progress()
+    driver = make_driver(sampler, NumberGuessing)
 
-        def second(prompt: str) -> Generation:
-            sampler.gate.clear()
-            return answers(prompt)
+    def second(prompt: str) -> Generation:
+        sampler.gate.clear()
+        return answers(prompt)
 
-        sampler._respond = second
-        episode = asyncio.create_task(driver.run({"number": 20}, 0, progress))
-        while len(sampler.calls) < 2:
-            await asyncio.sleep(0.005)
-        episode.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await episode
-        assert (sampler.cancelled, progress.sampled_tokens) == (1, 3)
-
-    run(once())
+    sampler._respond = second
+    episode = asyncio.create_task(driver.run({"number": 20}, 0, progress))
+    while len(sampler.calls) < 2:
+        await asyncio.sleep(0.005)
+    episode.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await episode
+    assert (sampler.cancelled, progress.sampled_tokens) == (1, 3)
 
 
 def test_routing_grows_with_the_turns_and_what_a_token_was_sampled_with_stays() -> None:

@@ -82,54 +82,45 @@ def test_a_problem_that_is_no_object_fails_the_group(problem: bytes) -> None:
     assert done.failure is not None and "task 4" in done.failure
 
 
-def test_a_dead_engine_ends_the_group_and_its_other_episodes() -> None:
-    async def once() -> None:
-        sampler = ScriptedSampler(lambda _: SlipstreamError("engine died"), delay_s=0.01)
-        runner = GroupRunner(make_driver(sampler, Addition), 8)
-        with pytest.raises(SlipstreamError, match="engine died"):
-            await runner.run(GroupProgress(addition_task(0, group_size=4)))
-        assert runner.episodes_running == 0
-
-    run(once())
+async def test_a_dead_engine_ends_the_group_and_its_other_episodes() -> None:
+    sampler = ScriptedSampler(lambda _: SlipstreamError("engine died"), delay_s=0.01)
+    runner = GroupRunner(make_driver(sampler, Addition), 8)
+    with pytest.raises(SlipstreamError, match="engine died"):
+        await runner.run(GroupProgress(addition_task(0, group_size=4)))
+    assert runner.episodes_running == 0
 
 
-def test_cancelling_a_group_frees_its_slots_and_keeps_its_progress() -> None:
-    async def once() -> None:
-        sampler = ScriptedSampler(add)
-        sampler.gate.clear()
-        runner = GroupRunner(make_driver(sampler, Addition), 2)
-        first, second = GroupProgress(addition_task(0)), GroupProgress(addition_task(1))
-        group = asyncio.create_task(runner.run(first))
-        waiting = asyncio.create_task(runner.run(second))
-        while len(sampler.calls) < 2:
-            await asyncio.sleep(0.005)
-        assert first.started_at is not None and second.started_at is None
-        group.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await group
-        assert sampler.cancelled == 2
-        sampler.gate.set()
-        assert (await waiting).meta.reward_mean == 1.0
-        assert second.started_at is not None
-
-    run(once())
-
-
-def test_progress_says_where_every_episode_is() -> None:
-    async def once() -> None:
-        sampler = ScriptedSampler(add)
-        sampler.gate.clear()
-        runner = GroupRunner(make_driver(sampler, Addition), 1)
-        progress = GroupProgress(addition_task(0))
-        group = asyncio.create_task(runner.run(progress))
-        while not sampler.calls:
-            await asyncio.sleep(0.005)
-        assert [(e.place, e.turns, e.sampled_tokens) for e in progress.episodes] == [("engine", 1, 0), ("room", 0, 0)]
-        assert progress.finished == 0
-        sampler.gate.set()
+async def test_cancelling_a_group_frees_its_slots_and_keeps_its_progress() -> None:
+    sampler = ScriptedSampler(add)
+    sampler.gate.clear()
+    runner = GroupRunner(make_driver(sampler, Addition), 2)
+    first, second = GroupProgress(addition_task(0)), GroupProgress(addition_task(1))
+    group = asyncio.create_task(runner.run(first))
+    waiting = asyncio.create_task(runner.run(second))
+    while len(sampler.calls) < 2:
+        await asyncio.sleep(0.005)
+    assert first.started_at is not None and second.started_at is None
+    group.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await group
-        assert [(e.place, e.turns) for e in progress.episodes] == [("done", 1), ("done", 1)]
-        assert progress.finished == 2
-        assert progress.sampled_tokens == sampler.counters.tokens_generated
+    assert sampler.cancelled == 2
+    sampler.gate.set()
+    assert (await waiting).meta.reward_mean == 1.0
+    assert second.started_at is not None
 
-    run(once())
+
+async def test_progress_says_where_every_episode_is() -> None:
+    sampler = ScriptedSampler(add)
+    sampler.gate.clear()
+    runner = GroupRunner(make_driver(sampler, Addition), 1)
+    progress = GroupProgress(addition_task(0))
+    group = asyncio.create_task(runner.run(progress))
+    while not sampler.calls:
+        await asyncio.sleep(0.005)
+    assert [(e.place, e.turns, e.sampled_tokens) for e in progress.episodes] == [("engine", 1, 0), ("room", 0, 0)]
+    assert progress.finished == 0
+    sampler.gate.set()
+    await group
+    assert [(e.place, e.turns) for e in progress.episodes] == [("done", 1), ("done", 1)]
+    assert progress.finished == 2
+    assert progress.sampled_tokens == sampler.counters.tokens_generated
