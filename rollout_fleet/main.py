@@ -50,7 +50,7 @@ def run_node(config: Config, broker_address: str, node_id: str | None = None) ->
         0 after a drain; 1 when this node was quarantined.
 
     Raises:
-        UsageError: nobody answers at the address, or the environment cannot be used.
+        UsageError: no broker answers at the address, or the environment cannot be used.
         SlipstreamError: the engine or the broker was lost; the message says why.
     """
     keep_freed_memory()

@@ -19,11 +19,12 @@ class Request:
     """The request.
 
     Attributes:
-        messages: of a chat, as sent, contents as text; empty for a completion.
+        messages: a chat's messages as sent, their contents as text; empty for a completion.
         prompt: text or token ids of a completion.
         tools: JSON list of function schemas; '' for none.
         max_tokens: None: whatever the budget leaves.
-        logprobs, stream, usage, token_ids: what the answer is to have; usage: of a stream.
+        logprobs, stream, token_ids: whether the answer has them.
+        usage: whether a stream ends with the counts of tokens.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -100,7 +101,7 @@ def read_completion(body: Any, job: Sampling) -> Request:
 
 
 def _form(body: dict[str, Any]) -> dict[str, bool]:
-    """What chats and completions ask of their answers alike, as fields of Request."""
+    """The wishes for the answer that chats and completions share, as fields of Request."""
     return {
         "stream": bool(body.get("stream")),
         "usage": bool((body.get("stream_options") or {}).get("include_usage")),
@@ -155,7 +156,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def identity(message: Message) -> tuple[str, str, str]:
-    """What makes two messages the same: role, text without surrounding space, and calls without their ids."""
+    """Two messages are the same when these agree: role, text without surrounding space, calls without their ids."""
     calls = [
         (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls", ())
@@ -197,7 +198,7 @@ def completion_body(answer: Answer, request: Request, name: str, model: str) -> 
 
 
 def chat_chunks(body: dict[str, Any], request: Request) -> list[dict[str, Any]]:
-    """A chat answer as the chunks of a stream: role, what was said, why it ended, and if asked for what it took."""
+    """A chat answer as the chunks of a stream: role, text, finish reason and, if asked for, the token counts."""
     (choice,) = body["choices"]
     message = choice["message"]
     calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]

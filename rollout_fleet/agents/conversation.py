@@ -1,9 +1,8 @@
 """The conversations of one episode, token by token: a tree of turns in which every path is exact.
 
-A request repeats the whole conversation in words. Here it is found again by its words among the turns so far; the
-tokens of that turn, as they were sampled, are continued by what is new. So the tokens of a turn are always an exact
-prefix of the next prompt, whatever an agent does to spaces, and nothing sampled is ever tokenised. A request that
-continues no turn begins a tree of its own.
+A request repeats the whole conversation as text. This module finds the earlier turn with the same text and appends only
+the new text to its sampled tokens. So a turn's tokens are always an exact prefix of the next prompt, even if an agent
+changes spaces. Sampled tokens are never tokenised again. A request that continues no turn begins a new tree.
 """
 
 import asyncio
@@ -26,11 +25,11 @@ class Turn:
 
     Attributes:
         words: identities of the messages, the policy's answer included; () for completions.
-        text: of a completion: prompt and what followed; None for chats.
-        tools: that the request had.
+        text: prompt and answer of a completion; None for chats.
+        tools: the request's tools.
         ended: whether the policy ended the turn itself.
         record: tokens of the whole path; turns that continue this one grow the same record.
-        length, turns, sampled: of the record when this turn was its last.
+        length, turns, sampled: the record's counts when this turn was its last.
     """
 
     words: Words
@@ -50,7 +49,7 @@ class Turn:
 
 
 class Conversation:
-    """What the endpoint knows of one episode. One call of the model at a time, in the order in which they came."""
+    """One episode as the endpoint sees it. It calls the model for one request at a time, in the order of arrival."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class Conversation:
 
         Raises:
             api.BadRequest: the request cannot be served, or the budget is used up.
-            EpisodeFailed, SlipstreamError: of the engine.
+            EpisodeFailed, SlipstreamError: the engine failed.
         """
         async with self._lock:
             if len(self.turns) >= self._budget.max_turns:
@@ -88,7 +87,7 @@ class Conversation:
             return self._kept(request, record, words, prompt, generation)
 
     async def _sample(self, record: TokenRecord, new: list[int], room: int) -> Generation:
-        """Continue `record` by `new` and what the policy says to it; as it was when that fails."""
+        """Continue `record` by `new` and the policy's answer; a failure leaves the record unchanged."""
         record.observe(new)
         before = len(record.tokens)
         try:
@@ -109,7 +108,7 @@ class Conversation:
         return api.BadRequest(f"the episode is over: {message}", code="context_length_exceeded")
 
     def _prepared(self, request: api.Request) -> tuple[TokenRecord, list[int], Words]:
-        """The record to be continued, the tokens of what is new, and the identities of the request's messages."""
+        """The record to continue, the tokens of the new text, and the identities of the request's messages."""
         try:
             return self._chat(request) if request.messages else (*self._completion(request.prompt), ())
         except (ValueError, TypeError, LookupError) as error:

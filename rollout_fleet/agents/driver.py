@@ -1,4 +1,4 @@
-"""Episodes of agents: programs that talk to the policy through an OpenAI-compatible endpoint and say what it was worth.
+"""Episodes of agents: programs that call the policy through an OpenAI-compatible endpoint and return a reward.
 
     async def agent(problem, *, base_url, api_key, model, seed, **options) -> float
 
@@ -87,7 +87,7 @@ class AgentDriver:
     async def run(
         self, problem: dict[str, Any], seed: int, progress: Progress | None = None, group_seed: int | None = None
     ) -> Sample:
-        """One episode; as EpisodeDriver.run. Of several conversations, the one with most sampled tokens is kept."""
+        """One episode as in EpisodeDriver.run; of several conversations the one with most sampled tokens counts."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._slots)
             progress = progress or Progress()

@@ -38,7 +38,7 @@ class Session:
         self._asking: set[asyncio.Task[api.Answer]] = set()
 
     async def answer(self, asked: api.Request) -> api.Answer:
-        """What the policy says, as Conversation.answer; cancelled when the episode ends meanwhile."""
+        """The policy's answer, as from Conversation.answer; cancelled when the episode ends meanwhile."""
         asking = asyncio.create_task(self.conversation.answer(asked))
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
@@ -90,7 +90,7 @@ class Endpoint:
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completion)
         app.router.add_get("/v1/models", self._models)
-        # an agent that goes away takes its request along; an episode that ended is not waited for
+        # a request is cancelled when its agent disconnects or its episode ends
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()

@@ -1,8 +1,8 @@
-"""Which parameters of a request are honoured; every other is refused by name, never dropped in silence.
+"""Which parameters of a request are honoured; every other is refused by name, never silently dropped.
 
-The learner computes the log-probabilities of the unmodified distribution at the job's temperature again. What bends the
-distribution (penalties, biases, masks, grammars, another temperature) would leave the recorded log-probabilities
-without their counterpart there and bias every ratio, so it is an error and not a wish. null stands for the default.
+The learner recomputes log-probabilities of the unmodified distribution at the job's temperature. Penalties, biases,
+masks, grammars and other temperatures change the sampling distribution, which would bias every importance ratio. So a
+request that asks for one gets an error. null stands for the default.
 """
 
 import difflib
@@ -100,7 +100,7 @@ def check_parameters(body: dict[str, Any], job: Sampling, chat: bool) -> None:
     """Refuse what `body` asks for and would not get.
 
     Args:
-        body: of a request, as sent.
+        body: the request's body as sent.
         job: the sampling distribution that a request may name.
         chat: a chat completion, or a completion.
 
@@ -132,7 +132,7 @@ def _expect(name: str, found: Any, expected: tuple[Any, ...], why: str) -> None:
 
 
 def _check_shapes(body: dict[str, Any], chat: bool) -> None:
-    """Types of what is served, where a wrong one would be taken for something else."""
+    """Check the types of parameters whose wrong type would change their meaning."""
     for name in ("max_completion_tokens", "max_tokens"):
         found = body.get(name)
         if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):

@@ -1,12 +1,13 @@
 """Environments of the `verifiers` library (0.1 to 0.3): SingleTurnEnv, MultiTurnEnv, ToolEnv and what is built on them.
 
-The library talks to the policy through the node's OpenAI-compatible endpoint and judges with its own rubric, so
-whatever an environment does, its tokens are recorded as they were sampled. verifiers asks for other versions of openai
-and mcp than vLLM: give it an environment of its own (launch/setup.sh adapters) and name its interpreter in
-`tasks.limits.python`; this module then runs under that one, and imports nothing but the standard library until it does.
+The library talks to the policy through the node's OpenAI-compatible endpoint and judges with its own rubric. The
+endpoint records the sampled tokens, so no environment can change them.
 
-verifiers 0.4 has none of these classes: its tasksets run harnesses as programs in boxes, behind a server of its own.
-It is refused.
+verifiers needs other versions of openai and mcp than vLLM. Install it apart (launch/setup.sh adapters) and name its
+interpreter in `tasks.limits.python`. This module then runs in that interpreter; until then it imports only the standard
+library.
+
+verifiers 0.4 is refused, because it has none of these classes: its tasksets run programs behind a server.
 
     tasks:
       environment: verifiers
@@ -39,7 +40,7 @@ async def agent(
 
     Args:
         problem: a row of the environment's dataset, as export_rows writes it.
-        env_id: what verifiers.load_environment takes; the environment must be installed beside verifiers.
+        env_id: name for verifiers.load_environment; the environment must be installed beside verifiers.
         arguments: JSON object of its keyword arguments.
 
     Raises:

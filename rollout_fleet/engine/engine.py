@@ -1,7 +1,7 @@
 """The rollout engine: vLLM's AsyncLLM behind tokens in, tokens out, with a policy version for every token.
 
-Results that contain tokens of weights which are not proven yet are held back until the proof is there, so
-nothing sampled from wrong weights ever leaves the engine.
+A result with tokens of unproven weights is delayed until the proof is there. So nothing sampled from wrong weights
+leaves the engine.
 """
 
 import asyncio
@@ -44,10 +44,10 @@ class Engine:
         """Nothing is started yet.
 
         Args:
-            weights: 'random' when they come from a learner: the model folder gives only the architecture, loading
-                is skipped, and `generate` refuses until the first flip. 'folder' loads them (label -1).
-            stop_token_ids: what ends a generation; None: the folder's end-of-sequence tokens.
-            seed: of the sampler; None: the config's. Give every node its own.
+            weights: 'random' when they come from a learner. The model folder then gives only the architecture, and
+                `generate` refuses until the first flip. 'folder' loads them from there (label -1).
+            stop_token_ids: the tokens that end a generation; None: the folder's end-of-sequence tokens.
+            seed: the sampler's seed; None: the config's. Give every node its own.
         """
         self._config = config
         self._random = weights == "random"
@@ -57,7 +57,7 @@ class Engine:
         self._numbers = itertools.count()
         self._params: dict[tuple[int, float, float], Any] = {}
         self._llm: Any = None
-        self._vocabulary = 0  # of the model, known when the engine is up
+        self._vocabulary = 0  # the model's, known when the engine is up
         self._moe_layers: list[int] | None = None  # whose routing is recorded; None: it is not
         self._creator: ThreadPoolExecutor | None = None
         self._workers: list[shared_files.Worker] = []
@@ -69,7 +69,7 @@ class Engine:
 
     @property
     def holds(self) -> int:
-        """Requests of the full length that its KV cache holds; known once it is up."""
+        """Number of requests of full length that fit into the KV cache; known once the engine is up."""
         config = self._llm.vllm_config
         return config.cache_config.num_gpu_blocks * config.cache_config.block_size // config.model_config.max_model_len
 
@@ -235,7 +235,7 @@ class Engine:
             "dtype": self._config.model.dtype,
             "load_format": "dummy" if self._random else "auto",
             "skip_tokenizer_init": True,
-            "generation_config": "vllm",  # sampling is what the caller says, never a default of the folder
+            "generation_config": "vllm",  # sampling follows the caller, never a default of the folder
             "seed": self._seed,
             "max_model_len": engine.max_model_len,
             "max_num_seqs": engine.max_num_seqs,
@@ -276,7 +276,7 @@ def to_generation(output: Any, moe_layers: list[int] | None = None) -> Generatio
     """vLLM's final RequestOutput in our terms.
 
     Args:
-        output: of one request.
+        output: vLLM's output for one request.
         moe_layers: the layers whose routing the engine records; None: it records none.
 
     Raises:

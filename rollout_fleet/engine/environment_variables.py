@@ -18,7 +18,7 @@ def prepare(config: Config) -> None:
 
 
 def prepare_cpu(config: Config) -> None:
-    """Set what the CPU build needs: one engine process instead of two, and no compiler where nothing is compiled."""
+    """Set the CPU build's variables: one engine process instead of two, and no compiler where nothing is compiled."""
     if config.rollout.engine.tensor_parallel == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else executor 'uni' becomes 'mp', a third process
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # nodes and a learner share the cores

@@ -1,7 +1,7 @@
-"""What vLLM's scheduler says of every engine step; only asked for where somebody acts on it.
+"""Reads the statistics of vLLM's scheduler after every engine step; used only where rollout.concurrency is auto.
 
-Not its iteration statistics: the engine process holds outputs back until their request ends (vllm_compat.py), and what
-they would say of preemptions and tokens comes too late or not at all.
+vLLM's iteration statistics do not serve: the engine process delays outputs until their request ends
+(vllm_patches/finished_outputs.py). Their counts of preemptions and tokens come too late or not at all.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout_fleet.episode.sampler_protocol import EngineCounters
 
-SMOOTHING = 0.05  # of the usual duration of a step
+SMOOTHING = 0.05  # weight of the newest step in the usual duration of a step
 OUTLIER = 4.0  # times the usual; more is a pause, not the work of a step
 
 
@@ -35,8 +35,8 @@ class StepClock:
         """Seconds lost in the step that ended now, negative by chance; `running` requests are left, `recomputed` tokens
         were computed again.
 
-        What is more than a step's batch goes on in the next ones. With batches in flight the scheduler speaks of the
-        next step, so the one after counts as well. A step with a flip in it, or a part of one, says nothing.
+        Tokens beyond a step's batch follow in the next steps. With batches in flight the scheduler reports the next
+        step, so the one after counts as well. A step during which a flip ran is not counted.
         """
         now, began, flips = self._clock(), self._ended, self._flips()
         again = recomputed > 0 or self._left > 0
@@ -71,7 +71,7 @@ def stat_logger(counters: EngineCounters, flips: Callable[[], int]) -> Any:
             if scheduler_stats is None:
                 return
             running = int(scheduler_stats.num_running_reqs)
-            back = scheduler_stats.prefix_cache_stats  # of the requests that this step let in
+            back = scheduler_stats.prefix_cache_stats  # covers the requests that this step admitted
             recomputed = int(back.preempted_queries - back.preempted_hits)
             finished = len(iteration_stats.finished_requests) if iteration_stats is not None else 0
             counters.kv_cache_usage = float(scheduler_stats.kv_cache_usage)

@@ -1,4 +1,4 @@
-"""What a node must know of an environment before it starts: asked of the interpreter that will run the episodes.
+"""Describes an environment before a node starts, from within the interpreter that will run the episodes.
 
 That interpreter may be another one (`tasks.limits.python`) with libraries that this one lacks. Then a child process of
 it imports the environment, checks it, and answers in JSON. This module needs the standard library only, because the
@@ -35,7 +35,7 @@ class Description:
         path: 'module:Class'.
         agent: whether it is an agent's coroutine function and no environment class.
         shares_seed: whether its constructor names `group_seed`.
-        limits: of its class, overridden by tasks.limits.
+        limits: its class's limits, overridden by tasks.limits.
         preload: modules that its processes import before an episode begins.
         several_turns: whether its source shows that an episode may have more than one turn.
     """
@@ -49,7 +49,7 @@ class Description:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What the process imports that the episodes' processes are forked from."""
+        """Modules that the fork server imports before it forks the episodes' processes."""
         return self.path.partition(":")[0], *self.preload
 
 
@@ -124,14 +124,14 @@ def _run(command: list[str]) -> tuple[bytes, bytes, int]:
             answer, log = child.communicate(timeout=CHECK_S)
         finally:
             with contextlib.suppress(OSError):
-                os.killpg(child.pid, signal.SIGKILL)  # also what the import may have started
+                os.killpg(child.pid, signal.SIGKILL)  # the import may have started more processes
     return answer, log, child.returncode
 
 
 def main(name: str, options: str) -> None:
     """In the child: print the facts, or why the environment is refused, as one JSON object."""
     with os.fdopen(os.dup(1), "w") as answer:
-        os.dup2(2, 1)  # what the import prints must not mix with the answer
+        os.dup2(2, 1)  # output of the import must not mix with the answer
         try:
             found = registry.resolve(name, json.loads(options))
             registry.check_libraries(found, name)

@@ -1,4 +1,4 @@
-"""The limits that hold for a run: what the environment's class says, overridden by tasks.limits."""
+"""The limits of a run's episodes: those of the environment's class, overridden by tasks.limits."""
 
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING

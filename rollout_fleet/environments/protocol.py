@@ -8,12 +8,12 @@ An environment is a single-use asynchronous object, one per episode:
     await environment.close()                                   # if it has one; also when the episode was given up
 
 A single-turn task is an environment of one step. Observations are text (tokenised once, by the driver) or token
-ids (used as they are); neither trains. Sampled tokens are never tokenised again. Environments run on a
-thread of their own, or in processes of their own where `Limits.process` says so: one that blocks, raises or floods
-fails its sample and nothing else.
+ids (used as they are); neither trains. Sampled tokens are never tokenised again. Environments run on a separate
+thread, or in separate processes with `Limits.process`. One that blocks, raises or returns too much fails only its
+sample.
 
-Text is used as it is. Chat models want their template: return a Chat, from `reset` the conversation up to the first
-turn of the policy, later what the environment adds to it; the template renders only that.
+Text is used as it is. For a chat model, return a Chat, which the model's template renders. `reset` returns the
+conversation up to the policy's first turn; later observations are only the messages that the environment adds.
 
 An environment whose constructor takes `group_seed` gets the seed that all samples of its group share as well.
 """
@@ -90,8 +90,8 @@ class StepResult:
     """The environment's answer to an action.
 
     Attributes:
-        observation: what the policy reads next; ignored when done.
-        reward: of this turn; the episode's reward is the sum over turns.
+        observation: the text or tokens that the policy reads next; ignored when done.
+        reward: this turn's reward; the episode's reward is the sum over turns.
         done: the episode is over.
         metrics: numbers to be averaged over a step's samples; those of the last step win. At most 64.
         trained: whether the loss takes what the policy sampled in this turn.
@@ -111,10 +111,10 @@ class Limits:
     Attributes:
         reset_s, step_s: seconds for building it and `reset`, and for each `step`. The whole episode has
             rollout.sample_timeout_s.
-        observation_chars: of one observation (of a list: token ids).
+        observation_chars: length of one observation; for a list, its number of token ids.
         max_concurrent: episodes at once on a node, besides rollout.concurrency; None: no bound of its own.
-        process: run every episode in a process of its own, for code that blocks or that nobody trusts.
-        cpu_s, memory_mib: of that process, over the whole episode; memory is address space.
+        process: run every episode in a process of its own, for code that blocks or is not trusted.
+        cpu_s, memory_mib: limits of that process for the whole episode; memory is address space.
         python: interpreter of that process, for libraries that do not fit the node's; '' for the node's own.
     """
 

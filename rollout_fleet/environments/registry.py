@@ -69,7 +69,7 @@ def check_libraries(found: object, name: str, file: str = "config") -> None:
     """Refuse an environment whose libraries (`NEEDS`) this interpreter lacks.
 
     Args:
-        found: what `resolve` returned.
+        found: the result of `resolve`.
         name: value of tasks.environment.
         file: config file, for messages.
 
@@ -154,7 +154,7 @@ def _check_options(found: Any, options: Mapping[str, Any], file: str) -> None:
 
 
 def _hint(name: str, signature: inspect.Signature, options: Mapping[str, Any], known: list[str]) -> str:
-    """What to do about options that do not fit."""
+    """Advice about options that do not fit."""
     unknown = next((o for o in options if o not in known), None)
     if unknown is not None:
         near = difflib.get_close_matches(unknown, known, 1, 0.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout_fleet.environments.protocol import Action, Chat, StepResult, ToolCall
 
-OUTPUT_CHARS = 8000  # of one call's answer; the rest is cut
+OUTPUT_CHARS = 8000  # a longer answer of a call is cut
 
 
 @dataclass(frozen=True)

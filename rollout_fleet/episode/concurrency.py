@@ -9,18 +9,18 @@ from rollout_fleet.episode.sampler_protocol import EngineCounters
 
 logger = logging.getLogger(__name__)
 
-STEADY_USAGE = 0.9  # of the KV cache; with more in use the limit does not double
+STEADY_USAGE = 0.9  # share of the KV cache; with more in use the limit does not double
 QUEUE = 4  # a queue of so many groups in front of the engine is long enough
 CHEAP, COSTLY = 0.025, 0.05  # shares of engine time lost to preemptions: up to CHEAP it grows, from COSTLY it shrinks
 LOOKS = 3  # a share is measured over so many looks, all after the last decrease
 SHRINK, HALF = 0.9, 0.5  # the shrink factor lies in [HALF, SHRINK]
-GROWTH = 0.125  # of the slots, while as many requests end as there are slots
+GROWTH = 0.125  # share by which the slots grow while as many requests end as there are slots
 
 
 class Slots:
     """Slots for episodes, given out in the order of asking; the limit may change at any time.
 
-    A limit below what is taken stops nobody: fewer slots are given out until enough episodes have ended.
+    Lowering the limit stops no running episode: new slots are given out again when enough episodes have ended.
     """
 
     def __init__(self, limit: int) -> None:
@@ -83,12 +83,12 @@ class Pressure:
 
 
 def pressure(seen: EngineCounters, at_s: float) -> Pressure:
-    """What an engine's counters say at `at_s`."""
+    """The engine's load at `at_s`, from its counters."""
     return Pressure(at_s, seen.kv_cache_usage, seen.running, seen.waiting, seen.requests, seen.recompute_s)
 
 
 class AdaptiveLimit:
-    """As many slots as fill the engine, but no more than its KV cache takes without much lost time.
+    """As many slots as fill the engine, but no more than fit its KV cache without much lost time.
 
     A single preemption costs little: vLLM preempts the newest request, which is soon computed again. The limit
     follows the share of engine time that goes into it. Growth is clocked by requests that end, as TCP's is by
@@ -97,7 +97,7 @@ class AdaptiveLimit:
     """
 
     def __init__(self, low: int, high: int, step: int, holds: int = 0) -> None:
-        """Between `low` and `high`; starts with four groups of `step`, or what the cache `holds` for certain."""
+        """Between `low` and `high`; starts with four groups of `step`, or with `holds`, which surely fit the cache."""
         self._low, self._high, self._step = low, max(low, high), step
         self.limit = min(self._high, max(low, 4 * step, holds))
         self._doubling = True
@@ -129,10 +129,10 @@ class AdaptiveLimit:
         return (last.lost_s - first.lost_s) / (last.at_s - first.at_s) if last.at_s > first.at_s else 0.0
 
     def _shrink(self, lost: float) -> None:
-        """To the share of its requests that the engine held."""
+        """Lower the limit to the share of its requests that the engine ran."""
         running = sum(look.running for look in self._looks)
-        held = running / max(1, running + sum(look.waiting for look in self._looks))
-        limit = int(self.limit * min(SHRINK, max(HALF, held)))
+        share = running / max(1, running + sum(look.waiting for look in self._looks))
+        limit = int(self.limit * min(SHRINK, max(HALF, share)))
         self._lower(limit, f"{lost:.0%} of the engine's time goes into computing preempted requests again")
         self._doubling = False
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_MAX = 64
 METRIC_NAME_MAX = 64
-REASON_CHARS = 500  # of an error message: it travels with the sample
+REASON_CHARS = 500  # a longer error message is cut, because it travels with the sample
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class EpisodeRules:
     """The bounds and the distribution of a job's episodes.
 
     Attributes:
-        budget: of turns, tokens and context.
+        budget: limits of turns, tokens and context.
         sampling: the distribution to sample from.
         timeout_s: for a whole episode.
-        limits: of the environment.
+        limits: the environment's limits.
         named: the distribution that an agent's request may name, when it is not `sampling` (evaluation).
     """
 
@@ -100,7 +100,7 @@ class Driver(Protocol):
     ) -> Sample: ...
 
     async def close(self) -> None:
-        """Release what the episodes shared."""
+        """Release the resources that the episodes shared."""
         ...
 
 
@@ -138,8 +138,8 @@ class EpisodeDriver:
         Args:
             problem: the dataset row.
             seed: for the environment; the sampler draws from its own generator.
-            progress: of this episode, kept current also when it is cancelled later.
-            group_seed: what all samples of the group share; None: `seed`.
+            progress: this episode's progress; it stays correct when the episode is cancelled later.
+            group_seed: the seed that all samples of the group share; None: `seed`.
 
         Returns:
             The sample; `error` is set and `stop_reason` says why when the environment failed or time ran out.
@@ -209,7 +209,7 @@ class EpisodeDriver:
 
     @asynccontextmanager
     async def _bounded(self, where: str, limit_s: float) -> AsyncIterator[None]:
-        """What goes wrong inside becomes the reason for which the sample fails."""
+        """An error or timeout inside becomes the reason why the sample fails."""
         clock = asyncio.timeout(limit_s)
         try:
             async with clock:
@@ -245,7 +245,7 @@ class EpisodeDriver:
             record.retract(observed)
             return StopReason.LENGTH
         raise EpisodeFailed(
-            f"the prompt has {len(record.tokens)} tokens, the context holds {self._rules.budget.max_context}"
+            f"the prompt has {len(record.tokens)} tokens, the context has {self._rules.budget.max_context}"
         )
 
     def _action(self, generation: Generation, ended: bool, tools: bool) -> Action:
@@ -259,7 +259,7 @@ class EpisodeDriver:
 async def generate(
     sampler: Sampler, record: TokenRecord, room: int, sampling: Sampling, progress: Progress
 ) -> Generation:
-    """One call of the model on what the record holds; the record and `progress` take its tokens.
+    """One call of the model on the record's tokens; the sampled tokens go to the record and to `progress`.
 
     Raises:
         EpisodeFailed: the engine refused the request, or aborted it.

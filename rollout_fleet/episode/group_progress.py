@@ -16,7 +16,7 @@ class GroupProgress:
     """How far a group got, also when it is cancelled half-way.
 
     Attributes:
-        task: what is rolled out.
+        task: the leased task.
         leased_at: monotonic seconds.
         started_at: when its first episode began, monotonic seconds; None before.
         lost: the lease was lost, so the broker has counted its seconds.

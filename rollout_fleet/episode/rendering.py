@@ -1,9 +1,9 @@
-"""From what an environment says to token ids; what the policy says is never tokenised.
+"""Turns an environment's messages into token ids; the policy's text is never tokenised.
 
-A chat template renders whole conversations. Here it renders only what is new: the first prompt, and later the text
-between the end of the assistant's turn and the beginning of its next one. That text is found by rendering a made-up
-conversation in which the assistant said a mark, followed by the new messages, and taking what comes after the mark.
-So the tokens of a turn are always an exact prefix of the next prompt, whatever a template would do to earlier turns.
+A chat template renders whole conversations; this module takes only the new text from it. First that is the prompt,
+later the text between two turns of the assistant. To find it, the module renders a made-up conversation: the assistant
+says a mark, and the new messages follow. The text after the mark is the new text. So a turn's tokens are always an
+exact prefix of the next prompt, even if the template would change earlier turns.
 """
 
 import json
@@ -49,7 +49,7 @@ class Renderer:
         return self._ids(text)
 
     def later(self, observation: Observation, end_token: int) -> list[int]:
-        """Token ids of what the environment says after a turn that the policy ended with `end_token`."""
+        """Token ids of the environment's messages after a turn that the policy ended with `end_token`."""
         text = self.reply(observation, end_token) if isinstance(observation, Chat) else observation
         return self._ids(text)
 
@@ -58,7 +58,7 @@ class Renderer:
         return self.conversation(_messages(chat), chat.tools, dict(chat.options))
 
     def reply(self, chat: Chat, end_token: int) -> str:
-        """What the template puts between the assistant's end token and the beginning of its next turn."""
+        """The template's text between the assistant's end token and the beginning of its next turn."""
         return self.continuation(_messages(chat), end_token, chat.tools, dict(chat.options))
 
     def conversation(self, messages: list[Message], tools: str = "", options: Message | None = None) -> str:
@@ -70,7 +70,7 @@ class Renderer:
     def continuation(
         self, messages: list[Message], end_token: int | None, tools: str = "", options: Message | None = None
     ) -> str:
-        """What comes between a turn of the assistant and its next one; `end_token` None: that turn was cut off."""
+        """The text between a turn of the assistant and its next one; `end_token` None: that turn was cut off."""
         if not self.template:
             return "".join(f"\n\n{message.get('content') or ''}" for message in messages) + "\n\n"
         said: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]

@@ -1,4 +1,4 @@
-"""What the episode driver and the node loop ask of an engine and of the weight receiver.
+"""The protocols of an engine and of a weight receiver, as the episode driver and the node loop use them.
 
 rollout_fleet/engine/engine.py and rollout_fleet/weights/weight_client.py are the real ones; everything else in this
 package sees them through these protocols, so that no other module imports vllm.
@@ -23,8 +23,8 @@ class Generation:
         logprobs: [N] log-probabilities under the distribution really sampled from (temperature, top-p).
         version_runs: policy versions by start index into `tokens`; the first run starts at 0 (empty only if N = 0).
         finish_reason: stop (an end token was sampled), length (max_tokens or context used up), abort.
-        routed_experts: [prompt + N - 1, MoE layers, experts per token] int16, the experts of every token of the prompt
-            and of the sampled ones but the last, which was not fed; None where they are not recorded.
+        routed_experts: [prompt + N - 1, MoE layers, experts per token] int16, the experts of every token. The last
+            sampled token has none, because it was not fed. None: experts are not recorded.
     """
 
     tokens: list[int]
@@ -53,12 +53,12 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class WeightsState:
-    """What the node holds, for leasing and reports.
+    """The state of the node's weights, for leasing and reports.
 
     Attributes:
-        version, incarnation: of the weights in the engine; -1 before the first.
-        flipping: a flip is going on now.
-        waiting_on: what a node without usable weights waits for, '' when it has them.
+        version, incarnation: those of the engine's weights; -1 before the first.
+        flipping: a flip is running.
+        waiting_on: the reason why the node has no usable weights; '' when it has them.
         quarantined: why this node must not generate any more (a proof failed), or None.
         flips, stall_s: flips so far, and seconds that generation stood still for them in all.
         canary_max_difference: largest |log-probability difference| of the last canary.
@@ -100,14 +100,14 @@ class EngineCounters:
     tokens_generated: int = 0
     requests: int = 0
     aborted: int = 0
-    prompt_tokens: int = 0  # of finished requests, all turns of an episode as often as they were asked with
-    cached_tokens: int = 0  # of them, those whose keys and values the prefix cache had
-    # What follows is only there where rollout.concurrency is auto.
+    prompt_tokens: int = 0  # prompts of finished requests; every turn of an episode counts its whole prompt
+    cached_tokens: int = 0  # prompt tokens whose keys and values the prefix cache had
+    # The counters below are only there where rollout.concurrency is auto.
     kv_cache_usage: float = 0.0  # share in use at the last engine step
     running: int = 0  # requests that it computed and did not end
     waiting: int = 0  # requests that the engine had not let in then
-    preemptions: int = 0  # requests that were put back for want of KV cache, and let in again
-    tokens_recomputed: int = 0  # of their prompts and answers
+    preemptions: int = 0  # requests that lost their KV cache to others and were admitted again
+    tokens_recomputed: int = 0  # tokens of their prompts and answers that were computed again
     recompute_s: float = 0.0  # seconds that engine steps took longer than usual for it
     tokens_sampled: int = 0  # by the engine so far, also for requests that still run
     extra: dict[str, float] = field(default_factory=dict)

@@ -26,7 +26,7 @@ class TokenRecord:
     routed_tokens: int = 0
 
     def observe(self, ids: list[int]) -> None:
-        """Append what the policy reads."""
+        """Append tokens that the policy reads."""
         self.tokens += ids
         self.mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -37,7 +37,7 @@ class TokenRecord:
             del column[len(column) - count :]
 
     def extend(self, generation: Generation) -> None:
-        """Append what the policy sampled, as it was sampled."""
+        """Append the policy's tokens as they were sampled."""
         offset, count = len(self.tokens), len(generation.tokens)
         for run in generation.version_runs:
             if not self.runs or self.runs[-1].version != run.version:
@@ -48,7 +48,7 @@ class TokenRecord:
         self.sampled += count
         self.turns += 1
         if generation.routed_experts is not None:
-            # what an earlier turn recorded stays: that is what its tokens were sampled with
+            # an earlier turn's experts stay, because its tokens were sampled with them
             self.routed.append(generation.routed_experts[self.routed_tokens :])
             self.routed_tokens = max(self.routed_tokens, len(generation.routed_experts))
 
@@ -73,7 +73,7 @@ class TokenRecord:
         self.logprobs[start:] = [0.0] * count
 
     def sample(self, reason: StopReason, error: str | None = None) -> Sample:
-        """What the learner gets; `error`: why the episode failed."""
+        """The sample for the learner; `error` says why the episode failed."""
         return Sample(
             tokens=Array.of(self.tokens, "int32"),
             loss_mask=Array.of(self.mask, "uint8"),

@@ -1,9 +1,9 @@
-"""Tool calls in what a policy said, in the format that its chat template teaches.
+"""Finds the tool calls in a policy's text, in the format that its chat template teaches.
 
-hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>      Hermes, Qwen 2.5, Qwen 3; the default
-xml      <tool_call><function=add><parameter=a>1</parameter></function></tool_call>                Qwen3-Coder
-mistral  [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]
-llama3   {"name": "add", "parameters": {"a": 1}}, alone or after <|python_tag|>
+    hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>      Hermes, Qwen 2.5, Qwen 3; the default
+    xml      <tool_call><function=add><parameter=a>1</parameter></function></tool_call>                Qwen3-Coder
+    mistral  [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]
+    llama3   {"name": "add", "parameters": {"a": 1}}, alone or after <|python_tag|>
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 from rollout_fleet.environments.protocol import ToolCall
 
-MOST_CALLS = 32  # of one turn
+MOST_CALLS = 32  # more calls in one turn are refused
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>]+)>(.*?)(?:</function>|$)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -25,7 +25,7 @@ class Said:
     """A turn taken apart.
 
     Attributes:
-        text: what stands before the first call; all of it when there is none.
+        text: the text before the first call; all of it when there is none.
         calls: in order.
         malformed: why something that looks like a call is none; '' when all is well. There are no calls then.
     """

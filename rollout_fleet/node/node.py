@@ -4,12 +4,16 @@
        ^                  |                    ^                    |
        +---- complete ----+                    +-- weight feed <----+ learner's address
 
-The loop waits for one of: a free slot in the engine (an episode ends), a task (the broker answers), a new policy
-version (the feed says so), a reason to stop (signal, finished learner, failed proof, dead engine, lost broker).
+The loop waits for one of four events:
 
-The engine stays full because the loop counts episodes that run or wait for a slot, and not groups: a group with one
-long episode left takes one slot. Tasks are leased a little ahead of need. The samples of a group start one after
-another, so that all but the first find the prompt in the engine's prefix cache.
+- an episode ends, which frees a slot;
+- the broker answers with a task;
+- a new policy version is in the engine;
+- there is a reason to stop: a signal, a finished learner, a failed proof, a dead engine or a lost broker.
+
+The loop counts episodes that run or wait for a slot, not groups: a group with one long episode left takes one slot. So
+the engine stays full. Tasks are leased a little ahead of need. The samples of a group start one after another, so that
+all but the first find the prompt in the engine's prefix cache.
 """
 
 import asyncio
@@ -48,7 +52,7 @@ class Node:
         """It may be made before the engine is up; until `run` it only takes note of a drain or a failure.
 
         Args:
-            parts: what it works with.
+            parts: the broker, the engine, the weights and the driver of this node.
             run: the job.
             adapt: makes the limit that follows the engine's load, once the engine is up; None: the limit is fixed.
             drain_s: bounds how long a signalled drain waits for groups that run.
@@ -62,7 +66,7 @@ class Node:
         self._working = False
         self._learner: int | None = None  # incarnation of the attached learner
         self._leased_before = False
-        self._group_size = 1  # of the newest task; a node that ran dry must not ask as if groups were single episodes
+        self._group_size = 1  # the newest task's, so that an idle node does not ask as if groups were single episodes
         self._drain_reason: str | None = None
         self._abandon = False
         self._fatal: SlipstreamError | None = None
@@ -124,7 +128,7 @@ class Node:
             self._measure()
 
     async def _turn(self) -> None:
-        """One round: lease what fits, or wait for what is missing."""
+        """One round: lease as many tasks as fit, or wait for the event that is missing."""
         self._room.clear()
         self._interrupt.clear()
         wanted = self._groups_wanted()
@@ -175,7 +179,7 @@ class Node:
     # ---------------------------------------------------------------- the end
 
     async def _drain(self) -> int:
-        """Give back what has not started, let the rest finish within the bound, give back what is left."""
+        """Give back the tasks not started, let the others finish within the bound, then give back the rest."""
         self._parts.status.show("draining", f"running groups ({self._drain_reason})")
         self._parts.beat_now()
         await self._groups.give_back(unstarted_only=True)

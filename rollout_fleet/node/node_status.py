@@ -1,4 +1,4 @@
-"""What a node reports of itself: written by the node loop, read by the heartbeat thread."""
+"""A node's report on itself: the node loop writes it, the heartbeat thread reads it."""
 
 import os
 import socket
@@ -54,7 +54,7 @@ class OwnStatus:
             self._groups, self._limit = groups, limit
 
     def cancelled(self, tokens: int, seconds: float) -> None:
-        """Count what was sampled for a group that ended half-way, and the seconds that nobody else counts."""
+        """Count the tokens of a group that ended half-way, and the seconds that no other counter has."""
         with self._lock:
             self._cancelled_tokens += tokens
             self._cancelled_s += seconds
@@ -122,8 +122,8 @@ def explain(
     """(state, waiting_on) of a node that is neither starting nor leaving.
 
     Args:
-        weights: what the engine holds.
-        learner_incarnation: of the attached learner; None while there is none.
+        weights: the state of the engine's weights.
+        learner_incarnation: that of the attached learner; None while there is none.
         episodes: running now.
         starting: those of them whose environment has not given its first observation.
         leased_before: whether this node ever got a task.

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeParts:
-    """What a node is made of; rollout_fleet/main.py builds the real ones."""
+    """The parts of a node; rollout_fleet/main.py builds the real ones."""
 
     broker: NodeBroker
     feed: WeightFeed
@@ -54,7 +54,7 @@ class RunningGroups:
 
     @property
     def tokens(self) -> list[str]:
-        """Of the leases."""
+        """The tokens of the leases."""
         return list(self._running)
 
     @property
@@ -74,7 +74,7 @@ class RunningGroups:
         self._running[lease.token] = _Running(lease, progress, task)
 
     def lost(self, token: str) -> None:
-        """The broker gave this lease to somebody else."""
+        """The broker gave this task to another node."""
         running = self._running.get(token)
         if running is not None and not running.handing_in:
             logger.warning("lease of task %d is lost; its episodes are cancelled", running.lease.task.serial)
@@ -107,7 +107,7 @@ class RunningGroups:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self, lease: Lease, progress: GroupProgress) -> None:
-        """One lease from start to hand-in; what it sampled in vain is counted (docs/waste.md)."""
+        """One lease from start to hand-in; wasted tokens are counted (docs/waste.md)."""
         try:
             done = await self._parts.runner.run(progress)
             self._running[lease.token].handing_in = True
@@ -142,7 +142,7 @@ class RunningGroups:
             parts.beat_now()
 
     async def _give_up(self, lease: Lease, done: RolledOut, reason: str) -> None:
-        """Tell the broker that a group failed, and what it took; it counts as an attempt."""
+        """Tell the broker that a group failed, and its cost; it counts as an attempt."""
         logger.warning("task %d failed: %s", lease.task.serial, reason)
         tokens, seconds = done.meta.sampled_tokens, max(0.0, done.meta.generation_s)
         broker, node_id = self._parts.broker, self._parts.status.node_id

@@ -1,7 +1,7 @@
 """Which vLLM the patches of this folder fit, and in which of its processes they belong.
 
-The plugin (rollout_fleet/vllm_plugin.py) applies the patches in all processes of an engine. A patch that does not find
-the code it expects refuses to start: an engine with half of them would sample from wrong weights in silence.
+The plugin (rollout_fleet/vllm_plugin.py) applies the patches in all processes of an engine. A patch raises an
+error when it does not find the code it expects: a half-patched engine would silently sample from wrong weights.
 """
 
 import logging

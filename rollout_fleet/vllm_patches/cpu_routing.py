@@ -6,8 +6,8 @@ from typing import Any
 def return_routed_experts_on_cpu() -> None:
     """enable_return_routed_experts also with the model runner that the CPU has.
 
-    vLLM 0.32-0.33 serves it in its second model runner alone, which needs triton. Its connector, with the store that
-    remembers the routing of cached prefixes, asks little of a runner: what is in the batch, how far each request is.
+    vLLM 0.32-0.33 serves it only in its second model runner, which needs triton. Its connector stores the routing of
+    cached prefixes. It needs two things from a runner: the requests of the batch, and the progress of each.
     """
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector

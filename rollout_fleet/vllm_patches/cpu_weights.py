@@ -6,9 +6,9 @@ from typing import Any
 def keep_cpu_linear_weights_live() -> None:
     """CPU linear layers compute with their parameters, not with a packed copy.
 
-    vLLM 0.32-0.33 prepacks linear weights for oneDNN or AMX and empties `layer.weight`: a later load_weights
-    raises, and with tied embeddings lm_head silently keeps the old packed weights after a layerwise reload. Reading
-    the parameters costs little and makes in-place updates, checksums and the proof after a flip possible.
+    vLLM 0.32-0.33 prepacks linear weights for oneDNN or AMX and empties `layer.weight`, so that a later load_weights
+    raises. With tied embeddings lm_head silently keeps the old packed weights after a layerwise reload. Reading the
+    parameters costs little and makes in-place updates, checksums and the proof after a flip possible.
     """
     import torch
     from vllm.model_executor.layers import utils
@@ -27,8 +27,8 @@ def keep_cpu_linear_weights_live() -> None:
 def keep_cpu_expert_weights_live() -> None:
     """CPU experts compute with `w13_weight` and `w2_weight` as they were loaded, not with a packed copy.
 
-    vLLM 0.32-0.33 pads and prepacks them in place of the parameters: a later load_weights writes rows of one layout
-    into another, and what the engine holds cannot be read back. Plain matrix products per expert in use.
+    vLLM 0.32-0.33 pads and prepacks them in place of the parameters. A later load_weights then writes rows of one
+    layout into another, and the weights cannot be read back. This uses one plain matrix product per expert in use.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 

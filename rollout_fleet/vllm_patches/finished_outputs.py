@@ -6,15 +6,15 @@ from typing import Any
 def send_only_finished_outputs() -> None:
     """The engine process hands over a request when it ends, not token by token, if only its end was asked for.
 
-    vLLM 0.32-0.33 sends every sampled token of every request to the front process at every step, even with
-    output_kind=FINAL_ONLY, where the front throws all but the last away: 15 us of front CPU per token, which on two
-    cores is taken from the learner. A flip releases what is held first, under the version that sampled it.
+    vLLM 0.32-0.33 sends every sampled token to the front process at every step. With output_kind=FINAL_ONLY the front
+    drops all but the last. That costs 15 us of front CPU per token, which on two cores the learner lacks. A flip first
+    sends the delayed outputs, under the version that sampled them.
     """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     for cls, name in ((EngineCore, "_attach_weight_version"), (EngineCoreProc, "_send_finish_outputs_to_client")):
         if not hasattr(cls, name):
-            raise RuntimeError(f"this vLLM's {cls.__name__} has no {name}: holding outputs back needs a new look")
+            raise RuntimeError(f"this vLLM's {cls.__name__} has no {name}; finished_outputs.py must be adapted")
     attach, finish, abort = (
         EngineCore._attach_weight_version,
         EngineCoreProc._send_finish_outputs_to_client,
@@ -61,7 +61,7 @@ class _Held:
         self._take(output)
 
     def finish_into(self, final: Any) -> None:
-        """`final` gets everything that was held, in front of its own."""
+        """Put all delayed outputs in front of those of `final`."""
         self.add(final)
         final.new_token_ids = self.output.new_token_ids
         final.new_logprobs = self.joined()
@@ -83,7 +83,7 @@ class _Held:
         )
 
     def joined_routing(self) -> Any:
-        """[tokens, layers, experts per token] of all that was held, or None."""
+        """The experts of all delayed outputs, [tokens, layers, experts per token], or None."""
         import numpy as np
 
         return np.concatenate(self.routed) if self.routed else None
@@ -94,7 +94,7 @@ def _held(engine: Any) -> dict[str, _Held]:
 
 
 def _hold_unfinished(engine: Any, outputs: dict[int, Any]) -> None:
-    """Keep back, in place, what is not the end of its request."""
+    """Take the outputs that do not end their request out of `outputs`, in place, and delay them."""
     held, requests = _held(engine), engine.scheduler.requests
     for client, batch in list(outputs.items()):
         sent = []
@@ -129,7 +129,7 @@ def _may_wait(output: Any, request: Any) -> bool:
 
 
 def release_held(engine: Any, request_ids: set[str] | None = None) -> None:
-    """Send what is held, of these requests or of all, under the version of now."""
+    """Send the delayed outputs of these requests, or of all, under the current version."""
     from vllm.v1.engine import EngineCoreOutputs
 
     held = _held(engine)

@@ -10,9 +10,9 @@ from rollout_fleet.vllm_patches.prefix_cache import resalt_waiting
 def flip_in_one_call() -> None:
     """EngineCore.slipstream_flip: vLLM's own start / update / finish / set-version sequence between two steps.
 
-    As separate calls each one waits for a step of the engine, a pause included (vLLM's pause_generation also
-    sleeps 20 ms), and without the pause a token can be sampled between the new weights and the new label. One
-    utility call runs in the engine's loop between two steps, so labels are exact by construction.
+    Separate calls would each wait for an engine step, the pause too (vLLM's pause_generation also sleeps 20 ms).
+    Without the pause a token could be sampled between the new weights and the new label. One utility call runs in the
+    engine's loop between two steps, so labels are exact by construction.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -35,7 +35,7 @@ def _flip(engine: Any, incarnation: int, version: int, recompute: bool) -> float
     except BaseException:
         engine.pause_scheduler("keep", False)
         raise
-    release_held(engine)  # what was sampled so far keeps its label
+    release_held(engine)  # tokens sampled so far keep their label
     label = f"{incarnation}:{version}"
     engine.set_weight_version(label)
     if recompute:

@@ -1,8 +1,8 @@
-"""The change to vLLM's prefix cache: whoever has not begun reads no block of an older policy version.
+"""The change to vLLM's prefix cache: a request that has not begun reads no block of an older policy version.
 
-As in vllm_compat.py, applied by the plugin in every engine process. A request is salted where it is sent, but it may
-reach the engine after a flip, or wait in it across one: blocks of the old version, found under the old salt, would
-then be read by the new weights. So the engine has the last word on the salt.
+The plugin applies it in every engine process (compat.py). The sender salts a request, but a flip may happen before the
+engine begins it. The new weights would then read blocks of the old version, found under the old salt. So the engine
+decides the salt.
 """
 
 from typing import Any
@@ -11,15 +11,15 @@ SEPARATOR = "#"  # behind the version: what else keeps a request to itself
 
 
 def salt(label: str, own: str = "") -> str:
-    """The cache salt of a request under the weights `label`; with `own`, it shares blocks with nobody else."""
+    """The cache salt of a request under the weights `label`; with `own` it shares no blocks with other requests."""
     return f"{label}{SEPARATOR}{own}" if own else label
 
 
 def salt_by_version() -> None:
     """A request that enters the engine is salted with the version that it finds there.
 
-    vLLM 0.32-0.33 hashes a request's blocks with the sender's salt in the thread that reads the socket, some time
-    before the engine's loop takes it in.
+    vLLM 0.32-0.33 hashes a request's blocks with the sender's salt in the thread that reads the socket. The engine's
+    loop takes the request in later.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore

@@ -29,7 +29,7 @@ class Worker(msgspec.Struct, frozen=True):
     """A worker process and the shared files that it maps.
 
     Attributes:
-        pid, started: of the process; `started` in clock ticks since the machine's start.
+        pid, started: the process and its start, in clock ticks since the machine's start.
         files: name to inode.
     """
 
@@ -44,7 +44,7 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def this_worker(folder: Path = FOLDER) -> Worker:
-    """What this process maps of `folder`."""
+    """This process and the files of `folder` that it maps."""
     files: dict[str, int] = {}
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
@@ -55,7 +55,7 @@ def this_worker(folder: Path = FOLDER) -> Worker:
 
 
 def record(workers: list[Worker], folder: Path = FOLDER) -> None:
-    """Write down what the workers of a living engine map, if they map anything."""
+    """Record the files that the workers of a living engine map, if they map any."""
     if not any(worker.files for worker in workers):
         return
     first = min(workers, key=lambda worker: worker.pid)
@@ -67,7 +67,7 @@ def record(workers: list[Worker], folder: Path = FOLDER) -> None:
 
 
 def remove_after(workers: list[Worker], limit_s: float) -> None:
-    """Remove what these leave, once they have ended; `limit_s` bounds the wait."""
+    """Remove the files of these workers once they have ended; `limit_s` bounds the wait."""
     end = time.monotonic() + limit_s
     others = [worker for worker in workers if worker.files and worker.pid != os.getpid()]
     while any(start_ticks(worker.pid) == worker.started for worker in others) and time.monotonic() < end:

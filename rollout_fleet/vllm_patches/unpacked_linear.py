@@ -3,14 +3,14 @@
 import torch
 from torch.nn import functional
 
-FEW_ROWS = 16  # below, what a call costs by itself decides, and torch's own linear is the faster one
+FEW_ROWS = 16  # below, the overhead of a call dominates, and torch's own linear is faster
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """[rows, in] x [out, in] -> [rows, out].
 
-    torch's linear goes to MKL in float32, which takes twice as long as oneDNN on processors that are not Intel's, and
-    leaves oneDNN's best kernels out in bfloat16. The operator that torch's compiler emits takes weights as they are.
+    In float32 torch's linear uses MKL, which takes twice as long as oneDNN on processors that are not Intel's. In
+    bfloat16 it misses oneDNN's best kernels. The operator that torch's compiler emits takes weights as they are.
     """
     if x.dim() != 2 or len(x) < FEW_ROWS or not _can(x.dtype) or torch.compiler.is_compiling():
         return functional.linear(x, weight, bias)

@@ -54,7 +54,7 @@ class EngineWeights:
         self._pause_first = bool(config.scheduler_config.async_scheduling) or config.max_concurrent_batches > 1
 
     def detach(self) -> None:
-        """The engine goes away; whoever waits for a proof hears it."""
+        """The engine goes away; calls that wait for a proof fail."""
         self._llm = None
         self._broken = self._broken or "the engine was shut down"
         self._proven.set()
@@ -121,7 +121,7 @@ class EngineWeights:
                 checksum = await _answered(self._proof(incarnation, version), f"proof of version {version}")
                 if checksum != expected_checksum:
                     raise ProofFailed(
-                        f"version {version}: the engine holds {checksum}, published was {expected_checksum}"
+                        f"version {version}: the engine has checksum {checksum}, published was {expected_checksum}"
                     )
             except BaseException as error:
                 await self.quarantine(str(error) or type(error).__name__)
@@ -182,7 +182,7 @@ class EngineWeights:
             self.half_flips += 1
 
     async def _proof(self, incarnation: int, version: int) -> str:
-        """Checksum of what the parameters hold; the worker computes it while generation goes on."""
+        """Checksum of the engine's parameters; the worker computes it while generation continues."""
         from rollout_fleet.weights.worker_extension import Proof
 
         while True:
@@ -211,7 +211,7 @@ class EngineWeights:
 
 
 async def _answered(work: Awaitable[T], what: str) -> T:
-    """What `work` returns; ProofFailed when the engine does not answer in time."""
+    """The result of `work`; ProofFailed when the engine does not answer in time."""
     try:
         async with asyncio.timeout(ENGINE_TIMEOUT_S):
             return await work

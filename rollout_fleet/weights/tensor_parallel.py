@@ -45,7 +45,7 @@ class Ranks:
                 flat = self.receiver.take(incarnation, version)
                 path = self._buffers.path(flat)
             except ValueError as error:
-                problem = str(error)  # the others hear it, too, instead of waiting
+                problem = str(error)  # the other ranks get the reason instead of waiting
         path, problem = self._group.broadcast_object((path, problem), src=0)
         if problem:
             raise ValueError(problem)

@@ -29,16 +29,16 @@ from rollout_fleet.weights.staging_poll import StagingFailed
 logger = logging.getLogger(__name__)
 
 MAX_LEARNER_MESSAGE_BYTES = 256 << 20  # a layout of a large mixture-of-experts model takes tens of MB
-REJOIN_AFTER_S = 15.0  # without a word from the learner, which pings once a second
+REJOIN_AFTER_S = 15.0  # without any message from the learner, which pings once a second
 EJECTED_PAUSE_S = 0.5
 
 
 class ProofFailed(Exception):
-    """The engine does not hold what was published; it must not generate."""
+    """The engine's weights differ from the published ones; it must not generate."""
 
 
 class Flip(msgspec.Struct, frozen=True):
-    """A flip that was proven: seconds that generation stood still, and the checksum of what the engine holds."""
+    """A flip that was proven: seconds that generation stood still, and the checksum of the engine's weights."""
 
     stall_s: float
     checksum: str
@@ -59,7 +59,7 @@ class WeightTarget(Protocol):
         ...
 
     async def serve(self, serve: bytes, node_id: str) -> bytes:
-        """The encoded answer, a Serving, to an encoded Serve: where another node may fetch what is held here."""
+        """Answers an encoded Serve by an encoded Serving: where another node may fetch the version staged here."""
         ...
 
     async def stage(self, publish: bytes) -> float:
@@ -102,7 +102,7 @@ class WeightClient:
         self._node_id, self._target = node_id, target
         self._state = WeightsState()
         self._changed = asyncio.Condition()
-        self._address, self._incarnation = "", -1  # of the learner that is followed
+        self._address, self._incarnation = "", -1  # those of the learner that this node follows
         self._socket: zmq.asyncio.Socket | None = None
         self._jobs: asyncio.Queue[Job] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []

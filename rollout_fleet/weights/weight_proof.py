@@ -1,7 +1,7 @@
-"""What an engine's parameters hold, in Hugging Face terms: the proof that a flip arrived where sampling reads from.
+"""Reads an engine's parameters in Hugging Face terms: the proof that a flip changed the weights that sampling uses.
 
 vLLM fuses projections (qkv_proj, gate_up_proj), stacks experts (w13_weight, w2_weight), ties lm_head and pads
-vocabularies; this undoes all of it by looking at the live parameters, never at what was loaded.
+vocabularies. This undoes all of it and reads only the live parameters, never the loaded buffer.
 """
 
 import re
@@ -70,13 +70,13 @@ def check_shard(model: Any, layout: Layout, flat: torch.Tensor, rank: int, size:
             has = f"{held.dtype} {tuple(held.shape)}"
             raise Unreadable(f"{entry.name} of {entry.shape} on worker {rank} of {size}: the engine has {has}")
         if not torch.equal(held.view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8)):
-            raise Unreadable(f"worker {rank} of {size} holds another shard of {entry.name} than was published")
+            raise Unreadable(f"worker {rank} of {size} has another shard of {entry.name} than was published")
 
 
 def _shard(
     model: Any, entry: Entry, live: torch.Tensor, whole: torch.Tensor, rank: int, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(live, expected) of one worker: what is cut is told from the shapes, rows of vocabularies by their module."""
+    """(live, expected) of one worker. The shapes show the cut dimension, and a vocabulary's module shows its rows."""
     try:
         module = model.get_submodule(entry.name.rpartition(".")[0])
     except AttributeError:  # a part of a fused one

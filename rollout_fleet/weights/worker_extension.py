@@ -1,8 +1,8 @@
 """Weights inside the engine's worker: vLLM's weight-transfer interface over the receiver of common/weights.
 
-`init_weight_transfer_engine` hands over the learner's Welcome and Epoch, `slipstream_stage` starts to receive in a
-thread while generation goes on, `update_weights(op=apply)` loads the verified buffer in place, and a second thread
-then proves by reading the live parameters back. All of it is called through collective_rpc, between two steps.
+`init_weight_transfer_engine` hands over the learner's Welcome and Epoch. `slipstream_stage` starts a thread that
+receives while generation continues. `update_weights(op=apply)` loads the verified buffer in place. A second thread then
+reads the live parameters back as a proof. All are called through collective_rpc, between two steps.
 """
 
 import threading
@@ -27,7 +27,7 @@ from rollout_fleet.weights.tensor_parallel import Ranks
 
 @dataclass
 class SlipstreamInitInfo(WeightTransferInitInfo):
-    """An encoded Welcome (what the weights look like) or Epoch (whom to receive them with)."""
+    """An encoded Welcome (the layout of the weights) or Epoch (the members that receive together)."""
 
     message: bytes
 
@@ -42,7 +42,7 @@ class SlipstreamUpdateInfo(WeightTransferUpdateInfo):
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """What the parameters held after a flip to `version`; `error` when that could not be read."""
+    """The checksum of the parameters after a flip to `version`; `error` when they could not be read."""
 
     incarnation: int
     version: int
@@ -65,7 +65,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         self.proof: Proof | None = None
         self._proving: threading.Thread | None = None
         self._applied: tuple[int, int] | None = None
-        self._loaded: torch.Tensor | None = None  # what a shard is proven against
+        self._loaded: torch.Tensor | None = None  # a shard's parameters are compared with it
 
     def init_transfer_engine(self, init_info: SlipstreamInitInfo) -> None:
         """Take note; the group is formed by the receiving thread, since its members come when they come."""
@@ -94,7 +94,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
             flat = self.ranks.take(update_info.incarnation, update_info.version, layout.total_bytes)
             with torch.no_grad():
                 self.model.load_weights(packing.view(flat, layout))
-        except Exception as failure:  # the others must hear of it, or they would wait for this rank for ever
+        except Exception as failure:  # without it the other ranks would wait for this one for ever
             error = failure
         self.ranks.agree(error)
         assert flat is not None
@@ -104,7 +104,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
             self.receiver.give_back(flat)
 
     def finish_weight_update(self) -> None:
-        """Begin to prove; generation goes on meanwhile, the engine holds its results back until the proof is there."""
+        """Begin to prove; generation continues, and the engine delays its results until the proof is there."""
         if self._applied is None:
             return
         self._proving = threading.Thread(target=self._prove, args=(*self._applied, self._layout()), daemon=True)
@@ -125,7 +125,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
             self.proof = Proof(incarnation, version, error=f"{type(error).__name__}: {error}")
 
     def _checksum(self, layout: Layout) -> str:
-        """Of what the parameters hold; of a shard: of the whole version, once it was found to be a part of that."""
+        """The parameters' checksum; a shard that matches its part of the version gives the whole version's."""
         flat, self._loaded = self._loaded, None
         if flat is None:
             return weight_proof.checksum(self.model, layout)
@@ -152,7 +152,7 @@ class WorkerExtension:
         return msgspec.msgpack.encode(self.weight_transfer_engine.receiver.status)
 
     def slipstream_serve(self, serve: bytes, node_id: str) -> bytes:
-        """Encoded Serving: where another node may fetch what the staging buffer holds, or why not."""
+        """Encoded Serving: where another node may fetch the staged version, or why not."""
         message = messages.decode_from_learner(serve)
         if not isinstance(message, messages.Serve):
             raise ValueError(f"{type(message).__name__} cannot be served")

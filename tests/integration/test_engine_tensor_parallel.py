@@ -82,6 +82,6 @@ def test_one_element_damaged_in_one_shard_is_caught_and_stops_the_engine(rig: Ri
         await rig.active(3)
 
     rig.run(damaged())
-    assert "of 2 holds another shard of model.layers.0.mlp.down_proj.weight" in (rig.client.state.quarantined or "")
+    assert "of 2 has another shard of model.layers.0.mlp.down_proj.weight" in (rig.client.state.quarantined or "")
     with pytest.raises(SlipstreamError, match="quarantined"):
         rig.run(rig.engine.generate([5, 6], 4))

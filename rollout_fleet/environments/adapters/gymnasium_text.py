@@ -59,7 +59,7 @@ class GymnasiumText:
         return {}
 
     async def reset(self) -> Chat:
-        """The rules and what is to be seen."""
+        """The rules and the first view of the game."""
         observation, _ = self._game.reset(seed=self._seed)
         rules = RULES.format(actions=", ".join(self._names))
         said = self._prompt.replace("{rules}", rules).replace("{observation}", self._text(observation))
@@ -83,7 +83,7 @@ class GymnasiumText:
         self._game.close()
 
     def _text(self, observation: Any) -> str:
-        """What is drawn, highlighted places in brackets; the observation itself where nothing is."""
+        """The drawn board with highlighted cells in brackets; the observation itself where nothing is drawn."""
         drawn = self._game.render() if self._drawn else None
         if not isinstance(drawn, str):
             return str(observation)

@@ -4,7 +4,7 @@
       environment: openenv
       options: {url: "http://127.0.0.1:8000", action: message, observation: text}
 
-OpenEnv's library is not needed on the node; tests hold this to its server's words (openenv-core 0.3).
+OpenEnv's library is not needed on the node; tests compare this with its server's messages (openenv-core 0.3).
 """
 
 import json

@@ -2,9 +2,9 @@
 
     node --socket of one episode--> fork server --fork--> guard (pid 1 of its own namespace) --fork--> worker
 
-The worker runs the environment (worker.py). The guard ends everything below it when the worker ends, when the node
-closes its end of the episode's socket (also by dying), when the wall time is over or when too many processes are
-there. Importing the environment's module happens once, here; a fork costs a few milliseconds.
+The worker runs the environment (worker.py). The guard ends all processes below it when the worker ends, or when the
+node closes its end of the episode's socket or dies. It does the same when the wall time is over or too many processes
+run. The environment's module is imported once, here; a fork costs a few milliseconds.
 
 python -m rollout_fleet.environments.isolation.fork_server CONTROL_FD MODULE... -- LEARNED...
 (started by process_host.py; standard library only). LEARNED are the modules that an earlier episode has imported: one
@@ -28,7 +28,7 @@ from typing import Any
 from rollout_fleet.environments.isolation import namespaces
 from rollout_fleet.environments.isolation.ipc_frames import pack
 
-MOST_PROCESSES = 64  # of one episode: more, and it is ended; the kernel refuses twice as many
+MOST_PROCESSES = 64  # an episode with more is ended; the kernel refuses twice as many
 FIRST_UID = 1_000_000_000  # real users of episodes, where the node runs as root
 LOOK_S = 0.05
 FILE_BYTES = 64 << 20
@@ -107,7 +107,7 @@ def _guard(request: dict[str, Any], fd: int, alone: bool, uid: int) -> None:
 
 
 def _watch(worker: int, fd: int, deadline: float) -> str:
-    """Why the worker died; '' when it ended by itself or nobody listens any more."""
+    """Why the worker died; '' when it ended by itself or the node has closed the socket."""
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP | select.POLLHUP)
     while True:

@@ -1,4 +1,4 @@
-"""What node and environment process say to each other: JSON behind a length; nothing is pickled.
+"""The messages between a node and an environment process: JSON after its length; nothing is pickled.
 
 Standard library only: these modules also run under another interpreter (`python` of ProcessHost).
 """
@@ -12,7 +12,7 @@ from rollout_fleet.environments.protocol import Action, Chat, Observation, StepR
 
 HEAD_BYTES = 4
 SMALL_BYTES = 1 << 16
-CHAR_BYTES = 8  # of JSON for one character, at most about
+CHAR_BYTES = 8  # upper bound for the JSON of one character
 
 
 def pack(message: dict[str, Any]) -> bytes:
@@ -53,7 +53,7 @@ def observation_json(observation: Observation) -> Any:
 
 
 def observation_of(found: Any) -> Observation:
-    """The inverse; raises ValueError or TypeError for what is none."""
+    """The inverse; raises ValueError or TypeError for an invalid object."""
     if isinstance(found, dict):
         messages = tuple((str(role), str(content)) for role, content in found["messages"])
         options = tuple((str(name), value) for name, value in found["options"])
@@ -62,7 +62,7 @@ def observation_of(found: Any) -> Observation:
 
 
 def result_json(result: StepResult) -> dict[str, Any]:
-    """A StepResult as an object; an observation behind `done` is left out, for nobody reads it."""
+    """A StepResult as an object; the observation of a done episode is left out, because it is never read."""
     return {
         "observation": "" if result.done else observation_json(result.observation),
         "reward": float(result.reward),
@@ -73,7 +73,7 @@ def result_json(result: StepResult) -> dict[str, Any]:
 
 
 def result_of(found: dict[str, Any]) -> StepResult:
-    """The inverse; raises KeyError, ValueError or TypeError for what is none."""
+    """The inverse; raises KeyError, ValueError or TypeError for an invalid object."""
     return StepResult(
         observation=observation_of(found["observation"]),
         reward=float(found["reward"]),

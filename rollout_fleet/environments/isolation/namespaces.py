@@ -9,7 +9,7 @@ import os
 
 NEW_USER, NEW_PID, NEW_NET = 0x10000000, 0x20000000, 0x40000000
 SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVS, SET_SECUREBITS, DROP_BOUND = 36, 38, 28, 24
-NO_ROOT_LOCKED = 0b11  # user 0 gains nothing by being 0, and nobody changes that
+NO_ROOT_LOCKED = 0b11  # user 0 has no privileges, and the setting is locked
 CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -39,8 +39,10 @@ def no_new_privileges() -> None:
 
 
 def drop_root(real_uid: int) -> bool:
-    """As root: no capabilities any more, now or after an exec, and `real_uid` as the real user, by whom the kernel
-    counts processes (RLIMIT_NPROC does not hold for root). The effective user stays, so that files stay readable.
+    """If run by root: drop all capabilities, also for later execs, and make `real_uid` the real user.
+
+    The kernel counts processes by the real user, and RLIMIT_NPROC does not limit root. The effective user stays, so
+    that files stay readable.
     """
     if os.geteuid() != 0:
         return False

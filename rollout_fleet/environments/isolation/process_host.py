@@ -1,8 +1,8 @@
 """Environments in processes of their own, with limits: the node's side of fork_server.py.
 
-What is contained: blocking, endless loops, memory, output without end, forks, crashes. The processes get none of the
-node's descriptors and environment variables. They run under the node's user: this is no wall against code that attacks
-the machine; run such nodes in a container.
+It contains blocking calls, endless loops, memory, unlimited output, forks and crashes. The processes get none of the
+node's descriptors and environment variables. They run as the node's user, so they can still attack the machine: run
+nodes with hostile code in a container.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ LOOK_S = 0.5
 IMPORTS_BYTES = 1 << 20
 ROOT = Path(__file__).resolve().parents[3]
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
-SPARE_S = 60.0  # of wall time beyond the episode's own: the node is to notice first
+SPARE_S = 60.0  # wall time added to the episode's own, so that the node notices first
 
 
 class ProcessHost:
-    """A fork server and the channels to what it forks. Thread-safe; channels belong to the loop that opens them."""
+    """A fork server and the channels to its processes. Thread-safe; a channel belongs to the loop that opens it."""
 
     def __init__(self, modules: tuple[str, ...] = (), python: str = sys.executable, isolate: bool = True) -> None:
         """Nothing is started yet.
@@ -74,7 +74,7 @@ class ProcessHost:
         here, there = socket.socketpair()
         sending = asyncio.get_running_loop().run_in_executor(None, self._hand_over, json.dumps(request).encode(), there)
         try:
-            await asyncio.shield(sending)  # the thread needs `there` to its end, whoever gives up meanwhile
+            await asyncio.shield(sending)  # the thread needs `there` until it ends, also when the caller is cancelled
         except BaseException:
             here.close()
             raise
@@ -123,7 +123,7 @@ class ProcessHost:
             self._learned = []
             return
         with self._lock:
-            if fresh.threads > 1 or self._closed.is_set():  # a fork copies no thread, but the locks that it held
+            if fresh.threads > 1 or self._closed.is_set():  # a fork copies a thread's locks, but not the thread
                 logger.info("modules that start threads are not imported in advance")
                 self._learned = []
                 fresh.end()
@@ -176,7 +176,7 @@ class _ForkServer:
         return self._process.poll() is None
 
     def end(self) -> None:
-        """Kill it; what it has forked lives on."""
+        """Kill it; its forked processes live on."""
         self.control.close()
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -276,7 +276,7 @@ class _ProcessSeat:
 
 
 def child_variables() -> dict[str, str]:
-    """What environment processes get of the node's variables: no secrets."""
+    """The node's variables that environment processes get; secrets are not among them."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     paths = [str(ROOT), os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"}

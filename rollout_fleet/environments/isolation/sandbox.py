@@ -30,10 +30,10 @@ def _host() -> ProcessHost:
 
 
 async def run_python(code: str, seconds: float = 5.0, memory_mib: int = 512, output_chars: int = 4000) -> str:
-    """What `code` writes to stdout and stderr, the value of a last expression, and its traceback if it raises.
+    """Runs `code`; returns its stdout and stderr, the value of a last expression, and the traceback if it raises.
 
     Args:
-        seconds: of wall time; of CPU time as many, rounded up.
+        seconds: limit of wall time; CPU time has the same limit, rounded up.
         memory_mib: address space.
         output_chars: more is cut, and says so; code that writes far more gets an error from the write.
 

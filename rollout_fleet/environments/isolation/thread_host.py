@@ -1,10 +1,10 @@
 """Runs environments on a thread with its own event loop, so that one that blocks cannot stall the node.
 
-A call that outlives its deadline is cancelled; when the thread itself no longer answers (an environment that
-blocks without awaiting), the thread is given up and a new one takes over for later calls.
+A call that outlives its deadline is cancelled. If an environment blocks without awaiting, the thread no longer answers:
+it is given up, and a new thread serves later calls.
 
-Many episodes end in the same turn of the engine, and waking a thread costs more than a typical environment's step,
-so calls and answers cross in batches: all of one turn of an event loop with one wake-up.
+Many episodes end in the same engine step, and waking a thread costs more than a typical environment's step. So all
+calls of one turn of the event loop cross together with one wake-up, and so do their answers.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class _Call:
             self.task.cancel()
 
     def deliver(self) -> None:
-        """On the caller's thread: settle its future with what the task came to."""
+        """On the caller's thread: settle its future with the task's result or error."""
         assert self.task is not None
         error = None if self.task.cancelled() else self.task.exception()  # looked at, also when no caller waits
         if self.answer.done():
@@ -100,7 +100,8 @@ class EnvironmentHost:
         """Call `function` and await what it returns, both on the environment thread.
 
         Raises:
-            Exception: whatever the environment raises; RuntimeError in place of what would end a thread or task.
+            Exception: the environment raised it.
+            RuntimeError: the environment raised something that would end a thread or task.
             asyncio.CancelledError: the caller was cancelled; the call is cancelled as well.
         """
         if self._loop.is_closed():
@@ -170,7 +171,7 @@ def _start() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run until stopped; what is left is cancelled."""
+    """Run until stopped; unfinished tasks are cancelled."""
     loop.run_forever()
     left = asyncio.all_tasks(loop)
     for task in left:

@@ -1,4 +1,4 @@
-"""Inside an episode's own process: does what the node asks, one request at a time. Standard library only."""
+"""Inside an episode's own process: serves the node's requests one at a time. Standard library only."""
 
 import asyncio
 import importlib

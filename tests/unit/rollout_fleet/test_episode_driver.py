@@ -125,7 +125,7 @@ def test_a_prompt_that_does_not_fit_fails_the_sample_with_both_numbers() -> None
     driver = make_driver(ScriptedSampler(in_turn()), Addition, budget=Budget(1, 10, 11))
     sample = play(driver, SUM)
     assert sample.stop_reason == "environment_error"
-    assert sample.error == "the prompt has 11 tokens, the context holds 11"
+    assert sample.error == "the prompt has 11 tokens, the context has 11"
 
 
 def test_equal_text_is_tokenised_once() -> None:

@@ -170,7 +170,7 @@ def test_every_worker_proves_its_shard_and_a_changed_bit_is_named_with_the_worke
         with torch.no_grad():
             model.attn.qkv_proj.weight[-1, 0] *= -1
         with pytest.raises(
-            weight_proof.Unreadable, match=rf"worker {rank} of {size} holds another shard of attn\.v_proj"
+            weight_proof.Unreadable, match=rf"worker {rank} of {size} has another shard of attn\.v_proj"
         ):
             weight_proof.check_shard(model, layout, flat, rank, size)
 
