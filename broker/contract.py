@@ -11,9 +11,9 @@ States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> c
   order may pass to the next task, so the step takes another one.
 - `commit(step)` releases everything taken by steps <= step; said only when the checkpoint is durable.
 - Admission (common/staleness.py) decides which tasks a node may lease.
-- Of the learners that attach or report, the one with the highest incarnation is the learner. Of two with the same
-  incarnation (two processes on one run folder, or on a copy of it) the second is refused while the first is alive,
-  that is seen within LOST_AFTER_S and not ended, and takes its place otherwise. Whoever was replaced stays refused.
+- The learner is the process with the highest incarnation among those that attach or report. Two processes on one run
+  folder, or on a copy of it, have the same incarnation. Then the second is refused while the first is alive, which
+  means seen within LOST_AFTER_S and not ended; otherwise it takes over. A replaced learner stays refused.
 - Waste is counted under the node that spent it, since the store was made. `lost`: the seconds of a lease that
   is taken back (deadline, bound or restart), the tokens of every result that comes with an old token. `failed`: what a
   `fail` under a current token tells. `filtered`, `regenerated`: `sampled_tokens` and `generation_s` of the group, once.
@@ -34,7 +34,7 @@ LEARNER_ENDED = ("done", "drained", "failed")  # states after which a learner sa
 
 
 class RunInfo(msgspec.Struct, frozen=True):
-    """What the broker knows of the job; given at its start.
+    """The job's facts, given to the broker at its start.
 
     `config` is the resolved job config as JSON bytes, handed to nodes that `--join` without one.
     """
@@ -67,7 +67,7 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
 
 
 class Waste(msgspec.Struct, frozen=True):
-    """What was spent and never trained on, under one of the reasons of docs/waste.md."""
+    """Tokens and time spent and never trained on, for one of the reasons of docs/waste.md."""
 
     tokens: Tally = 0  # sampled
     seconds: Seconds = 0.0
@@ -99,9 +99,9 @@ class GroupWork(msgspec.Struct, frozen=True):
         samples, finished: its episodes, and those of them that ended.
         age_s: since it was leased.
         tokens: sampled for it by calls of the model that ended.
-        turns, episode_tokens: of the unfinished episode that has been where it is for longest; tokens by calls that
-            ended, as above: the engine hands a call over at its end, so one that runs adds nothing yet.
-        place: where that episode is: room (not started: the node is full), engine, or environment.
+        turns, episode_tokens: those of the unfinished episode that has been in its state longest. Tokens count when
+            their call ends, as above, because the engine hands a call over at its end.
+        place: the episode's state: room (it waits for a slot), engine, or environment.
         place_s: how long it has been there.
     """
 
@@ -117,7 +117,7 @@ class GroupWork(msgspec.Struct, frozen=True):
 
 
 class LearnerReport(msgspec.Struct, frozen=True):
-    """What the learner says of itself, about once a second and on every change of state."""
+    """The learner's report on itself, sent about once a second and on every change of state."""
 
     pid: int
     incarnation: int
@@ -136,11 +136,11 @@ class LearnerReport(msgspec.Struct, frozen=True):
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """What a learner hears when it (re)starts.
+    """The broker's answer to a learner that (re)starts.
 
     Attributes:
         next_serial: one past the highest serial ever offered.
-        store_id: of the broker's store; another one than last time means that the broker has lost its memory.
+        store_id: the id of the broker's store; a changed id means that the broker has lost its state.
         committed_step: highest committed step, -1 for none; the groups of steps up to it are gone.
     """
 
@@ -156,7 +156,7 @@ class JoinTimes(msgspec.Struct, frozen=True):
         started_s: Unix time at which the process started.
         registered: the broker knows it.
         engine: the engine is up.
-        staged: it holds a whole version, every bucket verified.
+        staged: it has staged a whole version, every bucket verified.
         active: the engine uses it, and has proven it.
         leased: the first task.
         delivered: the broker has accepted its first group.
@@ -172,7 +172,7 @@ class JoinTimes(msgspec.Struct, frozen=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True):
-    """What a node says of itself with each heartbeat."""
+    """A node's report on itself, sent with each heartbeat."""
 
     node_id: Name
     pid: int
@@ -255,7 +255,7 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     groups_filtered: int = 0  # by all steps, committed ones included
     denied_requests: int = 0  # those of them that their sender's role may not send
     quarantined_messages: int = 0  # those of them that this broker kept in RUN/quarantine
-    waste: WasteByReason = {}  # of all nodes that ever joined, by reason; the learner's own is in `learner`
+    waste: WasteByReason = {}  # sum over all nodes that ever joined; the learner's own is in `learner`
     store: StoreStatus | None = None  # None: nothing outlives the broker
     full: bool = False  # `max_bytes` is reached: only what the learner's next take needs is leased
 

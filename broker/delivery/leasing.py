@@ -88,9 +88,9 @@ class Leasing(Tables):
     def _admits_oldest(self, steps: int) -> bool:
         """Whether a node may lease the oldest pending task, by the staleness rule and the bound on memory.
 
-        While ready and expected groups exceed `max_bytes`, only tasks that the learner's next take may need are leased:
-        those with fewer older ones ready or leased than it wants. So memory is bounded, and the learner never waits for
-        a task that no node may start.
+        While ready and expected groups exceed `max_bytes`, only tasks that the learner's next take may need are leased.
+        These are tasks with fewer older ones ready or leased than the learner wants. So memory is bounded, and the
+        learner never waits for a task that no node may start.
 
         Args:
             steps: optimizer steps from the one at which task 0 is due to the node's version.

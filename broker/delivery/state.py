@@ -23,7 +23,7 @@ class DeliveryState(Taking, Leasing):
     Args:
         run: fixed facts of the job.
         clock: monotonic seconds.
-        new_token: makes lease tokens that nobody can guess and that never repeat.
+        new_token: makes lease tokens that cannot be guessed and never repeat.
         events: receives the broker's events.
         recorder: receives every move.
         retain_steps: groups of so many committed steps stay known for a replay; None: the run has no store.

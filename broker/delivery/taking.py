@@ -19,8 +19,8 @@ class Taking(Tables):
     def attach(self, report: LearnerReport) -> Attached:
         """Begin with a learner that (re)starts.
 
-        If no task was ever offered, task 0 is due at the step that the learner resumes at. So the staleness bound holds
-        for a learner that continues from a checkpoint with a new broker.
+        If no task was ever offered, task 0 is due at the step that the learner resumes at. So the staleness bound is
+        kept for a learner that continues from a checkpoint with a new broker.
 
         Raises:
             BrokerError: the learner was replaced, or another process of its incarnation is alive.

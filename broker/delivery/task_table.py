@@ -168,7 +168,7 @@ class TaskTable:
         return [e for e in entries if e.state == TAKEN and e.step == step and not e.filtered]
 
     def bytes_expected(self) -> float:
-        """Bytes held once every leased group has arrived, at the mean size so far."""
+        """Bytes in memory once every leased group has arrived, at the mean size so far."""
         return self.bytes_held + len(self.leased) * self.accepted_bytes / max(1, self.accepted_groups)
 
     def older_in_progress(self, serial: int) -> int:

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 LOGGED_A_MINUTE = 20
 KEPT_MESSAGES = 32  # in RUN/quarantine, by all brokers of the run together
-KEPT_BYTES = 64 << 10  # of each header
+KEPT_BYTES = 64 << 10  # longer headers are cut
 
 
 class Denied(WireError):

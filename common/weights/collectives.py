@@ -1,7 +1,7 @@
 """The protocol of every transport of buckets, and the parts that the collective transports share.
 
-torch.distributed's default group is not touched, because the learner uses it. The learner is rank 0 and hosts the
-store where the members of a collective meet. transports/ has one module for each transport; registry.py lists them.
+The learner uses torch.distributed's default group, so this module leaves it alone. The learner is rank 0 and hosts the
+store where the members of a collective meet. Each transport is a module in transports/; registry.py lists them.
 """
 
 import contextlib

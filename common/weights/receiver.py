@@ -1,8 +1,8 @@
 """The receiving side of a publish: a thread writes buckets into a staging buffer and verifies each of them.
 
 One Receiver serves one process that has a copy of the weights. It never blocks its caller. A new epoch or a new
-publish abandons the receive that is under way: its group is closed, and its thread touches only its own buffer. After
-a flip the staging buffer still contains the version, and other nodes may fetch it until the next version comes.
+publish abandons the running receive. Its group is then closed, and its thread touches only its own buffer. After a flip
+the staging buffer still contains the version, and other nodes may fetch it until the next version comes.
 """
 
 import logging

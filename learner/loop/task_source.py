@@ -40,7 +40,7 @@ def read_rows(path: Path, key: str) -> list[tuple[int, bytes]]:
             raise UsageError(f"{key}: {path} line {number}: expected a JSON object, found {type(value).__name__}")
         rows.append((number, text))
     if not rows:
-        raise UsageError(f"{key}: {path} holds no rows")
+        raise UsageError(f"{key}: {path} has no rows")
     return rows
 
 

@@ -1,9 +1,9 @@
 """Megatron's distributed checkpoints: weights, optimizer, step and random state, loadable under another layout.
 
-A save has three parts. `Writer.start` plans it with the other ranks and copies this rank's share to host memory; a
-thread writes and flushes the copy while training goes on; `Writer.done` finds out when the threads of all ranks are
-through, adds the index and renames the folder to its name. Upstream forks writers instead; a process with live gloo or
-CUDA threads is better not forked.
+A save has three parts. `Writer.start` plans it with the other ranks and copies this rank's share to host memory. A
+thread writes and flushes the copy while training continues. `Writer.done` sees when the threads of all ranks have
+finished, adds the index and renames the folder to its name. Upstream forks writers instead, which is unsafe in a
+process with live gloo or CUDA threads.
 """
 
 import io

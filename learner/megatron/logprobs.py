@@ -1,7 +1,8 @@
 """Vocabulary-parallel log-probabilities and entropy from hidden states; no [tokens, vocabulary] tensor ever exists.
 
-For hidden states h [T, H], output weights W [V, H] split over the ranks of a group along V, a temperature t and
-z = h W^T / t:
+With hidden states h [T, H], a temperature t, and output weights W [V, H] split along V over a group's ranks:
+
+    z = h W^T / t
 
     log Z = log sum_v exp(z_v)      logprob = z_target - log Z      entropy = log Z - sum_v p_v z_v
     d logprob / d z_v = 1[v = target] - p_v

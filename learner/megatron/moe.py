@@ -11,8 +11,8 @@ under every layout, loss mask and reduction. Pads and fillers count as no tokens
 correction_normalize) may leave tokens out of the denominator, which is known only after the forward passes. Where it
 makes the denominator smaller by a factor, the balance weighs more by that factor.
 
-The expert bias is that of auxiliary-loss-free balancing (Wang et al., arXiv 2408.15664, algorithm 1; DeepSeek-V3,
-arXiv 2412.19437, section 2.1.2): after each step b_i += balance_rate * sign(mean count - count of i).
+The expert bias follows auxiliary-loss-free balancing (Wang et al., arXiv 2408.15664, algorithm 1; DeepSeek-V3,
+arXiv 2412.19437, section 2.1.2). After each step b_i += balance_rate * sign(mean count - count of i).
 
 Routing replay (Ma et al., arXiv 2510.11370): a token goes to the experts that the sampler chose for it. They are
 weighted by this model's own scores, through which the router's gradient flows.
@@ -286,8 +286,8 @@ class Experts:
     def _balance_scale(self, microbatches: list[Microbatch], loss: LossFunction) -> float:
         """Global denominator over global real tokens: per token of a microbatch, before the division to come.
 
-        A loss's own denominator is asked for before the forward pass, with zeros for log-probabilities: tokens that a
-        correction will leave out of it count here.
+        A loss computes its own denominator before the forward pass, with zeros for log-probabilities. So tokens that a
+        correction will exclude later still count here.
         """
         totals = torch.zeros(2, dtype=torch.float64)
         for batch in microbatches:

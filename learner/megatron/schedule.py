@@ -56,8 +56,8 @@ def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.
     lengths = torch.tensor(part.lengths)
     bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)]).to(device)
     longest = max(part.lengths)
-    # Pads count as tokens, at the end of documents where a causal mask hides them: Transformer Engine would leave
-    # the outputs of positions between documents uninitialised. It asks for the padded bounds under context parallelism.
+    # Pads count as tokens at the end of documents, where a causal mask hides them. Otherwise Transformer Engine would
+    # leave the outputs between documents uninitialised. It asks for the padded bounds under context parallelism.
     padded = bounds if parallel.context > 1 else None
     params = PackedSeqParams(
         qkv_format="thd",

@@ -87,7 +87,7 @@ class Publisher(Protocol):
         ...
 
     def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
-        """Copy `named` (Hugging Face name, full tensor) into the flat buffer, then return; sending goes on behind.
+        """Copy `named` (Hugging Face name, full tensor) into the flat buffer, return, and send in the background.
 
         Consumes `named` to its end, because every rank must take part in producing it. May wait for an
         earlier publish to finish, at most `weights.timeout_s`.

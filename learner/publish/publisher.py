@@ -56,7 +56,7 @@ class WeightPublisher:
         return self._control.address
 
     def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
-        """Copy `named` (Hugging Face name, full tensor) into the flat buffer, then return; sending goes on behind.
+        """Copy `named` (Hugging Face name, full tensor) into the flat buffer, return, and send in the background.
 
         Without `weights.overlap` it also waits until the version is active on every node, at most `timeout_s`.
 

@@ -104,7 +104,7 @@ class ChatTemplate:
         ends = ends or [at for at, token in enumerate(piece) if token in self._special]
         if not ends:
             raise UsageError(
-                f"{name}: the chat template ends the assistant's turn with no special token, so the model would never "
+                f"{name}: the chat template ends the assistant's turn with no special token. The model would never "
                 "learn to stop; give model.path a template that does"
             )
         return ends[-1] + 1
@@ -122,7 +122,7 @@ class ChatTemplate:
             if not (len(before) >= done and after.startswith(before) and whole.startswith(after)):
                 raise UsageError(
                     f"{name}: the chat template writes message {number + 1} otherwise when it is asked for, or when "
-                    "more follows, so what the assistant says cannot be told from the text; end every row with its "
+                    "more follows. So the assistant's part of the text cannot be found. End every row with its "
                     "only assistant message, or give model.path a template with {% generation %} marks"
                 )
             segments += [(whole[done : len(before)], 0), (whole[len(before) : len(after)], 1)]

@@ -1,5 +1,7 @@
 """Finds the tool calls in a policy's text, in the format that its chat template teaches.
 
+These are the formats:
+
     hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>      Hermes, Qwen 2.5, Qwen 3; the default
     xml      <tool_call><function=add><parameter=a>1</parameter></function></tool_call>                Qwen3-Coder
     mistral  [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]

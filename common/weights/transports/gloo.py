@@ -1,7 +1,7 @@
 """Broadcasts over gloo, each with a deadline.
 
-When a member dies, the others wait at most for the timeout of one bucket. gloo tells some of them at once and others
-never, and nothing wakes those.
+When a member dies, the others wait at most for the timeout of one bucket. Some of them get an error from gloo at once;
+the rest wait for the timeout.
 """
 
 import datetime

@@ -54,8 +54,8 @@ def check_layout(config: Any, parallel: ParallelConfig, world_size: int) -> None
 def give_rope_theta(config: Any) -> None:
     """Put rope_theta where megatron-bridge 0.3.1 looks for it.
 
-    transformers 5 keeps rope_theta in config.rope_parameters; bridge 0.3.1 reads config.rope_theta and silently takes
-    10000 without it. transformers 4 ignores rope_parameters in a file written by 5 and falls back to 10000 itself.
+    transformers 5 keeps rope_theta in config.rope_parameters. Megatron-Bridge 0.3.1 reads config.rope_theta and
+    silently takes 10000 without it. Likewise transformers 4 ignores rope_parameters in a file written by 5.
 
     Raises:
         UsageError: a scaled rotary embedding that this transformers cannot read.

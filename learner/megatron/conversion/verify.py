@@ -178,7 +178,7 @@ def _judge(path: Path, config: Any, what: str, found: Tensor, expected: _Expecte
     if difference <= expected.limit:
         return
     raise UsageError(
-        f"model.path: {path}: Megatron computes {config.architectures[0]} otherwise than Hugging Face: "
-        f"log-probabilities of {what} differ by {difference:.2g} (limit {expected.limit:.2g}; the {SHARE:.0%} quantile "
-        f"over {len(found)} tokens); it would be trained wrongly. model.verify: false loads it all the same"
+        f"model.path: {path}: Megatron computes {config.architectures[0]} otherwise than Hugging Face. "
+        f"Log-probabilities of {what} differ by {difference:.2g} (limit {expected.limit:.2g}; the {SHARE:.0%} quantile "
+        f"over {len(found)} tokens). It would be trained wrongly. model.verify: false loads it all the same"
     )

@@ -273,9 +273,9 @@ def _patch_moe_utils(module: types.ModuleType) -> None:
 def _patch_distrib_optimizer(module: types.ModuleType) -> None:
     """Make DistributedOptimizer save and load torch's AdamW, its inner optimizer without TE and Apex.
 
-    Upstream it cannot describe a state that does not exist yet (assert len(steps) == 1), so it cannot load in a new
-    process; on load it gives every parameter the same `step` tensor, which AdamW then increments once per parameter;
-    it takes `step` from the parameter state, which has none; and it writes into fp32 parameters outside no_grad.
+    Upstream has four faults. It cannot describe a state that does not exist yet (assert len(steps) == 1), so it cannot
+    load in a new process. On load it gives every parameter the same `step` tensor, which AdamW then increments once per
+    parameter. It takes `step` from the parameter state, which has none. It writes into fp32 parameters outside no_grad.
     """
     cls = module.DistributedOptimizer
     sharded, load, set_states = (

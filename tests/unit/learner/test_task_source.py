@@ -65,7 +65,7 @@ def test_blank_lines_are_skipped_and_line_numbers_still_right(tmp_path: Path) ->
     [
         ('{"a": 1}\n{"a": \n', "line 2 is not JSON"),
         ('{"a": 1}\n[1, 2]\n', "line 2: expected a JSON object, found list"),
-        ("\n\n", "holds no rows"),
+        ("\n\n", "has no rows"),
     ],
 )
 def test_a_bad_file_is_refused_with_key_file_and_line(tmp_path: Path, content: str, message: str) -> None:
