@@ -15,13 +15,13 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     """Where a broker is, who one is to it, and how long one waits for it.
 
     Attributes:
-        address: tcp://HOST:PORT or ipc://PATH; several with commas between them, of which one broker leads.
+        address: tcp://HOST:PORT or ipc://PATH; several with commas between them, when one of several brokers leads.
         role: decides what a connection may do where connections are authenticated.
         max_message_bytes: broker.max_message_bytes.
         deadline_s: without an answer for this long (beyond what a request itself waits), a call gives up.
         retry_s: pause before a request is repeated.
-        credentials: broker.credentials: a key folder or a credential's file; None where nobody asks for keys.
-        name: of a node, which chooses its file in a key folder.
+        credentials: broker.credentials: a key folder or a credential's file; None where no keys are needed.
+        name: the node's name, which chooses its file in a key folder.
     """
 
     address: str
@@ -92,8 +92,8 @@ def _check_scheme(addresses: str) -> None:
     for address in addresses.split(","):
         if is_redis(address):
             raise UsageError(
-                f"broker address: {address} is a Redis server's; clients connect to the broker, tcp://HOST:PORT, and "
-                "the broker to Redis: broker.store: redis and broker.redis in the job's config"
+                f"broker address: {address} is a Redis server's. Give the broker's address, tcp://HOST:PORT; the "
+                "broker finds Redis by broker.store: redis and broker.redis in the job's config"
             )
         if not address.startswith(("tcp://", "ipc://")):
             raise UsageError(f"broker address: expected tcp://HOST:PORT or ipc://PATH, found {address!r}")

@@ -32,8 +32,8 @@ QUARANTINE = "quarantine"
 def run_broker(config: Config, config_json: bytes) -> int:
     """Serve the run until SIGTERM or SIGINT; returns the exit code. With broker.store: redis first stand by.
 
-    What the store has is continued (docs/delivery.md); without a store, the ledger of an earlier broker of the run is
-    kept beside the new one.
+    The broker continues the store's state (docs/delivery.md). Without a store, the ledger of the run's earlier broker
+    is kept beside the new one.
 
     Raises:
         UsageError: the address is refused or in use, this run has a living broker, or its store is damaged.
@@ -110,10 +110,10 @@ def refuse_second_broker(run_dir: Path, credentials: str | None = None) -> None:
         access = Access(address=known.address, role="broker", deadline_s=ALIVE_CHECK_S, credentials=credentials)
         with connect(access) as client:
             status = client.status()
-    except (UsageError, BrokerError) as error:  # somebody is there, and has said no
+    except (UsageError, BrokerError) as error:  # a broker is there and has refused
         raise UsageError(
-            f"run.dir: {run_dir} already has a broker ({who}), which does not talk to this one: {error}; stop it "
-            f"first, or remove {run_dir / 'broker.json'} when that process is something else"
+            f"run.dir: {run_dir} already has a broker ({who}), which does not talk to this one: {error}. Stop it "
+            f"first, or remove {run_dir / 'broker.json'} if that process is not a broker"
         ) from error
     except BrokerUnreachable:
         logger.warning("broker.json names process %d, which does not answer; taking its place", known.pid)

@@ -1,7 +1,7 @@
-"""The journal of a delivery state: moves go in, the store's thread makes them durable, held replies learn of it.
+"""The journal of a delivery state: moves go in, the store's thread makes them durable, delayed replies are released.
 
-One turn of the broker's loop: moves are recorded as they happen; `end_turn` sends them off and gives the sequence
-number that every promise made in this turn waits for.
+In one turn of the broker's loop moves are recorded as they happen. Then `end_turn` hands them to the thread and returns
+the sequence number that every promise of this turn waits for.
 """
 
 import logging
@@ -107,7 +107,7 @@ class Journal(Recorder):
         return self._writer.stuck if self._writer is not None else ""
 
     def status(self) -> StoreStatus:
-        """The store as a person wants to see it; `recovery_s` is for whoever recovered it to add."""
+        """The store's status for people; the caller that recovered the store adds `recovery_s`."""
         sync_s = self._writer.sync_s if self._writer is not None else 0.0
         return StoreStatus(self.store.size_bytes(), round(sync_s, 5), stuck=self.stuck)
 

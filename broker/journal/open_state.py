@@ -1,4 +1,4 @@
-"""What a broker remembers when it starts: nothing, or what its store has."""
+"""The delivery state of a broker that starts: empty, or recovered from its store."""
 
 import logging
 import time
@@ -38,7 +38,7 @@ class Memory:
 
     @property
     def recovered(self) -> bool:
-        """Whether this goes on where another broker ended."""
+        """Whether this broker continues the state of an earlier one."""
         return self.found.records > 0
 
     def close(self) -> None:

@@ -34,9 +34,9 @@ class RecordedSteps(Mapping[int, list[StoredGroup]]):
     """Groups by step, in the order in which they were handed out; payloads are read on each access.
 
     Attributes:
-        store_id: of the store.
+        store_id: the store's id.
         committed_step: the newest committed step; later ones were taken only.
-        groups: what is known without reading payloads.
+        groups: the facts about each group that need no payload.
         next_serial: one past the highest serial ever offered.
         places: groups of a step without those that passed their place on: all of them are there when these are.
     """

@@ -29,10 +29,10 @@ class Recording:
 
 @contextmanager
 def open_recording(run_dir: RunDir, config: Config) -> Generator[Recording]:
-    """What the run's store still has, RUN/store or its Redis; no broker of the run can start meanwhile.
+    """The groups that the run's store still has, RUN/store or its Redis; no broker of the run can start meanwhile.
 
     Args:
-        config: of the run. The payloads can be read while this is open.
+        config: the run's config. The payloads can be read while this is open.
 
     Raises:
         UsageError: there is no store, the run works, the store is damaged, Redis does not answer.

@@ -1,4 +1,4 @@
-"""What the leading broker writes into the run folder: broker.json, events.jsonl, and with Snapshots the two reports."""
+"""The leading broker's files in the run folder: broker.json, events.jsonl, and with Snapshots the two reports."""
 
 import os
 import time
@@ -20,8 +20,8 @@ REMEMBER_S = 1.0
 class RunFolder:
     """RUN/broker.json exists while the broker listens. RUN/events.jsonl grows by one line per event.
 
-    Nothing is written while another broker may lead: a leader that was stopped and wakes up must not write over the
-    files of the one that took its place.
+    Nothing is written while another broker may lead. A leader that was stopped and wakes up must not overwrite its
+    successor's files.
     """
 
     def __init__(self, path: Path, leading: Leading | None) -> None:

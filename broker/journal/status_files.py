@@ -14,17 +14,17 @@ logger = logging.getLogger(__name__)
 
 SNAPSHOT_S = 5.0  # at the most often, but for commits
 SNAPSHOT_SHARE = 200  # snapshots use at most one part of so many of the time
-PART_S = 0.02  # of a snapshot, in one turn of the broker's loop
+PART_S = 0.02  # time for a snapshot in one turn of the broker's loop
 LINES = 500  # between two looks at the clock
 
 
 class Snapshots:
     """Writes them every few seconds and at commits, in parts, so that requests do not wait for a long ledger.
 
-    At every commit, because what a broker killed with -9 leaves behind then lacks no step that the next learner does
-    not train again. Each of the two kinds uses at most half a percent of the time, because a ledger is as long as the
-    run: when commits come faster than that, the newest is written as soon as it may be. A line is what its task was
-    when the line was written; a ledger of one part is of one moment.
+    They are written at every commit. So the files of a killed broker lack only steps that the next learner trains
+    again. A ledger grows with the run, so each of the two kinds uses at most half a percent of the time. When commits
+    come faster, only the newest is written, as soon as the time allows it. A line shows its task when the line was
+    written; only a ledger of one part shows a single moment.
     """
 
     def __init__(self, run_dir: Path, state: DeliveryState, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,8 +32,8 @@ class Snapshots:
         self._next_at = 0.0  # monotonic seconds
         self._next_commit_at = 0.0
         self._committed_step = state.committed_step
-        self._file: AtomicFile | None = None  # of a ledger that is being written
-        self._serial = 0  # of its next line
+        self._file: AtomicFile | None = None  # the ledger that is being written
+        self._serial = 0  # the serial number of its next line
         self._used_s = 0.0  # by this snapshot so far
         self._for_commit = False
 

@@ -53,10 +53,10 @@ class Record:
 
 
 class Compaction(NamedTuple):
-    """What replaces the log. The store's thread makes it from values that the broker's loop has captured.
+    """The replacement of the log. The store's thread makes it from values that the broker's loop has captured.
 
     Attributes:
-        seq: of the snapshot.
+        seq: the snapshot's sequence number.
         finished: tasks that ended since the last one, as a record of the history; None when none did.
         snapshot: the snapshot's body, given the size of the history with `finished`.
         wanted: payloads that may still be read; all others are deleted.
@@ -85,7 +85,7 @@ class Loaded(NamedTuple):
     """The log, snapshot first; empty for a new store.
 
     Attributes:
-        torn: why records at the end were dropped that nobody was promised; '' when none were.
+        torn: why unacknowledged records at the end were dropped; '' when none were.
     """
 
     records: list[StoredRecord]

@@ -27,7 +27,7 @@ class Writer:
     Args:
         store: loaded.
         sync: when records count as durable.
-        seq: of the last record in the store.
+        seq: the last record's sequence number in the store.
         history: size of the store's history.
         notify: called after every change of the attributes.
 

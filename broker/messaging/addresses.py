@@ -1,4 +1,4 @@
-"""The entries of broker.address that a client knows, of which one broker leads."""
+"""The entries of broker.address that a client knows; one of these brokers leads."""
 
 NOT_CONNECTED_S = 2.0  # without a connection for this long, the next entry is tried
 SILENT_S = 8.0  # likewise without any answer

@@ -20,8 +20,8 @@ def check_address(address: str, authenticated: bool) -> None:
         raise UsageError(f"broker.address: {error}, found {address!r}") from None
     if host and not authenticated and not is_loopback(host):
         raise UsageError(
-            f"broker.address: {address} reaches beyond this machine, and connections are not authenticated; "
-            "make keys with `slipstream keys DIR` and set broker.credentials to DIR, or use a loopback address "
+            f"broker.address: {address} reaches beyond this machine, and connections are not authenticated. "
+            "Make keys with `slipstream keys DIR` and set broker.credentials to DIR, or use a loopback address "
             "such as tcp://127.0.0.1:0"
         )
 
@@ -55,9 +55,9 @@ def bindable(address: str) -> str:
 
 
 def reachable(endpoint: str) -> str:
-    """What others connect to: for one bound to every interface, the IP by which this machine reaches others.
+    """The address that others connect to. For one bound to every interface, it has this machine's outgoing IP.
 
-    A name would be known here, but not certainly elsewhere. With several networks it may be the wrong one of them:
+    Other machines may not know this one's name, so an IP is used. With several networks it may belong to the wrong one:
     then broker.address should name the right interface instead.
     """
     host, port = split_address(endpoint)

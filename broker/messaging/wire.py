@@ -1,10 +1,11 @@
-"""What goes over the broker's sockets: frames [header][payload...].
+"""The messages on the broker's sockets: frames [header][payload...].
 
-The header is MessagePack of one of the tagged structs below; payloads (encoded groups) are frames of their
-own that the broker neither decodes nor copies. Every request has an id that its reply repeats; a client that
-hears nothing sends the same request again with the same id, so requests are idempotent or remembered. Replies without
-payloads that a client gets at the same time come in one message, a Batch.
-Structs are keyed; fields are only appended and have defaults; SCHEMA changes when an old reader would go wrong.
+The header is MessagePack of one of the tagged structs below. Payloads (encoded groups) are separate frames, which the
+broker neither decodes nor copies. Every request has an id that its reply repeats. A client without a reply sends the
+same request again with the same id, so requests are idempotent or remembered. Replies without payloads that a client
+gets at the same time come in one message, a Batch.
+
+Structs are keyed; fields are only appended and have defaults. SCHEMA changes when an old reader would misread a message.
 """
 
 from typing import Annotated, TypeVar
@@ -49,7 +50,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class LearnerRequest(Request, frozen=True, kw_only=True):
-    incarnation: int | None = None  # of the sender, once it has attached
+    incarnation: int | None = None  # the sender's, once it has attached
     instance: str = ""  # likewise
 
 
@@ -180,7 +181,7 @@ class Refused(Reply, frozen=True, kw_only=True, tag="refused"):
 
 
 class Waiting(Reply, frozen=True, kw_only=True, tag="waiting"):
-    """The request was heard; its answer takes longer, for `reason`. The sender goes on waiting."""
+    """The request arrived; its answer takes longer, for `reason`. The sender continues to wait."""
 
     reason: str
 
@@ -273,7 +274,7 @@ AnyReply = SingleReply | Batch
 
 
 class _Envelope(msgspec.Struct, frozen=True):
-    """What every schema version will have."""
+    """The fields of every schema version."""
 
     id: int = -1
     schema: int = -1

@@ -1,7 +1,7 @@
-"""Replies that promise something, held until what they promise is durable.
+"""Delays every reply that promises something until the promise is durable.
 
-A reply waits for everything that was recorded up to the end of the turn in which it was made, so a repeated request
-waits like the first one, and so does an answer that rests on somebody else's move.
+A reply waits for all records up to the end of its turn. So a repeated request waits like the first one, and an answer
+that depends on another client's move waits for that move.
 """
 
 from collections import OrderedDict
@@ -21,7 +21,7 @@ WORD_S = 1.0
 
 
 def promises(request: wire.AnyRequest) -> bool:
-    """Whether the answer waits for the disk. A learner's last word too: nodes leave because of it."""
+    """Whether the answer waits for the disk. So does the answer to a learner's last report, because nodes leave on it."""
     if isinstance(request, wire.Report):
         return request.report.state in LEARNER_ENDED
     return isinstance(request, PROMISES)
@@ -34,7 +34,7 @@ class Held(NamedTuple):
 
 
 class HeldReplies:
-    """Held replies in order; a request that is repeated meanwhile is answered once."""
+    """Delayed replies in order; a request that is repeated meanwhile is answered once."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -54,12 +54,12 @@ class HeldReplies:
         for key, held in self._this_turn.items():
             self._waiting[key] = (last, held)
         self._this_turn.clear()
-        while len(self._waiting) > MOST_HELD:  # of clients that gave up long ago; those that are there ask again
+        while len(self._waiting) > MOST_HELD:  # the oldest clients gave up long ago; living ones ask again
             self._waiting.popitem(last=False)
         return self.released()
 
     def waiting(self, now: float) -> list[Held]:
-        """About once a second while the store cannot be written: word to everybody who is held up, and why."""
+        """A Waiting with the reason for every delayed reply, about once a second while the store cannot be written."""
         reason = self._journal.stuck
         if not reason or now < self._word_at:
             return []

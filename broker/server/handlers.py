@@ -73,10 +73,10 @@ class Handlers:
         return served + self._serve_leases()
 
     def _serve_leases(self) -> list[tuple[bytes, wire.Reply]]:
-        """Oldest request first, and no further than anything can still be given.
+        """Serve the oldest request first, and stop when no task can be leased any more.
 
-        A node that is refused means that every node with the same weights or older ones would be: with a thousand
-        nodes waiting, a task that becomes free costs a look at a few of them.
+        When a node is refused, every node with the same or older weights would be refused too. So a task that becomes
+        free needs a look at only a few of a thousand waiting nodes.
         """
         served: dict[Key, tuple[bytes, wire.Reply]] = {}
         refused_version = -1

@@ -1,8 +1,9 @@
 """The embedded broker: a ZeroMQ ROUTER in front of the delivery state, one thread, one loop.
 
-Each turn of the loop reads what has arrived, answers it or parks it (a lease without an admissible task, a take
-without enough groups), takes back expired leases, and serves parked requests that can be served now. It waits
-only in the poll, at most until the next deadline. Whatever a client sends, the worst answer is Refused.
+Each turn of the loop reads the new requests and answers or parks them. A lease without an admissible task is parked,
+and so is a take without enough groups. Then the turn takes back expired leases and serves the parked requests that can
+be served now. It waits only in the poll, at most until the next deadline. No message of a client can stop the loop: the
+worst answer is Refused.
 """
 
 import logging
@@ -48,9 +49,9 @@ class BrokerServer:
         on_tick: called in every turn of the loop, at least about once a second.
         credentials: key folder; clients must then prove a key of it.
         quarantine: folder for the first messages that do not decode.
-        journal: of the state; None: nothing outlives this process, and no reply waits.
+        journal: the state's journal; None: nothing outlives this process, and no reply waits.
 
-    `address` is what clients connect to.
+    Clients connect to `address`.
 
     Raises:
         UsageError: when the address is refused or in use, or the keys cannot be used.
@@ -227,7 +228,7 @@ class BrokerServer:
             self._send(parked.client, wire.Leased(id=request.id, leases=[]))
 
     def _send(self, client: bytes, reply: wire.Reply, promised: bool = False) -> None:
-        """Answer without ever waiting, but for a promise, which is held until it is durable."""
+        """Answer at once; only a promise is delayed until it is durable."""
         try:
             payloads = self._handlers.payloads(reply)
         except PayloadLost:

@@ -30,8 +30,8 @@ class Standby:
     """Binds on construction the first entry of broker.address that is an address of this machine and free.
 
     Args:
-        run_dir: of the run; two brokers on one machine see there which address is whose.
-        addresses: to try.
+        run_dir: the run's folder; it shows two brokers on one machine which address the other has.
+        addresses: the addresses to try.
 
     `address` is what clients connect to, `bound` what the leading broker must bind.
 

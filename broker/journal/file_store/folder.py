@@ -25,7 +25,7 @@ class StoreInfo(msgspec.Struct, frozen=True):
     store_id: str
     run_name: str
     created_s: float  # Unix time
-    seed: int  # of the checksums
+    seed: int  # the checksums' seed
     address: str = ""  # where the broker listened last
     schema: int = SCHEMA
 
@@ -65,7 +65,7 @@ class StoreFolder:
         except FileNotFoundError:
             if self.segments():  # whose checksums cannot be checked without it: they would pass for empty ones
                 raise UsageError(
-                    f"{path}: missing, and {self.path} holds a store; put the file back from a copy, or move the "
+                    f"{path}: missing, and {self.path} has a store; put the file back from a copy, or move the "
                     "folder away to start with an empty store"
                 ) from None
             return None
@@ -134,7 +134,7 @@ class StoreFolder:
         return size + HEAD_BYTES + len(body)
 
     def size_bytes(self) -> int:
-        """Of all files, as they lie on the disk."""
+        """The size of all files on the disk."""
         sizes = 0
         for path in self.path.iterdir():
             try:

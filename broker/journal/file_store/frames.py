@@ -3,9 +3,9 @@
     head: magic, bytes of body, bytes of payload, sequence number, synced, checksum of payload, checksum of the head
     and the body
 
-`synced` is the sequence number up to which everything had been synced when this frame was written. That is what tells
-a torn tail, which nobody was promised, from damage to something older, which is an error. Checksums are xxh3, seeded
-per store, so that no payload can pass for a frame.
+`synced` is the sequence number up to which everything had been synced when this frame was written. It separates a torn
+tail, which was never acknowledged, from damage to older records, which is an error. Checksums are xxh3, seeded per
+store, so that no payload can pass for a frame.
 """
 
 import struct
@@ -46,7 +46,7 @@ class Scan(NamedTuple):
     frames: list[Frame]
     end: int
     torn: str
-    damaged: bool  # what was torn had been synced
+    damaged: bool  # the torn bytes had been synced
 
 
 def checksum(data: bytes | memoryview, seed: int) -> int:

@@ -27,7 +27,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FileStore:
-    """See Store. Only the process that holds the folder's lock may write."""
+    """See Store. Only the process with the folder's lock may write."""
 
     idle_s: float | None = None
 
@@ -74,8 +74,8 @@ class FileStore:
             raise PayloadUnreadable(f"{path}: byte {location.offset}: a group cannot be read: {error}") from error
         if len(data) != location.length or checksum(data, self.info.seed) != location.checksum:
             raise PayloadUnreadable(
-                f"{path}: byte {location.offset}: the group of {location.length} bytes that was stored there is "
-                "damaged; restore the file from a copy, or start another run from the last checkpoint"
+                f"{path}: byte {location.offset}: the stored group of {location.length} bytes is damaged. "
+                "Restore the file from a copy, or start another run from the last checkpoint"
             )
         return data
 
@@ -146,7 +146,7 @@ class FileStore:
     def _frames(
         self, batch: Sequence[Record], offset: int, synced: int, locations: list[tuple[StoredPayload, Location]]
     ) -> Iterator[bytes | memoryview]:
-        """What to write, piece by piece. Each payload is copied right after its checksum, while caches have it."""
+        """The bytes to write, piece by piece. Each payload is copied right after its checksum, while caches have it."""
         seed = self.info.seed
         for record in batch:
             payload = record.payload

@@ -23,8 +23,8 @@ def check_server(client: Any, name: str, durability: str, doubt: Doubt = logger.
     """Compare the server's settings with broker.durability.
 
     Args:
-        client: of redis-py.
-        name: of the server, for people.
+        client: redis-py's client.
+        name: the server's name, for people.
         durability: fsync, everysec or memory.
         doubt: hears what could not be seen, and so not checked.
 
@@ -72,7 +72,7 @@ def _expect(
 
 
 def _settings(client: Any, info: dict[str, str], doubt: Doubt) -> dict[str, str]:
-    """Of SETTINGS those that the server shows."""
+    """Those of SETTINGS that the server shows."""
     kinds = redis_module("redis.exceptions")
     found: dict[str, str] = {}
     try:

@@ -15,7 +15,7 @@ from common.config.checks import is_loopback
 from common.errors import BrokerError, UsageError
 from common.redis_address import parse_redis
 
-TIMEOUT_S = 5.0  # of one connection attempt, one write and one read
+TIMEOUT_S = 5.0  # for one connection attempt, one write and one read
 RETRIES = 3
 RETRY_CAP_S, RETRY_BASE_S = 0.5, 0.02
 PASSING = ("MISCONF", "LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "READONLY", "OOM")
@@ -111,5 +111,5 @@ def _tls(folder: Path | None) -> dict[str, str]:
         return {}
     found = {option: str(folder / name) for option, name in names.items() if (folder / name).exists()}
     if ("ssl_certfile" in found) != ("ssl_keyfile" in found):
-        raise UsageError(f"broker.credentials: {folder} must hold client.crt and client.key both, or neither")
+        raise UsageError(f"broker.credentials: {folder} must contain client.crt and client.key both, or neither")
     return found

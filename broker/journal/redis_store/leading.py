@@ -36,7 +36,7 @@ class Leading:
     """One broker's way to the lead of a run.
 
     Args:
-        config: of the job, with broker.store: redis.
+        config: the job's config, with broker.store: redis.
         run_dir: as the job writes it.
     """
 
@@ -97,9 +97,9 @@ class Leading:
         seen, store = self.seen, RedisStore(self._term, self._run_dir)
         if not store.is_new and store.store_id not in (seen.store, seen.former):
             raise UsageError(
-                f"run.dir: the Redis server has a run of {self._run_dir} with the store {store.store_id}, and the one "
-                f"in {self._file} is {seen.store or 'missing'}: a run of this folder before it was emptied? Its "
-                "keys are never deleted here; docs/redis.md says how to, or choose another run.name"
+                f"run.dir: the Redis server has a run of {self._run_dir} with the store {store.store_id}, but "
+                f"{self._file} names {seen.store or 'none'}. Was the folder emptied after an earlier run? Its "
+                "keys are never deleted here: delete them as docs/redis.md says, or choose another run.name"
             )
         former = "" if store.is_new else store.store_id
         if seen.seq and former != seen.store:

@@ -46,8 +46,8 @@ class RedisStore:
     """See Store. Only the leading broker writes.
 
     Args:
-        term: of this broker, which leads; for reading alone any term.
-        run_dir: of the run, which must be the one that the store was made for.
+        term: the term of this broker, which leads; to read only, any term serves.
+        run_dir: the run's folder, which must be the one that the store was made for.
 
     Raises:
         UsageError: the server has a run of that name that is another folder's.
@@ -60,7 +60,7 @@ class RedisStore:
         self.term, self.name = term, f"Redis at {term.name}"
         self.address = ""
         self._client = term.client
-        self._sizes: dict[str, int] = {}  # of payload keys that exist; 0 where it is not known
+        self._sizes: dict[str, int] = {}  # sizes of existing payload keys; 0 where one is not known
         self._stale: list[str] = []  # keys of former stores of the run
         self._bytes = 0
         about, self._seq = about_run(term, run_dir)
@@ -150,7 +150,7 @@ class RedisStore:
         self.term.write(self._prefix, [], "append", self._seq, self._seq, "")
 
     def compact(self, compaction: Compaction, history: int) -> int:
-        """See Store. Payloads that nobody wants are deleted afterwards."""
+        """See Store. Payloads that are no longer needed are deleted afterwards."""
         if compaction.whole:
             history = 0
         self._restore_payloads(compaction.payloads)
@@ -247,8 +247,8 @@ def about_run(term: Term, run_dir: str) -> tuple[About | None, int]:
     if about is not None and about.run_dir != run_dir:
         raise UsageError(
             f"run.name: the Redis server at {term.name} has a run of this name in the folder {about.run_dir}, and this "
-            f"one is {run_dir}; choose another run.name or another database (its keys are never deleted here: "
-            "docs/redis.md says how to)"
+            f"one is {run_dir}. Choose another run.name or another database. Keys are never deleted here: "
+            "docs/redis.md says how to do it"
         )
     return about, int(seq or 0)
 

@@ -30,14 +30,14 @@ class Term:
     """The term of one broker on one run.
 
     Args:
-        client: of redis-py.
-        name: of the server, for people.
+        client: redis-py's client.
+        name: the server's name, for people.
         run: name of the run.
         address: where this broker's clients connect.
 
     Attributes:
-        number: of the term; 0 while another broker leads.
-        ends: when the term may be taken by another broker, monotonic seconds. The clock goes on in a stopped process.
+        number: the term's number; 0 while another broker leads.
+        ends: when another broker may take the term, monotonic seconds. The clock also runs while a process is stopped.
     """
 
     def __init__(self, client: Any, name: str, run: str, address: str) -> None:
