@@ -5,7 +5,7 @@ broker neither decodes nor copies. Every request has an id that its reply repeat
 same request again with the same id, so requests are idempotent or remembered. Replies without payloads that a client
 gets at the same time come in one message, a Batch.
 
-Structs are keyed; fields are only appended and have defaults. SCHEMA changes when an old reader would misread a message.
+Structs are keyed; fields are only appended and have defaults. SCHEMA changes when an old reader would misread one.
 """
 
 from typing import Annotated, TypeVar

@@ -21,7 +21,7 @@ WORD_S = 1.0
 
 
 def promises(request: wire.AnyRequest) -> bool:
-    """Whether the answer waits for the disk. So does the answer to a learner's last report, because nodes leave on it."""
+    """Whether the answer waits for the disk. A learner's last report counts, because nodes leave because of it."""
     if isinstance(request, wire.Report):
         return request.report.state in LEARNER_ENDED
     return isinstance(request, PROMISES)
