@@ -4,12 +4,15 @@ A page marks the place with `<!-- figures: NAME -->` and `<!-- end of figures --
 --check nothing is written, and the exit code is 1 when a page differs from the results. A test does the same.
 """
 
+import functools
 import re
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from bench import benchmarks
 from bench.figures import ROOT, machine_of, provenance, result, span, table
@@ -25,6 +28,37 @@ WAYS = {
     "msgspec_lists_zeromq": "msgspec lists over ZeroMQ (as prime-rl does)",
 }
 LENGTHS = {"tail": "heavy-tailed lengths", "long": "600 to 1,900 tokens", "short": "100 tokens on average"}
+
+
+TABLES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
+FIELD = re.compile(r"\{([^:}]+):?([^}]*)\}")
+
+
+def filled(text: str, fields: dict[str, Any]) -> str:
+    """`text` with every `{field:format}` in place; a format `FACTOR*FORMAT` multiplies first."""
+
+    def shown(found: re.Match[str]) -> str:
+        factor, star, form = found[2].rpartition("*")
+        value = fields[found[1]]
+        return format(value * float(factor) if star else value, form)
+
+    return FIELD.sub(shown, text)
+
+
+def flat(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` with the fields of a field beside it, as `a.b`."""
+    inner = {f"{a}.{b}": value for a, found in fields.items() if isinstance(found, dict) for b, value in found.items()}
+    return fields | inner
+
+
+def from_tables(name: str) -> str:
+    """A table of tables.yaml, below its source and its text."""
+    spec = TABLES[name]
+    found = result(spec["result"])
+    rows = [[filled(cell, flat(row)) for cell in spec["columns"].values()] for row in found[spec["rows"]]]
+    above = [provenance(spec["result"])] if spec.get("source", True) else []
+    above = [*above[:-1], f"{above[-1]}\n{filled(spec['text'], found)}"] if "text" in spec else above
+    return "\n\n".join([*above, table(list(spec["columns"]), rows)])
 
 
 def first_row(rows: list[benchmarks.Row], *words: str) -> benchmarks.Row:
@@ -92,18 +126,6 @@ def other_machine() -> str:
     return table(["ratio", "committed", other["machine"]["processor"]], rows)
 
 
-def quickstart() -> str:
-    head = ["seed", "after the installation", "first 5 steps", "last 10 steps", "held-out accuracy", "staleness"]
-    rows = [
-        [
-            r["seed"], f"{r['seconds_after_installation']} s", f"{r['reward_first_5']:.2f}",
-            f"{r['reward_last_10']:.3f}", f"{r['greedy_accuracy']:.3f}", r["staleness_max"],
-        ]
-        for r in result("quickstart")["runs"]
-    ]  # fmt: skip
-    return table(head, rows)
-
-
 def sized(size: str) -> str:
     return f"groups of {benchmarks.SIZES[size]}"
 
@@ -134,25 +156,6 @@ def broker_ray() -> str:
     return f"{provenance('broker_ray')}\n\n{table(head, rows)}"
 
 
-def broker_scale() -> str:
-    found = result("broker_scale")
-    head = ["nodes", "groups/s", "CPU us a group", "without waiting", "CPU us a node and s", "KiB a node"]
-    head += ["lease p50 ms", "lease p99 ms", "complete p50 ms", "complete p99 ms"]
-    rows = [
-        [
-            f"{r['nodes']:,}", r["groups_per_s"], r["broker_cpu_us_per_group"],
-            r["broker_cpu_us_per_group_without_waiting"], r["broker_cpu_us_per_node_per_s"], r["broker_kib_per_node"],
-            r["lease_ms"]["p50"], r["lease_ms"]["p99"], r["complete_ms"]["p50"], r["complete_ms"]["p99"],
-        ]
-        for r in found["runs"]
-    ]  # fmt: skip
-    settings = (
-        f"{found['groups_under_way']:,} groups are under way, a rollout takes {found['think_s']:g} s, and every node "
-        f"sends a heartbeat every {found['heartbeat_s']:g} s."
-    )
-    return f"{provenance('broker_scale')}\n{settings}\n\n{table(head, rows)}"
-
-
 def broker_soak() -> str:
     found = result("broker_soak")
     rows: list[list[object]] = [
@@ -166,20 +169,6 @@ def broker_soak() -> str:
     for call in ("lease", "complete"):
         rows += [[f"{call}, {name}, ms", found[f"{call}_ms"][name]] for name in ("p50", "p99", "max")]
     return f"{provenance('broker_soak')}\n\n{table(['figure', 'value'], rows)}"
-
-
-def weights() -> str:
-    """Broadcasts; docs/benchmarks.md has joins, deaths and flips."""
-    head = ["tensors", "MB", "nodes", "ours ms", "flat ms", "ours / flat", "per parameter ms", "per parameter / ours"]
-    rows = [
-        [
-            f"{r['tensors']:,}", f"{r['bytes'] / 1e6:.0f}", r["nodes"], f"{1e3 * r['broadcast_s']:.0f}",
-            f"{1e3 * r['flat_s']:.0f}", f"{r['over_flat']:.2f}", f"{1e3 * r['per_parameter_s']:.0f}",
-            f"{r['times_faster_than_per_parameter']:.1f}",
-        ]
-        for r in result("weight_broadcast")["broadcast"]
-    ]  # fmt: skip
-    return f"{provenance('weight_broadcast')}\n\n{table(head, rows)}"
 
 
 def weight_events() -> str:
@@ -228,20 +217,6 @@ def adaptive() -> str:
     return f"{provenance('adaptive_concurrency')}\n\n{table([*head, 'auto chose', 'rounds'], rows)}"
 
 
-def guessing() -> str:
-    head = ["seed", "steps", "success, first 5 steps", "last 10 steps", "steps to 0.85", "greedy accuracy"]
-    head += ["sampled accuracy", "training s", "episodes", "episodes of several versions", "turns"]
-    rows = [
-        [
-            r["seed"], r["steps"], f"{r['success_first_5']:.2f}", f"{r['success_last_10']:.2f}", r["steps_to_0.85"],
-            f"{r['greedy_accuracy']:.2f}", f"{r['sampled_accuracy']:.2f}", f"{r['training_s']:.0f}",
-            f"{r['episodes']:,}", f"{r['episodes_of_several_versions']:,}", f"{r['turns_mean']:.1f}",
-        ]
-        for r in result("guessing")["runs"]
-    ]  # fmt: skip
-    return f"{provenance('guessing')}\n\n{table(head, rows)}"
-
-
 def async_tail() -> str:
     """Every run against its simulation."""
     found = result("async_tail")
@@ -255,19 +230,6 @@ def async_tail() -> str:
             shown = [f"{gain:.2f}" for gain in gains] if mode["staleness"] else ["", "", ""]
             rows.append([one["seed"], mode["staleness"], *(f"{s:.1f}" for s in times), against, *shown])
     return f"{provenance('async_tail')}\n\n{table(head, rows)}"
-
-
-def simulated() -> str:
-    head = ["nodes", "staleness.max", "groups a step", "sync step s", "async step s", "gain", "full engines s", "idle"]
-    rows = [
-        [
-            f"{p['setup']['nodes']:,}", p["setup"]["staleness"], f"{p['setup']['groups_per_step']:,}",
-            p["synchronous_step_s"], p["asynchronous_step_s"], f"{p['gain']:.2f}", p["full_engines_s"],
-            f"{p['asynchronous_learner_idle']:.0%}",
-        ]
-        for p in result("simulate")["predictions"]
-    ]  # fmt: skip
-    return f"{provenance('simulate')}\n\n{table(head, rows)}"
 
 
 def corrections() -> str:
@@ -331,22 +293,18 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "other-machine": other_machine,
     "machine": readme_machine,
     "benchmarks": benchmarks.all_sections,
-    "quickstart": quickstart,
     "broker-overhead": broker_overhead,
     "broker-ray": broker_ray,
-    "broker-scale": broker_scale,
     "broker-soak": broker_soak,
-    "weights": weights,
     "weight-events": weight_events,
     "delta": delta,
     "adaptive": adaptive,
-    "guessing": guessing,
     "async-tail": async_tail,
-    "simulated": simulated,
     "corrections": corrections,
     "layouts": layouts,
     "packing": packing,
     "faults": faults,
+    **{name: functools.partial(from_tables, name) for name in TABLES},
 }
 
 
