@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import NamedTuple
@@ -39,27 +39,21 @@ PROBLEM = json.dumps({"question": "384+519", "answer": "903"}).encode()
 
 
 class Embedded:
-    """`durability`: broker.durability; '' leaves the key at its default."""
+    """A broker with `broker.durability`, one node and one learner."""
 
-    def __init__(self, durability: str) -> None:
-        self.name = f"slipstream_{durability}"
+    def __init__(self, durability: str, name: str = "") -> None:
+        self.name = name or f"slipstream_{durability}"
         self._durability = durability
         self._published = multiprocessing.get_context("spawn").Value("q", 0)  # the learner's version, as nodes have it
 
     @contextlib.contextmanager
-    def serve(self, folder: str) -> Iterator[tuple[str, int | None]]:
+    def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
         with broker_process(folder, self._durability) as pid:
-            yield wait_for_address(Path(folder)), pid
+            yield wait_for_address(Path(folder)), [pid]
 
     def produce(self, address: str, load: Load) -> Iterator[None]:
         keep_freed_memory()  # as a node does
-        source = broker_groups.structs(load.size)
-        next(source)  # the groups are made now
-
-        def made(serial: int) -> tuple[GroupMeta, bytes]:
-            group, meta = next(source)
-            return meta, encode_group(msgspec.structs.replace(group, serial=serial))
-
+        made = self.source(load)
         yield
         asyncio.run(run_node(address, load.groups, self._published, made))
 
@@ -69,7 +63,22 @@ class Embedded:
         with connect(Access(address=address, role="learner")) as client:
             client.attach(LearnerReport(os.getpid(), 0, "training", 0))
             yield
-            run_learner(client, load.groups, self._published, load.groups, computable)
+            run_learner(client, load.groups, self._published, load.groups, self.use)
+
+    def source(self, load: Load) -> Callable[[int], tuple[GroupMeta, bytes]]:
+        """Encodes a group for each task, as a node does."""
+        groups = broker_groups.structs(load.size)
+        next(groups)  # the groups are made now
+
+        def made(serial: int) -> tuple[GroupMeta, bytes]:
+            group, meta = next(groups)
+            return meta, encode_group(msgspec.structs.replace(group, serial=serial))
+
+        return made
+
+    def use(self, payload: bytes) -> object:
+        """The arrays that a learner computes with."""
+        return broker_groups.arrays_of_structs(decode_group(payload))
 
 
 class Times(NamedTuple):
@@ -134,11 +143,6 @@ def run_learner(
         published.value = step + 1
 
 
-def computable(payload: bytes) -> object:
-    """The arrays that a learner computes with."""
-    return broker_groups.arrays_of_structs(decode_group(payload))
-
-
 @contextlib.contextmanager
 def broker_process(
     folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP, redis: str | None = None
@@ -161,13 +165,12 @@ def serve_broker(
 ) -> None:
     """A broker process of run folder `folder`, on a free port."""
     store = {} if redis is None else {"store": "redis", "redis": redis}
-    keys = {"durability": durability} if "durability" in BrokerConfig.__struct_fields__ else {}
     config = Config(
         run=RunConfig(name="bench", dir=folder, steps=1),
         model=ModelConfig(path="none"),
         tasks=TasksConfig(environment="none", dataset="none"),
         learner=LearnerConfig(groups_per_step=groups_per_step),
-        broker=BrokerConfig(address="tcp://127.0.0.1:0", **keys, **store),
+        broker=BrokerConfig(address="tcp://127.0.0.1:0", durability=durability, **store),
         staleness=StalenessConfig(max=STALENESS),
     )
     run_broker(config, msgspec.json.encode(config))

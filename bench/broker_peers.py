@@ -5,16 +5,14 @@ Both start from lists of numbers, as their samplers have them, and end with the 
 
 import contextlib
 import pickle
-import shutil
-import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import broker_groups
 import msgspec
 import zmq
 from broker_groups import ListGroup, ListSample
-from broker_ways import PATIENCE_S, Load, free_port
+from broker_ways import Load, free_port, redis_server
 
 STREAM = "groups"
 WINDOW = 64  # groups under way
@@ -26,17 +24,9 @@ class RedisPickledLists:
     name = "redis_pickled_lists"
 
     @contextlib.contextmanager
-    def serve(self, folder: str) -> Iterator[tuple[str, int | None]]:
-        port = free_port()
-        command = [redis_server(), "--port", str(port), "--bind", "127.0.0.1", "--dir", folder]
-        process = subprocess.Popen([*command, "--save", "", "--appendonly", "no"], stdout=subprocess.DEVNULL)
-        try:
-            address = f"redis://127.0.0.1:{port}/0"
-            wait_for_redis(address)
-            yield address, process.pid
-        finally:
-            process.terminate()
-            process.wait(PATIENCE_S)
+    def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
+        with redis_server(folder, "--appendonly", "no") as (address, pid):
+            yield address, [pid]
 
     def produce(self, address: str, load: Load) -> Iterator[None]:
         import redis
@@ -76,8 +66,8 @@ class MsgspecListsZeroMQ:
     name = "msgspec_lists_zeromq"
 
     @contextlib.contextmanager
-    def serve(self, folder: str) -> Iterator[tuple[str, int | None]]:
-        yield f"tcp://127.0.0.1:{free_port()}", None
+    def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
+        yield f"tcp://127.0.0.1:{free_port()}", []
 
     def produce(self, address: str, load: Load) -> Iterator[None]:
         source, encoder = broker_groups.lists(load.size), msgspec.msgpack.Encoder()
@@ -96,31 +86,6 @@ class MsgspecListsZeroMQ:
             for _ in range(load.groups):
                 group = decoder.decode(puller.recv(copy=False).buffer)
                 broker_groups.arrays_of_lists(group.samples)
-
-
-def redis_server() -> str:
-    """Path of the redis-server program; raises RuntimeError when there is none."""
-    found = shutil.which("redis-server")
-    if found is None:
-        raise RuntimeError("redis-server is not on PATH; install Redis 7 or later, or leave out the redis ways")
-    return found
-
-
-def wait_for_redis(address: str) -> None:
-    """Until the server answers."""
-    import redis
-
-    end = time.monotonic() + PATIENCE_S
-    with redis.Redis.from_url(address) as client:
-        while True:
-            try:
-                client.ping()
-            except redis.ConnectionError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.05)
-            else:
-                return
 
 
 def _as_dict(sample: ListSample) -> dict:

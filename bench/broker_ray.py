@@ -1,17 +1,15 @@
-"""What a Ray actor queue costs a group, beside raw ZeroMQ with the same groups; as ways of bench/broker_overhead.py.
+"""CPU that a Ray actor queue takes for a group, beside raw ZeroMQ with the same groups.
 
     RAY_AUTH_MODE=disabled python bench/broker_ray.py [--size 1k 8k] [--rounds 3]
 
-verl's way: an asyncio actor holds a deque; the producer pickles a group of arrays and calls `put`, the consumer calls
+verl's way: an asyncio actor has a deque; the producer pickles a group of arrays and calls `put`, the consumer calls
 `get` and unpickles. Microseconds of CPU per group over every process that Ray started for it, between the first group
 and the last. Needs `pip install ray`, which is no dependency of this project: use an environment of its own, with
 numpy, msgspec, psutil and pyzmq. Writes bench/results/broker_ray.json.
 """
 
-import json
 import os
 import pickle
-import statistics
 import time
 from typing import Any
 
@@ -19,7 +17,7 @@ import broker_groups
 import harness
 import psutil
 import ray
-from broker_ways import Load, RawZeroMQ, measure
+from broker_ways import Load, RawZeroMQ, compared, measure
 
 GROUPS = {"1k": 1600, "8k": 320}
 WARM_UP = 160
@@ -90,31 +88,28 @@ def cpu_s() -> float:
     return total
 
 
-def move(size: str, groups: int) -> dict[str, float]:
+def move(load: Load) -> dict[str, float]:
     """One round through a queue and peers of its own."""
     queue = ray.remote(Queue).options(max_concurrency=200).remote()
     producer, consumer = (ray.remote(Peer).remote() for _ in range(2))
     ray.get([producer.ready.remote(), consumer.ready.remote()])
-    pass_on(queue, producer, consumer, size, WARM_UP)
+    pass_on(queue, producer, consumer, load._replace(groups=WARM_UP))
     before, started = cpu_s(), time.perf_counter()
-    pass_on(queue, producer, consumer, size, groups)
+    pass_on(queue, producer, consumer, load)
     wall_s, used_s = time.perf_counter() - started, cpu_s() - before
     for actor in (queue, producer, consumer):
         ray.kill(actor)
-    return {"cpu_us_per_group": 1e6 * used_s / groups, "groups_per_s": groups / wall_s}
+    return {"cpu_us_per_group": 1e6 * used_s / load.groups, "groups_per_s": load.groups / wall_s}
 
 
-def pass_on(queue: Any, producer: Any, consumer: Any, size: str, groups: int) -> None:
-    done = [consumer.consume.remote(queue, groups), producer.produce.remote(queue, size, groups)]
+def pass_on(queue: Any, producer: Any, consumer: Any, load: Load) -> None:
+    done = [consumer.consume.remote(queue, load.groups), producer.produce.remote(queue, *load)]
     tokens = ray.get(done)[0]
-    assert tokens >= groups * broker_groups.SAMPLES * broker_groups.COMPLETION_TOKENS[size]
+    assert tokens >= load.groups * broker_groups.SAMPLES * broker_groups.COMPLETION_TOKENS[load.size]
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--size", nargs="+", choices=tuple(GROUPS), default=list(GROUPS))
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    options = harness.parser(__doc__, size=list(GROUPS), rounds=3).parse_args()
     here = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", "")])
     environment = {"env_vars": {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}}
     ray.init(
@@ -123,20 +118,13 @@ def main() -> None:
     )  # fmt: skip
     sizes: dict[str, object] = {}
     for size in options.size:
-        runs, floor = [], []
-        for _ in range(options.rounds):
-            floor.append(measure(RawZeroMQ(), Load(size, GROUPS[size]))["cpu_us_per_group"])
-            runs.append(move(size, GROUPS[size]))
-            print(json.dumps({"size": size, "raw_zeromq": round(floor[-1], 1), **runs[-1]}), flush=True)
-        ratios = [run["cpu_us_per_group"] / raw for run, raw in zip(runs, floor, strict=True)]
-        sizes[size] = {
-            "groups": GROUPS[size],
-            "raw_zeromq_us": round(statistics.median(floor), 1),
-            "cpu_us_per_group": round(statistics.median(r["cpu_us_per_group"] for r in runs), 1),
-            "groups_per_s": round(statistics.median(r["groups_per_s"] for r in runs), 1),
-            "times_raw_zeromq": round(statistics.median(ratios), 2),
-            "rounds_us": [round(r["cpu_us_per_group"], 1) for r in runs],
-        }
+        load = Load(size, GROUPS[size])
+
+        def one(name: str, load: Load = load) -> dict[str, float]:
+            return move(load) if name == "ray" else measure(RawZeroMQ(), load)
+
+        found = compared(["raw_zeromq", "ray"], options.rounds, one)
+        sizes[size] = {"groups": load.groups, "raw_zeromq_us": found["raw_zeromq"]["cpu_us_per_group"], **found["ray"]}
     ray.shutdown()
     harness.save("broker_ray", options, {"rounds": options.rounds, "sizes": sizes}, ("ray", "pyzmq", "numpy"))
 

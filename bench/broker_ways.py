@@ -7,14 +7,20 @@ import contextlib
 import multiprocessing
 import os
 import resource
+import shutil
 import socket
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import broker_groups
+import harness
 import psutil
 import zmq
 
@@ -41,8 +47,8 @@ class Roles(Protocol):
 class Way(Roles, Protocol):
     name: str
 
-    def serve(self, folder: str) -> contextlib.AbstractContextManager[tuple[str, int | Sequence[int] | None]]:
-        """Start what stands in the middle; gives its address and its process id, None when there is none."""
+    def serve(self, folder: str) -> contextlib.AbstractContextManager[tuple[str, Sequence[int]]]:
+        """Start what stands in the middle; gives its address and its process ids."""
         ...
 
 
@@ -52,12 +58,11 @@ class RawZeroMQ:
     name = "raw_zeromq"
 
     @contextlib.contextmanager
-    def serve(self, folder: str) -> Iterator[tuple[str, int | None]]:
-        yield f"tcp://127.0.0.1:{free_port()}", None
+    def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
+        yield f"tcp://127.0.0.1:{free_port()}", []
 
     def produce(self, address: str, load: Load) -> Iterator[None]:
-        source = broker_groups.structs(load.size)
-        payloads = [encode_group(next(source)[0]) for _ in range(broker_groups.DISTINCT_GROUPS)]
+        payloads = encoded(load.size)
         with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
             pusher.connect(address)
             yield
@@ -74,8 +79,7 @@ class RawZeroMQ:
 
 def measure(way: Way, load: Load, scratch: str | None = None) -> dict[str, float]:
     """Microseconds of CPU per group by process, and groups per second; raises RuntimeError when a process fails."""
-    with tempfile.TemporaryDirectory(dir=scratch) as folder, way.serve(folder) as (address, pid):
-        pids = [] if pid is None else [pid] if isinstance(pid, int) else pid
+    with tempfile.TemporaryDirectory(dir=scratch) as folder, way.serve(folder) as (address, pids):
         servers = [psutil.Process(number) for number in pids]
         with _started(way, "consume", address, load) as consumer, _started(way, "produce", address, load) as producer:
             for pipe in (consumer, producer):
@@ -89,6 +93,67 @@ def measure(way: Way, load: Load, scratch: str | None = None) -> dict[str, float
     each = {"producer_us": producer_s, "server_us": server_s, "consumer_us": consumer_s}
     figures = {name: seconds / load.groups * 1e6 for name, seconds in each.items()}
     return {"cpu_us_per_group": sum(figures.values()), **figures, "groups_per_s": load.groups / wall_s}
+
+
+def compared(names: list[str], rounds: int, one: Callable[[str], dict[str, float]]) -> dict[str, dict[str, Any]]:
+    """Medians of `one` over the rounds by way; the ratio to the first way is the median of the rounds' ratios."""
+    runs = harness.in_turns(names, range(rounds), lambda name, _: one(name))
+    found: dict[str, dict[str, Any]] = {}
+    for name, of_way in runs.items():
+        ratios = [r["cpu_us_per_group"] / f["cpu_us_per_group"] for r, f in zip(of_way, runs[names[0]], strict=True)]
+        found[name] = {
+            **harness.medians(of_way),
+            f"times_{names[0]}": round(statistics.median(ratios), 2),
+            "rounds_us": [round(r["cpu_us_per_group"], 1) for r in of_way],
+        }
+    return found
+
+
+def encoded(size: str) -> list[bytes]:
+    """Groups as bytes."""
+    source = broker_groups.structs(size)
+    return [encode_group(next(source)[0]) for _ in range(broker_groups.DISTINCT_GROUPS)]
+
+
+@contextlib.contextmanager
+def redis_server(folder: str, *words: str) -> Iterator[tuple[str, int]]:
+    """Address and process id of a private Redis server; raises RuntimeError when there is no redis-server program."""
+    port, program = free_port(), redis_program()
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", "", *words]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        address = f"redis://127.0.0.1:{port}/0"
+        wait_for_redis(address)
+        yield address, process.pid
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
+
+
+def redis_program() -> str:
+    """SLIPSTREAM_REDIS_SERVER, else redis-server of this environment, else of the machine."""
+    own = Path(sys.executable).with_name("redis-server")
+    found = os.environ.get("SLIPSTREAM_REDIS_SERVER") or shutil.which(own) or shutil.which("redis-server")
+    if found is None:
+        raise RuntimeError("redis-server is missing; install Redis 6.2 or later, or leave out the Redis ways")
+    return found
+
+
+def wait_for_redis(address: str) -> None:
+    """Until the server answers."""
+    import redis
+
+    end = time.monotonic() + PATIENCE_S
+    with redis.Redis.from_url(address) as client:
+        while True:
+            try:
+                client.ping()
+            except redis.ConnectionError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
+            else:
+                return
 
 
 def free_port() -> int:
@@ -136,8 +201,6 @@ def _received(pipe: Connection) -> tuple[float, float]:
     return pipe.recv()
 
 
-def _cpu_s(process: psutil.Process | None) -> float:
-    if process is None:
-        return 0.0
+def _cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system

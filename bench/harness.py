@@ -8,6 +8,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,10 +51,15 @@ def commit() -> str:
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-modified" if modified else "")
 
 
-def parser(script_doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that every script has."""
+def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
+    """A parser with `--dry` and an option for each default; a list takes several values of its first one's type."""
     made = argparse.ArgumentParser(description=script_doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--dry", action="store_true", help="print the result and write nothing")
+    for name, default in options.items():
+        kind = type(default[0]) if isinstance(default, list) else type(default)
+        several = "+" if isinstance(default, list) else None
+        word = f"--{name.replace('_', '-')}"
+        made.add_argument(word, type=kind, nargs=several, default=default, help=f"default {default}")
     return made
 
 
@@ -78,15 +84,25 @@ def save(
     print(f"{path.relative_to(ROOT)} is written; python -m bench.pages brings it to the pages")
 
 
-def in_turns(names: Sequence[str], rounds: int, measure: Callable[[str], Any]) -> dict[str, list[Any]]:
+def in_turns(names: Sequence[Any], rounds: Iterable[int], measure: Callable[[Any, int], Any]) -> dict[Any, list[Any]]:
     """All ways of a comparison, round after round, each round beginning with another one: ratios survive drift."""
-    found: dict[str, list[Any]] = {name: [] for name in names}
-    for number in range(rounds):
-        first = number % len(names)
+    found: dict[Any, list[Any]] = {name: [] for name in names}
+    for turn, number in enumerate(rounds):
+        first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
-            found[name].append(measure(name))
+            found[name].append(measure(name, number))
             print(name, json.dumps(found[name][-1], default=str), flush=True)
     return found
+
+
+def medians(rounds: Sequence[dict[str, float]], digits: int = 1) -> dict[str, float]:
+    """The median of every figure."""
+    return {name: round(statistics.median(r[name] for r in rounds), digits) for name in rounds[0]}
+
+
+def scratch() -> Path:
+    """A new folder that stays, for the runs of a script."""
+    return Path(tempfile.mkdtemp(prefix="slipstream-bench-"))
 
 
 def qwen3(folder: Path, **changes: Any) -> None:
@@ -133,18 +149,42 @@ class Job:
         steps = self.steps_to_reward(level)
         return None if steps is None else self.lines[steps - 1]["time_s"] - self.began_s
 
+    @property
+    def curve(self) -> list[float]:
+        """The reward of every step."""
+        return [round(reward, 3) for reward in self.rewards]
+
+    def reward(self, steps: slice) -> float:
+        """The mean reward of `steps`."""
+        return round(statistics.mean(self.rewards[steps]), 4)
+
+    def rounded(self, *names: str, digits: int = 2) -> dict[str, float]:
+        """Sums over all steps."""
+        return {name: round(self.total(name), digits) for name in names}
+
     def total(self, name: str) -> float:
         return sum(line[name] for line in self.lines)
 
     def largest(self, name: str) -> float:
         return max(line[name] for line in self.lines)
 
-    def mean(self, name: str, first: int = 0) -> float:
-        """Over the steps from `first` on."""
-        return statistics.mean(line[name] for line in self.lines[first:])
+    def mean(self, name: str) -> float:
+        return statistics.mean(line[name] for line in self.lines)
+
+    def busy_s(self) -> float:
+        """Seconds that the learner worked after the first step, in which the engine starts."""
+        return sum(line["step_s"] - line["learner_idle_s"] for line in self.lines[1:])
+
+    def idle_s(self) -> float:
+        """Seconds that the learner waited after the first step."""
+        return sum(line["learner_idle_s"] for line in self.lines[1:])
+
+    def after_first_s(self) -> float:
+        """Seconds from the end of the first step to the end of the last one."""
+        return self.lines[-1]["time_s"] - self.lines[0]["time_s"]
 
     def evaluation(self) -> dict[str, Any]:
-        """What `slipstream eval` found."""
+        """The result of `slipstream eval`."""
         return json.loads((self.run_dir / "eval.json").read_text())
 
 
