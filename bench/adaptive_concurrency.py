@@ -11,11 +11,9 @@ import asyncio
 import json
 import os
 import random
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import async_tail
 import harness
@@ -125,7 +123,7 @@ def same_lengths(kind: str, turn: int) -> Iterator[int]:
 
 
 async def measure(config: Config, kind: str, turn: int) -> dict[str, dict]:
-    """What each arm did; the arms in turn, beginning with another one at each turn."""
+    """Figures of each arm; the arms in turn, beginning with another one at each turn."""
     from rollout_fleet.engine.engine import Engine
 
     engine = Engine(config, weights="folder", stop_token_ids=[])
@@ -146,12 +144,11 @@ async def measure(config: Config, kind: str, turn: int) -> dict[str, dict]:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
+    parser = harness.parser(__doc__, turn=0)
     parser.add_argument("--case", choices=CASES, required=True, help="lengths, and MiB of KV cache")
-    parser.add_argument("--turn", type=int, default=0)
     args = parser.parse_args()
     kind, _, mib = args.case.partition("-")
-    model, dataset = tailed_environment.build(Path(tempfile.mkdtemp(prefix="slipstream-bench-")))
+    model, dataset = tailed_environment.build(harness.scratch())
     words = [f"model.path={model}", f"tasks.dataset={dataset}", "rollout.concurrency=auto"]
     config = load_config(async_tail.CONFIG, [*words, f"rollout.engine.kv_cache_mib={mib}"])
     os.environ.update(thread_environment(config.rollout.threads))

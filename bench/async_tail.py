@@ -15,7 +15,6 @@ Writes bench/results/async_tail.json.
 import asyncio
 import json
 import statistics
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -67,12 +66,12 @@ def learner_parts(job: harness.Job, by_step: dict[int, dict[int, list[simulate.E
 
 def figures(job: harness.Job) -> dict[str, float]:
     return {
-        "wall_s": round(job.lines[-1]["time_s"] - job.lines[0]["time_s"], 3),
-        "learner_idle_s": round(job.total("learner_idle_s") - job.lines[0]["learner_idle_s"], 3),
+        "wall_s": round(job.after_first_s, 3),
+        "learner_idle_s": round(job.idle_s, 3),
         "tokens": int(job.total("tokens_trained") + job.total("tokens_expired")),
-        "length_mean": round(statistics.mean(x["length_mean"] for x in job.lines), 1),
-        "length_max": max(x["length_max"] for x in job.lines),
-        "staleness_mean": round(statistics.mean(x["staleness_mean"] for x in job.lines), 3),
+        "length_mean": round(job.mean("length_mean"), 1),
+        "length_max": job.largest("length_max"),
+        "staleness_mean": round(job.mean("staleness_mean"), 3),
         "tokens_expired": int(job.total("tokens_expired")),
         "seconds_to_active": round(statistics.median(x["seconds_to_active"] for x in job.lines[1:]), 4),
     }
@@ -86,7 +85,7 @@ class Run:
     by_step: dict[int, dict[int, list[simulate.Episode]]]
 
     def lengths(self, serial: int) -> list[simulate.Episode]:
-        """Of a task; the last ones of a run were never trained on and get another one's."""
+        """Lengths of a task; the last tasks of a run were never trained on and get those of another task."""
         return self._known.get(serial) or list(self._known.values())[serial % len(self._known)]
 
     @cached_property
@@ -141,23 +140,9 @@ def measure_round(scratch: Path, overrides: list[str], seed: int, config: Config
     return {"seed": seed, "speeds": asdict(shared), "modes": modes}
 
 
-def medians(rounds: list[dict], windows: list[int]) -> list[dict]:
-    """Over the rounds, by window."""
-    found = []
-    for k in windows:
-        modes = [mode for one in rounds for mode in one["modes"] if mode["staleness"] == k]
-        names = ("gain", "simulated_gain", "simulated_apart_gain", "share_of_simulated")
-        found.append({"staleness": k, **{name: statistics.median(m[name] for m in modes) for name in names}})
-    return found
-
-
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--staleness", type=int, nargs="+", default=[4, 8], help="windows of the asynchronous runs")
-    args = parser.parse_args()
-    scratch = Path(tempfile.mkdtemp(prefix="slipstream-bench-"))
+    args = harness.parser(__doc__, steps=24, rounds=3, staleness=[4, 8]).parse_args()
+    scratch = harness.scratch()
     model, dataset = tailed_environment.build(scratch / "assets")
     overrides = [f"model.path={model}", f"tasks.dataset={dataset}", f"run.steps={args.steps}"]
     config = load_config(CONFIG, overrides)
@@ -165,9 +150,7 @@ def main() -> None:
     for seed in range(1, args.rounds + 1):
         rounds.append(measure_round(scratch, overrides, seed, config, args.staleness))
         print(json.dumps(rounds[-1]), flush=True)
-    harness.save(
-        "async_tail", args, {"steps": args.steps, "rounds": rounds, "medians": medians(rounds, args.staleness)}
-    )
+    harness.save("async_tail", args, {"steps": args.steps, "rounds": rounds})
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python bench/broker_recovery.py [--groups 10000] [--payload 83000]
 
-Two stores of that many groups: one of a run that went on as runs do (steps of 16 groups, committed, 16 steps kept), and
-the worst case, where nothing was ever committed and every group is still there.
+Two stores of that many groups, each of `--payload` bytes. One is of a usual run: steps of 16 groups are committed, and
+16 steps are kept. The other one is the worst case: nothing was ever committed, and every group is still there.
 Writes bench/results/broker_recovery.json.
 """
 
@@ -92,10 +92,7 @@ def measure(groups: int, payload_bytes: int, commit: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--groups", type=int, default=10_000)
-    parser.add_argument("--payload", type=int, default=83_000, help="bytes of one encoded group")
-    options = parser.parse_args()
+    options = harness.parser(__doc__, groups=10_000, payload=83_000).parse_args()
     figures = {
         "rounds": 1,
         "groups": options.groups,

@@ -240,13 +240,9 @@ def quantiles(ordered: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 100, 1000])
-    parser.add_argument("--leases", type=int, default=1000, help="groups under way over all nodes")
-    parser.add_argument("--think", type=float, default=5.0, help="mean seconds of a rollout")
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--size", choices=tuple(broker_groups.COMPLETION_TOKENS), default="1k")
-    options = parser.parse_args()
+    options = harness.parser(
+        __doc__, nodes=[1, 100, 1000], leases=1000, think=5.0, seconds=20.0, size="1k"
+    ).parse_args()
     runs = [measure(nodes, options) for nodes in options.nodes]
     costs = [run["broker_cpu_us_per_group_without_waiting"] for run in runs]
     figures = {

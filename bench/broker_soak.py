@@ -129,12 +129,8 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--groups", type=int, default=100_000)
-    parser.add_argument("--large-every", type=int, default=50)
-    parser.add_argument("--durability", choices=("memory", "fsync", "everysec"), default="memory")
+    parser = harness.parser(__doc__, groups=100_000, large_every=50, durability="memory", limit=900.0)
     parser.add_argument("--scratch", help="folder for the broker's store; put it on a real disk")
-    parser.add_argument("--limit", type=float, default=900, help="seconds")
     options = parser.parse_args()
     harness.save("broker_soak", options, {"rounds": 1, **measure(options)}, ("pyzmq", "msgspec"))
 

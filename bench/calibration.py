@@ -62,7 +62,7 @@ async def running_engine(config: Config) -> AsyncGenerator[Engine]:
 
 
 async def seconds(engine: Engine, requests: int, context: int, tokens: int) -> float:
-    """Of `requests` calls at once, each with a prompt of its own: one KV cache for all would be a warm one."""
+    """Seconds that `requests` calls at once take; each has a prompt of its own, so that no KV cache is warm."""
     rest = [10 + at % 7 for at in range(PROMPT + context - 2)]
     prompts = [[10 + request % 16, 10 + request // 16, *rest] for request in range(requests)]
     began = time.perf_counter()
@@ -96,7 +96,7 @@ def rolling_lengths() -> list[int]:
 
 
 async def rolling(engine: Engine) -> float:
-    """Seconds of ROLLING_CALLS calls of which ROLLING run at a time: the next begins when one ends."""
+    """Seconds of ROLLING_CALLS calls, ROLLING at a time: the next begins when one ends."""
     left = iter(rolling_lengths())
 
     async def one_after_another() -> None:
@@ -109,7 +109,7 @@ async def rolling(engine: Engine) -> float:
 
 
 def simulated_rolling_s(speeds: Speeds) -> float:
-    """What the simulator says of `rolling`."""
+    """Seconds that the simulator predicts for `rolling`."""
     node, left = Node(speeds), iter(rolling_lengths())
     for tokens in itertools.islice(left, ROLLING):
         node.start(tokens, [])
@@ -166,6 +166,5 @@ def learner_busy(run_dir: Path, config: Config, out: Path) -> Replayed:
         pin(replay.pid, cores)
     if replay.wait() != 0:
         raise RuntimeError(f"{' '.join(command)} exited with {replay.returncode}")
-    lines = harness.read(out).lines
-    busy_s = sum(line["step_s"] - line["learner_idle_s"] for line in lines[1:])
-    return Replayed(lines[0]["time_s"], lines[-1]["time_s"], busy_s)
+    job = harness.read(out)
+    return Replayed(job.lines[0]["time_s"], job.lines[-1]["time_s"], job.busy_s)

@@ -82,11 +82,8 @@ def plot(found: dict[str, dict[int, list[dict]]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
+    parser = harness.parser(__doc__, workers=2, lags=[0, 2, 8, 32], seeds=[1, 2, 3])
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--lags", type=int, nargs="+", default=[0, 2, 8, 32])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--set", nargs="*", default=[], help="overrides of the config, for every run")
     words = parser.parse_args()
     words.folder.mkdir(parents=True, exist_ok=True)

@@ -117,9 +117,7 @@ def measured(rate: float, steps: int, dtypes: list[str]) -> list[dict]:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=4)
-    options = parser.parse_args()
+    options = harness.parser(__doc__, steps=4).parse_args()
     torch.set_num_threads(1)
     rows = []
     for rate in RATES:

@@ -1,11 +1,14 @@
-"""What a weight flip costs: python bench/flip_cost.py [RUN ...].
+"""The cost of a weight flip: python bench/flip_cost.py [RUN ...].
 
-A real engine under a constant load is fed by a real publisher, one small step (a fiftieth of the elements) after the
-other, for `weights.kv_cache` keep and recompute and `weights.encoding` full and delta. Per flip: generation stalled,
-seconds from the call of `publish`, which follows the optimizer step, to the version being sampled from, and seconds
-that the whole load took longer than without flips, which has the prefills of `recompute` in it. With finished RUNs
-their figures, too; without, those of the last time are kept. Short mode: `--flips 2 --rounds 1`. Writes
-bench/results/flip_cost.json.
+A real engine under a constant load is fed by a real publisher, for `weights.kv_cache` keep and recompute and
+`weights.encoding` full and delta. Each version changes a fiftieth of the elements a little. The figures of a flip:
+
+- seconds for which generation stalled;
+- seconds from the call of `publish`, which follows the optimizer step, to the version being sampled from;
+- seconds that the whole load took longer than without flips, with the prefills of `recompute`.
+
+With finished RUNs their figures, too; without, those of the last time are kept. Short mode: `--flips 2 --rounds 1`.
+`--flips` is the number of flips in one round. Writes bench/results/flip_cost.json.
 """
 
 import argparse
@@ -150,17 +153,10 @@ async def engine_figures(arguments: argparse.Namespace, model: str) -> list[dict
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
+    parser = harness.parser(
+        __doc__, hidden=512, layers=8, dtype="bfloat16", requests=32, group=8, prompt=64, tokens=192, flips=4, rounds=3
+    )
     parser.add_argument("runs", nargs="*", type=Path)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=192)
-    parser.add_argument("--flips", type=int, default=4, help="of one round")
-    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory() as folder:

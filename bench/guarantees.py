@@ -33,8 +33,7 @@ def measure(scenario: Scenario, runs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--runs", type=int, default=5)
+    parser = harness.parser(__doc__, runs=5)
     parser.add_argument("--only", nargs="+", default=[])
     options = parser.parse_args()
     scenarios = load_all()

@@ -6,7 +6,6 @@ cores. Writes bench/results/guessing.json and, for the first seed, docs/img/gues
 """
 
 import shutil
-import statistics
 
 import harness
 from harness import python
@@ -22,14 +21,8 @@ def run(seed: int) -> dict:
     own = (f"run.seed={seed}", f"run.dir={warm}", f"model.path={assets}/model", f"tasks.dataset={data}/sft.jsonl")
     python("-m", "launch.cli", "sft", "configs/guessing-sft.yaml", *own)
     tasks = (f"tasks.dataset={data}/train.jsonl", f"tasks.eval_dataset={data}/held_out.jsonl")
-    job = harness.run(
-        "configs/guessing.yaml",
-        harness.ROOT / folder,
-        f"run.seed={seed}",
-        f"model.path={warm}/model",
-        *tasks,
-        timeout_s=3600,
-    )
+    own = (f"run.seed={seed}", f"model.path={warm}/model")
+    job = harness.run("configs/guessing.yaml", harness.ROOT / folder, *own, *tasks, timeout_s=3600)
     for action in ("eval", "report"):
         python("-m", "launch.cli", action, folder)
     return figures(seed, job)
@@ -37,31 +30,23 @@ def run(seed: int) -> dict:
 
 def figures(seed: int, job: harness.Job) -> dict:
     """The figures of one run."""
-    evaluation = job.evaluation()
     mixed = [round(line["mixed_version_fraction"] * (line["samples"] - line["samples_failed"])) for line in job.lines]
     return {
         "seed": seed,
         "steps": len(job.lines),
+        **job.progress(0.85),
+        **job.evaluation(),
         "training_s": round(job.wall_s, 1),
-        "success_first_5": round(statistics.mean(job.rewards[:5]), 3),
-        "success_last_10": round(statistics.mean(job.rewards[-10:]), 3),
-        "steps_to_0.85": job.steps_to_reward(0.85),
-        "greedy_accuracy": evaluation["greedy_accuracy"],
-        "sampled_accuracy": evaluation["sampled_accuracy"],
+        "success_first_5": job.reward(slice(5)),
+        "success_last_10": job.reward(slice(-10, None)),
         "episodes": job.total("samples"),
         "episodes_of_several_versions": sum(mixed),
-        "steps_with_such_episodes": sum(count > 0 for count in mixed),
         "turns_mean": round(job.mean("turns_mean"), 2),
-        "staleness_max": job.largest("staleness_max"),
-        "tokens_expired": job.total("tokens_expired"),
-        "success_by_step": [round(reward, 3) for reward in job.rewards],
     }
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    options = parser.parse_args()
+    options = harness.parser(__doc__, seeds=[1]).parse_args()
     runs = [run(seed) for seed in options.seeds]
     plots = harness.ROOT / f"runs/guessing-seed{options.seeds[0]}/report/overview.png"
     shutil.copy(plots, harness.ROOT / "docs/img/guessing.png")

@@ -149,18 +149,24 @@ class Job:
         steps = self.steps_to_reward(level)
         return None if steps is None else self.lines[steps - 1]["time_s"] - self.began_s
 
-    @property
-    def curve(self) -> list[float]:
-        """The reward of every step."""
-        return [round(reward, 3) for reward in self.rewards]
-
     def reward(self, steps: slice) -> float:
         """The mean reward of `steps`."""
         return round(statistics.mean(self.rewards[steps]), 4)
 
-    def rounded(self, *names: str, digits: int = 2) -> dict[str, float]:
-        """Sums over all steps."""
-        return {name: round(self.total(name), digits) for name in names}
+    def progress(self, level: float) -> dict[str, Any]:
+        """Reward over time, and staleness, as every comparison of jobs needs them."""
+        return {
+            "wall_s": round(self.wall_s, 2),
+            f"seconds_to_{level}": self.seconds_to_reward(level),
+            f"steps_to_{level}": self.steps_to_reward(level),
+            "reward_first_5": self.reward(slice(5)),
+            "reward_last_10": self.reward(slice(-10, None)),
+            "staleness_mean": round(self.mean("staleness_mean"), 3),
+            "staleness_max": self.largest("staleness_max"),
+            "tokens_expired": self.total("tokens_expired"),
+            "generation_stall_s": round(self.total("generation_stall_s"), 3),
+            "curve": [round(reward, 3) for reward in self.rewards],
+        }
 
     def total(self, name: str) -> float:
         return sum(line[name] for line in self.lines)
@@ -171,14 +177,17 @@ class Job:
     def mean(self, name: str) -> float:
         return statistics.mean(line[name] for line in self.lines)
 
+    @property
     def busy_s(self) -> float:
         """Seconds that the learner worked after the first step, in which the engine starts."""
         return sum(line["step_s"] - line["learner_idle_s"] for line in self.lines[1:])
 
+    @property
     def idle_s(self) -> float:
         """Seconds that the learner waited after the first step."""
         return sum(line["learner_idle_s"] for line in self.lines[1:])
 
+    @property
     def after_first_s(self) -> float:
         """Seconds from the end of the first step to the end of the last one."""
         return self.lines[-1]["time_s"] - self.lines[0]["time_s"]

@@ -1,8 +1,8 @@
 """How long a node takes to join a running job: python bench/join.py [--joins 6].
 
-Starts the quickstart's job (random model, the real `slipstream up`), lets it train, and adds one node after the other
-with `slipstream rollout --join`, each after the one before has left. The figures are the node's own, as `slipstream
-status --json` tells them (`joined`): seconds from the start of its process to the engine, to weights in use, to its
+Starts the quickstart's job (random model, the real `slipstream up`) and lets it train. Then it adds one node after the
+other with `slipstream rollout --join`, each after the one before has left. The figures are the node's own, as `joined`
+of `slipstream status --json`. They are seconds from the start of its process to the engine, to weights in use, to its
 first lease and to its first accepted group. Learner and first node keep both cores of a small machine busy meanwhile.
 Writes bench/results/join.json.
 """
@@ -10,14 +10,13 @@ Writes bench/results/join.json.
 import argparse
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import harness
 
@@ -57,7 +56,7 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def times_of(run: RunDir, node_id: str) -> JoinTimes | None:
-    """Of a node that has delivered its first group; None before."""
+    """The times of a node that has delivered its first group; None before."""
     try:
         nodes = observe(run).status.nodes
     except SlipstreamError:
@@ -125,18 +124,12 @@ def trained(run: RunDir) -> int:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--config", default="configs/quickstart.yaml")
-    parser.add_argument("--joins", type=int, default=6)
+    parser = harness.parser(__doc__, config="configs/quickstart.yaml", joins=6)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
         rows = measure(arguments, Path(folder))
-    summary: dict[str, Any] = {
-        name: {"median": round(statistics.median(r[name] for r in rows), 3), "worst": max(r[name] for r in rows)}
-        for name in rows[0]
-    }
-    harness.save("join", arguments, {"rounds": len(rows), **summary, "joins": rows})
+    harness.save("join", arguments, {"rounds": len(rows), "joins": rows})
 
 
 if __name__ == "__main__":

@@ -78,8 +78,7 @@ def compare(vocabulary: int, tokens: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser = harness.parser(__doc__, tokens=TOKENS)
     parser.add_argument("--way", choices=WAYS, help="measure this way in this process")
     parser.add_argument("--vocabulary", type=int)
     options = parser.parse_args()

@@ -154,22 +154,13 @@ def compared(arguments: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--model", default="", help="Hugging Face folder; default: a new one")
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=128, help="of one turn")
-    parser.add_argument("--turns", type=int, default=1)
+    parser = harness.parser(
+        __doc__, model="", hidden=128, layers=2, dtype="float32", requests=256, group=8, prompt=16, tokens=128, turns=1,
+        concurrency=256, rounds=4, pairs=2,
+    )  # fmt: skip
     parser.add_argument(
         "--all", action="store_true", help="1 and 4 turns, the latter with a quarter of the tokens each"
     )
-    parser.add_argument("--concurrency", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--side", choices=["bare", "node"])
     arguments = parser.parse_args()
     if arguments.side:

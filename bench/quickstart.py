@@ -5,7 +5,6 @@ Writes bench/results/quickstart.json.
 """
 
 import re
-import statistics
 
 import harness
 
@@ -20,27 +19,19 @@ def run(seed: int) -> dict:
     if said is None:
         raise RuntimeError(f"the quickstart named no time: {output[-2000:]}")
     job = harness.read(run_dir)
-    evaluation = job.evaluation()
     return {
         "seed": seed,
         "seconds_after_installation": int(said[1]),
-        "reward_first_5": round(statistics.mean(job.rewards[:5]), 4),
-        "reward_last_10": round(statistics.mean(job.rewards[-10:]), 4),
-        "greedy_accuracy": evaluation["greedy_accuracy"],
-        "sampled_accuracy": evaluation["sampled_accuracy"],
-        "held_out_problems": evaluation["problems"],
+        **job.progress(0.9),
+        **job.evaluation(),
         "training_s": round(job.wall_s, 1),
-        "staleness_max": job.largest("staleness_max"),
-        "tokens_expired": job.total("tokens_expired"),
         "tokens_trained": job.total("tokens_trained"),
         "canary_max_difference": job.largest("canary_max_difference"),
     }
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    options = parser.parse_args()
+    options = harness.parser(__doc__, seeds=[1, 2, 3]).parse_args()
     runs = [run(seed) for seed in options.seeds]
     harness.save("quickstart", options, {"rounds": len(runs), "runs": runs})
 

@@ -434,12 +434,7 @@ def predict(nodes: int, staleness: Sequence[int], steps: int, heavy: float = 1.2
 def main() -> None:
     import harness
 
-    parser = harness.parser(__doc__)
-    parser.add_argument("--nodes", type=int, nargs="+", default=list(SCALE))
-    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--large-staleness", type=int, default=8, help=f"the only bound from {LARGE} nodes on (8)")
-    parser.add_argument("--steps", type=int, default=30)
-    args = parser.parse_args()
+    args = harness.parser(__doc__, nodes=list(SCALE), staleness=[1, 2, 4, 8], large_staleness=8, steps=30).parse_args()
     found: list[dict[str, object]] = []
     for nodes in args.nodes:
         found += predict(nodes, args.staleness if nodes < LARGE else [args.large_staleness], args.steps)

@@ -177,8 +177,7 @@ def summary(found: dict, shape: dict[str, int]) -> dict:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser = harness.parser(__doc__, rounds=20)
     parser.add_argument("--shape", choices=SHAPES, help="measure this one in this process and print it")
     options = parser.parse_args()
     if options.shape:

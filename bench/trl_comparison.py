@@ -6,7 +6,6 @@ of training, for Slipstream when the first group is leased. Writes bench/results
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 
 import harness
@@ -31,17 +30,14 @@ def run_ours(options: argparse.Namespace, seed: int, run_dir: Path) -> dict:
     words = (f"run.seed={seed}", f"run.steps={options.steps}", *options.overrides)
     job = harness.run(options.config, run_dir, *words, timeout_s=options.timeout)
     samples = job.total("groups") * GROUP_SIZE
-    sums = ("learner_idle_s", "step_s", "publish_s", "generation_stall_s")
+    sums = ("learner_idle_s", "step_s", "publish_s")
     return {
         "system": "slipstream",
         "seed": seed,
-        "wall_s": round(job.wall_s, 2),
+        **job.progress(0.9),
         "samples": samples,
         "samples_per_s": round(samples / job.wall_s, 2),
-        "seconds_to_0.9": job.seconds_to_reward(0.9),
-        "steps_to_0.9": job.steps_to_reward(0.9),
         **{name: round(job.total(name), 2) for name in sums},
-        "curve": [round(reward, 3) for reward in job.rewards],
     }
 
 
@@ -61,29 +57,22 @@ def pair(seed: int, ours: dict, trl: dict) -> dict:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
+    parser = harness.parser(
+        __doc__, config="configs/quickstart.yaml", seeds=[1, 2, 3], steps=80, max_tokens=48, lr=3e-4, threads=2,
+        micro_batch=0, timeout=1800.0, name="trl_comparison",
+    )  # fmt: skip
     parser.add_argument("--trl-python", required=True, help="python of the environment with bench/requirements-trl.txt")
-    parser.add_argument("--config", default="configs/quickstart.yaml")
     parser.add_argument("--model", required=True)
     parser.add_argument("--dataset", required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--micro-batch", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=1800)
-    parser.add_argument("--name", default="trl_comparison")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    scratch = Path(tempfile.mkdtemp(prefix="slipstream-bench-"))
-    pairs = []
-    for i, seed in enumerate(options.seeds):
-        runs: dict[str, dict] = {}
-        for system in ("ours", "trl") if i % 2 == 0 else ("trl", "ours"):
-            ours = system == "ours"
-            runs[system] = run_ours(options, seed, scratch / f"seed{seed}") if ours else run_trl(options, seed)
-        pairs.append(pair(seed, **runs))
+    scratch = harness.scratch()
+
+    def run(system: str, seed: int) -> dict:
+        return run_trl(options, seed) if system == "trl" else run_ours(options, seed, scratch / f"seed{seed}")
+
+    runs = harness.in_turns(("ours", "trl"), options.seeds, run)
+    pairs = [pair(*both) for both in zip(options.seeds, runs["ours"], runs["trl"], strict=True)]
     harness.save(options.name, options, {"rounds": len(pairs), "pairs": pairs})
 
 

@@ -330,11 +330,7 @@ def death(named: list[tuple[str, torch.Tensor]], harm: signal.Signals, rounds: i
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--mib", type=int, default=256, help="size of the model of large tensors")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--nodes", type=int, default=2)
-    args = parser.parse_args()
+    args = harness.parser(__doc__, mib=256, rounds=7, nodes=2).parse_args()
     torch.set_num_threads(1)
     CONTEXT.set_forkserver_preload(["common.weights.receiver", "common.weights.transports.gloo", "__main__"])
     large = model(64, args.mib << 20)
