@@ -10,11 +10,12 @@ from typing import Any
 
 from broker.connect import Access, connect
 from broker.contract import RunInfo
-from broker.journal.open_state import bind, open_memory
+from broker.journal.open_state import open_memory
 from broker.journal.redis_store.leading import Leading
 from broker.journal.run_folder import RunFolder
 from broker.journal.store import StoreFenced
 from broker.messaging.bind_address import candidates
+from broker.server.bind import bind
 from broker.server.server import BrokerServer
 from broker.server.standby import Standby
 from common.config.schema import Config

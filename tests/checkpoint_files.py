@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from common.process.run_dir import RunDir
-from learner.checkpoint.folder import CheckpointFolder, TrainerState
-from learner.loop.task_stream import StreamState
+from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 
 
 def write_checkpoint(run: RunDir, step: int) -> Path:

@@ -2,9 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from broker.contract import BrokerEvent, RunInfo
 from broker.delivery.event_log import EventLog
@@ -16,12 +15,9 @@ from broker.journal.journal import Journal
 from broker.journal.recovery import Recovered, former_events, recover
 from broker.journal.redis_store.leading import Leading
 from broker.journal.store import Store
-from broker.server.server import BrokerServer
-from common.config.schema import BrokerConfig, Config
-from common.errors import UsageError
+from common.config.schema import Config
 from common.process.files import move_aside
 from common.process.run_dir import RunDir
-from common.security.credentials import curve_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -91,29 +87,6 @@ def recovered(config: Config, run: RunInfo, store: Store, write_event: Callable[
     journal = Journal(store, config.broker.durability)
     state, found = recover(journal, make_state)
     return Memory(state, journal, found)
-
-
-def bind(
-    memory: Memory, config: BrokerConfig, addresses: Sequence[str], on_tick: Callable[[], None], quarantine: Path
-) -> BrokerServer:
-    """The server of this state, at the first of `addresses` that can be had.
-
-    Raises:
-        UsageError: all of them are refused or in use.
-    """
-    refused: UsageError | None = None
-    keys = curve_credentials(config.credentials)
-    for address in addresses:
-        try:
-            return BrokerServer(
-                memory.state, address, config.max_message_bytes, on_tick, keys, quarantine, memory.journal
-            )
-        except UsageError as error:
-            refused = error
-            if address != addresses[-1]:
-                logger.warning("%s; taking another port, which running nodes and learners do not know", error)
-    assert refused is not None
-    raise refused
 
 
 def set_aside_store(run_dir: RunDir, why: str) -> None:

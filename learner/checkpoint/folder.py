@@ -15,7 +15,6 @@ import msgspec
 
 from common.errors import SlipstreamError
 from common.process.files import pretty_json, remove_folder, replace_folder, sync
-from learner.loop.task_stream import StreamState
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +22,26 @@ STATE_FILE = "trainer.json"
 MODEL_FOLDER = "model"
 _NAME = re.compile(r"step-(\d{6,})")
 _HIDDEN = re.compile(r"\.step-\d{6,}(\.\w+)?\.tmp")
+
+
+class StreamState(msgspec.Struct, frozen=True, kw_only=True):
+    """The task stream in a checkpoint. Fields are only ever appended.
+
+    Attributes:
+        next_serial: the next task gets this number at the broker.
+        cursor: next position of the dataset that was never offered.
+        backlog: positions to offer before that.
+        outstanding: serial -> position of what was offered and not consumed.
+        renumbered: a broker lost its memory, serials are lower than positions.
+        store_id: the broker's store to which these serials belong; '' in checkpoints of earlier releases.
+    """
+
+    next_serial: int = 0
+    cursor: int = 0
+    backlog: list[int] = []
+    outstanding: dict[int, int] = {}
+    renumbered: bool = False
+    store_id: str = ""
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):

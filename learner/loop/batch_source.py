@@ -7,9 +7,9 @@ from broker.contract import StoredGroup
 from common.metrics import SftMetrics, StepMetrics
 from learner.backend_protocol import LossFunction, Microbatch
 from learner.batch.batch import TrainingBatch
+from learner.checkpoint.folder import StreamState
 from learner.loop.rank_commands import Command
 from learner.loop.step_metrics import Step
-from learner.loop.task_stream import StreamState
 
 
 class BatchSource(Protocol):

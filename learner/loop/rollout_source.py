@@ -14,11 +14,11 @@ from common.weights.messages import Canary
 from learner.backend_protocol import Backend, Microbatch
 from learner.batch.batch import TrainingBatch, assemble, decode
 from learner.batch.packing import Document, build
+from learner.checkpoint.folder import StreamState
 from learner.loop.batch_source import BatchSource
 from learner.loop.lead_rank import Lead
 from learner.loop.rank_commands import Command
 from learner.loop.step_metrics import Step, step_metrics
-from learner.loop.task_stream import StreamState
 from learner.loss.losses import policy_loss
 
 

@@ -10,27 +10,8 @@ import msgspec
 
 from broker.contract import Attached
 from common.rollouts import Task
+from learner.checkpoint.folder import StreamState
 from learner.loop.task_source import TaskSource
-
-
-class StreamState(msgspec.Struct, frozen=True, kw_only=True):
-    """The stream in a checkpoint. Fields are only ever appended.
-
-    Attributes:
-        next_serial: the next task gets this number at the broker.
-        cursor: next position of the dataset that was never offered.
-        backlog: positions to offer before that.
-        outstanding: serial -> position of what was offered and not consumed.
-        renumbered: a broker lost its memory, serials are lower than positions.
-        store_id: the broker's store to which these serials belong; '' in checkpoints of earlier releases.
-    """
-
-    next_serial: int = 0
-    cursor: int = 0
-    backlog: list[int] = []
-    outstanding: dict[int, int] = {}
-    renumbered: bool = False
-    store_id: str = ""
 
 
 class TaskStream:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from learner.loop.task_stream import StreamState
+from learner.checkpoint.folder import StreamState
 
 GROUP_SIZE = 2
 PROMPTS = 1009  # rows of the dataset

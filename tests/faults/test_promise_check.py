@@ -10,7 +10,7 @@ from fault_options import Checkpoint, Trained
 from fault_promise import check_promise
 
 from broker.contract import LedgerEntry
-from learner.loop.task_stream import StreamState
+from learner.checkpoint.folder import StreamState
 
 STEPS = 3
 

@@ -16,8 +16,7 @@ def job_train(folder: Path, spec: dict[str, Any]) -> None:
     """A run folder as the training loop leaves it, with one checkpoint."""
     from common.config.schema import Config, LearnerConfig, ModelConfig, ParallelConfig, RunConfig, TasksConfig
     from common.process.run_dir import RunDir
-    from learner.checkpoint.folder import CheckpointFolder, TrainerState
-    from learner.loop.task_stream import StreamState
+    from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 
     backend = tiny_models.backend(folder, spec)
     for number in range(STEPS):

@@ -17,11 +17,11 @@ import pytest
 from broker import main
 from broker.connect import Access, connect_node
 from broker.contract import LearnerReport, NodeReport
-from broker.journal import open_state
 from broker.journal.file_store.segment_file import SegmentFile
 from broker.journal.store import StoreCorrupt, StoreFailed
 from broker.messaging.async_client import AsyncBrokerClient
 from broker.messaging.sync_client import BrokerClient
+from broker.server import bind
 from broker.server.server import BrokerServer
 from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
@@ -45,7 +45,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[BrokerServer]:
             super().__init__(*arguments, **named)  # type: ignore[arg-type]
             made.append(self)
 
-    monkeypatch.setattr(open_state, "BrokerServer", Remembered)
+    monkeypatch.setattr(bind, "BrokerServer", Remembered)
     return made
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from broker import main
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport
-from broker.journal import open_state
 from broker.journal.run_folder import keep_former_ledger
 from broker.journal.status_files import Snapshots
 from broker.messaging.sync_client import BrokerClient
+from broker.server import bind
 from broker.server.server import BrokerServer
 from common.errors import UsageError
 from common.process.run_dir import BrokerFile
@@ -36,7 +36,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[BrokerServer]:
             super().__init__(*arguments, **named)
             made.append(self)
 
-    monkeypatch.setattr(open_state, "BrokerServer", Remembered)
+    monkeypatch.setattr(bind, "BrokerServer", Remembered)
     return made
 
 

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from common.errors import SlipstreamError
-from learner.checkpoint.folder import CheckpointFolder, TrainerState, read_checkpoint
-from learner.loop.task_stream import StreamState
+from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState, read_checkpoint
 
 
 def state(version: int) -> TrainerState:

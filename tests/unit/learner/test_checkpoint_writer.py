@@ -11,8 +11,7 @@ from common.config.schema import Config
 from common.errors import SlipstreamError
 from common.process.run_dir import RunDir
 from learner.checkpoint import folder as checkpointing
-from learner.checkpoint.folder import CheckpointFolder, TrainerState
-from learner.loop.task_stream import StreamState
+from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 
 MakeConfig = Callable[..., Config]
 

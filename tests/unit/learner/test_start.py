@@ -15,11 +15,10 @@ from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.run_dir import BrokerFile, RunDir, write_json
-from learner.checkpoint.folder import CheckpointFolder, TrainerState
+from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 from learner.loop.learner_record import next_incarnation, read_record, write_record
 from learner.loop.rollout_job import prepare_lead
 from learner.loop.status_reporter import Reporter
-from learner.loop.task_stream import StreamState
 
 MakeConfig = Callable[..., Config]
 

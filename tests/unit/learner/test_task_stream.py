@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from broker.contract import Attached
+from learner.checkpoint.folder import StreamState
 from learner.loop.task_source import TaskSource
-from learner.loop.task_stream import StreamState, TaskStream
+from learner.loop.task_stream import TaskStream
 
 
 @pytest.fixture
