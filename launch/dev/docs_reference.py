@@ -20,7 +20,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 CONFIG_HEAD = """# Config keys
 
 Written by `python -m launch.dev.docs_reference` from `common/config/schema.py`; do not edit.
-A config is one YAML file, complete by itself; `section.key=value` words behind it override single keys.
+A config is one YAML file, complete by itself. `section.key=value` behind it overrides single keys.
 Unknown keys are refused with the nearest valid name, wrong values with what was expected.
 Relative paths begin in the folder in which the command is started. A run keeps its resolved
 config in `RUN/config.yaml`.
@@ -28,15 +28,16 @@ config in `RUN/config.yaml`.
 SFT_HEAD = """
 ## slipstream sft
 
-A warm start has `run`, `model` and `telemetry` as above; under `learner` it has `world_size`, `threads`,
-`timeout_s`, `micro_batch_tokens`, `parallel`, `memory`, `moe`, `optimizer` and `checkpoint` as above, and these:
+A warm start has `run`, `model` and `telemetry` as above; under `learner` it has `world_size`,
+`threads`, `timeout_s`, `micro_batch_tokens`, `parallel`, `memory`, `moe`, `optimizer` and
+`checkpoint` as above, and these:
 
 """
 METRICS_HEAD = """# Metrics
 
 Written by `python -m launch.dev.docs_reference` from `common/metrics.py`; do not edit.
 `RUN/metrics.jsonl` has one JSON line per optimizer step; `slipstream report` draws it.
-*Tokens* are sampled tokens unless said otherwise. *Over steps* says how several steps become one figure.
+*Tokens* are sampled tokens unless said otherwise. *Over steps* says how several steps are combined.
 [algorithms.md](algorithms.md) names the signs of trouble, [waste.md](waste.md) the
 kinds of waste.
 """

@@ -26,10 +26,12 @@ FULL_S = 2.0
     recovered="three new steps, under this load",
     bound="1 s",
     bound_s=1.0,
-    promise="refused, counted, reported once; nobody else notices",
+    promise="refused, counted, reported once; other clients do not notice",
 )
 def malformed_messages(rig: Rig) -> float:
-    """What does not decode is answered with the reason; a connection that does not speak ZeroMQ is closed."""
+    """A message that does not decode is answered with the reason; a connection that does not speak ZeroMQ is
+    closed.
+    """
     rig.start_all(nodes=2)
     host, port = rig.address.removeprefix("tcp://").split(":")
     end = time.monotonic() + NONSENSE_S
@@ -57,7 +59,7 @@ def malformed_messages(rig: Rig) -> float:
     promise="refused with the limit named; above twice the limit the connection is cut before it is read",
 )
 def oversized_messages(rig: Rig) -> float:
-    """The sender hears the limit and fails the lease; the broker's memory never holds it."""
+    """The sender gets the limit as an answer and fails the lease; the broker never keeps the group in memory."""
     rig.broker_options["max_message_bytes"] = 1 << 20
     rig.start_all(nodes=2)
 
@@ -90,8 +92,9 @@ def oversized_messages(rig: Rig) -> float:
     wild_clock=True,
 )
 def clock_jumps(rig: Rig) -> float:
-    """Nothing is decided by the wall clock: leases and waits use the monotonic one. Only the times
-    in events and metrics jump."""
+    """No decision uses the wall clock: leases and waits use the monotonic one. Only the times in events and metrics
+    jump.
+    """
     rig.start_all(nodes=3)
     rig.eventually(lambda: rig.leased_by("n0"), "no lease")
     at_s = rig.kill(rig.nodes.pop("n0"))
@@ -110,7 +113,7 @@ def clock_jumps(rig: Rig) -> float:
     promise="one broker per run",
 )
 def second_broker(rig: Rig) -> float:
-    """The second one is refused with exit code 2 and says who is there; the first never notices."""
+    """The second one is refused with exit code 2 and names the first; the first never notices."""
     rig.start_all(nodes=2)
     first = rig.broker_process
     assert first is not None
@@ -131,8 +134,9 @@ def second_broker(rig: Rig) -> float:
     bound_s=1.0,
 )
 def full_disk(rig: Rig) -> float:
-    """Nothing is acknowledged that is not on the disk: requests wait, and clients repeat them. Nobody ends. Events
-    that could not be written are counted (`events_unwritten`)."""
+    """The broker acknowledges only records on the disk: requests wait, and clients repeat them. No process ends.
+    Events that could not be written are counted (`events_unwritten`).
+    """
     rig.start_all(nodes=3)
     assert rig.broker_process is not None
     pid, limits = rig.broker_process.pid, resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -17,7 +17,7 @@ from fault_storm import rage
     redis="replica",
 )
 def redis_failover(rig: Rig) -> float:
-    """The broker connects anew and repeats the batch; the replica has all that was acknowledged."""
+    """The broker connects anew and repeats the batch; the replica has all acknowledged records."""
     rig.start_all(nodes=2)
     proxy = rig.redis.proxy
     assert proxy is not None and rig.learner_process is not None
@@ -39,7 +39,8 @@ def redis_failover(rig: Rig) -> float:
 )
 def redis_failover_back_in_time(rig: Rig) -> float:
     """The log's sequence number does not match what the leader expects. It writes a snapshot of its whole state and
-    the groups that it has in memory; no process starts again."""
+    the groups that it has in memory; no process starts again.
+    """
     rig.start_all(nodes=2)
     assert rig.learner_process is not None
     rig.redis.replica_in_step()
@@ -60,7 +61,7 @@ def redis_failover_back_in_time(rig: Rig) -> float:
     redis="everysec",
 )
 def redis_killed_everysec(rig: Rig) -> float:
-    """What was acknowledged had been written. Should records be missing, the leader writes them again."""
+    """All acknowledged records had been written. If records are missing, the leader writes them again."""
     return killed_under_load_s(rig, rig.new_steps_s)
 
 
@@ -73,7 +74,7 @@ def redis_killed_everysec(rig: Rig) -> float:
     redis="always",
 )
 def redis_storm(rig: Rig) -> float:
-    """Each fault is met as it is alone."""
+    """Each fault is handled as it is alone."""
     proxy = rig.start_behind_proxy(nodes=3)
     kinds = ["server", "server", "stop server", "broker", "node", "learner", "stop node", "cut"]
     return rig.new_steps_s(rage(rig, proxy, kinds))

@@ -14,8 +14,9 @@ from fault_scenario import scenario
     bound_s=1.5,
 )
 def connections_cut(rig: Rig) -> float:
-    """Clients reconnect by themselves and repeat what was not answered. A repeated request is answered like the first,
-    and leases whose answer was lost go back."""
+    """Clients reconnect by themselves and repeat unanswered requests. A repeated request is answered like the
+    first, and leases whose answer was lost go back.
+    """
     proxy = rig.start_behind_proxy()
     for _ in range(10):
         proxy.cut()
@@ -31,7 +32,7 @@ def connections_cut(rig: Rig) -> float:
     bound_s=10.0,
 )
 def slow_link(rig: Rig) -> float:
-    """Everything goes on, slower; no lease is lost, since heartbeats have a connection of their own."""
+    """All processes continue more slowly; no lease is lost, because heartbeats have a connection of their own."""
     proxy = rig.start_behind_proxy(padding_tokens=2200)
     proxy.delay_s, proxy.bytes_per_s = 0.1, 200_000.0
     at_s = time.monotonic()
@@ -48,7 +49,7 @@ def slow_link(rig: Rig) -> float:
     bound_s=1.5,
 )
 def black_hole(rig: Rig) -> float:
-    """Leases are lost and given again; results under old leases, which come out of the hole, are refused."""
+    """Leases are lost and given again; delayed results under old leases are refused."""
     proxy = rig.start_behind_proxy()
     proxy.hold()
     time.sleep(2.5 * LEASE_S)
@@ -63,7 +64,7 @@ def black_hole(rig: Rig) -> float:
     bound_s=27.0,
 )
 def connection_forgotten(rig: Rig) -> float:
-    """ZeroMQ's own heartbeats notice that nobody answers; the client connects anew."""
+    """ZeroMQ's own heartbeats get no answer; the client connects anew."""
     proxy = rig.start_behind_proxy(learner_options={"deadline_s": 60.0})
     proxy.lose()
     return rig.new_steps_s(time.monotonic())

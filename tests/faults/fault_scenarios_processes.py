@@ -61,8 +61,9 @@ def node_killed_and_restarted(rig: Rig) -> float:
     bound_s=1.5,
 )
 def node_stopped(rig: Rig) -> float:
-    """Its leases are lost and its tasks go to others. When it goes on, it hears which leases are lost, cancels their
-    episodes and leases anew; a result that it hands in under an old lease is refused."""
+    """Its leases are lost and its tasks go to others. When it continues, the broker tells it which leases are lost.
+    It cancels their episodes and leases anew; a result under an old lease is refused.
+    """
     rig.start_all(nodes=2)
     rig.eventually(lambda: rig.leased_by("n0"), "no lease")
     since_s = rig.stop_for(rig.nodes["n0"], LONG_STOP_S)
@@ -80,8 +81,9 @@ def node_stopped(rig: Rig) -> float:
     promise="the same groups in the same order for the same steps; the weights come out the same, bit for bit",
 )
 def learner_killed(rig: Rig) -> float:
-    """It resumes from its checkpoint; what it took and did not commit is given to it again. Its task stream walks on to
-    what the broker has seen, so no prompt is skipped or repeated."""
+    """It resumes from its checkpoint and gets the groups again that it took and did not commit. Its task stream
+    continues to the last offered task, so no prompt is skipped or repeated.
+    """
     rig.start_all(nodes=2)
     worst = 0.0
     for _ in range(4):
@@ -101,7 +103,7 @@ def learner_killed(rig: Rig) -> float:
     bound_s=1.0,
 )
 def learner_stopped(rig: Rig) -> float:
-    """Nodes fill the staleness window and wait; nothing is lost or dropped, and no more is generated."""
+    """Nodes fill the staleness window and wait; no group is lost or dropped, and no more are generated."""
     rig.start_all(nodes=2)
     assert rig.learner_process is not None
     since_s = rig.stop_for(rig.learner_process, LONG_STOP_S)
@@ -137,8 +139,9 @@ def learner_replaced(rig: Rig) -> float:
     bound_s=1.5,
 )
 def broker_stopped(rig: Rig) -> float:
-    """Clients repeat their requests. When it goes on, the broker reads the heartbeats that wait in its socket before it
-    calls a lease lost."""
+    """Clients repeat their requests. When it continues, the broker reads the heartbeats that wait in its socket
+    before it calls a lease lost.
+    """
     rig.start_all(nodes=2)
     assert rig.broker_process is not None
     since_s = rig.stop_for(rig.broker_process, LONG_STOP_S)
@@ -152,8 +155,9 @@ def broker_stopped(rig: Rig) -> float:
     bound_s=4.0,
 )
 def broker_killed(rig: Rig) -> float:
-    """It reads its store and goes on at the same address: tasks, groups, what steps took and committed, and leases,
-    which get a new deadline. Learner and nodes never end; they repeat what was not answered."""
+    """It reads its store and continues at the same address. It has tasks, groups, taken and committed steps, and
+    leases, which get a new deadline. Learner and nodes never end; they repeat unanswered requests.
+    """
     return _kill_brokers(rig)
 
 
@@ -164,7 +168,7 @@ def broker_killed(rig: Rig) -> float:
     bound_s=4.0,
 )
 def broker_killed_everysec(rig: Rig) -> float:
-    """The same: what was written is in the kernel's hands when the process dies. A power cut would lose a second."""
+    """The same, because the kernel keeps written bytes when the process dies. A power cut would lose a second."""
     rig.broker_options["durability"] = "everysec"
     return _kill_brokers(rig)
 
@@ -203,7 +207,7 @@ def _check_recorded(rig: Rig, ledger: list[LedgerEntry]) -> None:
     bound_s=5.0,
 )
 def all_killed(rig: Rig) -> float:
-    """Each recovers as it does alone: the broker from its store, the learner from its checkpoint."""
+    """Each process recovers as it does alone: the broker from its store, the learner from its checkpoint."""
     rig.start_all(nodes=2)
     worst = 0.0
     for _ in range(2):
@@ -229,7 +233,7 @@ def all_killed(rig: Rig) -> float:
     bound_s=LEASE_S + 4.0,
 )
 def storm(rig: Rig) -> float:
-    """Each fault is met as it is alone."""
+    """Each fault is handled as it is alone."""
     proxy = rig.start_behind_proxy(nodes=3)
     kinds = ["broker", "node", "learner", "stop node", "stop broker", "cut", "cut"]
     return rig.new_steps_s(rage(rig, proxy, kinds))

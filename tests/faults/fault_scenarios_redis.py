@@ -17,8 +17,9 @@ from fault_scenario import scenario
     redis="always",
 )
 def redis_killed(rig: Rig) -> float:
-    """Everything acknowledged is in the append-only file. The broker repeats what was not answered, and its replies
-    wait meanwhile. Leases lie in the broker's memory and do not expire because of it."""
+    """Everything acknowledged is in the append-only file. The broker repeats unanswered batches, and its replies
+    wait meanwhile. Leases are in the broker's memory and do not expire because of it.
+    """
     return killed_under_load_s(rig, rig.new_steps_s)
 
 
@@ -30,7 +31,7 @@ def redis_killed(rig: Rig) -> float:
     redis="always",
 )
 def redis_stopped(rig: Rig) -> float:
-    """The broker acknowledges nothing until Redis answers again; it goes on giving leases and taking heartbeats."""
+    """The broker acknowledges nothing until Redis answers again; it continues to give leases and take heartbeats."""
     rig.start_all(nodes=2)
     rig.redis.server.process.send_signal(signal.SIGSTOP)
     time.sleep(2.5 * LEASE_S)

@@ -198,7 +198,9 @@ def test_a_damaged_group_is_refused_when_it_is_wanted_with_file_and_offset(tmp_p
     good, bad = (again.state.tasks.living[serial].payload for serial in (0, 1))
     assert isinstance(good, StoredPayload) and isinstance(bad, StoredPayload)
     assert good.read() == b"0." * 5000
-    with pytest.raises(PayloadUnreadable, match=rf"{path.name}: byte {location.offset}: the group of 10000 bytes"):
+    with pytest.raises(
+        PayloadUnreadable, match=rf"{path.name}: byte {location.offset}: the stored group of 10000 bytes"
+    ):
         bad.read()
     again.close()
 
