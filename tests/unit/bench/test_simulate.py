@@ -1,6 +1,7 @@
 """The simulator: cases that a person can compute, rules that must hold, and the page that shows its predictions."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -42,17 +43,27 @@ def test_an_asynchronous_step_takes_as_long_as_its_slower_side() -> None:
     assert found.learner_idle == pytest.approx(0.0)
 
 
-def test_requests_share_an_engine_evenly_and_calls_cost_time() -> None:
-    speeds = replace(EVEN, step_s=straight(0.01, 0.001), call_s=0.1, train_s=0.0)
-    # 8 requests: 0.8 s for the calls, then 100 engine steps of 0.01 + 8 * 0.001
-    found = simulate(replace(SETUP, steps=2), speeds, equal(100))
-    assert found.wall_s == pytest.approx(0.8 + 100 * 0.018)
-
-
-def test_turns_of_an_episode_follow_one_another() -> None:
-    turns: list[Episode] = [(30, 20), (40,)]
-    found = simulate(replace(SETUP, steps=2), replace(EVEN, train_s=0.0), lambda serial: turns)
-    assert found.wall_s == pytest.approx(50 * 0.01)
+@pytest.mark.parametrize(
+    ("concurrency", "speeds", "turns", "seconds"),
+    [
+        # 8 requests: 0.8 s for the calls, then 100 engine steps of 0.01 + 8 * 0.001
+        (64, {"step_s": straight(0.01, 0.001), "call_s": 0.1}, [(100,), (100,)], 0.8 + 100 * 0.018),
+        (64, {}, [(30, 20), (40,)], 50 * 0.01),
+        # 8 requests, each of 100 engine steps over 0 to 99 tokens of every one; the second turn begins at 60
+        (64, {"context_s": 1e-5}, [(100,), (100,)], 100 * 0.01 + 1e-5 * 8 * 100**2 / 2),
+        (64, {"context_s": 1e-5}, [(60, 40)] * 2, 100 * 0.01 + 1e-5 * 8 * 100**2 / 2),
+        (64, {"prefill_s": 0.1}, [(100,), (100,)], 0.1 + 100 * 0.01),
+        (1, {"prefill_s": 0.1}, [(100,), (100,)], 8 * (0.1 + 100 * 0.01)),
+        (2, {}, [(100,), (100,)], 4 * 100 * 0.01),  # four groups of two, one after another
+    ],
+    ids=["calls", "turns", "context", "context of turns", "prefill together", "prefill one by one", "concurrency"],
+)
+def test_the_generation_of_one_step_takes(
+    concurrency: int, speeds: dict[str, Any], turns: list[Episode], seconds: float
+) -> None:
+    setup = replace(SETUP, steps=2, concurrency=concurrency)
+    found = simulate(setup, replace(EVEN, train_s=0.0, **speeds), lambda serial: turns)
+    assert found.wall_s == pytest.approx(seconds)
 
 
 def test_training_by_tokens_is_counted() -> None:
@@ -65,22 +76,6 @@ def test_training_by_tokens_is_counted() -> None:
 def test_an_engine_step_follows_its_curve() -> None:
     curve = ((1, 0.01), (5, 0.03), (6, 0.05))
     assert [seconds_at(curve, n) for n in (1, 3, 5, 6, 8)] == pytest.approx([0.01, 0.02, 0.03, 0.05, 0.09])
-
-
-def test_context_makes_later_tokens_dearer() -> None:
-    speeds = replace(EVEN, context_s=1e-5, train_s=0.0)
-    # 8 requests, each of 100 engine steps over 0 to 99 tokens of every one; the second turn goes on at 60
-    found = simulate(replace(SETUP, steps=2), speeds, equal(100))
-    assert found.wall_s == pytest.approx(100 * 0.01 + 1e-5 * 8 * 100**2 / 2)
-    turns = simulate(replace(SETUP, steps=2), speeds, lambda serial: [(60, 40)] * 2)
-    assert turns.wall_s == pytest.approx(found.wall_s)
-
-
-def test_calls_that_begin_together_share_a_prefill() -> None:
-    speeds = replace(EVEN, prefill_s=0.1, train_s=0.0)
-    assert simulate(replace(SETUP, steps=2), speeds, equal(100)).wall_s == pytest.approx(0.1 + 100 * 0.01)
-    one_by_one = simulate(replace(SETUP, steps=2, concurrency=1), speeds, equal(100))
-    assert one_by_one.wall_s == pytest.approx(8 * (0.1 + 100 * 0.01))
 
 
 def test_long_episodes_take_longer_to_train_on_than_as_many_tokens_in_short_ones() -> None:
@@ -125,12 +120,6 @@ def test_a_long_episode_holds_up_a_synchronous_step_and_no_asynchronous_one() ->
     assert synchronous.wall_s == pytest.approx(19 * 10.0 + 20 * 0.1 + 39 * 0.1, rel=0.06)
     assert times > 3
     assert asynchronous.staleness_max > 4  # the long ones were overtaken
-
-
-def test_concurrency_bounds_what_runs_at_once() -> None:
-    setup = replace(SETUP, concurrency=2, steps=2)
-    found = simulate(setup, replace(EVEN, train_s=0.0), equal(100))
-    assert found.wall_s == pytest.approx(4 * 100 * 0.01)  # four groups of two, one after another
 
 
 def test_nodes_share_the_window() -> None:

@@ -16,6 +16,16 @@ from common.weights.receiver import Receiver, receive_buckets
 NAMED = [("a", torch.arange(5.0)), ("b", torch.arange(6.0).view(2, 3) / 7), ("c", torch.tensor(2.5))]
 
 
+@pytest.fixture
+def layout() -> Layout:
+    return layout_of("float32")
+
+
+@pytest.fixture
+def flat(layout: Layout) -> torch.Tensor:
+    return packing.pack(NAMED, layout)
+
+
 def layout_of(dtype: str) -> Layout:
     return Layout.of([(name, dtype, tuple(t.shape)) for name, t in NAMED])
 
@@ -31,17 +41,14 @@ def test_packed_tensors_come_back_in_the_layouts_dtype(dtype: str) -> None:
     assert layout.total_bytes == flat.numel() == 3 * ALIGNMENT
 
 
-def test_tensors_that_do_not_follow_the_layout_are_refused() -> None:
-    layout = layout_of("float32")
+def test_tensors_that_do_not_follow_the_layout_are_refused(layout: Layout) -> None:
     with pytest.raises(ValueError, match=r"b .* does not follow the layout, which has a"):
         packing.pack(NAMED[1:], layout)
     with pytest.raises(ValueError, match="tensor c of the layout was not given"):
         packing.pack(NAMED[:2], layout)
 
 
-def test_any_changed_bit_changes_the_checksum_of_its_bucket_only() -> None:
-    layout = layout_of("float32")
-    flat = packing.pack(NAMED, layout)
+def test_any_changed_bit_changes_the_checksum_of_its_bucket_only(flat: torch.Tensor) -> None:
     before = packing.bucket_checksums(flat, ALIGNMENT)
     flat[ALIGNMENT + 3] ^= 1
     after = packing.bucket_checksums(flat, ALIGNMENT)
@@ -112,9 +119,7 @@ def publish_of(flat: torch.Tensor, layout: Layout, epoch: int = 1) -> Publish:
     )  # fmt: skip
 
 
-def test_a_bad_bucket_is_named_after_the_whole_broadcast_was_followed() -> None:
-    layout = layout_of("float32")
-    flat = packing.pack(NAMED, layout)
+def test_a_bad_bucket_is_named_after_the_whole_broadcast_was_followed(layout: Layout, flat: torch.Tensor) -> None:
     group = Replay(flat, ALIGNMENT)
     group.parts[1][0] ^= 1
     with pytest.raises(ValueError, match="bucket 1 of 3"):
@@ -122,17 +127,15 @@ def test_a_bad_bucket_is_named_after_the_whole_broadcast_was_followed() -> None:
     assert group.timeouts == [bucket_timeout(8.0)] * 3, "leaving early would break the others' broadcast"
 
 
-def test_after_every_bucket_its_share_is_told() -> None:
-    layout = layout_of("float32")
-    flat = packing.pack(NAMED, layout)
+def test_after_every_bucket_its_share_is_told(layout: Layout, flat: torch.Tensor) -> None:
     shares: list[float] = []
     receive_buckets(Replay(flat, ALIGNMENT), torch.zeros_like(flat), publish_of(flat, layout), shares.append)
     assert shares == pytest.approx([1 / 3, 2 / 3, 1])
 
 
-def test_weights_of_another_source_are_held_to_a_digest_that_cannot_be_forged() -> None:
-    layout = layout_of("float32")
-    flat = packing.pack(NAMED, layout)
+def test_weights_of_another_source_are_held_to_a_digest_that_cannot_be_forged(
+    layout: Layout, flat: torch.Tensor
+) -> None:
     publish = publish_of(flat, layout)
     honest = structs.replace(publish, sha256=packing.sha256(flat))
     receive_buckets(Replay(flat, ALIGNMENT), torch.zeros_like(flat), honest)
@@ -141,9 +144,7 @@ def test_weights_of_another_source_are_held_to_a_digest_that_cannot_be_forged() 
         receive_buckets(Replay(flat, ALIGNMENT), torch.zeros_like(flat), forged)
 
 
-def test_a_receiver_refuses_what_was_not_announced() -> None:
-    layout = layout_of("float32")
-    flat = packing.pack(NAMED, layout)
+def test_a_receiver_refuses_what_was_not_announced(layout: Layout, flat: torch.Tensor) -> None:
     receiver = Receiver(lambda epoch: Replay(flat, ALIGNMENT))
     with pytest.raises(ValueError, match="another layout"):
         receiver.start(publish_of(flat, layout))

@@ -79,3 +79,25 @@ def test_a_balanced_run_is_left_alone() -> None:
     found = advise(Rates(nodes=3, step_s=10.0, idle_s=0.5, waiting=0.05), 2)
     assert found.change == "none"
     assert found.text == "learner and fleet keep pace: the learner is idle 5%, nodes 5% of the time"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {},
+        {"nodes_live": 2},
+        {"nodes_live": "x", "step_s": 1.0, "learner_idle_s": 0.5},
+        {"nodes_live": [1], "step_s": 1.0, "learner_idle_s": 0.5},
+        {"nodes_live": 2, "step_s": None, "learner_idle_s": None},
+        {"nodes_live": 2, "step_s": 1.0, "learner_idle_s": 0.5, "concurrency": None},
+    ],
+)
+def test_status_gives_no_advice_on_metrics_that_it_cannot_read(line: dict[str, object]) -> None:
+    assert advice_for([line] * 10, 1) is None
+
+
+@pytest.mark.parametrize("running", [0, 8])
+def test_advice_on_a_learner_that_only_waits_divides_by_nothing(running: int) -> None:
+    line = {"nodes_live": 2, "step_s": 1.0, "learner_idle_s": 1.0, "concurrency": 8, "episodes_running": running}
+    found = advice_for([line] * 10, 1)
+    assert found is not None and found.change == ("larger_window" if running == 0 else "more_nodes")

@@ -1,12 +1,10 @@
 """The command line: every bad input ends with exit code 2 and a line that says what to do."""
 
-import json
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,38 +12,8 @@ import yaml
 from common.errors import EXIT_USAGE
 from launch import cli
 from launch.cli import HANDLERS, main, missing_package_hint, parse
-
-SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 1024}
-TIMEOUT_S = 300
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(SHAPE))
-    (model / "tokenizer.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"")
-    (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
-    document = {
-        "run": {"name": "demo", "dir": str(tmp_path / "run"), "steps": 5},
-        "model": {"path": str(model), "dtype": "float32"},
-        "tasks": {"environment": "addition", "dataset": str(tmp_path / "train.jsonl")},
-        "rollout": {"max_tokens": 16, "engine": {"max_model_len": 64}},
-    }
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return path
-
-
-def refusal(capsys, *words: str) -> str:
-    """Run a command that must be refused; returns its one line on stderr."""
-    assert main(words) == EXIT_USAGE
-    err = capsys.readouterr().err.strip()
-    assert err.startswith(f"slipstream {words[0]}: ")
-    assert len(err.splitlines()) == 1
-    assert "Traceback" not in err
-    return err
+from tests.launch_rig import HEAVY, imported_by, refusal, run_cli
+from tests.redis_server import free_port
 
 
 @pytest.mark.parametrize("command", ["up", "broker", "learner", "rollout"])
@@ -130,39 +98,25 @@ def test_warm_start_config_is_refused_by_up_and_rl_config_by_sft(job, capsys, tm
     assert "slipstream up" in refusal(capsys, "sft", str(job))
 
 
-def test_address_in_use_is_refused(job, capsys):
+@pytest.mark.parametrize("command", ["broker", "up"])
+def test_address_in_use_is_refused(job, command):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        err = run_cli("broker", str(job), f"broker.address={address}")
-    assert err.returncode == EXIT_USAGE
-    assert address in err.stderr
-    assert "in use" in err.stderr
-    assert "Traceback" not in err.stderr
-
-
-def test_address_in_use_ends_up_with_the_reason(job):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        done = run_cli("up", str(job), f"broker.address={address}")
+        done = run_cli(command, str(job), f"broker.address={address}")
     assert done.returncode == EXIT_USAGE, done.stderr
+    assert address in done.stderr
     assert "in use" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_join_to_nothing_waits_a_bounded_time_and_says_why(job, capsys):
-    started = time.monotonic()
-    err = refusal(capsys, "rollout", str(job), "--join", free_address(), "--join-timeout-s", "1")
-    assert "running" in err
-    assert time.monotonic() - started < 10
-
-
-def test_join_without_a_config_to_nothing(capsys):
+def test_a_node_without_a_job_waits_a_bounded_time_and_says_why(job, capsys):
     address = free_address()
+    assert "running" in refusal(capsys, "rollout", str(job), "--join", address, "--join-timeout-s", "1")
     assert address in refusal(capsys, "rollout", "--join", address, "--join-timeout-s", "0.5")
+    assert "broker.json" in refusal(capsys, "rollout", str(job), "--join-timeout-s", "0.3")
+    assert "--join" in refusal(capsys, "rollout")
 
 
 @pytest.mark.parametrize(
@@ -183,25 +137,13 @@ def test_join_with_keys_that_are_not_there_names_the_folder(capsys, tmp_path):
     assert f"expected a key folder or a credential's file, found {tmp_path}/keys, which does not exist" in err
 
 
-def test_node_without_config_and_address_is_refused(capsys):
-    assert "--join" in refusal(capsys, "rollout")
-
-
-def test_node_of_a_job_without_broker_waits_a_bounded_time(job, capsys):
-    err = refusal(capsys, "rollout", str(job), "--join-timeout-s", "0.3")
-    assert "broker.json" in err
-
-
 @pytest.mark.parametrize("command", ["status", "ledger", "report", "top"])
 def test_run_that_does_not_exist_is_refused(capsys, command, tmp_path):
     assert "neither the folder of a run nor a config" in refusal(capsys, command, str(tmp_path / "nothing"))
 
 
-def test_folder_that_is_no_run_is_refused(capsys, tmp_path):
-    assert "not the folder of a run" in refusal(capsys, "status", str(tmp_path))
-
-
-def test_config_whose_run_has_not_started_is_refused(job, capsys):
+def test_folder_that_is_no_run_and_config_whose_run_has_not_started_are_refused(job, capsys):
+    assert "not the folder of a run" in refusal(capsys, "status", str(job.parent))
     assert "does not exist yet" in refusal(capsys, "status", str(job))
 
 
@@ -214,30 +156,40 @@ def test_bad_usage_exits_with_two(words):
     assert "Traceback" not in done.stderr
 
 
-def test_overrides_stand_before_and_after_options():
-    args = parse(["up", "c.yaml", "a.b=1", "--plain", "c.d=2"])
-    assert args.overrides == ["a.b=1", "c.d=2"]
-    assert args.plain
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["up", "c.yaml", "a.b=1", "--plain", "c.d=2"], {"plain": True, "overrides": ["a.b=1", "c.d=2"]}),
+        (["rollout", "--join", "tcp://h:1", "a.b=4"], {"config": None, "overrides": ["a.b=4"]}),
+        (
+            ["replay", "RUN", "--from", "3", "--to", "5", "a.b=1"],
+            {"run": "RUN", "first": 3, "last": 5, "out": None, "overrides": ["a.b=1"]},
+        ),
+    ],
+)
+def test_overrides_stand_before_and_after_options(words, expected):
+    assert expected.items() <= vars(parse(words)).items()
 
 
-def test_join_without_config_takes_overrides():
-    args = parse(["rollout", "--join", "tcp://127.0.0.1:1", "rollout.concurrency=4"])
-    assert (args.config, args.overrides) == (None, ["rollout.concurrency=4"])
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert [command for command in HANDLERS if f"\n    {command}" not in out] == []
 
 
-def test_help_names_every_command_and_imports_nothing_heavy():
-    code = (
-        "import sys; from launch.cli import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "names = ('torch', 'vllm', 'megatron', 'transformers', 'rich', 'matplotlib', 'numpy', 'zmq')\n"
-        "heavy = set(names) & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    for command in HANDLERS:
-        assert f"\n    {command}" in done.stdout
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import launch.cli; launch.cli.parse(['up', 'c.yaml'])", HEAVY | {"rich", "numpy", "zmq"}),
+        ("import launch.plan.plan, launch.plan.page", HEAVY),
+        ("from launch.doctor.machine import look; m = look(); assert m.cores and m.memory_bytes", HEAVY),
+    ],
+    ids=["help", "plan", "doctor"],
+)
+def test_commands_that_train_nothing_import_nothing_heavy(code, heavy):
+    assert imported_by(code) & heavy == set()
 
 
 def test_help_takes_less_than_a_second():
@@ -262,11 +214,4 @@ def test_missing_package_is_explained(monkeypatch, job, capsys):
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
-def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "launch.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return f"tcp://127.0.0.1:{free_port()}"

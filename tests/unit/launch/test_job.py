@@ -1,41 +1,29 @@
-"""What `up` says when a role fails for good."""
+"""`up`: its words when a role fails for good, what it starts again, and when a run is finished."""
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import msgspec
 import pytest
 
-from common.config.schema import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
+from common.config.schema import BrokerConfig
 from common.process.lifecycle import DrainFlag
-from common.process.run_dir import RunDir
+from common.process.run_dir import write_json
 from launch.up.job import Job, JobFailed
 from launch.up.supervisor import RoleSpec
+from launch.up.up import finished
 
 
-def make_config(run_dir: Path) -> Config:
-    return Config(
-        run=RunConfig(name="unit", dir=str(run_dir), steps=1),
-        model=ModelConfig(path="none"),
-        tasks=TasksConfig(environment="none", dataset="none"),
-    )
-
-
-def test_a_full_disk_does_not_end_the_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunDir(tmp_path)
+def test_a_full_disk_does_not_end_the_supervisor(config, run, monkeypatch) -> None:
     run.events.symlink_to("/dev/full")
-    job = Job(make_config(tmp_path), run)
+    job = Job(config, run)
     notes: list[Any] = []
     monkeypatch.setattr(job, "_note", notes.append)
     job._on_event("restarted", {"role": "node-0"})
     assert notes == ["events.jsonl cannot be written: No space left on device", "node-0: restarted"]
 
 
-def test_a_failure_is_said_before_the_other_roles_are_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = RunDir(tmp_path)
-    run.logs.mkdir()
-    job = Job(make_config(tmp_path), run)
+def test_a_failure_is_said_before_the_other_roles_are_stopped(config, run, monkeypatch, capsys) -> None:
+    job = Job(config, run)
     said: list[str] = []
 
     def fail(flag: DrainFlag) -> None:
@@ -55,15 +43,9 @@ def test_a_failure_is_said_before_the_other_roles_are_stopped(
 
 @pytest.mark.parametrize(("durability", "restarts"), [("fsync", 3), ("everysec", 3), ("memory", 0)])
 def test_a_broker_that_died_is_started_again_unless_it_would_have_forgotten_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: Literal["fsync", "everysec", "memory"], restarts: int
+    config, run, monkeypatch, durability, restarts
 ) -> None:
-    config = Config(
-        run=RunConfig(name="unit", dir=str(tmp_path), steps=1, max_restarts=3),
-        model=ModelConfig(path="none"),
-        tasks=TasksConfig(environment="none", dataset="none"),
-        broker=BrokerConfig(durability=durability),
-    )
-    job = Job(config, RunDir(tmp_path))
+    job = Job(msgspec.structs.replace(config, broker=BrokerConfig(durability=durability)), run)
     started: dict[str, int] = {}
 
     def start(spec: RoleSpec) -> None:
@@ -73,3 +55,22 @@ def test_a_broker_that_died_is_started_again_unless_it_would_have_forgotten_ever
     monkeypatch.setattr(job, "_await_broker", lambda flag: True)
     job._start(DrainFlag())
     assert started == {"broker": restarts, "learner": 3, "node-0": 3}
+
+
+@pytest.mark.parametrize(
+    ("record", "model", "expected"),
+    [
+        ({"state": "done", "policy_version": 10}, True, True),
+        ({"state": "done", "policy_version": 9}, True, False),
+        ({"state": "drained", "policy_version": 10}, True, False),
+        ({"state": "done", "policy_version": 10}, False, False),
+        (None, True, False),
+    ],
+)
+def test_run_is_finished_with_all_steps_and_a_model(config, run, record, model, expected):
+    if record is not None:
+        write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, **record})
+    if model:
+        run.model.mkdir()
+        (run.model / "config.json").write_text("{}")
+    assert finished(run, config) is expected

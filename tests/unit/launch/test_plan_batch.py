@@ -1,8 +1,5 @@
 """Step, window, weight plane and checkpoint arithmetic against sums by hand, and against the code that does it."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -24,17 +21,12 @@ from common.config.schema import (
 )
 from common.rollouts import Group, Sample, VersionRun, encode_group
 from common.staleness import window_end
-from launch.plan.architecture import Architecture, read_architecture
 from launch.plan.batch_arithmetic import batch_of, bubble, window_of
 from launch.plan.process_groups import Sizes
 from launch.plan.transfers import checkpoint_bytes, engine_of, publish_of
+from tests.launch_rig import architecture
 
-MODELS = Path(__file__).parents[3] / "configs" / "models"
 RUN, MODEL = RunConfig(name="r", dir="r", steps=1), ModelConfig(path="m")
-
-
-def model(name: str) -> Architecture:
-    return read_architecture(json.loads((MODELS / name / "config.json").read_text()))
 
 
 def job(
@@ -101,7 +93,7 @@ def test_bubble(microbatches: int, pipeline: int, virtual: int, expected: float)
 
 def test_the_window_is_that_of_the_staleness_rule() -> None:
     config = job()
-    found = window_of(config, model("Qwen3-0.6B"), 2)
+    found = window_of(config, architecture("Qwen3-0.6B"), 2)
     assert found.groups == window_end(0, 8, 2) == 24
     assert (found.samples, found.tokens) == (96, 96 * 1025)
     assert found.node_groups == 32 // 4 + 2
@@ -120,18 +112,18 @@ def test_a_group_on_the_wire_is_as_large_as_planned() -> None:
         stop_reason="stop",
     )
     sent = len(encode_group(Group(0, [sample] * 4)))
-    assert window_of(job(), model("Qwen3-0.6B"), 2).group_bytes == pytest.approx(sent, rel=0.05)
+    assert window_of(job(), architecture("Qwen3-0.6B"), 2).group_bytes == pytest.approx(sent, rel=0.05)
 
 
 def test_replayed_routing_adds_two_bytes_per_layer_and_expert() -> None:
-    mixtral = model("Mixtral-8x7B-v0.1")
+    mixtral = architecture("Mixtral-8x7B-v0.1")
     plain = window_of(job(), mixtral, 2)
     replayed = window_of(job(moe=MoeConfig(replay_routing=True)), mixtral, 2)
     assert replayed.group_bytes - plain.group_bytes == 4 * 1025 * 32 * 2 * 2
 
 
 def test_a_publish_is_the_weights_in_their_dtype() -> None:
-    found = publish_of(job(weights=WeightsConfig(bucket_mib=256, timeout_s=10)), model("Qwen3-0.6B"))
+    found = publish_of(job(weights=WeightsConfig(bucket_mib=256, timeout_s=10)), architecture("Qwen3-0.6B"))
     assert found.bytes == 596_049_920 * 2  # every tensor of this model is a multiple of the alignment
     assert found.buckets == 5
     assert found.tensors == 310
@@ -139,14 +131,14 @@ def test_a_publish_is_the_weights_in_their_dtype() -> None:
 
 
 def test_an_engine_holds_its_share_of_weights_and_cache() -> None:
-    found = engine_of(job(engine_devices=2), model("Qwen3-0.6B"))
+    found = engine_of(job(engine_devices=2), architecture("Qwen3-0.6B"))
     assert found.weight_bytes == 596_049_920
     assert found.cache_bytes_per_token == 2 * 4 * 128 * 28 * 2  # keys and values, 4 of 8 heads, 28 layers, 2 bytes
     assert found.cache_tokens(80e9, 0.9) == int((72e9 - 596_049_920) / found.cache_bytes_per_token)
     assert found.cache_tokens(0.5e9, 0.9) == 0
-    latent = engine_of(job(), model("DeepSeek-V3"))
+    latent = engine_of(job(), architecture("DeepSeek-V3"))
     assert latent.cache_bytes_per_token == (512 + 64) * 61 * 2
 
 
 def test_a_checkpoint_has_parameters_main_parameters_and_two_states() -> None:
-    assert checkpoint_bytes(model("Qwen3-0.6B"), "bfloat16") == 596_049_920 * 14
+    assert checkpoint_bytes(architecture("Qwen3-0.6B"), "bfloat16") == 596_049_920 * 14

@@ -6,7 +6,7 @@ import pytest
 
 from common.config.loading import key_paths
 from common.config.schema import Config
-from launch.dev.docs_reference import config_page, metrics_page
+from launch.dev.docs_reference import DOCS, config_page, metrics_page
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +39,9 @@ def test_a_bar_in_a_meaning_does_not_end_the_cell() -> None:
     assert (
         "| `canary_max_difference` | nat | max | newest canary: \\|learner's - engine's\\|, largest |" in metrics_page()
     )
+
+
+def test_the_pages_of_keys_and_metrics_are_what_the_code_declares() -> None:
+    advice = "run python -m launch.dev.docs_reference"
+    assert (DOCS / "config.md").read_text() == config_page(), advice
+    assert (DOCS / "metrics.md").read_text() == metrics_page(), advice

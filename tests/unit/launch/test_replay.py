@@ -1,4 +1,4 @@
-"""What `slipstream replay` refuses, plans, preloads and says; tests/integration/test_replay.py does it."""
+"""`slipstream replay`: refusals, plan, preloaded broker and words; tests/integration/test_replay.py runs it."""
 
 from pathlib import Path
 
@@ -11,16 +11,17 @@ from broker.journal.file_store.folder import StoreFolder, new_info
 from broker.journal.recorded_groups import RecordedGroup
 from broker.journal.recording import Recording, open_recording, preloaded
 from common.config.loading import load_config
-from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.rollouts import GroupMeta, Task
-from launch.cli import main, parse
+from launch.cli import main
 from launch.replay.compare import ReplayedStep, compare, line, summary
 from launch.replay.replay import check_progress
 from launch.replay.replay_plan import plan_replay
 from tests.checkpoint_files import write_checkpoint
+from tests.launch_rig import job_of
 
 RUN_INFO = RunInfo("demo", "/runs/demo", 2, 1, 3, 60.0, 1 << 20)
 
@@ -40,27 +41,19 @@ def recording(*steps: int) -> Recording:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    (tmp_path / "tasks.jsonl").write_text("{}\n")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 4096}')
-    (tmp_path / "model/tokenizer.json").write_text("{}")
-    (tmp_path / "model/model.safetensors").write_bytes(b"")
-    return Config(
-        run=RunConfig(name="demo", dir=str(tmp_path / "run"), steps=100),
-        model=ModelConfig(path=str(tmp_path / "model"), verify=False),
-        tasks=TasksConfig(environment="addition", dataset=str(tmp_path / "tasks.jsonl")),
-        learner=LearnerConfig(groups_per_step=2),
-        broker=BrokerConfig(address="ipc:///somewhere"),
-    )
+    sections = {
+        "model": {"verify": False},
+        "learner": {"groups_per_step": 2},
+        "broker": {"address": "ipc:///somewhere"},
+    }
+    return job_of(tmp_path, run={"steps": 100}, **sections)
 
 
 @pytest.fixture
-def run(config: Config) -> RunDir:
-    made = RunDir(config.run.dir)
-    made.prepare(config)
+def run(run: RunDir) -> RunDir:
     for step in (3, 6):
-        write_checkpoint(made, step)
-    return made
+        write_checkpoint(run, step)
+    return run
 
 
 # ---------------------------------------------------------------- the plan
@@ -79,11 +72,8 @@ def test_from_a_checkpoint_to_the_last_step_that_follows_without_a_gap(run: RunD
     plan.run.path.mkdir(parents=True)
     again = plan_replay(run, config, recording(2, 3, 4, 5, 7), 3, 4, None, [])
     assert (list(again.steps), again.run.path.name) == ([3, 4], "2")
-
-
-def test_without_from_it_begins_at_the_start_without_a_checkpoint(run: RunDir, config: Config) -> None:
-    plan = plan_replay(run, config, recording(0, 1), 0, None, None, [])
-    assert (list(plan.steps), plan.checkpoint) == ([0, 1], None)
+    start = plan_replay(run, config, recording(0, 1), 0, None, None, [])
+    assert (list(start.steps), start.checkpoint) == ([0, 1], None)
 
 
 def test_the_config_computes_the_same_and_serves_nobody(run: RunDir, config: Config, tmp_path: Path) -> None:
@@ -94,6 +84,8 @@ def test_the_config_computes_the_same_and_serves_nobody(run: RunDir, config: Con
     assert found.learner.optimizer.decay_steps == 100  # the schedule ended with run.steps
     assert (found.broker.address, found.weights.canary_every) == ("tcp://127.0.0.1:0", 0)
     assert not out.exists(), "nothing is written before everything is checked"
+    plan.run.prepare(found)
+    assert load_config(plan.run.config) == found
 
 
 def test_a_missing_checkpoint_names_those_there_are(run: RunDir, config: Config, tmp_path: Path) -> None:
@@ -157,15 +149,6 @@ def test_a_run_without_a_store_says_what_would_have_kept_one(run: RunDir, config
     assert not run.store.exists()
 
 
-def test_the_command_takes_overrides_after_its_options() -> None:
-    args = parse(["replay", "RUN", "--from", "3", "--to", "5", "learner.optimizer.lr=1"])
-    assert (args.run, args.first, args.last, args.out) == ("RUN", 3, 5, None)
-    assert args.overrides == ["learner.optimizer.lr=1"]
-
-
-# ---------------------------------------------------------------- the preloaded broker
-
-
 def test_the_preloaded_broker_hands_out_the_recorded_steps_in_their_order() -> None:
     taken = Recording("a-store", 9, {4: [group(7), group(3, filtered=True), group(8)], 5: [group(5), group(6)]})
     state = preloaded(RUN_INFO, taken, [4, 5])
@@ -223,9 +206,3 @@ def test_steps_are_compared_bit_for_bit() -> None:
     )
     assert summary([new]) == "1 steps replayed; the run has no metrics of them"
     assert msgspec.json.decode(msgspec.json.encode(other), type=ReplayedStep) == other
-
-
-def test_a_replays_config_reads_back_equal(run: RunDir, config: Config) -> None:
-    plan = plan_replay(run, config, recording(0), 0, None, None, [])
-    plan.run.prepare(plan.config)
-    assert load_config(plan.run.config) == plan.config

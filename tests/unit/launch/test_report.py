@@ -1,40 +1,29 @@
-"""report, export and the record of a finished run."""
+"""`slipstream report`: its figures, its plots, and metrics that it cannot read."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.config.schema import Config, ModelConfig, RunConfig, StalenessConfig, TasksConfig
+from common.config.schema import Config, StalenessConfig
 from common.errors import EXIT_FAILED, EXIT_USAGE
 from common.process.run_dir import RunDir, write_json
 from launch.cli import main
-from launch.observe.metrics_tail import MetricsTail
 from launch.report.report import first_above, format_figure
-from launch.up.up import finished
+from tests.launch_rig import config_of
 
 STEPS = 20
 
 
 @pytest.fixture
 def config(tmp_path) -> Config:
-    return Config(
-        run=RunConfig(name="demo", dir=str(tmp_path / "run"), steps=STEPS),
-        model=ModelConfig(path="m"),
-        tasks=TasksConfig(environment="addition", dataset="d"),
-        staleness=StalenessConfig(max=2),
-    )
+    return config_of(tmp_path / "run", STEPS, staleness=StalenessConfig(max=2))
 
 
 @pytest.fixture
-def run(config) -> RunDir:
-    made = RunDir(config.run.dir)
-    made.prepare(config)
-    with made.metrics.open("w") as file:
-        for step in range(STEPS):
-            file.write(json.dumps(line(step)) + "\n")
-    return made
+def run(run) -> RunDir:
+    run.metrics.write_text("".join(json.dumps(line(step)) + "\n" for step in range(STEPS)))
+    return run
 
 
 def line(step: int) -> dict[str, float]:
@@ -76,6 +65,7 @@ def test_summary_has_the_figures_of_the_run(run, capsys):
 def test_plots_are_png_files_that_show_something(run):
     assert main(["report", str(run.path)]) == 0
     names = {path.name for path in run.report.glob("*.png")}
+    assert "versions.png" not in names, "it has no points"
     assert {"overview.png", "reward.png", "staleness.png", "step_time.png", "tokens_per_s.png", "entropy.png"} <= names
     for path in run.report.glob("*.png"):
         data = path.read_bytes()
@@ -113,21 +103,19 @@ def test_the_overview_has_no_empty_cell(count: int):
     assert taken == [(row, column) for row in range(-(-count // 3)) for column in range(6)]
 
 
-def test_a_plot_without_points_is_left_out(run):
-    assert main(["report", str(run.path)]) == 0
-    assert not (run.report / "versions.png").exists()
-
-
 def test_report_works_while_the_first_step_is_the_only_one(run):
     run.metrics.write_text(json.dumps(line(0)) + "\n" + '{"step": 1, "rew')
     assert main(["report", str(run.path)]) == 0
     assert json.loads((run.report / "summary.json").read_text())["run"]["steps"] == 1
 
 
-def test_report_without_steps_fails_with_the_reason(run, capsys):
+def test_metrics_without_steps_or_of_another_program_fail_with_the_reason(run, capsys):
     run.metrics.unlink()
     assert main(["report", str(run.path)]) == EXIT_FAILED
     assert "has no steps yet" in capsys.readouterr().err
+    run.metrics.write_text('{"step": 0, "time_s": 1.0}\n')
+    assert main(["report", str(run.path)]) == EXIT_FAILED
+    assert "metrics.jsonl is not that of an RL job" in capsys.readouterr().err
 
 
 def test_metrics_that_are_a_folder_are_named(run, capsys):
@@ -144,36 +132,6 @@ def test_report_without_matplotlib_says_what_to_install(run, capsys, monkeypatch
     assert "matplotlib" in capsys.readouterr().err
 
 
-def test_export_copies_the_model(run, tmp_path, capsys):
-    target = tmp_path / "out"
-    assert main(["export", str(run.path), str(target)]) == EXIT_USAGE
-    run.model.mkdir()
-    (run.model / "config.json").write_text("{}")
-    assert main(["export", str(run.path), str(target)]) == 0
-    assert (target / "config.json").read_text() == "{}"
-    assert main(["export", str(run.path), str(target)]) == EXIT_USAGE
-    assert "not empty" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("record", "model", "expected"),
-    [
-        ({"state": "done", "policy_version": STEPS}, True, True),
-        ({"state": "done", "policy_version": STEPS - 1}, True, False),
-        ({"state": "drained", "policy_version": STEPS}, True, False),
-        ({"state": "done", "policy_version": STEPS}, False, False),
-        (None, True, False),
-    ],
-)
-def test_run_is_finished_with_all_steps_and_a_model(config, run, record, model, expected):
-    if record is not None:
-        write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, **record})
-    if model:
-        run.model.mkdir()
-        (run.model / "config.json").write_text("{}")
-    assert finished(run, config) is expected
-
-
 def test_steps_until_a_reward_is_kept():
     assert first_above([0.0, 1.0, 0.0, 0.9, 0.9, 0.9], 0.9) == 6
     assert first_above([0.5] * 9, 0.9) is None
@@ -185,7 +143,3 @@ def test_figures_are_readable():
     assert format_figure(0.25) == "0.250"
     assert format_figure(2.5e-7) == "2.50e-07"
     assert format_figure("demo") == "demo"
-
-
-def test_tail_of_nothing(tmp_path: Path):
-    assert MetricsTail(tmp_path / "none").series("x") == []

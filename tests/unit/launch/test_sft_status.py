@@ -9,18 +9,15 @@ from common.config.schema import ModelConfig, RunConfig, SftConfig, SftTasksConf
 from common.process.run_dir import RunDir
 from launch.cli import main
 from learner.loop.learner_record import write_record
+from tests.launch_rig import json_of
 
 STEPS = 20
 
 
 @pytest.fixture
-def run(tmp_path) -> RunDir:
-    made = RunDir(tmp_path / "run")
-    tasks = SftTasksConfig(dataset="rows")
-    made.prepare(
-        SftConfig(run=RunConfig(name="warm", dir=str(made.path), steps=STEPS), model=ModelConfig(path="m"), tasks=tasks)
-    )
-    return made
+def config(tmp_path) -> SftConfig:
+    run = RunConfig(name="warm", dir=str(tmp_path / "run"), steps=STEPS)
+    return SftConfig(run=run, model=ModelConfig(path="m"), tasks=SftTasksConfig(dataset="rows"))
 
 
 def train(run: RunDir, steps: int) -> None:
@@ -31,15 +28,10 @@ def train(run: RunDir, steps: int) -> None:
             file.write(json.dumps(line | {"tokens_trained": 50, "sequence_tokens": 80, "step_s": 2.0}) + "\n")
 
 
-def status(run: RunDir, capsys) -> dict:
-    assert main(["status", str(run.path), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def test_a_running_warm_start_says_how_far_it_is(run, capsys):
     train(run, 7)
     write_record(run, 0, "running", 0)
-    found = status(run, capsys)
+    found = json_of(capsys, "status", str(run.path))
     assert (found["kind"], found["live"], found["steps"], found["model"]) == ("sft", True, STEPS, False)
     assert found["learner"]["pid"] == os.getpid()
     assert (found["learner"]["state"], found["learner"]["policy_version"]) == ("training", 7)
@@ -52,23 +44,20 @@ def test_one_that_was_killed_is_told_from_one_that_runs(run, capsys, monkeypatch
     train(run, 7)
     write_record(run, 0, "running", 0)
     monkeypatch.setattr("launch.observe.sft_status.alive", lambda pid: False)
-    assert status(run, capsys)["learner"]["state"] == "gone"
+    assert json_of(capsys, "status", str(run.path))["learner"]["state"] == "gone"
     assert main(["status", str(run.path)]) == 0
     assert "gone, step 7 of 20" in (out := capsys.readouterr().out)
     assert "the same command goes on" in out
 
 
 @pytest.mark.parametrize(("state", "version"), [("drained", 7), ("done", STEPS)])
-def test_one_that_ended_says_how(run, capsys, state, version):
+def test_one_that_never_began_is_absent_and_one_that_ended_says_how(run, capsys, state, version):
+    found = json_of(capsys, "status", str(run.path))
+    assert (found["learner"]["state"], found["loss"]) == ("absent", None)
     train(run, version)
     write_record(run, 0, state, version)
-    found = status(run, capsys)
+    found = json_of(capsys, "status", str(run.path))
     assert (found["live"], found["learner"]["state"], found["learner"]["policy_version"]) == (False, state, version)
-
-
-def test_one_that_never_began_is_absent(run, capsys):
-    found = status(run, capsys)
-    assert (found["learner"]["state"], found["loss"]) == ("absent", None)
 
 
 def test_the_report_has_losses_and_tokens(run):

@@ -1,0 +1,130 @@
+"""The views of a job: `status`, the live view and its plain line, waste, and the metrics they show."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from broker.contract import Waste
+from common.process.run_dir import RunDir
+from launch.observe import waste_view
+from launch.observe.job_view import plain_line, render_live, render_status, sparkline
+from launch.observe.metrics_tail import MetricsTail, mean
+from launch.observe.number_format import duration
+from launch.observe.observation import Observation, as_json
+from tests.launch_rig import LEARNER, node_status, status_of, text_of
+
+PLAIN = Observation(status_of(node_status()), live=True)
+WASTEFUL = Observation(
+    status_of(
+        node_status(waste={"lost": Waste(10, 61.0), "failed": Waste(20, 2.5)}),
+        node_status("node-1", waste={"waiting": Waste(0, 7.0)}),
+        node_status("node-2"),
+        learner=msgspec.structs.replace(LEARNER, waste={"masked": Waste(25), "failed": Waste(5)}),
+        waste={"lost": Waste(10, 61.0), "failed": Waste(20, 2.5), "waiting": Waste(0, 7.0)},
+    ),
+    live=True,
+)
+
+
+@pytest.fixture
+def tail(run: RunDir) -> MetricsTail:
+    """The metrics of four steps."""
+    with run.metrics.open("a") as file:
+        for step in range(4):
+            line = {"step": step, "policy_version": step + 1, "reward_mean": step / 10, "staleness_mean": 0.5,
+                    "staleness_max": 1, "step_s": 2.0, "learner_idle_s": 0.5}  # fmt: skip
+            file.write(json.dumps(line) + "\n")
+    found = MetricsTail(run.metrics)
+    found.update()
+    return found
+
+
+def test_waste_is_shown_by_reason_for_the_run_and_for_each_node(run):
+    found = as_json(run, WASTEFUL)
+    assert found["waste"]["lost"] == {"tokens": 10, "seconds": 61.0}
+    assert found["waste"]["failed"] == {"tokens": 25, "seconds": 2.5}
+    assert found["waste"]["masked"] == {"tokens": 25, "seconds": 0.0}
+    assert found["waste"]["filtered"] == {"tokens": 0, "seconds": 0.0}
+    assert found["nodes"][0]["waste"]["failed"] == {"tokens": 20, "seconds": 2.5}
+    assert found["nodes"][2]["waste"]["failed"] == {"tokens": 0, "seconds": 0.0}
+    shown = [line.split() for line in text_of(render_status(run, WASTEFUL)).splitlines()]
+    assert ["wasted", "lost", "failed", "masked", "waiting"] in shown
+    assert ["all", "10,", "61.0", "s", "25,", "2.5", "s", "25", "7.0", "s"] in shown
+    assert ["node-0", "10,", "61.0", "s", "20,", "2.5", "s", "-", "-"] in shown
+    assert ["node-1", "-", "-", "-", "7.0", "s"] in shown
+    assert ["learner", "-", "5", "25", "-"] in shown
+    assert "nothing wasted" in text_of(render_status(run, PLAIN))
+
+
+def test_the_live_view_says_how_much_was_wasted_and_on_what(config, tail):
+    said = text_of(render_live(config, WASTEFUL, tail, []))
+    assert "60 tokens (12% of those generated): 25 masked, 25 failed, 10 lost" in said
+    assert "of those generated" not in text_of(render_live(config, PLAIN, tail, []))
+
+
+def test_of_many_nodes_the_first_are_shown_and_the_rest_counted():
+    nodes = [node_status(f"n{i}", waste={"failed": Waste(1)}) for i in range(20)]
+    shown = text_of(waste_view.table(status_of(*nodes, learner=None, waste={"failed": Waste(20)})))
+    assert "n15" in shown and "n16" not in shown
+    assert "and 4 more" in shown
+
+
+def test_status_for_people_shows_every_process(run):
+    text = text_of(render_status(run, PLAIN))
+    for word in ("learner", "broker", "node-0", "generating", "2 leases", "1 groups ready", "1 of 4 ready"):
+        assert word in text
+
+
+def test_the_live_view_and_its_plain_line_show_progress_and_waits(config, tail):
+    text = text_of(render_live(config, PLAIN, tail, ["12:00:00 node-1: restarted"]), width=160)
+    words = ("step 4/10", "12 s left", "reward", "0.300", "max 1 of 2", "25% waiting", "1,234 tokens/s", "restarted")
+    assert [word for word in words if word not in text] == []
+    line = plain_line(config, PLAIN, tail)
+    words = ("step 4/10", "reward 0.300", "learner: waiting (groups for step 7", "1 ready 2 leased", "node-0")
+    assert [word for word in words if word not in line] == []
+    assert "\n" not in line
+
+
+def test_both_views_say_when_the_broker_has_not_answered_yet(config, run):
+    tail = MetricsTail(run.metrics)
+    assert "waiting for the broker" in text_of(render_live(config, None, tail, []))
+    assert "broker: no answer yet" in plain_line(config, None, tail)
+
+
+def test_a_node_whose_environments_start_is_not_said_to_generate(config, tail):
+    node = node_status(state="environments", waiting_on="the start of 8 environments")
+    seen = Observation(status_of(node), live=True)
+    line = plain_line(config, seen, tail)
+    assert "node-0: environments (the start of 8 environments)" in line
+    assert "the start of 8 environments" in text_of(render_live(config, seen, tail, []))
+    assert "generating" not in line
+
+
+def test_tail_reads_only_whole_lines_and_starts_over_with_a_new_file(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    assert not tail.update() and tail.series("x") == []
+    path.write_text('{"step": 0, "x": 1}\n{"step": 1, "x"')
+    assert tail.update()
+    assert tail.series("x") == [1.0]
+    with path.open("a") as file:
+        file.write(": 2}\n")
+    assert tail.update()
+    assert not tail.update()
+    assert tail.series("x") == [1.0, 2.0]
+    fresh = tmp_path / "new"
+    fresh.write_text('{"step": 0, "x": 5}\n')
+    fresh.replace(path)
+    tail.update()
+    assert tail.series("x") == [5.0]
+
+
+def test_small_formats():
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" or sparkline([0.0, 0.5, 1.0]) == "▁▄█"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert len(sparkline([float(i) for i in range(500)], width=40)) == 40
+    assert sparkline([]) == ""
+    assert [duration(s) for s in (0.42, 12.0, 180.0, 7560.0)] == ["0.4 s", "12 s", "3 min", "2.1 h"]
+    assert mean([]) is None

@@ -1,0 +1,132 @@
+"""status and ledger: from a living broker, and from what a run left behind."""
+
+import msgspec
+import pytest
+
+from broker.contract import JoinTimes, LedgerEntry, NodeReport
+from broker.diagnosis.join_times import newest, sentence
+from common.errors import EXIT_FAILED
+from common.process.run_dir import write_json
+from launch.cli import main
+from launch.observe import waste_view
+from launch.observe.job_view import render_status
+from launch.observe.observation import Observation, as_json, observe
+from tests.launch_rig import LEARNER, json_of, living_broker, node_status, status_of, text_of, write_broker
+
+LEDGER = [
+    LedgerEntry(0, "committed", 1, ["node-0"], 0, 0, 0, 0.25),
+    LedgerEntry(1, "leased", 2, ["node-0", "node-1"], None, None, None, None, "lease expired"),
+]
+TIMES = JoinTimes(1000.0, registered=2.0, engine=11.4, staged=11.6, active=11.7, leased=11.75, delivered=12.35)
+SENTENCE = "joined in 12.35 s: engine 11.40, weights 0.30, lease 0.05, first group 0.60"
+
+
+@pytest.fixture
+def ended(run):
+    """A run whose broker is gone."""
+    write_json(run.status_json, status_of(node_status()))
+    write_json(run.ledger_json, LEDGER)
+    return run
+
+
+def test_status_json_has_the_keys_that_programs_rely_on(ended, capsys):
+    found = json_of(capsys, "status", str(ended.path))
+    learner = {"pid": 11, "state": "waiting", "policy_version": 7, "waiting_on": LEARNER.waiting_on, "since_s": 2.5}
+    assert learner.items() <= found["learner"].items()
+    broker = {"pid": 10, "address": "tcp://127.0.0.1:5", "groups_ready": 1, "groups_leased": 2}
+    assert broker.items() <= found["broker"].items()
+    (node,) = found["nodes"]
+    expected = {"id": "node-0", "pid": 12, "state": "generating", "policy_version": 6, "leases": 2}
+    assert expected.items() <= node.items()
+    assert found["live"] is False
+    assert "broker has ended" in found["note"]
+
+
+def test_learners_and_nodes_that_are_not_there_are_told_from_living_ones(run):
+    assert (
+        as_json(run, Observation(status_of(learner=None), live=True))["learner"].items()
+        >= {"pid": None, "state": "absent"}.items()
+    )
+    found = as_json(run, Observation(status_of(node_status(alive=False), learner_last_seen_s=45.0), live=True))
+    assert (found["learner"]["state"], found["learner"]["since_s"]) == ("silent", 47.5)
+    assert found["nodes"][0]["state"] == "gone"
+
+
+def test_the_ledger_of_an_ended_run(ended, capsys):
+    first, second = json_of(capsys, "ledger", str(ended.path))
+    expected = {
+        "serial": 0, "state": "committed", "attempts": 1, "nodes": ["node-0"], "step": 0,
+        "version_min": 0, "version_max": 0, "reward_mean": 0.25,
+    }  # fmt: skip
+    assert expected.items() <= first.items()
+    assert (second["step"], second["nodes"], second["reason"]) == (None, ["node-0", "node-1"], "lease expired")
+    assert main(["ledger", str(ended.path)]) == 0
+    assert "2 tasks: 1 committed, 1 leased; 1 with more than one attempt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["status", "ledger"])
+def test_run_without_a_broker_so_far_fails_with_the_reason(run, capsys, command):
+    assert main([command, str(run.path)]) == EXIT_FAILED
+    assert "no broker has run here yet" in capsys.readouterr().err
+
+
+def test_broker_that_was_killed_is_named_with_its_last_status(ended, capsys):
+    write_broker(ended, pid=2147483000)
+    assert "broker 2147483000 has ended" in json_of(capsys, "status", str(ended.path))["note"]
+
+
+def test_broker_that_does_not_answer_is_not_called_ended(ended):
+    write_broker(ended)
+    seen = observe(ended, timeout_s=0.2)
+    assert seen.note.startswith("broker not reachable:")
+    shown = [line.split() for line in text_of(render_status(ended, seen)).splitlines()]
+    assert ["broker", "10", "unreachable"] in [words[:3] for words in shown]
+
+
+def test_living_broker_is_asked(config, run, capsys):
+    with living_broker(config) as server:
+        found = json_of(capsys, "status", str(run.path))
+        assert (found["live"], found["learner"]["state"]) == (True, "absent")
+        assert found["broker"]["address"] == server.address
+        assert json_of(capsys, "ledger", str(run.path)) == []
+        assert main(["status", str(run.path)]) == 0
+    assert "everyone waits for a learner: none has attached" in capsys.readouterr().out
+
+
+def test_failed_samples_are_summed_by_reason_and_shown(run):
+    counts = {"timeout": 3, "environment_flood": 1}, {"timeout": 9}, {}
+    found = status_of(*(node_status(f"node-{i}", samples_failed=failed) for i, failed in enumerate(counts)))
+    assert waste_view.failed_samples(found, run) == {"environment_flood": 1, "timeout": 12}
+    seen = Observation(found, live=True)
+    assert "13 samples failed: 12 timeout, 1 environment_flood" in text_of(render_status(run, seen))
+    told = as_json(run, seen)
+    assert told["samples_failed"] == {"environment_flood": 1, "timeout": 12}
+    assert told["nodes"][1]["samples_failed"] == {"timeout": 9}
+    assert "samples failed" not in text_of(render_status(run, Observation(status_of(node_status()), live=True)))
+
+
+def test_failed_samples_of_a_run_whose_nodes_are_gone_are_those_of_the_trained_groups(run):
+    failed = {"timeout": 3}, {"environment_error": 2, "timeout": 1}
+    lines = [{"step": i, "policy_version": i + 1, "samples_failed_by_reason": f} for i, f in enumerate(failed)]
+    run.metrics.write_bytes(msgspec.json.Encoder().encode_lines(lines))
+    assert waste_view.failed_samples(status_of(), run) == {"environment_error": 2, "timeout": 4}
+
+
+def test_the_join_of_the_newest_living_node_that_works_is_told_by_stages(run):
+    assert sentence(TIMES) == SENTENCE
+    assert sentence(msgspec.structs.replace(TIMES, delivered=0.0)) == "", "before the first group"
+    assert newest([node_status("a", joined=JoinTimes(1000.0, engine=3.0))]) == ""
+    later = msgspec.structs.replace(TIMES, started_s=2000.0)
+    nodes = [node_status("a", joined=TIMES), node_status("b", joined=later)]
+    nodes += [node_status("c", joined=JoinTimes(3000.0)), node_status("d", alive=False, joined=later)]
+    assert newest(nodes) == f"b {SENTENCE}"
+    seen = Observation(status_of(*nodes), live=True)
+    assert f"newest node: b {SENTENCE}" in text_of(render_status(run, seen))
+    assert as_json(run, seen)["nodes"][0]["joined"]["active"] == 11.7
+
+
+@pytest.mark.parametrize(("name", "without"), [("joined", JoinTimes()), ("samples_failed", {})])
+def test_a_report_of_an_earlier_release_still_decodes(name, without):
+    report = node_status(joined=TIMES, samples_failed={"timeout": 3}).report
+    older = {key: value for key, value in msgspec.to_builtins(report).items() if key != name}
+    assert getattr(msgspec.convert(older, NodeReport), name) == without
