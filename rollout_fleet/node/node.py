@@ -111,7 +111,9 @@ class Node:
         Raises:
             SlipstreamError: the engine died, or the broker stayed away too long.
         """
-        self._working, self._adapt = True, self._make_limit()
+        self._working = True
+        if not self.stopping.is_set():  # otherwise there may be no engine that the limit could follow
+            self._adapt = self._make_limit()
         if self._adapt is not None:
             self._parts.runner.slots.resize(self._adapt.limit)
         self._parts.beat_now()  # the answer has the learner's address

@@ -128,10 +128,11 @@ class ProcessHost:
                 self._learned = []
                 fresh.end()
                 return
-            self._end()
-            self._server = fresh
+            old, self._server = self._server, fresh
         took = time.monotonic() - started
         logger.info("environments start from %d modules imported in advance (%.1f s)", len(self._learned or []), took)
+        if old is not None:
+            old.retire()
 
     def _end(self) -> None:
         if self._server is not None:
@@ -164,6 +165,7 @@ class _ForkServer:
         finally:
             theirs.close()
         said = self._ready(given_up or threading.Event())
+        self.control.settimeout(START_S)  # many requests at once fill the socket until some are forked
         if "error" in said:
             self.end()
             raise StageFailed(f"environment processes of {python} cannot be started: {said['error']}")
@@ -181,6 +183,14 @@ class _ForkServer:
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def retire(self) -> None:
+        """Let it fork what it was asked for, then end."""
+        self.control.close()
+        try:
+            self._process.wait(START_S)
+        except subprocess.TimeoutExpired:
+            self.end()
 
     def _ready(self, given_up: threading.Event) -> dict[str, Any]:
         """Its first message, or the reason why there is none."""

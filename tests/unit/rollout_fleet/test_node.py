@@ -319,6 +319,16 @@ async def test_a_drain_finishes_what_runs_and_returns_what_has_not_started() -> 
         assert [e.attempts for e in site.learner.ledger()][2:] == [0] * 6
 
 
+async def test_a_drain_while_the_engine_starts_needs_no_engine() -> None:
+    def limit() -> AdaptiveLimit:
+        raise AssertionError("the engine is not up, so nobody knows how much its KV cache takes")
+
+    site = Site()
+    node = Node(site.parts, site.info, limit)
+    node.request_drain("SIGTERM")
+    assert await node.run() == EXIT_DONE
+
+
 async def test_a_drain_is_bounded_and_gives_running_groups_back() -> None:
     async with Site(drain_s=0.2) as site:
         site.sampler.gate.clear()

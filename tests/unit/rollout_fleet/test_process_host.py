@@ -15,10 +15,11 @@ from fleet_fakes import CharacterTokenizer, ScriptedSampler, say
 
 from common.rollouts import Sample
 from rollout_fleet.environments.isolation.placement import StageFailed
-from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
+from rollout_fleet.environments.isolation.process_host import Channel, ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
+from tests.waiting import until_async
 
 LIMITS = Limits(process=True, reset_s=60.0, step_s=30.0, cpu_s=1, memory_mib=512, observation_chars=10_000)
 
@@ -178,6 +179,68 @@ def test_what_the_first_episode_imports_is_imported_once_for_the_later_ones(
             assert play(host, "plain_library")[0].error is None
         assert log.read_text() == before, "every episode imports the library again"
         assert play(host, "spin")[0].stop_reason == "environment_killed"
+    finally:
+        host.close()
+
+
+async def opened(host: ProcessHost, how: str) -> tuple[Channel, psutil.Process]:
+    """The first episode of a host, and the host's fork server."""
+    before = left_over()
+    channel = await host.open(LIMITS, 60.0)
+    (server,) = [process for process in left_over() if process not in before and process.ppid() == os.getpid()]
+    assert await reset(channel, how)
+    return channel, server
+
+
+async def reset(channel: Channel, how: str) -> Any:
+    keywords = {"seed": 3, "group_seed": 3}
+    return await channel.ask(
+        1 << 20, do="reset", path="wild_environments:Wild", problem={"how": how}, keywords=keywords
+    )
+
+
+def test_an_episode_that_is_handed_over_while_fork_servers_change_gets_its_process(
+    modules: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    host = ProcessHost(modules)
+
+    async def change() -> None:
+        first, server = await opened(host, "plain_library")
+        server.suspend()
+        second = await host.open(LIMITS, 60.0)  # the old server has the request and has not read it
+        await host.learn(first)
+        await until_async(lambda: "imported in advance" in caplog.text, "the new fork server")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server.resume()
+        assert await reset(second, "plain_library")
+        await until_async(lambda: not server.is_running(), "the end of the old fork server")
+        first.close()
+        second.close()
+
+    try:
+        asyncio.run(change())
+    finally:
+        host.close()
+
+
+def test_a_fork_server_that_is_slow_is_waited_for(modules: tuple[str, str]) -> None:
+    host = ProcessHost(modules)
+
+    async def crowd() -> None:
+        first, server = await opened(host, "plain")
+        server.suspend()
+        openings = [asyncio.create_task(host.open(LIMITS, 60.0)) for _ in range(320)]
+        _, waiting = await asyncio.wait(openings, timeout=2.0)
+        assert waiting, "the socket to the fork server is full"
+        assert server.is_running() and server.status() == psutil.STATUS_STOPPED
+        server.kill()
+        first.close()
+        for channel in await asyncio.gather(*openings):
+            channel.close()
+
+    try:
+        asyncio.run(crowd())
     finally:
         host.close()
 
