@@ -8,6 +8,7 @@ are found at start were left by a killed learner and are removed.
 import logging
 import os
 import re
+import secrets
 import shutil
 from pathlib import Path
 
@@ -95,6 +96,7 @@ class CheckpointFolder:
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
+        self._token = secrets.token_hex(4)
 
     def steps(self) -> dict[int, Path]:
         """Step to path of every checkpoint that has its name, oldest first."""
@@ -121,8 +123,11 @@ class CheckpointFolder:
         return sorted(path.name for path in left)
 
     def scratch(self, version: int) -> Path:
-        """Where version `version` is written until it is complete; the backend writes into scratch / MODEL_FOLDER."""
-        return self._folder / f".step-{version:06d}.tmp"
+        """Where version `version` is written until it is complete; the backend writes into scratch / MODEL_FOLDER.
+
+        The name is this object's own. A learner that was replaced may still write the same version.
+        """
+        return self._folder / f".step-{version:06d}.{self._token}.tmp"
 
     def begin(self, version: int) -> Path:
         """Make an empty scratch folder for `version`; returns the (not yet existing) folder for the backend."""

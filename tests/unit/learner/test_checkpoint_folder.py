@@ -44,7 +44,7 @@ def test_an_unfinished_checkpoint_is_never_found_and_is_removed(tmp_path: Path) 
     write(folder, 2)
     (folder.begin(4)).mkdir()
     assert folder.newest()[1].policy_version == 2
-    assert folder.remove_incomplete() == [".step-000004.tmp"]
+    assert folder.remove_incomplete() == [folder.scratch(4).name]
     assert [p.name for p in tmp_path.iterdir()] == ["step-000002"]
 
 
@@ -62,6 +62,20 @@ def test_what_a_replaced_learner_completed_late_gives_way(tmp_path: Path) -> Non
     assert (path / "model" / "weights").read_bytes() == b"wwww"
     assert [p.name for p in folder.steps().values()] == ["step-000004"]
     assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
+
+
+def test_a_replaced_learner_that_wakes_up_names_no_half_written_checkpoint_of_its_successor(tmp_path: Path) -> None:
+    replaced, successor = CheckpointFolder(tmp_path, keep=5), CheckpointFolder(tmp_path, keep=5)
+    replaced.begin(4).mkdir()
+    successor.remove_incomplete()
+    model = successor.begin(4)
+    model.mkdir()
+    (model / "weights").write_bytes(b"w")
+    with pytest.raises(FileNotFoundError):
+        replaced.finish(state(4))
+    assert not successor.steps()
+    (model / "weights").write_bytes(b"wwww")
+    assert read_checkpoint(successor.finish(state(4))).files == {"weights": 4}
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:

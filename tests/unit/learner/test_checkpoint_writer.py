@@ -106,4 +106,4 @@ def test_finishing_flushes_only_what_the_backend_did_not(tmp_path: Path, monkeyp
     model.mkdir()
     (model / "weights").write_bytes(b"flushed by the backend")
     folder.finish(TrainerState(policy_version=3, incarnation=0, tasks=StreamState()))
-    assert synced == [".step-000003.tmp", tmp_path.name]
+    assert synced == [folder.scratch(3).name, tmp_path.name]
