@@ -74,6 +74,7 @@ class Lead:
         self._regenerated = 0  # groups given back by the step that is being gathered
         self._missing = config.learner.groups_per_step  # groups that the step still waits for
         self._replaced = 0  # filtered groups of the step that others are taken for
+        self._filtered_before: Counter[int | None] = Counter()  # groups that an earlier learner filtered, by step
         self._bad: Counter[int] = Counter()
         self._stalls = StallMeter()
         self._ejections = 0
@@ -92,6 +93,9 @@ class Lead:
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
         if attached.committed_step < version - 1:
             check_not_forgotten(version, self.tasks.consumed, self.broker.ledger())
+        if self.config.learner.dynamic_sampling:
+            found = self.broker.ledger()
+            self._filtered_before = Counter(e.step for e in found if e.filtered and e.state == "taken")
         status = self.broker.status()
         self._dead_at_last_take = status.groups_dead
         self._replays_below = version + status.steps_taken
@@ -123,6 +127,8 @@ class Lead:
         """
         status, self._status = self._status or self.broker.status(), None
         self._check_deaths(status)
+        if filtered := self._filtered_before.pop(step, 0):  # the last learner may have been killed before it offered
+            self._replaced = min(filtered, most_replaced(self.config.learner.groups_per_step))
         self._offer(step, status)
         self._explain(step, status)
         in_order = self.config.staleness.expired == "wait"

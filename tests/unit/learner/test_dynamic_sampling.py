@@ -1,5 +1,6 @@
 """Dynamic sampling in the loop: full steps of informative groups, bounded, replayed and accounted for."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -120,12 +121,13 @@ def test_a_killed_run_replays_filtered_groups_too_and_ends_bitwise_equal(
     assert [line.step for line in lines(config)] == list(range(STEPS))
 
 
+@pytest.mark.parametrize("steps", [STEPS, 4], ids=["in the middle", "in the last step"])
 def test_a_learner_killed_while_it_gathers_goes_on_with_what_the_step_has(
-    fakes: ModuleType, make_config: MakeConfig
+    fakes: ModuleType, make_config: MakeConfig, steps: int
 ) -> None:
     import shutil
 
-    config = make_config(run={"steps": STEPS}, learner=ON)
+    config = make_config(run={"steps": steps}, learner=ON)
     fakes.world(config).run()
     expected = final_table(config)
     shutil.rmtree(config.run.dir)
@@ -141,6 +143,13 @@ def test_a_learner_killed_while_it_gathers_goes_on_with_what_the_step_has(
     with pytest.raises(fakes.Killed):
         world.run()
     again = world.restart()
+    give, turns = again.broker.take, itertools.count()
+
+    def take(*arguments: object) -> object:
+        assert next(turns) < 100, "the step waits for groups that nobody offers"
+        return give(*arguments)
+
+    again.broker.take = take
     assert again.run() == "done"
     np.testing.assert_array_equal(final_table(config), expected)
 
