@@ -139,7 +139,7 @@ class Writer:
             else:
                 if self.stuck:
                     logger.warning("the store can be written again")
-                self.stuck = ""
+                self.stuck, self.behind = "", False  # the server that has every record may have come back
                 return
 
     def _write(self, batch: list[Record]) -> None:
