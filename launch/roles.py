@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from common.config.checks import fixed_address
 from common.config.loading import load_either
+from common.config.network_checks import fixed_address
 from common.config.schema import Config, SftConfig
 from common.errors import BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Sequence
 
-from common.config.checks import is_loopback, is_wildcard, split_address
+from common.config.network_checks import is_loopback, is_wildcard, split_address
 from common.errors import UsageError
 
 ELSEWHERE = ("192.0.2.1", 9)  # documentation's own network: asking the routing table about it sends nothing

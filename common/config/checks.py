@@ -4,27 +4,23 @@
 means the same place whatever directory it is started in.
 """
 
-import ipaddress
 import json
 import shutil
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Literal, TypeVar, cast
-from urllib.parse import urlsplit
 
 import msgspec
 
 from common.config.loss_checks import loss_problems
+from common.config.network_checks import broker_problems, weights_address_problems
 from common.config.parallel_layout import ModelShape, Problem, document_multiple, model_problems, world_problems
 from common.config.schema import Config, LearnerConfig, MoeConfig, SftConfig
 from common.config.supported_models import architecture_problems
 from common.errors import ConfigError
-from common.redis_address import is_redis, parse_redis
-from common.security.credentials import check_credentials, curve_credentials
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
-LEASE_HEARTBEATS = 3
 MODEL_HINT = (
     "names of a hub are not downloaded: `hf download NAME --local-dir FOLDER`; launch/quickstart.sh makes those of "
     "the quickstart, `slipstream sft` the one of a warm start"
@@ -106,50 +102,10 @@ def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Pro
         yield from _reference(Path(config.learner.loss.reference))
     yield from _rollout(config, shape)
     yield from _staleness(config)
-    yield from _network(config)
+    yield from broker_problems(config)
+    yield from weights_address_problems(config)
     if shape is not None and config.learner.moe.replay_routing:
         yield from _routing_bytes(config, shape)
-
-
-def split_address(address: str) -> tuple[str, int | None]:
-    """(host, port) of 'tcp://HOST:PORT', ('', None) of 'ipc://PATH'; raises ValueError saying what was expected."""
-    parts = urlsplit(address)
-    if parts.scheme == "ipc" and parts.netloc + parts.path:
-        return "", None
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme != "tcp" or not parts.hostname or port is None or parts.path or parts.query:
-        raise ValueError("expected tcp://HOST:PORT or ipc://PATH")
-    return parts.hostname, port
-
-
-def is_wildcard(host: str) -> bool:
-    """Whether a host to listen on means every interface, so that clients cannot connect to it by that name."""
-    return host in ("0.0.0.0", "::", "*")
-
-
-def fixed_address(config: Config) -> str | None:
-    """broker.address when it says where to connect to, with commas in a list; None when only RUN/broker.json does.
-
-    The broker writes that file: a port that it picked, or this machine's address when it listens everywhere.
-    """
-    for address in config.broker.addresses:
-        host, port = split_address(address)
-        if port == 0 or is_wildcard(host):
-            return None
-    return ",".join(config.broker.addresses)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address stays on this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _absolute(path: str) -> str:
@@ -280,92 +236,6 @@ def _staleness(config: Config) -> Iterator[Problem]:
         hint = "nodes would wait for weights that the learner only makes from their groups"
         found = str(config.weights.publish_every)
         yield "weights.publish_every", f"at most staleness.max + 1 = {limit}", found, hint
-
-
-def _broker_address(config: Config) -> Iterator[Problem]:
-    """Every entry of broker.address, and whether connections to it are authenticated."""
-    broker = config.broker
-    addresses = broker.addresses
-    for address in addresses:
-        try:
-            host, port = split_address(address)
-        except ValueError as error:
-            hint = "port 0 picks a free one"
-            if is_redis(address):
-                hint = "clients always connect to the broker: set broker.store: redis and put this into broker.redis"
-            yield "broker.address", str(error).removeprefix("expected "), repr(address), hint
-            continue
-        if len(addresses) > 1 and (port in (None, 0) or is_wildcard(host) or addresses.count(address) > 1):
-            hint = "clients look for the leading broker at each of them"
-            yield "broker.address", "different entries tcp://HOST:PORT that name a host and a port", repr(address), hint
-        if broker.credentials is None and host and not is_loopback(host):
-            expected = "a loopback address such as tcp://127.0.0.1:5555 while broker.credentials is not set"
-            hint = "other interfaces need authentication: `slipstream keys DIR` makes keys for broker.credentials"
-            yield "broker.address", expected, repr(address), hint
-    if len(addresses) > 1 and broker.store == "file":
-        hint = "a standby broker needs a store that it can reach"
-        yield "broker.address", "one address with broker.store: file", repr(list(addresses)), hint
-
-
-def _broker_store(config: Config) -> Iterator[Problem]:
-    """broker.redis fits broker.store, and the connection is safe."""
-    broker = config.broker
-    if broker.store == "file":
-        if broker.redis is not None:
-            yield "broker.redis", "no address while broker.store is file", repr(broker.redis), "set broker.store: redis"
-        return
-    if broker.durability == "memory":
-        yield "broker.durability", "fsync or everysec with broker.store: redis", "'memory'", None
-    try:
-        at = parse_redis(broker.redis or "")
-    except ValueError as error:
-        hint = "broker.store: redis needs the server's address; docs/redis.md"
-        yield "broker.redis", str(error).removeprefix("expected "), repr(broker.redis), hint
-        return
-    if at.host and not is_loopback(at.host):
-        if at.scheme != "rediss":
-            hint = "the password and rollouts would cross the network in plain text"
-            yield "broker.redis", "rediss://HOST:PORT/DB (TLS) beyond this machine", repr(broker.redis), hint
-        if broker.credentials is None:
-            hint = "docs/redis.md says which password and certificates broker.credentials contains"
-            yield "broker.redis", "a loopback address while broker.credentials is not set", repr(broker.redis), hint
-
-
-def _network(config: Config) -> Iterator[Problem]:
-    broker = config.broker
-    yield from _broker_address(config)
-    yield from _broker_store(config)
-    if broker.credentials is not None:
-        problem = check_credentials(broker.credentials)
-        if problem is not None:
-            yield "broker.credentials", "the folder of `slipstream keys DIR`, or a file of it", problem, None
-    yield from _weights_address(config)
-    if broker.lease_s < LEASE_HEARTBEATS * broker.heartbeat_s:
-        expected = f"at least {LEASE_HEARTBEATS} x broker.heartbeat_s ({broker.heartbeat_s})"
-        yield "broker.lease_s", expected, str(broker.lease_s), "a node that breathes must not lose its leases"
-    longest = broker.lease_s + config.rollout.sample_timeout_s
-    if broker.max_lease_s < longest:
-        expected = f"at least broker.lease_s + rollout.sample_timeout_s ({longest:g})"
-        yield "broker.max_lease_s", expected, f"{broker.max_lease_s:g}", "an episode that may go on keeps its lease"
-    if broker.max_message_bytes > broker.max_bytes:
-        expected = f"at most broker.max_bytes ({broker.max_bytes})"
-        yield "broker.max_message_bytes", expected, str(broker.max_message_bytes), None
-
-
-def _weights_address(config: Config) -> Iterator[Problem]:
-    weights, address = config.weights, config.weights.address
-    if is_loopback(address):
-        return
-    if weights.transport == "relay" and curve_credentials(config.broker.credentials) is not None:
-        if is_wildcard(address):
-            hint = "nodes are told this address"
-            yield "weights.address", "an address of this machine that the nodes reach", repr(address), hint
-        return
-    hint = (
-        "the collectives that carry weights have no authentication; weights.transport: relay has, "
-        "with the keys of `slipstream keys DIR` as broker.credentials"
-    )
-    yield "weights.address", "a loopback address such as 127.0.0.1", repr(address), hint
 
 
 def _number(shape: dict[str, object], name: str) -> int | None:

@@ -2,7 +2,7 @@
 
 import time
 
-from common.config.checks import fixed_address
+from common.config.network_checks import fixed_address
 from common.config.schema import Config
 from common.errors import BrokerUnreachable
 from common.process.lifecycle import alive

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from common.config.checks import is_wildcard, split_address
+from common.config.network_checks import is_wildcard, split_address
 from common.config.schema import Config
 from common.errors import SlipstreamError
 from launch.doctor.findings import Finding, fine, problem, warning

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from common.config.checks import is_loopback, split_address
+from common.config.network_checks import is_loopback, split_address
 from common.config.schema import Config, SftConfig
 from launch.doctor.findings import Finding, fine, problem, warning
 from launch.doctor.machine import Machine

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from broker.connect import Access, connect
 from broker.contract import BrokerStatus, ObserverBroker
-from common.config.checks import split_address
+from common.config.network_checks import split_address
 from common.errors import BrokerUnreachable, UsageError
 from common.redis_address import is_redis
 

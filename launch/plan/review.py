@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from common.config.checks import MODEL_HINT, is_loopback, problems, resolve_paths
+from common.config.checks import MODEL_HINT, problems, resolve_paths
 from common.config.loading import load_either
+from common.config.network_checks import is_loopback
 from common.config.parallel_layout import ModelShape, Problem, model_problems, world_problems
 from common.config.schema import Config, SftConfig
 from common.errors import ConfigError, UsageError

@@ -138,11 +138,10 @@ def test_a_run_on_redis_computes_and_replays_what_the_embedded_broker_s_does(
 ) -> None:
     server = RedisServer(tmp_path, {"appendonly": "yes", "appendfsync": "always"})
     try:
-        job = Job(tmp_path / "job", model, LEARNER, checkpoint="every: 3, keep: 9, asynchronous: false")
-        with job.config.open("a") as file:
-            file.write(f"broker: {{store: redis, redis: '{server.address}'}}\n")
-        with process([sys.executable, "-m", "launch.cli", "broker", str(job.config)]) as keeper:
-            wait_for(lambda: job.run.broker() is not None, keeper)
+        store = f"store: redis, redis: '{server.address}'"
+        job = Job(tmp_path / "job", model, LEARNER, "every: 3, keep: 9, asynchronous: false", store)
+        with process([sys.executable, "-m", "launch.cli", "broker", str(job.config)]) as broker:
+            wait_for(lambda: job.run.broker() is not None, broker)
             with node(job.run.broker().address):
                 job.finish()
         assert job.weights() == unbroken.weights()

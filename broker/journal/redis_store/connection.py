@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.journal.store import StoreUnavailable
-from common.config.checks import is_loopback
+from common.config.network_checks import is_loopback
 from common.errors import BrokerError, UsageError
 from common.redis_address import parse_redis
 

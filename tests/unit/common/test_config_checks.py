@@ -7,16 +7,9 @@ import msgspec
 import pytest
 import yaml
 
-from common.config.checks import (
-    Reader,
-    check_config,
-    fixed_address,
-    is_loopback,
-    problems,
-    resolve_paths,
-    split_address,
-)
+from common.config.checks import Reader, check_config, problems, resolve_paths
 from common.config.loading import build_config, dump_yaml, load_config
+from common.config.network_checks import fixed_address, is_loopback, split_address
 from common.config.schema import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, TasksConfig
 from common.errors import ConfigError
 from common.security.credentials import KeyFolder

@@ -15,7 +15,7 @@ from broker.contract import RunInfo
 from broker.delivery.event_log import EventLog
 from broker.delivery.state import DeliveryState
 from broker.server.server import BrokerServer
-from common.config.checks import fixed_address
+from common.config.network_checks import fixed_address
 from common.errors import EXIT_USAGE
 from common.process.run_dir import RunDir, write_json
 from common.security.credentials import KeyFolder

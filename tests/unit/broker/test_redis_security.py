@@ -1,0 +1,213 @@
+"""TLS with certificates on both sides between broker and Redis, and a Redis user without the run's keys."""
+
+import datetime
+import gc
+import ipaddress
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from broker.journal.redis_store.checks import check_server
+from broker.journal.redis_store.connection import open_client
+from broker.journal.redis_store.keys import acl_line
+from broker.journal.redis_store.leading import Leading
+from broker.journal.store import StoreUnavailable
+from common.config.schema import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
+from common.errors import BrokerError, UsageError
+from tests.redis_server import RedisServer
+
+LEADER = "tcp://127.0.0.1:1"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server with the documented user, for the run NAME, and nobody else."""
+    (tmp_path / "server").mkdir()
+    started = RedisServer(tmp_path / "server", {"appendonly": "yes", "appendfsync": "always"})
+    started.ask("ACL", "SETUSER", *acl_line("NAME", "secret").split())
+    started.ask("ACL", "SETUSER", "default", "off")
+    yield started
+    started.kill()
+
+
+@pytest.fixture
+def credentials(tmp_path: Path) -> Path:
+    folder = tmp_path / "credentials"
+    folder.mkdir()
+    (folder / "broker.password").write_text("secret\n")
+    return folder
+
+
+def leading(run: str, redis: str, credentials: Path, run_dir: Path) -> Leading:
+    config = Config(
+        run=RunConfig(name=run, dir=str(run_dir), steps=1),
+        model=ModelConfig(path="none"),
+        tasks=TasksConfig(environment="none", dataset="none"),
+        broker=BrokerConfig(store="redis", redis=redis, credentials=str(credentials)),
+    )
+    return Leading(config, "/run")
+
+
+def test_a_user_without_the_keys_of_the_run_is_refused_with_the_run_and_the_way_out(
+    server: RedisServer, credentials: Path, tmp_path: Path
+) -> None:
+    other = leading("OTHER", server.address, credentials, tmp_path)
+    other.await_server()
+    with pytest.raises(BrokerError, match=r"refuses the broker.*no permissions.*docs/redis\.md") as error:
+        other.take(LEADER)
+    assert "slipstream:{OTHER}:" in str(error.value)
+
+
+def test_without_a_password_the_server_refuses_the_broker(server: RedisServer, tmp_path: Path) -> None:
+    with pytest.raises(BrokerError, match="refuses the broker.*broker.password"):
+        check_server(open_client(server.address, str(tmp_path)), server.address, "fsync")
+
+
+@pytest.mark.parametrize(
+    ("address", "password", "expected"),
+    [
+        ("redis://10.0.0.4:6379/0", True, "without TLS"),
+        ("rediss://10.0.0.4:6379/0", False, "without a password"),
+    ],
+)
+def test_beyond_this_machine_the_broker_needs_tls_and_a_password(
+    tmp_path: Path, address: str, password: bool, expected: str
+) -> None:
+    if password:
+        (tmp_path / "broker.password").write_text("p")
+    with pytest.raises(UsageError, match=expected):
+        open_client(address, str(tmp_path))
+
+
+def test_a_client_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "client.crt").write_text("x")
+    with pytest.raises(UsageError, match=r"client\.crt and client\.key"):
+        open_client("rediss://127.0.0.1", str(tmp_path))
+
+
+# ---------------------------------------------------------------- TLS
+
+
+class TlsFront:
+    """Ends TLS in front of a server that has none: asks every client for a certificate of the same authority."""
+
+    def __init__(self, target_port: int, folder: Path) -> None:
+        self._target_port = target_port
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(folder / "server.crt", folder / "server.key")
+        self._context.load_verify_locations(folder / "ca.crt")
+        self._context.verify_mode = ssl.CERT_REQUIRED
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"rediss://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client:
+            try:
+                secure = self._context.wrap_socket(client, server_side=True)
+            except OSError:
+                return  # no certificate, or not TLS
+            with secure, socket.create_connection(("127.0.0.1", self._target_port)) as server:
+                back = threading.Thread(target=_copy, args=(server, secure), daemon=True)
+                back.start()
+                _copy(secure, server)
+                back.join()
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    try:
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
+
+
+def write_certificates(folder: Path) -> None:
+    """ca.crt, and server and client certificates that it signed, with their keys."""
+    ca_key, ca_name = ec.generate_private_key(ec.SECP256R1()), named("authority")
+    sign(folder / "ca", ca_key, ca_name, ca_key, x509.BasicConstraints(ca=True, path_length=0))
+    for name in ("server", "client"):
+        address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+        sign(folder / name, ec.generate_private_key(ec.SECP256R1()), named(name), ca_key, address)
+
+
+def named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def sign(
+    file: Path,
+    key: ec.EllipticCurvePrivateKey,
+    name: x509.Name,
+    issuer_key: ec.EllipticCurvePrivateKey,
+    extension: x509.ExtensionType,
+) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(named("authority")).public_key(key.public_key())
+    builder = builder.serial_number(x509.random_serial_number()).add_extension(extension, critical=True)
+    builder = builder.not_valid_before(now - datetime.timedelta(days=1))
+    signed = builder.not_valid_after(now + datetime.timedelta(days=1)).sign(issuer_key, hashes.SHA256())
+    file.with_suffix(".crt").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    file.with_suffix(".key").write_bytes(key.private_bytes(pem, pkcs8, serialization.NoEncryption()))
+
+
+@pytest.fixture
+def front(server: RedisServer, credentials: Path) -> Iterator[TlsFront]:
+    write_certificates(credentials)
+    started = TlsFront(server.port, credentials)
+    yield started
+    started.close()
+
+
+def test_a_broker_leads_and_writes_over_tls_with_certificates_on_both_sides(
+    front: TlsFront, credentials: Path, tmp_path: Path
+) -> None:
+    first = leading("NAME", front.address, credentials, tmp_path)
+    first.await_server()
+    assert first.take(LEADER) is None
+    first.open()
+    first.resign()
+    second = leading("NAME", front.address, credentials, tmp_path)
+    assert second.take(LEADER) is None
+    assert second.seen.term == 1, "the first broker's term was kept"
+    second.resign()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # redis-py leaves such sockets open
+@pytest.mark.parametrize("missing", ["ca.crt", "client"])
+def test_without_authority_or_client_certificate_nothing_is_sent(
+    front: TlsFront, credentials: Path, missing: str
+) -> None:
+    for file in credentials.glob(f"{missing}*"):
+        file.unlink()
+    words = r"(?i)certificate verify failed" if missing == "ca.crt" else r"does not take records"
+    with pytest.raises(StoreUnavailable, match=words):
+        check_server(open_client(front.address, str(credentials)), front.address, "fsync")
+    gc.collect()  # here, not under another test
+
+
+def test_a_plain_client_does_not_get_through_a_tls_port(front: TlsFront) -> None:
+    with pytest.raises(StoreUnavailable, match="does not take records"):
+        check_server(open_client(front.address.replace("rediss", "redis"), None), front.address, "fsync")
