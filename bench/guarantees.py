@@ -1,12 +1,13 @@
 """Measures the faults of tests/faults: python bench/guarantees.py [--runs N] [--only NAME ...].
 
 Plays every scenario N times with different seeds and writes bench/results/guarantees.json. With --only the figures of
-the other scenarios are kept.
+the other scenarios, and their commits, are kept.
 """
 
 import json
 import statistics
 import sys
+from collections import Counter
 from typing import Any
 
 import harness
@@ -28,6 +29,7 @@ def measure(scenario: Scenario, runs: int) -> dict[str, Any]:
         "median_s": round(statistics.median(recoveries), 2),
         "worst_s": round(max(recoveries), 2),
         "runs": runs,
+        "commit": harness.commit(),
         "recoveries_s": recoveries,
     }
 
@@ -44,10 +46,13 @@ def main() -> None:
             raise SystemExit(f"{name} needs {missing}")
         figures[name] = measure(scenarios[name], options.runs)
     settings = {"groups_per_step": GROUPS_PER_STEP, "lease_s": LEASE_S, "heartbeat_s": HEARTBEAT_S}
+    kept = {name: figures[name] for name in scenarios if name in figures}
+    commits = Counter(figure.get("commit", "not recorded") for figure in kept.values())
     result = {
+        "commit": ", ".join(f"{commit} ({count} faults)" for commit, count in commits.items()),
         "rounds": options.runs,
         "settings": {**settings, "client_retry_s": RETRY_S},
-        "scenarios": {name: figures[name] for name in scenarios if name in figures},
+        "scenarios": kept,
     }
     harness.save("guarantees", options, result, ("pyzmq", "msgspec", "redis"))
 

@@ -84,7 +84,12 @@ def raise_for(error: Exception, name: str) -> None:
     passing = isinstance(error, kinds.ConnectionError | kinds.TimeoutError | kinds.ReadOnlyError | OSError)
     if not refused and (passing or str(error).startswith(PASSING) or isinstance(error, kinds.OutOfMemoryError)):
         raise StoreUnavailable(f"Redis at {name} does not take records: {error}") from error
-    raise BrokerError(f"Redis at {name} refuses the broker: {error}") from error
+    hint = ""
+    if isinstance(error, kinds.NoPermissionError):
+        hint = "; its user needs the commands and keys (`slipstream:{run.name}:*`) of the ACL line in docs/redis.md"
+    elif isinstance(error, kinds.AuthenticationError):
+        hint = "; its password is expected in broker.password in the folder of broker.credentials"
+    raise BrokerError(f"Redis at {name} refuses the broker: {error}{hint}") from error
 
 
 def _folder(credentials: str | None) -> Path | None:

@@ -56,18 +56,17 @@ def leading(run: str, redis: str, credentials: Path, run_dir: Path) -> Leading:
     return Leading(config, "/run")
 
 
-def test_a_user_without_the_keys_of_the_run_is_refused_with_the_run_and_the_way_out(
+def test_a_user_without_the_keys_of_the_run_is_told_which_acl_line_it_needs(
     server: RedisServer, credentials: Path, tmp_path: Path
 ) -> None:
     other = leading("OTHER", server.address, credentials, tmp_path)
     other.await_server()
-    with pytest.raises(BrokerError, match=r"refuses the broker.*no permissions.*docs/redis\.md") as error:
+    with pytest.raises(BrokerError, match=r"refuses the broker: .*no permissions.*run\.name.*docs/redis\.md"):
         other.take(LEADER)
-    assert "slipstream:{OTHER}:" in str(error.value)
 
 
 def test_without_a_password_the_server_refuses_the_broker(server: RedisServer, tmp_path: Path) -> None:
-    with pytest.raises(BrokerError, match="refuses the broker.*broker.password"):
+    with pytest.raises(BrokerError, match=r"refuses the broker: .*broker\.password"):
         check_server(open_client(server.address, str(tmp_path)), server.address, "fsync")
 
 
