@@ -4,6 +4,7 @@ import logging
 import signal
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -66,7 +67,8 @@ def lead(config: Config, run: RunInfo, addresses: Sequence[str], leading: Leadin
     """Serve until a signal, and write the run folder; raises as `run_broker`."""
     files = RunFolder(Path(config.run.dir), leading)
     try:
-        memory = open_memory(config, run, files.write_event, leading)
+        with leading.renewing() if leading is not None else nullcontext():
+            memory = open_memory(config, run, files.write_event, leading)
         try:
             if memory.journal is not None:
                 addresses = candidates(addresses, memory.journal.store.address)

@@ -10,6 +10,7 @@ from broker.contract import BrokerEvent
 from broker.journal.open_state import Memory
 from broker.journal.redis_store.leading import Leading
 from broker.journal.status_files import Snapshots
+from broker.journal.store import StoreFenced
 from common.process.event_file import EventFile
 from common.process.files import move_aside
 from common.process.run_dir import BrokerFile, RunDir, write_atomic
@@ -40,7 +41,13 @@ class RunFolder:
             self._events.write(self._unwritten.pop(0))
 
     def begin(self, memory: Memory, address: str) -> None:
-        """The broker listens at `address`."""
+        """The broker listens at `address`.
+
+        Raises:
+            StoreFenced: another broker may lead by now, so nothing was written.
+        """
+        if not self._may_write():
+            raise StoreFenced(f"the term of the broker of {address} has ended before it served")
         self._memory, self._address = memory, address
         self._snapshots = Snapshots(self.path, memory.state)
         if not memory.recovered:

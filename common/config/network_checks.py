@@ -54,7 +54,7 @@ def is_loopback(host: str) -> bool:
 
 
 def broker_problems(config: Config) -> Iterator[Problem]:
-    """What does not fit in the keys of the broker."""
+    """Problems in the keys of the broker."""
     broker = config.broker
     yield from _broker_address(config)
     yield from _broker_store(config)

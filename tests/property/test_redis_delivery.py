@@ -25,7 +25,7 @@ class RedisDelivery(DurableDelivery):
 
     def open(self) -> DeliveryState:
         self.server.ask("DEL", f"slipstream:{{{self.name}}}:leader")  # the term of the broker that died is over
-        term = Term(self.server.client(), self.server.address, self.name, "tcp://127.0.0.1:1")
+        term = Term(self.server.client(), self.server.address, self.name, "/nowhere", "tcp://127.0.0.1:1")
         assert term.take(0) is None
         self.terms += 1
         assert term.number == self.terms

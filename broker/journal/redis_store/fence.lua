@@ -7,7 +7,7 @@
 --       append   5 seq of the last record  6 seq of the new last record  7 batch, or '' to renew the term only
 --       compact  5, 6 like append; 5 is '' where the log may lack records  7 snapshot  8 size of the history
 --                9 record of the history, or ''  10 which store this is
---       resign
+--       renew, resign
 -- reply {status, term, leader, seq}; status: ok, led (another one leads), fenced, behind (the log lacks records)
 local head = redis.call('HMGET', KEYS[1], 'term', 'leader', 'seq')
 local term, leader, seq = tonumber(head[1] or 0), head[2] or '', head[3] or '0'
@@ -23,7 +23,7 @@ elseif term > mine or (term == mine and leader ~= me) then
 elseif operation == 'resign' then
   redis.call('DEL', KEYS[2])
   return {'ok', term, me, seq}
-elseif ARGV[6] ~= seq or term < mine then -- otherwise this is a repetition of what was done
+elseif operation ~= 'renew' and (ARGV[6] ~= seq or term < mine) then -- otherwise this is a repetition of what was done
   if ARGV[5] ~= '' and (ARGV[5] ~= seq or term < mine) then return {'behind', term, leader, seq} end
   if operation == 'append' then
     redis.call('RPUSH', KEYS[3], ARGV[7])

@@ -27,11 +27,13 @@ class Leader(msgspec.Struct, frozen=True):
 
     Attributes:
         address: where its clients connect.
+        run_dir: the run's folder; another folder is another run, even under the same name.
         machine: boot and process namespace, in which `pid` means something.
     """
 
     name: str
     address: str
+    run_dir: str
     host: str
     pid: int
     machine: str

@@ -2,14 +2,15 @@
 
 import logging
 import time
+from contextlib import AbstractContextManager
 
 import msgspec
 
 from broker.journal.redis_store.checks import check_server
 from broker.journal.redis_store.connection import open_client
 from broker.journal.redis_store.keys import Leader
-from broker.journal.redis_store.store import RedisStore
-from broker.journal.redis_store.term import Term
+from broker.journal.redis_store.store import RedisStore, about_run, other_folder
+from broker.journal.redis_store.term import TERM_S, Term
 from broker.journal.store import StoreUnavailable
 from common.config.schema import Config
 from common.errors import BrokerUnreachable, UsageError
@@ -49,6 +50,8 @@ class Leading:
         self._term: Term | None = None
         self.store: RedisStore | None = None
         self.lost = ""
+        self._former: Leader | None = None  # the last other broker that led
+        self._wait_until = 0.0  # it may go on until then
 
     def await_server(self) -> None:
         """Check the server's settings, once it has its data.
@@ -82,10 +85,34 @@ class Leading:
             raise UsageError(f"{self._file} cannot be read ({error}); it names this run's store in Redis") from None
 
     def take(self, address: str) -> Leader | None:
-        """Lead, with clients at `address`, unless another broker does: returns that one."""
+        """Lead, with clients at `address`, unless another broker does: returns that one.
+
+        Raises:
+            UsageError: the run of that name belongs to another folder.
+            StoreUnavailable: Redis cannot be asked, or a living leader has a moment to write what Redis has lost.
+            BrokerError: Redis refuses.
+        """
         if self._term is None:
-            self._term = Term(self._client, self.server, self._config.run.name, address)
-        return self._term.take(self.seen.term)
+            self._term = Term(self._client, self.server, self._config.run.name, self._run_dir, address)
+        try:
+            about, seq = about_run(self._term, self._run_dir)
+        except StoreUnavailable:
+            if self._former is not None:
+                self._wait_until = time.monotonic() + TERM_S
+            raise
+        seen = self.seen
+        behind = seen.seq > 0 and (about is None or about.store != seen.store or seq < seen.seq)
+        if behind and not self._wait_until:
+            self._wait_until = time.monotonic() + TERM_S
+        if time.monotonic() < self._wait_until and self._term.leader() is None:
+            why = f"lacks records up to {seen.seq}" if behind else "was away"
+            raise StoreUnavailable(f"Redis at {self.server} {why}; its former leader has {TERM_S:g} s to go on")
+        self._former = self._term.take(seen.term)
+        if self._former is not None and self._former.run_dir != self._run_dir:
+            raise other_folder(self.server, self._former.run_dir, self._run_dir)
+        if not behind:
+            self._wait_until = 0.0
+        return self._former
 
     def open(self) -> RedisStore:
         """The run's store, a new one where there is none or where records that were acknowledged are missing.
@@ -121,7 +148,7 @@ class Leading:
             UsageError: this folder has no store on the server, or a broker leads the run.
             StoreUnavailable, BrokerError: Redis cannot be asked.
         """
-        term = Term(self._client, self.server, self._config.run.name, "")
+        term = Term(self._client, self.server, self._config.run.name, self._run_dir, "")
         store, leader = RedisStore(term, self._run_dir), term.leader()
         if leader is not None:
             raise UsageError(
@@ -145,6 +172,11 @@ class Leading:
         """Let another broker lead now."""
         if self._term is not None:
             self._term.resign()
+
+    def renewing(self) -> AbstractContextManager[None]:
+        """While active, the term is renewed although nothing is written."""
+        assert self._term is not None
+        return self._term.renewing()
 
     def _see(self, seen: Seen) -> None:
         write_atomic(self._file, msgspec.json.encode(seen), sync=False)

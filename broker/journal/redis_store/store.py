@@ -203,6 +203,7 @@ class RedisStore:
 
     def _restore_payloads(self, records: Sequence[Record]) -> None:
         for record in records:
+            self.term.renew()  # many payloads take longer than a term
             sets, locations = self._payloads([record])
             self.term.run(sets)
             self._wrote(locations)
@@ -245,12 +246,17 @@ def about_run(term: Term, run_dir: str) -> tuple[About | None, int]:
         raise
     about = None if found is None else msgspec.json.decode(found, type=About)
     if about is not None and about.run_dir != run_dir:
-        raise UsageError(
-            f"run.name: the Redis server at {term.name} has a run of this name in the folder {about.run_dir}, and this "
-            f"one is {run_dir}. Choose another run.name or another database. Keys are never deleted here: "
-            "docs/redis.md says how to do it"
-        )
+        raise other_folder(term.name, about.run_dir, run_dir)
     return about, int(seq or 0)
+
+
+def other_folder(server: str, theirs: str, ours: str) -> UsageError:
+    """The error for a run whose name another folder's run has."""
+    return UsageError(
+        f"run.name: the Redis server at {server} has a run of this name in the folder {theirs}, and this one is "
+        f"{ours}. Choose another run.name or another database. Keys are never deleted here: docs/redis.md says how "
+        "to do it"
+    )
 
 
 def _decoded(data: bytes, where: str) -> Batch:

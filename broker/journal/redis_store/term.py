@@ -4,8 +4,10 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ class Term:
         client: redis-py's client.
         name: the server's name, for people.
         run: name of the run.
+        run_dir: its folder.
         address: where this broker's clients connect.
 
     Attributes:
@@ -40,10 +43,10 @@ class Term:
         ends: when another broker may take the term, monotonic seconds. The clock also runs while a process is stopped.
     """
 
-    def __init__(self, client: Any, name: str, run: str, address: str) -> None:
+    def __init__(self, client: Any, name: str, run: str, run_dir: str, address: str) -> None:
         self.client, self.name, self.prefix = client, name, run_prefix(run)
         machine = f"{_read('/proc/sys/kernel/random/boot_id')} {os.stat('/proc/self/ns/pid').st_ino}"
-        self._me = Leader(secrets.token_hex(8), address, socket.gethostname(), os.getpid(), machine)
+        self._me = Leader(secrets.token_hex(8), address, run_dir, socket.gethostname(), os.getpid(), machine)
         self._caller = msgspec.json.encode(self._me)
         self._keys = [f"{self.prefix}head", f"{self.prefix}leader"]
         self.number, self.ends = 0, 0.0
@@ -92,6 +95,30 @@ class Term:
             )
         if status == b"behind":
             raise StoreBehind(f"Redis at {self.name} ends with record {seq.decode()} of term {term}")
+
+    def renew(self) -> None:
+        """Go on leading, while nothing is written. Raises as `write`."""
+        self.write(self.prefix, [], "renew")
+
+    @contextmanager
+    def renewing(self) -> Generator[None]:
+        """While active, a thread renews the term; a failure only means that another broker may take it."""
+        ending = threading.Event()
+
+        def renew() -> None:
+            while not ending.wait(RENEW_S):
+                try:
+                    self.renew()
+                except (StoreUnavailable, BrokerError) as error:
+                    logger.warning("the term was not renewed: %s", error)
+
+        thread = threading.Thread(target=renew, name="term", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ending.set()
+            thread.join()
 
     def resign(self) -> None:
         """Let another broker lead now; a failure only means that the term ends by itself."""

@@ -29,7 +29,7 @@ LEADER = "tcp://127.0.0.1:1"
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server with the documented user, for the run NAME, and nobody else."""
+    """A server with one user: the documented one, for the run NAME."""
     (tmp_path / "server").mkdir()
     started = RedisServer(tmp_path / "server", {"appendonly": "yes", "appendfsync": "always"})
     started.ask("ACL", "SETUSER", *acl_line("NAME", "secret").split())

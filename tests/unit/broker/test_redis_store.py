@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from broker.contract import LearnerReport, NodeReport, RunInfo
 from broker.delivery.event_log import EventLog
 from broker.delivery.state import DeliveryState
 from broker.journal.journal import Journal
+from broker.journal.open_state import Memory
 from broker.journal.recovery import recover
 from broker.journal.redis_store.checks import check_server
 from broker.journal.redis_store.connection import open_client
@@ -17,7 +19,8 @@ from broker.journal.redis_store.keys import acl_line
 from broker.journal.redis_store.leading import Leading
 from broker.journal.redis_store.store import RedisStore
 from broker.journal.redis_store.term import Term
-from broker.journal.store import StoreFenced
+from broker.journal.run_folder import RunFolder
+from broker.journal.store import StoreFenced, StoreUnavailable
 from common.config.schema import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
 from common.errors import BrokerError, UsageError
 from common.rollouts import GroupMeta, Task
@@ -36,13 +39,39 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
     started.kill()
 
 
+def new_store(server: RedisServer, client: Any) -> RedisStore:
+    """The store of the run NAME of the folder /run, led for a new term."""
+    term = Term(client, server.address, "NAME", "/run", "tcp://127.0.0.1:1")
+    assert term.take(0) is None
+    return RedisStore(term, "/run")
+
+
+def lead(server: RedisServer, run_dir: Path) -> Leading:
+    """A broker of the run NAME on its way to the lead."""
+    config = Config(
+        run=RunConfig(name="NAME", dir=str(run_dir), steps=1),
+        model=ModelConfig(path="none"),
+        tasks=TasksConfig(environment="none", dataset="none"),
+        broker=BrokerConfig(store="redis", redis=server.address),
+    )
+    run_dir.mkdir(exist_ok=True)
+    return Leading(config, str(run_dir))
+
+
+def takes(leading: Leading) -> bool:
+    try:
+        return leading.take("tcp://127.0.0.1:2") is None
+    except StoreUnavailable:
+        return False
+
+
 class Broker:
     """A delivery state in Redis, without sockets."""
 
-    def __init__(self, server: RedisServer, term: Term | None = None) -> None:
+    def __init__(self, server: RedisServer, store: RedisStore | None = None) -> None:
         self.server = server
-        self.term = term or Term(server.client(), server.address, "NAME", "tcp://127.0.0.1:1")
-        assert self.term.take(0) is None
+        store = store or new_store(server, server.client())
+        self.term = store.term
         self.events = EventLog()
         numbers = iter(range(1 << 20))
         run = RunInfo("NAME", "/run", 2, 3, 3, 1000.0, 1 << 30)
@@ -52,7 +81,7 @@ class Broker:
                 run, time.monotonic, lambda: f"{self.term.number}.{next(numbers)}", self.events, journal, 2
             )
 
-        self.journal = Journal(RedisStore(self.term, "/run"), "fsync")
+        self.journal = Journal(store, "fsync")
         self.state, _ = recover(self.journal, make)
 
     def settle(self) -> None:
@@ -102,14 +131,14 @@ def test_the_acl_line_suffices_for_a_broker_and_keeps_it_to_its_run(server: Redi
     (tmp_path / "broker.password").write_text("secret\n")
     client = open_client(server.address, str(tmp_path))
     check_server(client, server.address, "fsync")
-    broker = Broker(server, Term(client, server.address, "NAME", "tcp://127.0.0.1:1"))
+    broker = Broker(server, new_store(server, client))
     broker.begin()
     broker.group(0)
     broker.settle()
     assert broker.journal.close()
     broker.term.resign()
     with pytest.raises(BrokerError, match="refuses the broker"):
-        Term(client, server.address, "OTHER", "tcp://127.0.0.1:1").take(0)
+        Term(client, server.address, "OTHER", "/run", "tcp://127.0.0.1:1").take(0)
 
 
 def test_a_wrong_password_is_said_and_not_shown(server: RedisServer, tmp_path: Path) -> None:
@@ -168,22 +197,79 @@ def test_a_leader_of_an_earlier_term_can_write_nothing(server: RedisServer) -> N
 
 
 def test_a_new_leader_says_what_redis_has_lost_and_begins_an_empty_store(server: RedisServer, tmp_path: Path) -> None:
-    config = Config(
-        run=RunConfig(name="NAME", dir=str(tmp_path), steps=1),
-        model=ModelConfig(path="none"),
-        tasks=TasksConfig(environment="none", dataset="none"),
-        broker=BrokerConfig(store="redis", redis=server.address),
-    )
-    first = Leading(config, "/run")
+    first = lead(server, tmp_path)
     assert first.take("tcp://127.0.0.1:1") is None
     store = first.open()
     first.remember("tcp://127.0.0.1:1", 7)
     first.resign()
-    second = Leading(config, "/run")
-    assert second.take("tcp://127.0.0.1:1") is None
+    second = lead(server, tmp_path)
+    with pytest.raises(StoreUnavailable, match="lacks records up to 7; its former leader has 6 s to go on"):
+        second.take("tcp://127.0.0.1:1")
+    until(lambda: takes(second), "the time of the former leader")
     assert second.open().store_id != store.store_id
     assert second.lost == f"store {store.store_id} is gone, with all its records up to 7"
     second.resign()
+
+
+def test_a_standby_leaves_an_emptied_server_to_the_leader_that_is_alive(server: RedisServer, tmp_path: Path) -> None:
+    first = lead(server, tmp_path)
+    assert first.take("tcp://127.0.0.1:1") is None
+    broker = Broker(server, first.open())
+    broker.begin()
+    broker.group(0)
+    broker.settle()
+    first.remember("tcp://127.0.0.1:1", broker.journal.acknowledged)
+    standby = lead(server, tmp_path)
+    assert standby.take("tcp://127.0.0.1:2") is not None
+    server.ask("FLUSHALL")
+    assert not takes(standby)
+    broker.group(1)
+    broker.settle()
+    assert "store_rewritten" in broker.kinds()
+    found = standby.take("tcp://127.0.0.1:2")
+    assert found is not None and found.address == "tcp://127.0.0.1:1"
+    assert broker.journal.close()
+    first.resign()
+
+
+def test_a_term_is_renewed_while_a_store_is_read(server: RedisServer, tmp_path: Path) -> None:
+    leading = lead(server, tmp_path)
+    assert leading.take("tcp://127.0.0.1:1") is None
+    lasts_ms = server.ask("PTTL", "slipstream:{NAME}:leader")
+    with leading.renewing():
+        until(lambda: server.ask("PTTL", "slipstream:{NAME}:leader") < lasts_ms - 500, "half a second of the term")
+        until(lambda: server.ask("PTTL", "slipstream:{NAME}:leader") > lasts_ms - 250, "a longer term")
+    leading.resign()
+
+
+def test_a_second_run_of_the_same_name_is_refused_while_the_first_begins(server: RedisServer, tmp_path: Path) -> None:
+    """Standing by for it would lead its clients to the other run's broker."""
+    first = lead(server, tmp_path / "a")
+    assert first.take("tcp://127.0.0.1:1") is None
+    second = lead(server, tmp_path / "b")
+    with pytest.raises(UsageError, match=rf"run\.name: .* in the folder {tmp_path}/a, and this one is {tmp_path}/b"):
+        second.take("tcp://127.0.0.1:2")
+    first.resign()
+
+
+def test_a_run_of_another_folder_takes_no_term(server: RedisServer, tmp_path: Path) -> None:
+    broker = Broker(server)
+    broker.settle()
+    broker.journal.close()
+    broker.term.resign()
+    with pytest.raises(UsageError, match=r"run\.name: .* in the folder /run, and this one"):
+        lead(server, tmp_path / "b").take("tcp://127.0.0.1:2")
+    assert server.ask("HGET", "slipstream:{NAME}:head", "term") == b"1"
+
+
+def test_a_broker_whose_term_ended_before_it_served_writes_nothing(server: RedisServer, tmp_path: Path) -> None:
+    leading = lead(server, tmp_path)
+    assert leading.take("tcp://127.0.0.1:1") is None
+    memory = Memory(Broker(server, leading.open()).state)
+    leading.resign()
+    with pytest.raises(StoreFenced, match="has ended before it served"):
+        RunFolder(tmp_path, leading).begin(memory, "tcp://127.0.0.1:1")
+    assert not (tmp_path / "broker.json").exists()
 
 
 def test_a_run_of_another_folder_keeps_its_name(server: RedisServer) -> None:
