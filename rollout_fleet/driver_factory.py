@@ -3,7 +3,6 @@
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from common.config.schema import Config
 from common.errors import ConfigError
@@ -16,9 +15,6 @@ from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import Driver, EpisodeDriver, EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
 from rollout_fleet.episode.sampler_protocol import Sampler
-
-if TYPE_CHECKING:
-    from rollout_fleet.agents.driver import AgentStage
 
 logger = logging.getLogger(__name__)
 
@@ -41,38 +37,23 @@ def build_driver(config: Config, sampler: Sampler, host: EnvironmentHost, sampli
     budget = Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len)
     job = Sampling(rollout.temperature, rollout.top_p)
     rules = EpisodeRules(budget, sampling or job, rollout.sample_timeout_s, found.limits, job)
+    stage = _stage(config, found, host)
     if found.agent:
         from rollout_fleet.agents.driver import AgentDriver
 
-        return AgentDriver(sampler, renderer, _agent_stage(config, found, host), rules)
-    return EpisodeDriver(sampler, renderer, _stage(config, found, host), rules)
+        return AgentDriver(sampler, renderer, stage, rules)
+    return EpisodeDriver(sampler, renderer, stage, rules)
 
 
 def _stage(config: Config, found: Description, host: EnvironmentHost) -> Stage:
-    """Where the episodes' environments live."""
+    """Where the episodes' environments or agents live."""
     options = dict(config.tasks.options)
     if not found.limits.process:
         return ThreadStage(registry.resolve(config.tasks.environment), options, host)
-    processes, timeout_s = _processes(found, host), config.rollout.sample_timeout_s
-    return ProcessStage(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
-
-
-def _agent_stage(config: Config, found: Description, host: EnvironmentHost) -> "AgentStage":
-    """Where the episodes' agents run."""
-    from rollout_fleet.agents.driver import AgentProcess, AgentThread
-
-    options = dict(config.tasks.options)
-    if not found.limits.process:
-        agent: Any = registry.resolve(config.tasks.environment)
-        return AgentThread(agent, options, host)
-    processes, timeout_s = _processes(found, host), config.rollout.sample_timeout_s
-    return AgentProcess(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
-
-
-def _processes(found: Description, host: EnvironmentHost) -> ProcessHost:
     processes = ProcessHost(found.modules, found.limits.python or sys.executable)
     host.at_close(processes.close)
-    return processes
+    timeout_s = config.rollout.sample_timeout_s
+    return ProcessStage(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
 
 
 def load_tokenizer(path: str) -> Tokenizer:

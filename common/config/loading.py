@@ -194,7 +194,7 @@ def _type_of(key: str, schema: type[msgspec.Struct]) -> Any:
         elif get_origin(kind) is dict:
             kind = get_args(kind)[1]
         else:
-            expected = f"'{'.'.join(done)}' to be {_describe_type(kind)}"
+            expected = f"'{'.'.join(done)}' to be {describe_type(kind)}"
             raise ConfigError(OVERRIDE, key, expected, f"the key '{part}' below it")
         done.append(part)
     return kind
@@ -219,14 +219,14 @@ def _rewritten(
         return _unknown_key(source, key, section, schema)
     kind = _type_of(key, schema)
     if field:
-        return ConfigError(file, key, _describe_type(kind), "nothing", "this key is required")
+        return ConfigError(file, key, describe_type(kind), "nothing", "this key is required")
     value, hint = _value_at(document, key), None
     info = schema_info.type_info(kind)
     if isinstance(info, schema_info.LiteralType) and (near := nearest(str(value), map(str, info.values))):
         hint = f"did you mean '{near}'?"
     if isinstance(value, int) and abs(value) > MOST_INTEGER:
         hint = f"at most {MOST_INTEGER}"
-    return ConfigError(source, key, _describe_type(kind), describe_value(value), hint)
+    return ConfigError(source, key, describe_type(kind), describe_value(value), hint)
 
 
 def _unknown_key(file: str, key: str, section: Any, schema: type[msgspec.Struct]) -> ConfigError:
@@ -259,7 +259,7 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
-def _describe_type(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """A type in words, for example 'an integer >= 1' or 'one of keep, recompute'."""
     if _is_section(kind):
         return f"a section with the keys {', '.join(field.name for field in msgspec.structs.fields(kind))}"
@@ -276,7 +276,11 @@ def _in_words(kind: schema_info.Type) -> str:
     if isinstance(kind, schema_info.IntType | schema_info.FloatType):
         word, most = ("an integer", MOST_INTEGER) if isinstance(kind, schema_info.IntType) else ("a number", MOST_FLOAT)
         bounds = [(">=", kind.ge), (">", kind.gt), ("<=", kind.le)]
-        shown = [f"{sign} {bound}" for sign, bound in bounds if bound is not None and abs(bound) < most]
+        shown = [
+            f"{sign} {bound if isinstance(bound, int) else f'{bound:g}'}"
+            for sign, bound in bounds
+            if bound is not None and abs(bound) < most
+        ]
         return " ".join([word, " and ".join(shown)]).strip()
     names: dict[type[schema_info.Type], str] = {
         schema_info.StrType: "text",

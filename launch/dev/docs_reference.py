@@ -8,12 +8,11 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from common.config import schema as schema
+from common.config import schema
+from common.config.loading import describe_type
 from common.metrics import SftMetrics, StepMetrics, declarations
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -55,29 +54,6 @@ def comments(kind: type[msgspec.Struct]) -> dict[str, str]:
     return out
 
 
-def kind_of(hint: Any) -> str:
-    """A field's type in words: 'integer >= 1', 'gloo, nccl or relay', ..."""
-    if get_origin(hint) is Annotated:
-        inner, *metas = get_args(hint)
-        bounds = [(">=", "ge"), (">", "gt"), ("<=", "le")]
-        most = schema.MOST_INTEGER
-        found = [(sign, getattr(meta, key)) for meta in metas for sign, key in bounds]
-        limits = [
-            f"{sign} {value:g}" for sign, value in found if value is not None and abs(value) < schema.MOST_INTEGER
-        ]
-        return " ".join([kind_of(inner), ", ".join(limits)]).strip()
-    if get_origin(hint) is Literal:
-        *most, last = (f"`{choice}`" for choice in get_args(hint))
-        return f"{', '.join(most)} or {last}" if most else last
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join(kind_of(part) for part in get_args(hint) if part is not type(None))
-    if get_origin(hint) is dict:
-        return "a mapping"
-    if get_origin(hint) is list:
-        return f"list of {kind_of(get_args(hint)[0])}"
-    return {int: "integer", float: "number", str: "text", bool: "true, false"}[hint]
-
-
 def default_of(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return "needed"
@@ -89,14 +65,15 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
 
 def config_rows(kind: type[msgspec.Struct], prefix: str, only: frozenset[str] | None = None) -> Iterator[str]:
     """One row a key of the struct, nested ones behind it."""
-    said, hints = comments(kind), inspect.get_annotations(kind)
+    said = comments(kind)
     for field in msgspec.structs.fields(kind):
         name = f"{prefix}{field.name}"
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             if only is None or field.type is schema.CheckpointConfig:
                 yield from config_rows(field.type, f"{name}.")
         elif only is None or field.name in only:
-            yield f"| `{name}` | {kind_of(hints[field.name])} | {default_of(field)} | {_cell(said[field.name])} |"
+            values = describe_type(field.type).removesuffix(" or null")
+            yield f"| `{name}` | {values} | {default_of(field)} | {_cell(said[field.name])} |"
 
 
 def table(head: tuple[str, ...], rows: list[str]) -> str:

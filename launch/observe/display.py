@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from common.config.schema import Config
 from launch.observe.metrics_tail import MetricsTail
@@ -18,20 +18,8 @@ PLAIN_EVERY_S = 3.0
 NOTES_KEPT = 50
 
 
-class Display(Protocol):
-    """Shows a running job."""
-
-    def show(self, seen: Observation | None) -> None:
-        """Draw the newest observation, if it is time to."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Something happened that a person should see."""
-        ...
-
-
 @contextmanager
-def open_display(config: Config, tail: MetricsTail, plain: bool) -> Iterator[Display]:
+def open_display(config: Config, tail: MetricsTail, plain: bool) -> Iterator["Display"]:
     """The live view when stdout is a terminal, else lines."""
     if plain or not sys.stdout.isatty():
         yield PlainDisplay(config, tail)
@@ -51,7 +39,7 @@ class PlainDisplay:
         self._last = ""
 
     def show(self, seen: Observation | None) -> None:
-        """See Display."""
+        """Print the newest observation, if it is time to."""
         if time.monotonic() < self._next:
             return
         from launch.observe.job_view import plain_line
@@ -62,7 +50,7 @@ class PlainDisplay:
             self._last, self._next = line, time.monotonic() + PLAIN_EVERY_S
 
     def note(self, text: str) -> None:
-        """See Display."""
+        """Print something that a person should see."""
         print(text, flush=True)
 
 
@@ -74,11 +62,14 @@ class LiveDisplay:
         self._notes: deque[str] = deque(maxlen=NOTES_KEPT)
 
     def show(self, seen: Observation | None) -> None:
-        """See Display."""
+        """Draw the newest observation."""
         from launch.observe.job_view import render_live
 
         self._live.update(render_live(self._config, seen, self._tail, list(self._notes)), refresh=True)
 
     def note(self, text: str) -> None:
-        """See Display."""
+        """Keep something that a person should see."""
         self._notes.append(text)
+
+
+Display = PlainDisplay | LiveDisplay

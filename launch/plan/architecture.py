@@ -1,6 +1,7 @@
 """The shape of a decoder as its Hugging Face config.json gives it, in one form for all architectures."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -82,39 +83,21 @@ def read_architecture(config: Document) -> Architecture:
     return READERS[cast("str", kind)](config)
 
 
-def _qwen2(config: Document) -> Architecture:
-    return _dense(config, _attention(config, qkv_bias=True))
-
-
-def _qwen3(config: Document) -> Architecture:
-    return _dense(config, _attention(config, qk_norm=True))
-
-
-def _llama(config: Document) -> Architecture:
-    return _dense(config, _attention(config), mlp_bias=_flag(config, "mlp_bias"))
+def _dense(config: Document, qk_norm: bool = False, qkv_bias: bool = False) -> Architecture:
+    return _architecture(config, _attention(config, qk_norm, qkv_bias), None, lambda _: False)
 
 
 def _mixtral(config: Document) -> Architecture:
-    experts = Experts(
-        count=_number(config, "num_local_experts"),
-        per_token=_number(config, "num_experts_per_tok"),
-        ffn=_number(config, "intermediate_size"),
-        mixtral_names=True,
-    )
+    experts = _experts(config, "num_local_experts", "intermediate_size", mixtral_names=True)
     return _architecture(config, _attention(config), experts, lambda _: True)
 
 
 def _qwen3_moe(config: Document) -> Architecture:
-    experts = Experts(
-        count=_number(config, "num_experts" if "num_experts" in config else "num_local_experts"),  # transformers 5
-        per_token=_number(config, "num_experts_per_tok"),
-        ffn=_number(config, "moe_intermediate_size"),
-    )
     dense = cast("list[int]", config.get("mlp_only_layers") or [])
     every = _positive(config, "decoder_sparse_step", 1)
-    return _architecture(
-        config, _attention(config, qk_norm=True), experts, lambda n: n not in dense and (n + 1) % every == 0
-    )
+    experts = _experts(config, "num_experts", "moe_intermediate_size")
+    attention = _attention(config, qk_norm=True)
+    return _architecture(config, attention, experts, lambda n: n not in dense and (n + 1) % every == 0)
 
 
 def _deepseek_v3(config: Document) -> Architecture:
@@ -126,38 +109,28 @@ def _deepseek_v3(config: Document) -> Architecture:
         rope_dim=_number(config, "qk_rope_head_dim"),
         value_dim=_number(config, "v_head_dim"),
     )
-    ffn = _number(config, "moe_intermediate_size")
-    experts = Experts(
-        count=_number(config, "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"),
-        per_token=_number(config, "num_experts_per_tok"),
-        ffn=ffn,
-        shared_ffn=ffn * _number(config, "n_shared_experts", 0),
-        selection_bias=True,
-    )
-    dense = _number(config, "first_k_dense_replace", 0)
-    return _architecture(config, attention, experts, lambda n: n >= dense)
+    return _with_shared_experts(config, attention)
 
 
 def _glm4_moe(config: Document) -> Architecture:
     attention = _attention(config, qk_norm=_flag(config, "use_qk_norm"))
-    ffn = _number(config, "moe_intermediate_size")
-    experts = Experts(
-        count=_number(config, "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"),
-        per_token=_number(config, "num_experts_per_tok"),
-        ffn=ffn,
-        shared_ffn=ffn * _number(config, "n_shared_experts", 0),
-        selection_bias=True,
-    )
+    return _with_shared_experts(config, msgspec.structs.replace(attention, output_bias=False))
+
+
+def _with_shared_experts(config: Document, attention: Attention | LatentAttention) -> Architecture:
+    """A decoder whose first layers are dense, with shared experts and a selection bias in the others."""
+    experts = _experts(config, "n_routed_experts", "moe_intermediate_size", selection_bias=True)
+    shared_ffn = experts.ffn * _number(config, "n_shared_experts", 0)
     dense = _number(config, "first_k_dense_replace", 0)
-    attention = msgspec.structs.replace(attention, output_bias=False)
+    experts = msgspec.structs.replace(experts, shared_ffn=shared_ffn)
     return _architecture(config, attention, experts, lambda n: n >= dense)
 
 
 READERS: dict[str, Callable[[Document], Architecture]] = {
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "llama": _llama,
-    "mistral": _llama,
+    "qwen2": partial(_dense, qkv_bias=True),
+    "qwen3": partial(_dense, qk_norm=True),
+    "llama": _dense,
+    "mistral": _dense,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
@@ -178,8 +151,14 @@ def _attention(config: Document, qk_norm: bool = False, qkv_bias: bool = False) 
     )
 
 
-def _dense(config: Document, attention: Attention, mlp_bias: bool = False) -> Architecture:
-    return _architecture(config, attention, None, lambda _: False, mlp_bias)
+def _experts(config: Document, count: str, ffn: str, **traits: bool) -> Experts:
+    """Routed experts; `count` and `ffn` are names in config.json, where transformers 5 may say num_local_experts."""
+    return Experts(
+        count=_number(config, count if count in config else "num_local_experts"),
+        per_token=_number(config, "num_experts_per_tok"),
+        ffn=_number(config, ffn),
+        **traits,
+    )
 
 
 def _architecture(
@@ -187,7 +166,6 @@ def _architecture(
     attention: Attention | LatentAttention,
     experts: Experts | None,
     is_moe: Callable[[int], bool],
-    mlp_bias: bool = False,
 ) -> Architecture:
     layers = _number(config, "num_hidden_layers")
     return Architecture(
@@ -201,7 +179,7 @@ def _architecture(
         attention=attention,
         experts=experts,
         moe_layers=tuple(is_moe(n) for n in range(layers)),
-        mlp_bias=mlp_bias,
+        mlp_bias=_flag(config, "mlp_bias"),
     )
 
 

@@ -8,19 +8,15 @@ with `tasks.limits.process` in a process of its own.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Any, Protocol
+from typing import Any
 
 from common.rollouts import Sample
 from rollout_fleet.agents.api import MODEL
 from rollout_fleet.agents.conversation import Conversation
 from rollout_fleet.agents.endpoint import Endpoint, Session
-from rollout_fleet.environments.isolation import ipc_frames
-from rollout_fleet.environments.isolation.process_host import SPARE_S, ProcessHost
-from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
-from rollout_fleet.environments.protocol import Limits, StopReason
-from rollout_fleet.environments.registry import takes_group_seed
+from rollout_fleet.environments.isolation.placement import Stage
+from rollout_fleet.environments.protocol import StopReason
 from rollout_fleet.episode.driver import EpisodeFailed, EpisodeRules, Progress, checked_metrics, failure, finite
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Sampler
@@ -29,58 +25,10 @@ from rollout_fleet.episode.token_record import TokenRecord
 logger = logging.getLogger(__name__)
 
 
-class AgentStage(Protocol):
-    """Where agents run; `shares_seed` says whether they take a `group_seed`."""
-
-    shares_seed: bool
-
-    async def call(self, problem: dict[str, Any], keywords: dict[str, Any]) -> Any:
-        """Run one to its end; cancelling it ends the agent. Raises what the agent raises."""
-        ...
-
-
-class AgentThread:
-    """On the environments' thread."""
-
-    def __init__(self, agent: Callable[..., Awaitable[Any]], options: dict[str, Any], host: EnvironmentHost) -> None:
-        self._agent, self._options, self._host = agent, options, host
-        self.shares_seed = takes_group_seed(agent)
-
-    async def call(self, problem: dict[str, Any], keywords: dict[str, Any]) -> Any:
-        return await self._host.call(lambda: self._agent(problem, **keywords, **self._options))
-
-
-class AgentProcess:
-    """Each agent in a process of its own."""
-
-    def __init__(
-        self,
-        path: str,
-        options: dict[str, Any],
-        limits: Limits,
-        timeout_s: float,
-        host: ProcessHost,
-        shares_seed: bool = False,
-    ) -> None:
-        self.shares_seed = shares_seed
-        self._path, self._options, self._limits = path, options, limits
-        self._wall_s, self._host = timeout_s + SPARE_S, host
-
-    async def call(self, problem: dict[str, Any], keywords: dict[str, Any]) -> Any:
-        channel = await self._host.open(self._limits, self._wall_s)
-        try:
-            request = {"problem": problem, **keywords, **self._options}
-            said = await channel.ask(ipc_frames.SMALL_BYTES, do="call", path=self._path, keywords=request)
-            await self._host.learn(channel)
-            return said
-        finally:
-            channel.close()
-
-
 class AgentDriver:
     """Runs episodes of one agent against a sampler; safe to call concurrently."""
 
-    def __init__(self, sampler: Sampler, renderer: Renderer, stage: AgentStage, rules: EpisodeRules) -> None:
+    def __init__(self, sampler: Sampler, renderer: Renderer, stage: Stage, rules: EpisodeRules) -> None:
         self._sampler, self._renderer, self._stage, self._rules = sampler, renderer, stage, rules
         self._endpoint, self._slots = Endpoint(), rules.slots()
 
@@ -95,12 +43,9 @@ class AgentDriver:
             talk = Conversation(self._sampler, self._renderer, self._rules, progress)
             session = await self._endpoint.open(talk)
             stack.callback(session.close)
-            keywords = {"base_url": session.base_url, "api_key": session.api_key, "model": MODEL, "seed": seed}
-            if self._stage.shares_seed:
-                keywords["group_seed"] = seed if group_seed is None else group_seed
             try:
                 async with asyncio.timeout(self._rules.timeout_s):
-                    said = await self._play(session, problem, keywords)
+                    said = await self._play(session, problem, seed, seed if group_seed is None else group_seed)
                 return _sample(talk, *_judged(said))
             except TimeoutError:
                 return _failed(talk, StopReason.TIMEOUT, f"the agent was not done within {self._rules.timeout_s:g} s")
@@ -112,14 +57,15 @@ class AgentDriver:
         """Stop the endpoint."""
         await self._endpoint.close()
 
-    async def _play(self, session: Session, problem: dict[str, Any], keywords: dict[str, Any]) -> Any:
+    async def _play(self, session: Session, problem: dict[str, Any], seed: int, group_seed: int) -> Any:
         """The agent's return value; None when it gave up because its budget was used up.
 
         Raises:
             EpisodeFailed: the agent raised, or its request failed in the engine.
             SlipstreamError: the engine failed.
         """
-        agent = asyncio.ensure_future(self._stage.call(problem, keywords))
+        access = {"base_url": session.base_url, "api_key": session.api_key, "model": MODEL}
+        agent = asyncio.ensure_future(self._stage.call(problem, seed, group_seed, **access))
         try:
             await asyncio.wait({agent, session.broken}, return_when=asyncio.FIRST_COMPLETED)
             if session.broken.done():

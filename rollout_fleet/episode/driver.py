@@ -173,7 +173,7 @@ class EpisodeDriver:
     async def _play(self, record: TokenRecord, seat: Seat, progress: Progress) -> StopReason:
         progress.at("environment")
         observation = await self._reset(seat)
-        ids = self._first(observation)
+        ids = self._ids(observation)
         tools = isinstance(observation, Chat) and bool(observation.tools)
         budget = self._rules.budget
         while True:
@@ -192,7 +192,7 @@ class EpisodeDriver:
                 return StopReason.STOP if record.turns == 1 else StopReason.ENVIRONMENT_DONE
             if record.turns >= budget.max_turns:
                 return StopReason.TURN_LIMIT
-            ids = self._later(result.observation, generation.tokens[-1])
+            ids = self._ids(result.observation, generation.tokens[-1])
 
     async def _reset(self, seat: Seat) -> Observation:
         async with self._bounded("reset", self._rules.limits.reset_s):
@@ -222,15 +222,11 @@ class EpisodeDriver:
                 raise EpisodeFailed(late, StopReason.ENVIRONMENT_TIMEOUT) from error
             raise failure(error, where) from error
 
-    def _first(self, observation: Observation) -> list[int]:
+    def _ids(self, observation: Observation, end_token: int | None = None) -> list[int]:
+        """Token ids of an observation; `end_token` None: it is the first one."""
         try:
-            return self._renderer.first(self._sized(observation))
-        except Exception as error:
-            raise failure(error, "observation") from error
-
-    def _later(self, observation: Observation, end_token: int) -> list[int]:
-        try:
-            return self._renderer.later(self._sized(observation), end_token)
+            sized = self._sized(observation)
+            return self._renderer.first(sized) if end_token is None else self._renderer.later(sized, end_token)
         except Exception as error:
             raise failure(error, "observation") from error
 

@@ -44,9 +44,8 @@ class Renderer:
         return found if isinstance(found, str) else "" if found is None else json.dumps(found)
 
     def first(self, observation: Observation) -> list[int]:
-        """Token ids of an episode's prompt."""
-        text = self.prompt(observation) if isinstance(observation, Chat) else observation
-        return self._ids(text)
+        """Token ids of an episode's prompt: of a chat, up to where the assistant begins."""
+        return self._ids(self.prompt(observation) if isinstance(observation, Chat) else observation)
 
     def later(self, observation: Observation, end_token: int) -> list[int]:
         """Token ids of the environment's messages after a turn that the policy ended with `end_token`."""

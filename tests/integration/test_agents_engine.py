@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engine_rig import Rig, logprobs
 
 from launch.quickstart.assets import build_tokenizer
-from rollout_fleet.agents.driver import AgentDriver, AgentThread
+from rollout_fleet.agents.driver import AgentDriver
+from rollout_fleet.environments.isolation.placement import ThreadStage
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import EpisodeRules, Sampling
@@ -56,7 +57,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_engine_version_by_version
     host = EnvironmentHost()
 
     async def once() -> Any:
-        stage, budget = AgentThread(agent, {}, host), Budget(8, 100, 400)
+        stage, budget = ThreadStage(agent, {}, host), Budget(8, 100, 400)
         rules = EpisodeRules(budget, Sampling(TEMPERATURE), 60.0)
         driver = AgentDriver(rig.engine, Renderer(tokenizer), stage, rules)
         try:

@@ -24,13 +24,9 @@ class Gsm8k:
     """
 
     def __init__(self, problem: dict[str, Any], *, seed: int, prompt: str = PROMPT, thinking: bool = False) -> None:
-        question, answer = problem.get("question"), problem.get("answer")
-        gold = gold_number(answer) if isinstance(answer, str) else None
-        if not isinstance(question, str) or gold is None:
-            raise ValueError(f"expected a row {FORMAT}, found {problem}")
+        question, self.gold = read_row(problem)
         self.prompt = prompt.replace("{question}", question)
         self.thinking = thinking
-        self.gold = gold
 
     async def reset(self) -> Chat:
         """The question as the user's message."""
@@ -41,6 +37,15 @@ class Gsm8k:
         given = final_number(action.text)
         metrics = {"answered": float(given is not None)}
         return StepResult(reward=float(action.ended and given == self.gold), done=True, metrics=metrics)
+
+
+def read_row(problem: dict[str, Any]) -> tuple[str, Decimal]:
+    """(question, right number) of a row; raises ValueError for any other row."""
+    question, answer = problem.get("question"), problem.get("answer")
+    gold = gold_number(answer) if isinstance(answer, str) else None
+    if not isinstance(question, str) or gold is None:
+        raise ValueError(f"expected a row {FORMAT}, found {problem}")
+    return question, gold
 
 
 def gold_number(answer: str) -> Decimal | None:

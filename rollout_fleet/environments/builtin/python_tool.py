@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollout_fleet.environments.builtin.gsm8k import final_number, gold_number
+from rollout_fleet.environments.builtin.gsm8k import final_number, read_row
 from rollout_fleet.environments.isolation.sandbox import run_python
 from rollout_fleet.environments.protocol import Limits
 from rollout_fleet.environments.tools import Tool, ToolEnvironment
@@ -32,13 +32,7 @@ class PythonTool(ToolEnvironment):
         output_chars: int = 4000,
     ) -> None:
         super().__init__()
-        question, answer = problem.get("question"), problem.get("answer")
-        gold = gold_number(answer) if isinstance(answer, str) else None
-        if not isinstance(question, str) or gold is None:
-            raise ValueError(
-                f'expected {{"question": text, "answer": text that ends with "#### NUMBER"}}, not {problem}'
-            )
-        self.gold = gold
+        question, self.gold = read_row(problem)
         self.messages = (("user", prompt.replace("{question}", question)),)
 
         async def python(code: str) -> str:

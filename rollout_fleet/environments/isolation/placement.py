@@ -50,21 +50,35 @@ class Seat(Protocol):
 
 
 class Stage(Protocol):
-    """Makes the seats of one environment class."""
+    """Where the environments or the agents of one kind live."""
 
-    def seat(self, problem: dict[str, Any], seed: int, group_seed: int) -> Seat: ...
+    def seat(self, problem: dict[str, Any], seed: int, group_seed: int) -> Seat:
+        """The place of one episode's environment."""
+        ...
+
+    async def call(self, problem: dict[str, Any], seed: int, group_seed: int, **access: str) -> Any:
+        """Run an agent to its end; cancelling it ends the agent. Raises what the agent raises."""
+        ...
 
 
 class ThreadStage:
-    """Environments on the environments' thread."""
+    """Environments or agents on the environments' thread."""
 
-    def __init__(self, environment: Callable[..., Environment], options: dict[str, Any], host: EnvironmentHost) -> None:
-        self._environment, self._options, self._host = environment, options, host
-        self._shares_seed = registry.takes_group_seed(environment)
+    def __init__(self, kind: Callable[..., Any], options: dict[str, Any], host: EnvironmentHost) -> None:
+        self._kind, self._options, self._host = kind, options, host
+        self._shares_seed = registry.takes_group_seed(kind)
 
     def seat(self, problem: dict[str, Any], seed: int, group_seed: int) -> Seat:
+        """See Stage."""
+        return _ThreadSeat(self._host, lambda: self._made(problem, seed, group_seed))
+
+    async def call(self, problem: dict[str, Any], seed: int, group_seed: int, **access: str) -> Any:
+        """See Stage."""
+        return await self._host.call(lambda: self._made(problem, seed, group_seed, **access))
+
+    def _made(self, problem: dict[str, Any], seed: int, group_seed: int, **access: str) -> Any:
         shared = {"group_seed": group_seed} if self._shares_seed else {}
-        return _ThreadSeat(self._host, lambda: self._environment(problem, seed=seed, **shared, **self._options))
+        return self._kind(problem, seed=seed, **shared, **access, **self._options)
 
 
 class _ThreadSeat:

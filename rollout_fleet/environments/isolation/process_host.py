@@ -242,18 +242,39 @@ class Channel:
 
 
 class ProcessStage:
-    """Each episode in a process of its own."""
+    """Each environment or agent in a process of its own."""
 
     def __init__(
-        self, path: str, options: dict[str, Any], limits: Limits, timeout_s: float, host: ProcessHost, shares_seed: bool
+        self,
+        path: str,
+        options: dict[str, Any],
+        limits: Limits,
+        timeout_s: float,
+        host: ProcessHost,
+        shares_seed: bool = False,
     ) -> None:
         self._path, self._options, self._limits = path, options, limits
         self._wall_s, self._host, self._shares_seed = timeout_s + SPARE_S, host, shares_seed
 
     def seat(self, problem: dict[str, Any], seed: int, group_seed: int) -> Seat:
-        shared = {"group_seed": group_seed} if self._shares_seed else {}
-        request = {"path": self._path, "problem": problem, "keywords": {"seed": seed, **shared, **self._options}}
+        """See Stage."""
+        keywords = self._keywords(seed, group_seed)
+        request = {"path": self._path, "problem": problem, "keywords": keywords}
         return _ProcessSeat(self._host, self._limits, self._wall_s, request)
+
+    async def call(self, problem: dict[str, Any], seed: int, group_seed: int, **access: str) -> Any:
+        """See Stage."""
+        channel = await self._host.open(self._limits, self._wall_s)
+        try:
+            keywords = {"problem": problem, **self._keywords(seed, group_seed), **access}
+            said = await channel.ask(ipc_frames.SMALL_BYTES, do="call", path=self._path, keywords=keywords)
+            await self._host.learn(channel)
+            return said
+        finally:
+            channel.close()
+
+    def _keywords(self, seed: int, group_seed: int) -> dict[str, Any]:
+        return {"seed": seed, **({"group_seed": group_seed} if self._shares_seed else {}), **self._options}
 
 
 class _ProcessSeat:

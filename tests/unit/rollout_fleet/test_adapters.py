@@ -25,11 +25,11 @@ from chat_tokenizers import QWEN, with_template
 from fleet_fakes import ScriptedSampler, in_turn, make_driver, new_host, say
 
 from common.rollouts import Sample, VersionRun
-from rollout_fleet.agents.driver import AgentDriver, AgentProcess
+from rollout_fleet.agents.driver import AgentDriver
 from rollout_fleet.agents.verifiers_agent import agent
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.adapters.openenv import OpenEnv
-from rollout_fleet.environments.isolation.process_host import ProcessHost
+from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
@@ -225,7 +225,7 @@ async def _once(sampler: ScriptedSampler, limits: Limits, problem: dict[str, Any
     new_host()
     processes = ProcessHost(("rollout_fleet.agents.verifiers_agent", "verifiers"), python)
     options = {"env_id": "verifiers-game", "arguments": '{"bonus": 0.5}'}
-    stage = AgentProcess("rollout_fleet.agents.verifiers_agent:agent", options, limits, 120.0, processes)
+    stage = ProcessStage("rollout_fleet.agents.verifiers_agent:agent", options, limits, 120.0, processes)
     renderer, budget = Renderer(with_template(QWEN, "<eos>")), Budget(4, 200, 2000)
     driver = AgentDriver(sampler, renderer, stage, EpisodeRules(budget, timeout_s=120.0, limits=limits))
     try:

@@ -14,9 +14,10 @@ from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 
 from common.errors import SlipstreamError
 from common.rollouts import Group, Sample, VersionRun, decode_group, encode_group
-from rollout_fleet.agents.driver import AgentDriver, AgentProcess, AgentThread
+from rollout_fleet.agents.driver import AgentDriver
 from rollout_fleet.environments import registry
-from rollout_fleet.environments.isolation.process_host import ProcessHost
+from rollout_fleet.environments.isolation.placement import ThreadStage
+from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
@@ -40,9 +41,9 @@ def policy(*said: str | Exception) -> ScriptedSampler:
     return ScriptedSampler(answer)
 
 
-def play(agent: Agent | AgentProcess, sampler: ScriptedSampler, budget: Budget | None = None, **more: Any) -> Sample:
+def play(agent: Agent | ProcessStage, sampler: ScriptedSampler, budget: Budget | None = None, **more: Any) -> Sample:
     async def once() -> Sample:
-        stage = agent if isinstance(agent, AgentProcess) else AgentThread(agent, {}, new_host())
+        stage = agent if isinstance(agent, ProcessStage) else ThreadStage(agent, {}, new_host())
         driver = AgentDriver(
             sampler,
             Renderer(with_template(QWEN, "<eos>")),
@@ -137,7 +138,7 @@ async def test_a_key_is_needed_and_void_when_the_episode_is_over() -> None:
         return 1.0
 
     driver = AgentDriver(
-        policy("a", "b"), Renderer(with_template(QWEN, "<eos>")), AgentThread(looks, {}, new_host()),
+        policy("a", "b"), Renderer(with_template(QWEN, "<eos>")), ThreadStage(looks, {}, new_host()),
         EpisodeRules(Budget(4, 200, 2000), timeout_s=30.0, limits=LIMITS),
     )  # fmt: skip
     assert [(await driver.run({}, n)).error for n in range(2)] == [None, None]
@@ -261,7 +262,7 @@ async def agent(problem, *, base_url, api_key, model, seed, bonus=0.0):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     host = ProcessHost(("outside_agent",))
     try:
-        sample = play(AgentProcess("outside_agent:agent", {"bonus": 0.5}, LIMITS, 30.0, host), policy("3"))
+        sample = play(ProcessStage("outside_agent:agent", {"bonus": 0.5}, LIMITS, 30.0, host), policy("3"))
     finally:
         host.close()
     assert (sample.error, sample.reward, sample.stop_reason) == (None, 1.5, "stop")
@@ -292,21 +293,19 @@ def test_a_request_that_an_agent_leaves_behind_ends_with_the_episode() -> None:
                     await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "1+2"}])
                 except APIStatusError as error:
                     return error.status_code
-                finally:
-                    done.set()
             return 200
 
         assert await ask() == 200
-        done.clear()
         sampler.gate.clear()
         left.append(asyncio.create_task(ask()))
+        left[0].add_done_callback(lambda _: done.set())
         while not sampler.now:
             await asyncio.sleep(0.01)
         return 1.0
 
     async def once() -> Sample:
         driver = AgentDriver(
-            sampler, Renderer(with_template(QWEN, "<eos>")), AgentThread(leaves, {}, new_host()),
+            sampler, Renderer(with_template(QWEN, "<eos>")), ThreadStage(leaves, {}, new_host()),
             EpisodeRules(Budget(4, 200, 2000), timeout_s=30.0, limits=LIMITS),
         )  # fmt: skip
         sample = await driver.run({}, 1)
