@@ -106,6 +106,13 @@ def epoch_store(epoch: Epoch) -> Any:
     return _dist.PrefixStore(f"epoch/{epoch.epoch}", store)
 
 
+def from_root() -> Any:
+    """Options of a broadcast of one tensor from rank 0."""
+    options = _dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = ROOT, 0
+    return options
+
+
 def bucket_timeout(publish_timeout_s: float) -> float:
     """Seconds that one bucket may take when the whole publish may take `publish_timeout_s`."""
     return max(0.5, publish_timeout_s / 4)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from common.config.network_checks import is_wildcard, split_address
+from common.config.network_checks import split_address
 from common.config.schema import Config
 from common.errors import SlipstreamError
 from launch.doctor.findings import Finding, fine, problem, warning
@@ -23,14 +23,10 @@ def check_network(config: Config, running: bool) -> Iterator[Finding]:
 
 def check_interface(host: str) -> Iterator[Finding]:
     """The weight plane can listen there."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((host, 0))
-    except OSError as error:
+    if reason := bind_error(host, 0):
         why = "the learner's weight plane listens there, on a port that it picks"
         mend = "an address that `ip address` shows on the learner's machine"
-        yield problem("weights.address", f"{host}: {error.strerror or error}", why, mend)
+        yield problem("weights.address", f"{host}: {reason}", why, mend)
 
 
 def check_port(address: str) -> Iterator[Finding]:
@@ -45,18 +41,24 @@ def check_port(address: str) -> Iterator[Finding]:
     if port == 0:
         yield fine("port", "picked by the broker when it starts")
         return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("" if is_wildcard(host) else host, port))
-    except OSError as error:
+    if reason := bind_error("" if host == "*" else host, port):
         holder = holder_of(port)
-        what = f"{address}: {error.strerror or error}" + (f", by process {holder}" if holder else "")
+        what = f"{address}: {reason}" + (f", by process {holder}" if holder else "")
         why = "the broker listens there"
         yield problem("port", what, why, "end that process, or another port in broker.address (0: a free one)")
     else:
         yield fine("port", f"{address} is free")
+
+
+def bind_error(host: str, port: int) -> str:
+    """Why no socket can listen there; '' when one can."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _socket_file(path: Path) -> Iterator[Finding]:

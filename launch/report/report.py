@@ -16,6 +16,17 @@ from launch.observe.sft_status import warm_start_of
 from launch.resolve_target import config_of, find_run
 
 FIRST_STEPS, LAST_STEPS = 5, 10
+STEP_TIMES = {
+    "step": "step_s",
+    "waiting_for_groups": "learner_idle_s",
+    "training": "train_s",
+    "publish": "publish_s",
+    "generation_stall": "generation_stall_s",
+}
+OFF_POLICY = (
+    "ratio_p1", "ratio_p99", "effective_sample_fraction", "correction_clip_fraction", "correction_masked_fraction",
+    "veto_fraction", "objective_clip_fraction", "mismatch_abs_mean",
+)  # fmt: skip
 AGES = ("0", "1", "2", "3-4", "5-8", "9 and more")  # the classes of StepMetrics.mismatch_by_age
 
 
@@ -40,12 +51,11 @@ def command(args: argparse.Namespace) -> int:
 
 def summarise(run: RunDir, tail: MetricsTail) -> dict[str, Any]:
     """The figures of the whole run: {section: {name: number}}; sections are those of the table."""
-    config = config_of(run)
-    rewards, steps = tail.series("reward_mean"), tail.series("step_s")
+    config, last = config_of(run), tail.lines[-1]
+    rewards, seconds = tail.series("reward_mean"), wall_clock_s(tail)
     if not rewards:
         raise SlipstreamError(f"{run.metrics} is not that of an RL job: no line has a reward_mean")
-    seconds = wall_clock_s(tail)
-    last = tail.lines[-1]
+    trained = sum(tail.series("tokens_trained"))
     out: dict[str, Any] = {
         "run": {
             "name": config.run.name if config else run.path.name,
@@ -65,43 +75,21 @@ def summarise(run: RunDir, tail: MetricsTail) -> dict[str, Any]:
             "max": max(tail.series("staleness_max"), default=None),
             "tokens_expired": sum(tail.series("tokens_expired")),
         },
-        "time_per_step_s": {
-            "step": mean(steps),
-            "waiting_for_groups": mean(tail.series("learner_idle_s")),
-            "training": mean(tail.series("train_s")),
-            "publish": mean(tail.series("publish_s")),
-            "generation_stall": mean(tail.series("generation_stall_s")),
-        },
-        "tokens": {
-            "generated": last.get("tokens_generated_total"),
-            "trained": last.get("tokens_trained_total"),
-            "wasted": last.get("tokens_wasted_total"),
-            "trained_per_s": sum(tail.series("tokens_trained")) / seconds if seconds else None,
-        },
+        "time_per_step_s": {name: mean(tail.series(metric)) for name, metric in STEP_TIMES.items()},
+        "tokens": {name: last.get(f"tokens_{name}_total") for name in ("generated", "trained", "wasted")}
+        | {"trained_per_s": trained / seconds if seconds else None},
         "advice": advice_section(tail, config.staleness.max if config else 0),
         "wasted": waste_view.of_report(last),
         "failed_samples": waste_view.summed(line.get("samples_failed_by_reason", {}) for line in tail.lines),
-        "off_policy": {
-            "ratio_max": max(tail.series("ratio_max"), default=None),
-            "ratio_p1": mean(tail.series("ratio_p1")),
-            "ratio_p99": mean(tail.series("ratio_p99")),
-            "effective_sample_fraction": mean(tail.series("effective_sample_fraction")),
-            "correction_clip_fraction": mean(tail.series("correction_clip_fraction")),
-            "correction_masked_fraction": mean(tail.series("correction_masked_fraction")),
-            "veto_fraction": mean(tail.series("veto_fraction")),
-            "objective_clip_fraction": mean(tail.series("objective_clip_fraction")),
-            "mismatch_abs_mean": mean(tail.series("mismatch_abs_mean")),
+        "off_policy": {"ratio_max": max(tail.series("ratio_max"), default=None)}
+        | {name: mean(tail.series(name)) for name in OFF_POLICY}
+        | {
             "entropy_last_10": mean(tail.series("entropy")[-LAST_STEPS:]),
             "kl_last_10": mean(tail.series("kl_mean")[-LAST_STEPS:]),
         },
     }
-    by_age = mismatch_by_age(tail)
-    if by_age:
-        out["mismatch_by_staleness"] = by_age
-    evaluation = read_evaluation(run)
-    if evaluation:
-        out["held_out"] = evaluation
-    return out
+    optional = {"mismatch_by_staleness": mismatch_by_age(tail), "held_out": read_evaluation(run)}
+    return out | {section: figures for section, figures in optional.items() if figures}
 
 
 def advice_section(tail: MetricsTail, staleness: int) -> dict[str, Any]:

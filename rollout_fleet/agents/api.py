@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,10 +166,7 @@ def identity(message: Message) -> tuple[str, str, str]:
 
 def said(answer: Answer) -> Message:
     """The answer as the message that an agent sends back with its next request."""
-    calls = [
-        {"id": name, "type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
-        for name, call in answer.calls
-    ]
+    calls = _wire_calls(answer.calls, json.loads)
     message: Message = {"role": "assistant", "content": answer.text}
     return {**message, "tool_calls": calls} if calls else message
 
@@ -182,8 +179,6 @@ def chat_body(answer: Answer, request: Request, name: str, model: str) -> dict[s
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
     if request.logprobs:
         choice["logprobs"] = {"content": _logprobs(answer), "refusal": None}
-    if request.token_ids:
-        choice["token_ids"] = answer.tokens
     return _body("chat.completion", choice, answer, request, name, model)
 
 
@@ -192,8 +187,6 @@ def completion_body(answer: Answer, request: Request, name: str, model: str) -> 
     choice: dict[str, Any] = {"index": 0, "text": answer.text, "finish_reason": answer.finish_reason, "logprobs": None}
     if request.logprobs:
         choice["logprobs"] = {"tokens": answer.pieces, "token_logprobs": answer.logprobs, "top_logprobs": None}
-    if request.token_ids:
-        choice["token_ids"] = answer.tokens
     return _body("text_completion", choice, answer, request, name, model)
 
 
@@ -230,12 +223,13 @@ def _body(kind: str, choice: dict[str, Any], answer: Answer, request: Request, n
     }
     if request.token_ids:
         body["prompt_token_ids"] = answer.prompt_tokens
+        choice["token_ids"] = answer.tokens
     return body
 
 
-def _wire_calls(calls: Sequence[tuple[str, ToolCall]]) -> list[dict[str, Any]]:
+def _wire_calls(calls: Sequence[tuple[str, ToolCall]], arguments: Callable[[str], Any] = str) -> list[dict[str, Any]]:
     return [
-        {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments(call.arguments)}}
         for name, call in calls
     ]
 

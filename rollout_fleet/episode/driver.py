@@ -277,14 +277,11 @@ async def generate(
 
 def failure(error: Exception, where: str) -> EpisodeFailed:
     """Why a sample fails whose environment raised `error` in `where`."""
-    if isinstance(error, Flood):
-        return EpisodeFailed(f"{where}: {error}", StopReason.ENVIRONMENT_FLOOD)
-    if isinstance(error, EnvironmentDied):
-        return EpisodeFailed(f"{where}: {error}", StopReason.ENVIRONMENT_KILLED)
-    if isinstance(error, _Refused):
-        return EpisodeFailed(f"{where}: {error}")
     if isinstance(error, EnvironmentRaised):
         return EpisodeFailed(f"{where} {error}")
+    reasons = {Flood: StopReason.ENVIRONMENT_FLOOD, EnvironmentDied: StopReason.ENVIRONMENT_KILLED}
+    if isinstance(error, Flood | EnvironmentDied | _Refused):
+        return EpisodeFailed(f"{where}: {error}", reasons.get(type(error), StopReason.ENVIRONMENT_ERROR))
     return EpisodeFailed(f"{where} raised {type(error).__name__}: {error}")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from common.weights.collectives import ROOT, epoch_store, local_address
+from common.weights.collectives import epoch_store, from_root, local_address
 from common.weights.messages import Epoch
 
 _dist: Any = distributed  # these classes are public in use but untyped in torch
@@ -37,9 +37,7 @@ class GlooGroup:
         group = self._group
         if group is None:
             raise RuntimeError("the group was closed")
-        options = _dist.BroadcastOptions()
-        options.rootRank = ROOT
-        options.rootTensor = 0
+        options = from_root()
         options.timeout = datetime.timedelta(seconds=timeout_s)
         return group.broadcast([bucket], options).wait  # one thread works through them: the clock starts with its turn
 

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from common.errors import UsageError
-from common.weights.collectives import ROOT, epoch_store
+from common.weights.collectives import epoch_store, from_root
 from common.weights.messages import Epoch
 from common.weights.transports.device import DeviceGroup
 
@@ -24,12 +24,10 @@ HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # "0": an error of one communicato
 
 def require_device() -> None:
     """Raises UsageError when this machine has no device for NCCL."""
-    if not torch.cuda.is_available() or not hasattr(_dist, "ProcessGroupNCCL"):
-        raise UsageError(
-            "weights.transport: nccl needs a CUDA device on learner and nodes; found none; use gloo"
-            if not torch.cuda.is_available()
-            else "weights.transport: nccl needs a torch that is built with NCCL; this one is not; use gloo"
-        )
+    if not torch.cuda.is_available():
+        raise UsageError("weights.transport: nccl needs a CUDA device on learner and nodes; found none; use gloo")
+    if not hasattr(_dist, "ProcessGroupNCCL"):
+        raise UsageError("weights.transport: nccl needs a torch that is built with NCCL; this one is not; use gloo")
 
 
 _device: torch.device | None = None
@@ -76,10 +74,7 @@ class NcclCommunicator:
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         """Rank 0's bytes into everyone's device `buffer` [n] uint8; on return the bytes are there."""
-        options = _dist.BroadcastOptions()
-        options.rootRank = ROOT
-        options.rootTensor = 0
-        self._group.broadcast([buffer], options).wait()
+        self._group.broadcast([buffer], from_root()).wait()
         torch.cuda.current_stream().synchronize()
 
     def abort(self) -> None:

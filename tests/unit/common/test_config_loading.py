@@ -94,7 +94,7 @@ def test_override_is_typed_by_yaml_and_schema(write, override, key, value):
         (f"rollout: {{nodes: {10**20}}}", "rollout.nodes", "an integer >= ", "0000 (integer)", "at most 9007"),
         (f"run: {{steps: 0x{'f' * 5000}}}", "run.steps", "an integer >= 1", "20000 bits", "at most 9007"),
         (f"rollout: {{top_p: {10**400}}}", "rollout.top_p", "a number > 0", "of 1329 bits", "at most 9007"),
-        ("rollout: {sample_timeout_s: 1.0e+10}", "rollout.sample_timeout_s", "> 0 and <= 1000000000.0", "1000000", ""),
+        ("rollout: {sample_timeout_s: 1.0e+10}", "rollout.sample_timeout_s", "> 0 and <= 1e+09", "1000000", ""),
         ("rollout: {temperature: .nan}", "rollout.temperature", "a number > 0", "nan", ""),
         ("weights: {kv_cache: kep}", "weights.kv_cache", "one of keep, recompute", "'kep'", "did you mean 'keep'?"),
         ("staleness: {expired: drop}", "staleness.expired", "one of mask, regenerate, wait", "'drop'", ""),

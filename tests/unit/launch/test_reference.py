@@ -23,11 +23,11 @@ def test_every_key_has_a_row_with_a_meaning(rows: dict[str, list[str]]) -> None:
 
 
 def test_ranges_choices_and_defaults_are_told(rows: dict[str, list[str]]) -> None:
-    assert rows["run.steps"][:2] == ["integer >= 1", "needed"]
-    assert rows["rollout.top_p"][:2] == ["number > 0, <= 1", "`1.0`"]
-    assert rows["rollout.concurrency"][:2] == ["integer >= 1 or `auto`", "`128`"]
-    assert rows["weights.transport"][:2] == ["`gloo`, `nccl` or `relay`", "`gloo`"]
-    assert rows["tasks.limits.process"][:2] == ["true, false", "unset"]
+    assert rows["run.steps"][:2] == ["an integer >= 1", "needed"]
+    assert rows["rollout.top_p"][:2] == ["a number > 0 and <= 1", "`1.0`"]
+    assert rows["rollout.concurrency"][:2] == ["an integer >= 1 or one of auto", "`128`"]
+    assert rows["weights.transport"][:2] == ["one of gloo, nccl, relay", "`gloo`"]
+    assert rows["tasks.limits.process"][:2] == ["true or false", "unset"]
 
 
 def test_pages_that_a_meaning_names_are_links(rows: dict[str, list[str]]) -> None:
