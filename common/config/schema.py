@@ -166,25 +166,30 @@ class CheckpointConfig(Strict, frozen=True, kw_only=True):
     asynchronous: bool = True  # Writes checkpoints while the next steps run. A commit still waits for the disk.
 
 
-class LearnerConfig(Strict, frozen=True, kw_only=True):
+class RanksConfig(Strict, frozen=True, kw_only=True):
+    """The keys that every learner has, of an RL job or of a warm start."""
+
     world_size: Positive = 1  # Number of learner ranks.
     threads: Positive = 1  # CPU threads of each rank.
     # Limit of every collective of the ranks. Raise it if one rank may keep the others waiting for longer.
     timeout_s: CollectiveSeconds = 300.0
-    groups_per_step: Positive = 16  # Prompts of one optimizer step.
     # Packed tokens of one forward and backward pass. Lower it when activations do not fit.
     micro_batch_tokens: Positive = 16384
-    dynamic_sampling: bool = False  # Replaces groups whose rewards are all equal by further groups.
     parallel: ParallelConfig = ParallelConfig()
     memory: MemoryConfig = MemoryConfig()
     moe: MoeConfig = MoeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    loss: LossConfig = LossConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @property
     def data_parallel(self) -> int:
         return self.world_size // self.parallel.model_ranks
+
+
+class LearnerConfig(RanksConfig, frozen=True, kw_only=True):
+    groups_per_step: Positive = 16  # Prompts of one optimizer step.
+    dynamic_sampling: bool = False  # Replaces groups whose rewards are all equal by further groups.
+    loss: LossConfig = LossConfig()
 
 
 class EngineConfig(Strict, frozen=True, kw_only=True):
@@ -293,21 +298,9 @@ class SftTasksConfig(Strict, frozen=True, kw_only=True):
     shuffle: bool = True  # Gives every epoch its own order. False keeps the order of the file.
 
 
-class SftLearnerConfig(Strict, frozen=True, kw_only=True):
-    world_size: Positive = 1
-    threads: Positive = 1
-    timeout_s: CollectiveSeconds = 300.0
+class SftLearnerConfig(RanksConfig, frozen=True, kw_only=True):
     sequences_per_step: Positive = 32  # Sequences of one optimizer step.
-    micro_batch_tokens: Positive = 16384
-    parallel: ParallelConfig = ParallelConfig()
-    memory: MemoryConfig = MemoryConfig()
-    moe: MoeConfig = MoeConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig(every=1000, keep=1)
-
-    @property
-    def data_parallel(self) -> int:
-        return self.world_size // self.parallel.model_ranks
 
 
 class SftConfig(Strict, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ import zmq.auth.thread
 from zmq.utils.monitor import recv_monitor_message
 
 from common.errors import UsageError
-from common.security.credentials import Credential, Identity, KeyFolder, Role, load_allowed
+from common.security.credentials import Credential, Identity, KeyFolder, Role, ServerKeys, load_allowed
 
 logger = logging.getLogger(__name__)
 
@@ -83,16 +83,6 @@ class KeyRing:
         return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-class KeyPair(Protocol):
-    """Something that has a CURVE key pair, each key as 40 characters of Z85."""
-
-    @property
-    def public(self) -> str: ...
-
-    @property
-    def secret(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Keys:
     """A key pair as Z85 text; '' where there are no keys."""
@@ -101,6 +91,7 @@ class Keys:
     secret: str = ""
 
 
+KeyPair = Keys | ServerKeys | Credential
 NO_KEYS = Keys()
 
 

@@ -46,7 +46,8 @@ def comments(kind: type[msgspec.Struct]) -> dict[str, str]:
     """Field name to the comment behind it, or to the comment lines above it."""
     out: dict[str, str] = {}
     above: list[str] = []
-    for line in inspect.getsource(kind).splitlines():
+    declared = [part for part in kind.__mro__ if part.__module__ == schema.__name__]
+    for line in "".join(map(inspect.getsource, declared)).splitlines():
         field = re.match(r"    (\w+): .*?(?:  # (.*))?$", line)
         if field:
             out[field[1]] = field[2] or " ".join(above)
@@ -69,7 +70,7 @@ def config_rows(kind: type[msgspec.Struct], prefix: str, only: frozenset[str] | 
     for field in msgspec.structs.fields(kind):
         name = f"{prefix}{field.name}"
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            if only is None or field.type is schema.CheckpointConfig:
+            if only is None:
                 yield from config_rows(field.type, f"{name}.")
         elif only is None or field.name in only:
             values = describe_type(field.type).removesuffix(" or null")
@@ -89,7 +90,6 @@ def config_page() -> str:
     tasks = list(config_rows(schema.SftTasksConfig, "tasks."))
     learner = list(config_rows(schema.SftLearnerConfig, "learner.", frozenset({"sequences_per_step"})))
     every = schema.SftLearnerConfig().checkpoint
-    learner = [row for row in learner if ".checkpoint." not in row]
     closing = f"\nIts checkpoints have the defaults `every: {every.every}` and `keep: {every.keep}`.\n"
     return "".join(parts) + SFT_HEAD + table(head, tasks + learner) + closing
 

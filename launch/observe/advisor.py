@@ -137,7 +137,7 @@ def advise(rates: Rates, staleness: int) -> Advice:
 
 
 def _window(rates: Rates, staleness: int, idle_then: float, speedup: float) -> Advice:
-    gains = f"learner idle {rates.idle:.0%} -> about {idle_then:.0%}, steps up to {speedup:.1f} times as fast"
+    gains = _gains(rates, idle_then, speedup)
     wider = f"staleness.max {staleness + 1} instead of {staleness}"
     why = f"learner and nodes wait for each other ({rates.idle:.0%} and {rates.waiting:.0%} of the time)"
     if rates.taken < HALF_FULL:
@@ -153,11 +153,12 @@ def _more(rates: Rates) -> Advice:
     step_s, idle_then = rates.predicted(nodes)
     speedup = rates.step_s / step_s
     more = nodes - rates.nodes
-    text = (
-        f"{more} more node{'s' * (more > 1)}: learner idle {rates.idle:.0%} -> about {idle_then:.0%}, "
-        f"steps up to {speedup:.1f} times as fast"
-    )
+    text = f"{more} more node{'s' * (more > 1)}: {_gains(rates, idle_then, speedup)}"
     return Advice("more_nodes", text, nodes, rates.idle, idle_then, speedup)
+
+
+def _gains(rates: Rates, idle_then: float, speedup: float) -> str:
+    return f"learner idle {rates.idle:.0%} -> about {idle_then:.0%}, steps up to {speedup:.1f} times as fast"
 
 
 def _fewer(rates: Rates) -> Advice:

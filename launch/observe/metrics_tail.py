@@ -6,6 +6,8 @@ from typing import Any
 
 from common.metrics import no_file
 
+LAST_STEPS = 10  # whose mean stands for the present
+
 
 class MetricsTail:
     """Steps seen so far, one entry per step; a resumed learner's rewritten file is read from its start."""
@@ -52,3 +54,8 @@ class MetricsTail:
 def mean(values: list[float]) -> float | None:
     """None of nothing."""
     return sum(values) / len(values) if values else None
+
+
+def ends(values: list[float]) -> dict[str, float | None]:
+    """The means of the first and of the last steps, as reports name them."""
+    return {"first_5_steps": mean(values[:5]), "last_10_steps": mean(values[-LAST_STEPS:])}

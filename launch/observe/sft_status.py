@@ -6,10 +6,8 @@ from common.config.loading import load_either
 from common.config.schema import SftConfig
 from common.process.lifecycle import alive
 from common.process.run_dir import RunDir
-from launch.observe.metrics_tail import MetricsTail, mean
+from launch.observe.metrics_tail import LAST_STEPS, MetricsTail, ends, mean
 from learner.loop.learner_record import read_record
-
-FIRST_STEPS, LAST_STEPS = 5, 10
 
 
 def warm_start_of(run: RunDir) -> SftConfig | None:
@@ -71,11 +69,7 @@ def summarise(config: SftConfig, tail: MetricsTail) -> dict[str, Any]:
     trained = sum(tail.series("tokens_trained"))
     return {
         "run": {"name": config.run.name, "steps": len(tail.lines), "seconds": seconds},
-        "loss": {
-            "first_5_steps": mean(losses[:FIRST_STEPS]),
-            "last_10_steps": mean(losses[-LAST_STEPS:]),
-            "lowest": min(losses, default=None),
-        },
+        "loss": {**ends(losses), "lowest": min(losses, default=None)},
         "time_per_step_s": {"step": mean(tail.series("step_s"))},
         "tokens": {
             "trained": trained,

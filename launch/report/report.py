@@ -11,11 +11,10 @@ from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir, write_json
 from launch.observe import sft_status, waste_view
 from launch.observe.advisor import advice_for
-from launch.observe.metrics_tail import MetricsTail, mean
+from launch.observe.metrics_tail import LAST_STEPS, MetricsTail, ends, mean
 from launch.observe.sft_status import warm_start_of
 from launch.resolve_target import config_of, find_run
 
-FIRST_STEPS, LAST_STEPS = 5, 10
 STEP_TIMES = {
     "step": "step_s",
     "waiting_for_groups": "learner_idle_s",
@@ -64,8 +63,7 @@ def summarise(run: RunDir, tail: MetricsTail) -> dict[str, Any]:
             "incarnations": int(last.get("incarnation", 0)) + 1,
         },
         "reward": {
-            "first_5_steps": mean(rewards[:FIRST_STEPS]),
-            "last_10_steps": mean(rewards[-LAST_STEPS:]),
+            **ends(rewards),
             "best_step": max(rewards),
             "steps_to_0.9": first_above(rewards, 0.9),
         },

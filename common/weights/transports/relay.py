@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import zmq
 
-from common.security.curve import secure_client
+from common.security.curve import Keys, secure_client
 from common.weights.messages import Epoch, Source
 from common.weights.transports.relay_wire import CREDIT, PIECE_BYTES, Get, Gone, decode_answer, encode
 
@@ -120,6 +120,6 @@ def connected(context: "zmq.Context[zmq.Socket[bytes]]", source: Source) -> "zmq
     socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + 4096)  # encryption adds some bytes
     socket.setsockopt(zmq.IPV6, int("[" in source.address))
     if source.server_public:
-        secure_client(socket, source, source.server_public)
+        secure_client(socket, Keys(source.public, source.secret), source.server_public)
     socket.connect(source.address)
     return socket
