@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 import async_tail
 import harness
@@ -23,7 +23,6 @@ from common.config.loading import load_config
 from common.config.schema import Config
 from launch.roles import thread_environment
 from rollout_fleet.episode.concurrency import AdaptiveLimit, Slots, pressure
-from rollout_fleet.episode.sampler_protocol import EngineCounters
 
 NAME = "adaptive_concurrency"
 FIXED = (8, 32, 128)
@@ -51,21 +50,6 @@ LENGTHS = {"tail": tailed, "long": long, "short": short}
 CASES = ("tail-8", "tail-64", "long-64", "short-8")  # lengths, MiB of KV cache
 
 
-@dataclass(frozen=True)
-class Mark:
-    """An engine's counters at one moment."""
-
-    at_s: float
-    tokens: int
-    recomputed: int
-    preemptions: int
-    lost_s: float
-
-
-def mark(seen: EngineCounters) -> Mark:
-    return Mark(time.perf_counter(), seen.tokens_sampled, seen.tokens_recomputed, seen.preemptions, seen.recompute_s)
-
-
 class Arm:
     """Keeps every place taken for a while."""
 
@@ -76,11 +60,11 @@ class Arm:
         self._looks: list[int] = []
 
     async def measure(self) -> dict:
-        began, settled, next_look = time.perf_counter(), None, LOOK_S
+        began, settled, settled_s, next_look = time.perf_counter(), None, 0.0, LOOK_S
         tasks: set[asyncio.Task[None]] = set()
         while (now := time.perf_counter() - began) < SETTLE_S + COUNTED_S:
             if settled is None and now >= SETTLE_S:
-                settled = mark(self._engine.counters)
+                settled, settled_s = replace(self._engine.counters), time.perf_counter()
             if now >= next_look:
                 next_look += LOOK_S
                 self._look()
@@ -89,18 +73,17 @@ class Arm:
             done, tasks = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-        ended = mark(self._engine.counters)
+        ended, took = replace(self._engine.counters), time.perf_counter() - settled_s
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._engine.generate([10] * PROMPT_TOKENS, 1)  # behind the aborts: the engine is idle again
         assert settled is not None
-        took = ended.at_s - settled.at_s
         return {
-            "tokens_per_s": round((ended.tokens - settled.tokens) / took, 1),
-            "recomputed_per_s": round((ended.recomputed - settled.recomputed) / took, 1),
+            "tokens_per_s": round((ended.tokens_sampled - settled.tokens_sampled) / took, 1),
+            "recomputed_per_s": round((ended.tokens_recomputed - settled.tokens_recomputed) / took, 1),
             "preemptions_per_s": round((ended.preemptions - settled.preemptions) / took, 2),
-            "time_lost": round((ended.lost_s - settled.lost_s) / took, 4),
+            "time_lost": round((ended.recompute_s - settled.recompute_s) / took, 4),
             "places": " ".join(map(str, self._looks)),  # look by look
         }
 

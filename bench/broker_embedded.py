@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +41,8 @@ PROBLEM = json.dumps({"question": "384+519", "answer": "903"}).encode()
 class Embedded:
     """A broker with `broker.durability`, one node and one learner."""
 
+    ahead = 0  # tasks offered beyond the step that is taken; 0: all
+
     def __init__(self, durability: str, name: str = "") -> None:
         self.name = name or f"slipstream_{durability}"
         self._durability = durability
@@ -51,11 +53,11 @@ class Embedded:
         with broker_process(folder, self._durability) as pid:
             yield wait_for_address(Path(folder)), [pid]
 
-    def produce(self, address: str, load: Load) -> Iterator[None]:
+    def produce(self, address: str, load: Load) -> Generator[None, None, "Times"]:
         keep_freed_memory()  # as a node does
         made = self.source(load)
         yield
-        asyncio.run(run_node(address, load.groups, self._published, made))
+        return asyncio.run(run_node(address, load.groups, self._published, made))
 
     def consume(self, address: str, load: Load) -> Iterator[None]:
         keep_freed_memory()  # as a learner does
@@ -63,7 +65,7 @@ class Embedded:
         with connect(Access(address=address, role="learner")) as client:
             client.attach(LearnerReport(os.getpid(), 0, "training", 0))
             yield
-            run_learner(client, load.groups, self._published, load.groups, self.use)
+            run_learner(client, load.groups, self._published, self.ahead or load.groups, self.use)
 
     def source(self, load: Load) -> Callable[[int], tuple[GroupMeta, bytes]]:
         """Encodes a group for each task, as a node does."""

@@ -24,7 +24,7 @@ class Episode(NamedTuple):
 
 
 class ListSample(msgspec.Struct):
-    """What peers send: numbers as lists."""
+    """A sample as peers send it: numbers as lists."""
 
     tokens: list[int]
     loss_mask: list[int]
@@ -56,7 +56,7 @@ def make_episodes(seed: int, size: str) -> list[Episode]:
 
 
 def structs(size: str) -> Iterator[tuple[Group, GroupMeta]]:
-    """Endless groups as a node holds them when their episodes are over, with what the broker is told of them."""
+    """Endless groups as a node has them when their episodes are over, with their metadata for the broker."""
     samples = [[_sample(episode) for episode in make_episodes(seed, size)] for seed in range(DISTINCT_GROUPS)]
     tokens = SAMPLES * COMPLETION_TOKENS[size]
     meta = GroupMeta(version_min=3, version_max=4, reward_mean=0.5, sampled_tokens=tokens)
@@ -72,7 +72,7 @@ def lists(size: str) -> Iterator[ListGroup]:
 
 
 def arrays_of_structs(group: Group) -> list[Episode]:
-    """What a learner computes with."""
+    """The arrays that a learner computes with."""
     return [Episode(s.tokens.numpy(), s.loss_mask.numpy(), s.behavior_logprobs.numpy()) for s in group.samples]
 
 

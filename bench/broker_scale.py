@@ -2,12 +2,11 @@
 
     python bench/broker_scale.py [--nodes 1 100 1000] [--seconds 20] [--think 5] [--leases 1000]
 
-Every node is a real client with a connection, an identity and heartbeats of its own; only the rollout is a pause, drawn
-evenly from half to one and a half times --think seconds. The same number of groups is under way whatever the number of
-nodes (--leases, dealt out evenly), so every run asks the broker for the same groups a second, and what differs is the
-number of nodes. The CPU per group is given with all that the broker did, heartbeats included, and without what the same
-nodes cost when they only wait and beat, which is measured before. The ratio is of the latter: heartbeats are a price
-per node and second, not per group. Writes bench/results/broker_scale.json.
+Every node is a real client with a connection, an identity and heartbeats of its own. Only the rollout is a pause, drawn
+evenly from half to one and a half times --think seconds. --leases groups are under way, dealt out evenly, whatever the
+number of nodes: so every run asks the broker for the same groups per second. The CPU per group includes heartbeats.
+*Without waiting* leaves out the CPU of the same nodes when they only wait and beat, which is measured before: heartbeats
+are a price per node and second, not per group. Writes bench/results/broker_scale.json.
 """
 
 import argparse
@@ -27,7 +26,8 @@ from typing import NamedTuple
 import broker_groups
 import harness
 import psutil
-from broker_embedded import HEARTBEAT_S, PROBLEM, broker_process, wait_for_address
+from broker_embedded import HEARTBEAT_S, PROBLEM, Times, broker_process, wait_for_address
+from broker_ways import cpu_s
 
 from broker.connect import Access, connect
 from broker.contract import Lease, NodeReport
@@ -45,21 +45,14 @@ Process = tuple[multiprocessing.process.BaseProcess, Connection]
 
 
 class Plan(NamedTuple):
-    """What one process of nodes does; times are of the monotonic clock, which processes share."""
+    """The work of one process of nodes."""
 
     address: str
     first: int
     nodes: int
-    leases: int  # of each node at the same time
+    leases: int  # one node has at the same time
     think_s: float
     size: str
-
-
-class Measured(NamedTuple):
-    """Seconds of each call that ended in the measured time."""
-
-    lease_s: list[float]
-    complete_s: list[float]
 
 
 class Fleet:
@@ -67,7 +60,7 @@ class Fleet:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self.measured = Measured([], [])
+        self.measured = Times([], [])
         self.measuring = False
         group, self._meta = next(broker_groups.structs(plan.size))
         self._payload = encode_group(group)
@@ -101,7 +94,7 @@ class Fleet:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _work(self, client: AsyncBrokerClient, name: str) -> None:
-        """What a node does: ask for what fits, a few at a time, and start what comes."""
+        """Ask for as many tasks as fit, a few at a time, and start them, as a node does."""
         room = asyncio.Semaphore(self._plan.leases)
         async with asyncio.TaskGroup() as groups:
             while True:
@@ -184,8 +177,6 @@ def measure(nodes: int, options: argparse.Namespace) -> dict[str, object]:
         measured = [pipe.recv() for _, pipe in fleets]
         for process, _ in fleets:
             process.join(60)
-    lease_ms = sorted(1e3 * s for m in measured for s in m.lease_s)
-    complete_ms = sorted(1e3 * s for m in measured for s in m.complete_s)
     idle_share = idle_s / (options.seconds / 2)
     return {
         "nodes": nodes,
@@ -194,8 +185,8 @@ def measure(nodes: int, options: argparse.Namespace) -> dict[str, object]:
         "broker_cpu_us_per_group_without_waiting": round(1e6 * (busy_s - idle_share * options.seconds) / groups, 1),
         "broker_cpu_us_per_node_per_s": round(1e6 * idle_share / nodes, 1),
         "broker_busy_share": round(busy_s / options.seconds, 3),
-        "lease_ms": quantiles(lease_ms),
-        "complete_ms": quantiles(complete_ms),
+        "lease_ms": quantiles([s for m in measured for s in m.lease_s]),
+        "complete_ms": quantiles([s for m in measured for s in m.complete_s]),
         "broker_kib_per_node": round((rss_nodes - rss_before) / nodes / 1024, 1),
     }
 
@@ -222,15 +213,15 @@ def tell(fleets: list[Process], word: str) -> None:
 
 
 def cpu_of(process: psutil.Process, work: Callable[[], int | None]) -> tuple[float, int]:
-    """CPU seconds of `process` while `work` runs, and what that returns."""
-    before = process.cpu_times()
+    """CPU seconds of `process` while `work` runs, and the number that it returns."""
+    before = cpu_s(process)
     result = work()
-    after = process.cpu_times()
-    return after.user + after.system - before.user - before.system, result or 0
+    return cpu_s(process) - before, result or 0
 
 
-def quantiles(ordered: list[float]) -> dict[str, float]:
+def quantiles(seconds: list[float]) -> dict[str, float]:
     """Milliseconds."""
+    ordered = sorted(1e3 * s for s in seconds)
     return {
         "p50": round(statistics.median(ordered), 2),
         "p99": round(ordered[int(0.99 * (len(ordered) - 1))], 2),
@@ -244,7 +235,6 @@ def main() -> None:
         __doc__, nodes=[1, 100, 1000], leases=1000, think=5.0, seconds=20.0, size="1k"
     ).parse_args()
     runs = [measure(nodes, options) for nodes in options.nodes]
-    costs = [run["broker_cpu_us_per_group_without_waiting"] for run in runs]
     figures = {
         "rounds": 1,
         "think_s": options.think,
@@ -252,7 +242,6 @@ def main() -> None:
         "heartbeat_s": HEARTBEAT_S,
         "group": options.size,
         "runs": runs,
-        "cost_ratio": round(costs[-1] / costs[0], 2),
     }
     harness.save("broker_scale", options, figures, ("pyzmq", "msgspec"))
 

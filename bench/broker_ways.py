@@ -6,7 +6,6 @@
 import contextlib
 import multiprocessing
 import os
-import resource
 import shutil
 import socket
 import statistics
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -39,9 +38,9 @@ class Load(NamedTuple):
 class Roles(Protocol):
     """Producer and consumer: generators that yield once, when they are ready, and end after the last group."""
 
-    def produce(self, address: str, load: Load) -> Iterator[None]: ...
+    def produce(self, address: str, load: Load) -> Generator[None, None, Any]: ...
 
-    def consume(self, address: str, load: Load) -> Iterator[None]: ...
+    def consume(self, address: str, load: Load) -> Generator[None, None, Any]: ...
 
 
 class Way(Roles, Protocol):
@@ -77,22 +76,35 @@ class RawZeroMQ:
                 puller.recv(copy=False)
 
 
+class Played(NamedTuple):
+    """One run of a way: its figures, and the value that its producer returned."""
+
+    figures: dict[str, float]
+    produced: Any
+
+
 def measure(way: Way, load: Load, scratch: str | None = None) -> dict[str, float]:
     """Microseconds of CPU per group by process, and groups per second; raises RuntimeError when a process fails."""
+    return play(way, load, scratch).figures
+
+
+def play(way: Way, load: Load, scratch: str | None = None, patience_s: float = PATIENCE_S) -> Played:
+    """`measure`, with the value that the producer returned."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder, way.serve(folder) as (address, pids):
         servers = [psutil.Process(number) for number in pids]
         with _started(way, "consume", address, load) as consumer, _started(way, "produce", address, load) as producer:
             for pipe in (consumer, producer):
                 _received(pipe)
-            before = sum(map(_cpu_s, servers))
+            before = sum(map(cpu_s, servers))
             for pipe in (consumer, producer):
                 pipe.send("go")
-            consumer_s, wall_s = _received(consumer)
-            producer_s, _ = _received(producer)
-            server_s = sum(map(_cpu_s, servers)) - before
+            consumer_s, wall_s, _ = _received(consumer, patience_s)
+            producer_s, _, produced = _received(producer)
+            server_s = sum(map(cpu_s, servers)) - before
     each = {"producer_us": producer_s, "server_us": server_s, "consumer_us": consumer_s}
     figures = {name: seconds / load.groups * 1e6 for name, seconds in each.items()}
-    return {"cpu_us_per_group": sum(figures.values()), **figures, "groups_per_s": load.groups / wall_s}
+    figures = {"cpu_us_per_group": sum(figures.values()), **figures, "groups_per_s": load.groups / wall_s}
+    return Played(figures, produced)
 
 
 def compared(names: list[str], rounds: int, one: Callable[[str], dict[str, float]]) -> dict[str, dict[str, Any]]:
@@ -163,12 +175,6 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def own_cpu_s() -> float:
-    """User and system seconds of this process."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 @contextlib.contextmanager
 def _started(way: Way, role: str, address: str, load: Load) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
@@ -189,18 +195,20 @@ def _play(way: Way, role: str, address: str, load: Load, pipe: Connection) -> No
     next(roles)
     pipe.send("ready")
     pipe.recv()
-    cpu_s, wall = own_cpu_s(), time.perf_counter()
-    for _ in roles:
-        raise RuntimeError(f"{way.name}: {role} yielded twice")
-    pipe.send((own_cpu_s() - cpu_s, time.perf_counter() - wall))
+    used_s, began = time.process_time(), time.perf_counter()
+    try:
+        next(roles)
+    except StopIteration as end:
+        pipe.send((time.process_time() - used_s, time.perf_counter() - began, end.value))
 
 
-def _received(pipe: Connection) -> tuple[float, float]:
-    if not pipe.poll(PATIENCE_S):
-        raise RuntimeError(f"a bench process said nothing for {PATIENCE_S} s")
+def _received(pipe: Connection, patience_s: float = PATIENCE_S) -> Any:
+    if not pipe.poll(patience_s):
+        raise RuntimeError(f"a bench process said nothing for {patience_s} s")
     return pipe.recv()
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def cpu_s(process: psutil.Process) -> float:
+    """User and system seconds of a process."""
     times = process.cpu_times()
     return times.user + times.system

@@ -1,10 +1,10 @@
-"""What exact deltas save and cost, on versions of a real GRPO run: python bench/delta.py.
+"""Gains and costs of exact deltas, on versions of a real GRPO run: python bench/delta.py.
 
 A transformer of 26 million parameters is trained in float32 with AdamW, as the learner does, on completions that it
-samples itself; each step's weights are exported to bfloat16 (and float32) into the flat buffer of the weight plane, and
-the buffer of one version is encoded against that of the one before. Per learning rate: changed elements, bytes, and
-seconds to encode and to apply, each the median over steps; other encodings of the same pairs for comparison. Every
-delta is applied and compared bit for bit. `--steps 1` is the short mode. Writes bench/results/delta.json.
+samples itself. Each step's weights are exported to bfloat16 (and float32) into the flat buffer of the weight plane. The
+buffer of one version is encoded against that of the one before. Per learning rate: changed elements, bytes, and seconds
+to encode and to apply, as medians over steps, and XOR with zlib for comparison. Every delta is applied and compared bit
+for bit. `--steps 1` is the short mode. Writes bench/results/delta.json.
 """
 
 import statistics
@@ -71,7 +71,6 @@ def compared(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> dict:
     steps = (b.int() - a.int())[a != b].abs() if item_bytes == 2 else None
     xor = (a ^ b).numpy().tobytes()
     packed_xor, xor_s = timed(lambda: zlib.compress(xor, 1))
-    packed_delta, further_s = timed(lambda: zlib.compress(stream.numpy().tobytes(), 1))
     full = new.numel()
     return {
         "changed": float((a != b).float().mean()),
@@ -82,8 +81,6 @@ def compared(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> dict:
         "verify_s": timed(lambda: packing.checksum(new))[1],
         "share_xor_zlib": len(packed_xor) / full,
         "encode_xor_zlib_s": xor_s,
-        "share_further_zlib": len(packed_delta) / full,
-        "further_zlib_s": further_s,
     }
 
 

@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,6 +230,19 @@ def python(*words: object, timeout_s: float = 3600, **environment: str) -> str:
 def last_json(output: str) -> Any:
     """A measuring process prints its result in its last line."""
     return json.loads(output.strip().splitlines()[-1])
+
+
+def apart(work: Callable[..., Any], *arguments: Any, cores: Iterable[int] | None = None, **environment: str) -> Any:
+    """The result of `work(*arguments)` in a new process with these environment variables, on `cores` if given."""
+    before = dict(os.environ)
+    os.environ.update(environment)
+    pin = (os.sched_setaffinity, (0, cores)) if cores is not None else (None, ())
+    try:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), *pin) as pool:
+            return pool.submit(work, *arguments).result()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def run(config: object, run_dir: Path, *overrides: str, timeout_s: float = 1200) -> Job:

@@ -2,14 +2,12 @@
 
     python bench/logprob_memory.py
 
-Both get hidden states [tokens, hidden] and output weights [vocabulary, hidden] in float32, return the
+Both get hidden states [tokens, hidden] and output weights [vocabulary, hidden] in float32. They return the
 log-probabilities of random targets and leave the gradients of both inputs. Naive: logits = hidden @ weight.T,
-log_softmax, gather.
-Every measurement is a process of its own: what the kernel counts as its peak resident memory, from when the inputs
-exist until the gradients do, minus what was resident before. The gradients themselves are part of it.
+log_softmax, gather. Every measurement is a process of its own. The figure is the kernel's peak of its resident memory
+once the inputs exist, minus the memory that was resident before. The gradients are part of it.
 """
 
-import json
 from pathlib import Path
 
 import harness
@@ -56,10 +54,7 @@ def measure(way: str, vocabulary: int, tokens: int) -> dict[str, float]:
 
 def compare(vocabulary: int, tokens: int) -> dict[str, object]:
     """Both ways in fresh processes; their results must agree."""
-    found = {}
-    for way in WAYS:
-        words = ("--way", way, "--vocabulary", vocabulary, "--tokens", tokens)
-        found[way] = harness.last_json(harness.python(__file__, *words))
+    found = {way: harness.apart(measure, way, vocabulary, tokens) for way in WAYS}
     for key in ("logprobs", "hidden_gradient", "weight_gradient"):
         one, other = (found[way][key] for way in WAYS)
         if abs(one - other) > 1e-4 * abs(one):
@@ -78,15 +73,8 @@ def compare(vocabulary: int, tokens: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, tokens=TOKENS)
-    parser.add_argument("--way", choices=WAYS, help="measure this way in this process")
-    parser.add_argument("--vocabulary", type=int)
-    options = parser.parse_args()
-    if options.way:
-        print(json.dumps(measure(options.way, options.vocabulary, options.tokens)))
-        return
-    sizes = [options.vocabulary] if options.vocabulary else VOCABULARIES
-    rows = [compare(vocabulary, options.tokens) for vocabulary in sizes]
+    options = harness.parser(__doc__, tokens=TOKENS, vocabulary=list(VOCABULARIES)).parse_args()
+    rows = [compare(vocabulary, options.tokens) for vocabulary in options.vocabulary]
     figures = {"rounds": 1, "tokens": options.tokens, "hidden": HIDDEN, "rows": rows}
     harness.save("logprob_memory", options, figures, ("torch",))
 

@@ -1,12 +1,13 @@
 """Tokens per second of a node's engine against bare LLM.generate: same prompts, same cores, in turns.
 
-bare: vllm.LLM in one process, none of our plugins, as a user would call it for RL (log-probability of every token,
-no text). node: rollout_fleet's Engine, one `generate` per turn of a sample, as the episode driver calls it. Both hold
-at most `--concurrency` requests at a time: the batch decides what a token costs. With `--turns` above 1 a sample goes
-on after `OBSERVATION` further tokens; bare, which knows no episodes, then serves the turns one after another, the sum
-of the parts. Each side runs in a process of its own, warms up, then serves rounds; sides alternate.
-Short mode: `--rounds 2 --pairs 1`. Everything: `--all` (single-turn and four turns, one JSON).
-Wall-clock suffers from other work on the machine; tokens per CPU second, over all processes of a side, does not.
+- bare: vllm.LLM in one process without our plugins, as for RL: the log-probability of every token, no text.
+- node: rollout_fleet's Engine, one `generate` per turn of a sample, as the episode driver calls it.
+
+Both serve at most `--concurrency` requests at a time: the batch decides how long a token takes. With `--turns` above 1
+a sample continues after `OBSERVATION` further tokens. Bare vLLM knows no episodes and serves the turns one after
+another. Each side runs in a process of its own, warms up, then serves rounds; sides alternate. `--tokens` counts one
+turn. Short mode: `--rounds 2 --pairs 1`. Everything: `--all` (single-turn and four turns, one JSON). Wall-clock suffers
+from other work on the machine; tokens per CPU second, over all processes of a side, does not.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import harness
 
-OBSERVATION = [9, 8, 7, 6, 5, 4, 10, 11]  # what the environment says between two turns
+OBSERVATION = [9, 8, 7, 6, 5, 4, 10, 11]  # the environment's answer between two turns
 
 
 def prompts(arguments: argparse.Namespace) -> list[list[int]]:
@@ -120,11 +121,8 @@ def node(arguments: argparse.Namespace) -> list[dict]:
 
 
 def run_side(side: str, arguments: argparse.Namespace) -> list[dict]:
-    names = ("model", "dtype", "requests", "group", "prompt", "tokens", "turns", "concurrency", "rounds")
-    words = [word for name in names for word in (f"--{name}", getattr(arguments, name))]
-    environment = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    output = harness.python(__file__, "--side", side, *words, VLLM_LOGGING_LEVEL="ERROR", **environment)
-    return harness.last_json(output)
+    quiet = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    return harness.apart(bare if side == "bare" else node, arguments, **quiet)
 
 
 def summary(rounds: list[dict]) -> dict:
@@ -138,14 +136,12 @@ def summary(rounds: list[dict]) -> dict:
 
 def compared(arguments: argparse.Namespace) -> dict:
     """Both sides in turns, and their ratios."""
-    sides: dict[str, list[dict]] = {"bare": [], "node": []}
-    for _ in range(arguments.pairs):
-        for side, found in sides.items():
-            found += run_side(side, arguments)
+    turns = harness.in_turns(("bare", "node"), range(arguments.pairs), lambda side, _: run_side(side, arguments))
+    sides = {side: [one for found in runs for one in found] for side, runs in turns.items()}
     result: dict = {name: summary(found) for name, found in sides.items()}
     for figure in ("tokens_per_s", "tokens_per_cpu_s"):
         result[f"ratio_{figure}"] = round(result["node"][figure] / result["bare"][figure], 3)
-    left_out = ("side", "model", "all", "dry")
+    left_out = ("model", "all", "dry")
     result["arguments"] = {k: v for k, v in vars(arguments).items() if k not in left_out}
     print(f"{arguments.turns} turns", json.dumps({k: v for k, v in result.items() if k.startswith("ratio")}))
     for name in sides:
@@ -161,11 +157,7 @@ def main() -> None:
     parser.add_argument(
         "--all", action="store_true", help="1 and 4 turns, the latter with a quarter of the tokens each"
     )
-    parser.add_argument("--side", choices=["bare", "node"])
     arguments = parser.parse_args()
-    if arguments.side:
-        print(json.dumps({"bare": bare, "node": node}[arguments.side](arguments)))
-        return
     with tempfile.TemporaryDirectory() as folder:
         if not arguments.model:
             arguments.model = folder

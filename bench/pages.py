@@ -172,7 +172,7 @@ def broker_soak() -> str:
 
 
 def weight_events() -> str:
-    """What a join, a death and a publish take."""
+    """Seconds of a join, a death and a publish."""
     names = ["figure", "median", "range over rounds"]
     rows = [r for r in benchmarks.weight_broadcast() if r.unit] + benchmarks.join() + benchmarks.flip_cost()
     return table(names, [row.cells[:3] for row in rows])

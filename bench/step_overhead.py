@@ -1,4 +1,4 @@
-"""What the learner's step costs above the work itself, on one core.
+"""CPU time of a learner's step, against the bare work, on one core.
 
 Three ways to do one supervised step (forward, backward, clip, AdamW) on the same documents, in turns in one process:
 
@@ -11,7 +11,6 @@ Three ways to do one supervised step (forward, backward, clip, AdamW) on the sam
 
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -177,17 +176,11 @@ def summary(found: dict, shape: dict[str, int]) -> dict:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, rounds=20)
-    parser.add_argument("--shape", choices=SHAPES, help="measure this one in this process and print it")
-    options = parser.parse_args()
-    if options.shape:
-        print(json.dumps(measure(options.shape, options.rounds)))
-        return
+    options = harness.parser(__doc__, rounds=20).parse_args()
     shapes = {}
     for name, shape in SHAPES.items():
-        words = ("-W", "ignore", __file__, "--shape", name, "--rounds", options.rounds)
-        output = harness.command("taskset", "-c", "0", sys.executable, *words, OMP_NUM_THREADS="1")
-        shapes[name] = summary(harness.last_json(output), shape)
+        quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        shapes[name] = summary(harness.apart(measure, name, options.rounds, cores=[0], **quiet), shape)
         print(name, json.dumps(shapes[name]), flush=True)
     about = "one optimizer step, float32, one thread; CPU seconds of the process, ways in turns"
     harness.save("step_overhead", options, {"rounds": options.rounds, "measured": about, "shapes": shapes})

@@ -1,10 +1,9 @@
 """TRL's GRPOTrainer on the quickstart's model, task, group size, batch and optimizer; the peer of trl_comparison.py.
 
 Runs in the environment of bench/requirements-trl.txt. Prints one JSON object: per step the reward and the
-seconds since training began (set-up excluded), and how much of it was generation.
+seconds since training began, without set-up. `--micro-batch` counts sequences per forward; 0 is the whole batch.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -13,27 +12,16 @@ import time
 import warnings
 from pathlib import Path
 
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dataset", required=True, help="JSONL of the addition task")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--micro-batch", type=int, default=0, help="sequences per forward; 0: the whole batch")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--continuous-batching", action="store_true")
-    parser.add_argument("--stop-at", type=float, default=0.0, help="end when the smoothed reward reaches this")
-    return parser.parse_args()
+import harness
 
 
 def main() -> None:
-    args = arguments()
+    parser = harness.parser(
+        __doc__, seed=0, steps=80, prompts=16, group_size=8, max_tokens=48, lr=3e-4, threads=2, micro_batch=0
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dataset", required=True, help="JSONL of the addition task")
+    args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -61,7 +49,6 @@ def main() -> None:
         return [float(e and t == a) for e, t, a in zip(ended, texts, answer, strict=True)]
 
     curve: list[dict] = []
-    generation = {"s": 0.0}
 
     class Recorder(TrainerCallback):
         smoothed = None
@@ -69,7 +56,7 @@ def main() -> None:
         def on_train_begin(self, *_, **__):
             self.begin = time.perf_counter()
 
-        def on_log(self, _args, state, control, logs=None, **_):
+        def on_log(self, _args, state, _control, logs=None, **_):
             if "reward" not in logs:
                 return
             value = logs["reward"]
@@ -83,8 +70,6 @@ def main() -> None:
                     "tokens": round(logs["completions/mean_length"] * args.prompts * args.group_size),
                 }
             )
-            if args.stop_at and self.smoothed >= args.stop_at:
-                control.should_training_stop = True
 
     batch = args.prompts * args.group_size
     micro = args.micro_batch or batch
@@ -95,9 +80,9 @@ def main() -> None:
         max_completion_length=args.max_tokens, temperature=1.0, top_p=1.0, top_k=0, learning_rate=args.lr,
         lr_scheduler_type="constant", warmup_steps=0, adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0,
         max_grad_norm=1.0, beta=0.0, epsilon=0.2, epsilon_high=0.28, loss_type="dapo", scale_rewards="group",
-        max_steps=args.steps, seed=args.seed, use_cpu=True, bf16=args.dtype == "bfloat16", gradient_checkpointing=False,
+        max_steps=args.steps, seed=args.seed, use_cpu=True, bf16=False, gradient_checkpointing=False,
         logging_steps=1, report_to="none", save_strategy="no", optim="adamw_torch", shuffle_dataset=False,
-        use_transformers_continuous_batching=args.continuous_batching, dataloader_num_workers=0, disable_tqdm=True,
+        dataloader_num_workers=0, disable_tqdm=True,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     model.generation_config.do_sample = True
@@ -110,21 +95,12 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[recorder],
     )  # fmt: skip
-    generate = trainer._generate_single_turn
-
-    def timed(*a, **k):
-        begin = time.perf_counter()
-        out = generate(*a, **k)
-        generation["s"] += time.perf_counter() - begin
-        return out
-
-    trainer._generate_single_turn = timed
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     result = {
         "system": f"trl {trl.__version__}", "seed": args.seed, "threads": args.threads, "steps": len(curve),
         "samples": len(curve) * batch, "wall_s": curve[-1]["time_s"],
-        "generation_s": round(generation["s"], 2), "curve": curve,
+        "curve": curve,
     }  # fmt: skip
     sys.stdout.write("RESULT " + json.dumps(result) + "\n")
 

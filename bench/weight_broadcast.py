@@ -1,4 +1,4 @@
-"""What the weight plane costs: python bench/weight_broadcast.py [--mib 256] [--rounds 7] [--nodes 2].
+"""Seconds of the weight plane: python bench/weight_broadcast.py [--mib 256] [--rounds 7] [--nodes 2].
 
 Real publisher, control sockets, transports and node processes; only the engine is a buffer. In one run and the same
 processes, in turns, so that a busy machine slows all of them alike:
@@ -6,9 +6,8 @@ processes, in turns, so that a busy machine slows all of them alike:
 - broadcast: from the announcement to the last node's Staged, every bucket verified, against one flat gloo broadcast
   of the same bytes (the floor) and a gloo broadcast per parameter; for large tensors and for many small ones, to
   `nodes` nodes and to one. Where there is a core for each process, each is held to its own;
-- join: from a node whose engine is ready to its weights being in use, while others hold the version;
+- join: from a node whose engine is ready to its weights being in use, while others have the version;
 - death: a node is killed or stopped in the middle of a broadcast; until every other node has the version;
-- learner: what `publish` holds the training thread, against a plain copy of the same bytes.
 
 Writes bench/results/weight_broadcast.json. Short mode: --mib 32 --rounds 2.
 """
@@ -237,22 +236,16 @@ def broadcast(name: str, named: list[tuple[str, torch.Tensor]], nodes: int, roun
     flat = packing.pack(named, layout)
     each = [flat[e.offset : e.offset + e.size_bytes] for e in layout.entries]
     plain = Plain(fleet)
-    seconds: dict[str, list[float]] = {"ours": [], "flat": [], "per_parameter": [], "publish": [], "snapshot": []}
-    copies: list[float] = []
-    copied = torch.zeros_like(flat)
+    seconds: dict[str, list[float]] = {"ours": [], "flat": [], "per_parameter": []}
     for version in range(rounds + 1):
-        receipt = ours.publish(version, named, None)
+        ours.publish(version, named, None)
         for one in fleet:
             one.hear("active", version)
         until(lambda: ours.stats().version_sent == version)  # noqa: B023
-        stats = ours.stats()
-        packing.pack(named, layout, flat)  # what the learner does, and the nodes wait for, before a broadcast of ours
+        packing.pack(named, layout, flat)  # the learner does so before a broadcast of ours, and nodes wait for it
         packing.all_checksums(flat, BUCKET)
-        took = [stats.broadcast_s, plain.seconds([flat]), plain.seconds(each), stats.publish_s, receipt.snapshot_s]
-        began = time.perf_counter()
-        copied.copy_(flat)
+        took = [ours.stats().broadcast_s, plain.seconds([flat]), plain.seconds(each)]
         if version > 0:  # the first forms groups and allocates
-            copies.append(time.perf_counter() - began)
             for key, value in zip(seconds, took, strict=True):
                 seconds[key].append(value)
     ours.close()
@@ -271,11 +264,8 @@ def broadcast(name: str, named: list[tuple[str, torch.Tensor]], nodes: int, roun
         "broadcast_s": round(median["ours"], 5),
         "flat_s": round(median["flat"], 5),
         "per_parameter_s": round(median["per_parameter"], 5),
-        "publish_s": round(median["publish"], 5),
         "over_flat": round(statistics.median(ratios), 3),
         "times_faster_than_per_parameter": round(median["per_parameter"] / median["ours"], 2),
-        "learner_held_s": round(median["snapshot"], 5),
-        "plain_copy_s": round(statistics.median(copies), 5),
     }
 
 
