@@ -1,8 +1,11 @@
-"""The rows of docs/benchmarks.md, one function a result; bench/pages.py writes them."""
+"""The rows of docs/benchmarks.md: figures of sections.yaml, and one function for each result that needs computing."""
 
-from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from bench.figures import COLUMNS, Row, provenance, ratios, result, table
+import yaml
+
+from bench.figures import COLUMNS, Row, filled, flat, provenance, ratios, result, table
 
 SIZES = {"1k": "8 x 1,280 tokens", "8k": "8 x 8,448 tokens"}
 PEERS = {"redis_pickled_lists": "a Redis stream of pickled lists", "msgspec_lists_zeromq": "msgspec lists over ZeroMQ"}
@@ -11,44 +14,6 @@ DURABILITIES = {
     "everysec": "synced every second",
     "fsync": "synced before it is acknowledged",
 }
-
-
-def quickstart() -> list[Row]:
-    runs = result("quickstart")["runs"]
-    return [
-        Row("time after the installation", [r["seconds_after_installation"] for r in runs], ".0f", "s"),
-        Row("training alone", [r["training_s"] for r in runs], ".0f", "s"),
-        Row("reward, first 5 steps", [r["reward_first_5"] for r in runs]),
-        Row("reward, last 10 steps", [r["reward_last_10"] for r in runs], ".3f"),
-        Row("greedy accuracy on held-out problems", [r["greedy_accuracy"] for r in runs], ".3f"),
-        Row("largest staleness of a trained token", [r["staleness_max"] for r in runs], ".0f", "versions", at_most=2),
-    ]
-
-
-def trl_tiny() -> list[Row]:
-    pairs = result("trl_comparison_tiny")["pairs"]
-    return [
-        Row("seconds to reward 0.9, TRL's over ours", [p["time_to_0.9_ratio"] for p in pairs], at_least=1.5),
-        Row("samples trained per second, ours over TRL's", [p["throughput_ratio"] for p in pairs]),
-    ]
-
-
-def trl_long() -> list[Row]:
-    pairs = result("trl_comparison_long_tail")["pairs"]
-    return [
-        Row("samples trained per second, ours over TRL's", [p["throughput_ratio"] for p in pairs], ".1f", at_least=3)
-    ]
-
-
-def async_gain() -> list[Row]:
-    pairs = result("async_gain")["pairs"]
-    to_reward = [p["asynchronous"]["seconds_to_0.9"] / p["synchronous"]["seconds_to_0.9"] for p in pairs]
-    return [
-        Row("time to the same steps, window 2 over window 0", [p["measured_ratio"] for p in pairs]),
-        Row("seconds to reward 0.9, window 2 over window 0", to_reward),
-        Row("ratio that the measured parts allow", [p["ideal_ratio"] for p in pairs]),
-        Row("share of the ideal gain", [p["share_of_ideal_gain"] for p in pairs], at_least=0.9),
-    ]
 
 
 def async_tail() -> list[Row]:
@@ -79,18 +44,6 @@ def step_overhead() -> list[Row]:
             aim = 1.03 if key == "bare_megatron" else None
             values = [found["lowest"], found["median"], found["highest"]]
             rows.append(Row(f"CPU time of a step over {other}, shape `{name}`", values, at_most=aim))
-    return rows
-
-
-def logprob_memory() -> list[Row]:
-    rows = []
-    for found in result("logprob_memory")["rows"]:
-        size = f"vocabulary {found['vocabulary']:,}"
-        beyond = [found["chunked_kib_per_token_beyond_gradients"]]
-        rows += [
-            Row(f"memory per token beyond the gradients, {size}", beyond, ".0f", "KiB"),
-            Row(f"peak memory, naive over ours, {size}", [found["naive_over_chunked"]], ".1f"),
-        ]
     return rows
 
 
@@ -143,58 +96,6 @@ def broker_redis() -> list[Row]:
     return rows
 
 
-def broker_recovery() -> list[Row]:
-    found = result("broker_recovery")
-    name = f"a store of {found['groups']:,} groups"
-    return [
-        Row(f"recovery from {name}, all committed", [found["a_run_as_usual"]["recovery_s"]], ".2f", "s"),
-        Row(f"recovery from {name}, none committed", [found["nothing_committed"]["recovery_s"]], ".2f", "s"),
-    ]
-
-
-def guarantees() -> list[Row]:
-    scenarios = result("guarantees")["scenarios"]
-    return [
-        Row(f"three new steps after a fault: `{name}`", scenarios[name]["recoveries_s"], ".2f", "s")
-        for name in ("broker_killed", "learner_killed", "node_killed", "all_killed")
-    ]
-
-
-def weight_broadcast() -> list[Row]:
-    found = result("weight_broadcast")
-    rows = []
-    for r in found["broadcast"]:
-        name = f"{r['bytes'] / 1e6:.0f} MB in {r['tensors']:,} tensors, {r['nodes']} nodes"
-        rows += [
-            Row(f"time of a verified broadcast over a flat one, {name}", [r["over_flat"]], at_most=1.1),
-            Row(f"times faster than a broadcast per parameter, {name}", [r["times_faster_than_per_parameter"]], ".1f"),
-        ]
-    size = f"{found['join']['bytes'] / 1e6:.0f} MB"
-    rows += [
-        Row(f"ready engine to weights in use, {size}, from {peer}", [found["join"][f"from_{peer}_s"]], ".2f", "s")
-        for peer in ("learner", "peer")
-    ]
-    rows += [
-        Row(
-            f"others run the next version after {death['signal']} of a receiver",
-            [death["others_have_it_s"]],
-            ".1f",
-            "s",
-            at_most=found["timeout_s"],
-        )
-        for death in found["death"]
-    ]
-    return rows
-
-
-def join() -> list[Row]:
-    joins = result("join")["joins"]
-    return [
-        Row("ready engine to first accepted group", [j["engine_to_first_group_s"] for j in joins], ".2f", "s"),
-        Row("start of the process to first accepted group", [j["process_to_first_group_s"] for j in joins], ".0f", "s"),
-    ]
-
-
 def flip_cost() -> list[Row]:
     found = result("flip_cost")
     rows = []
@@ -210,18 +111,6 @@ def flip_cost() -> list[Row]:
     megabytes = max(engine["payload_bytes"] for engine in found["engine"]) / 1e6
     stalls = [engine["stall_ms"] for engine in found["engine"]]
     return [*rows, Row(f"generation stopped by a flip, loaded engine of {megabytes:.0f} MB", stalls, ".1f", "ms")]
-
-
-def delta() -> list[Row]:
-    rows = []
-    for r in result("delta")["rows"]:
-        name = f"{r['dtype']}, learning rate {r['lr']:g}"
-        rows += [
-            Row(f"times smaller than the whole version, {name}", [1 / r["share"]], ".1f"),
-            Row(f"encoding {r['full_bytes'] / 1e6:.0f} MB, {name}", [1e3 * r["encode_s"]], ".0f", "ms"),
-            Row(f"applying it, {name}", [1e3 * r["apply_s"]], ".0f", "ms"),
-        ]
-    return rows
 
 
 def node_throughput() -> list[Row]:
@@ -246,43 +135,55 @@ def adaptive() -> list[Row]:
     return rows
 
 
-def guessing() -> list[Row]:
-    runs = result("guessing")["runs"]
-    return [
-        Row("success, first 5 steps", [r["success_first_5"] for r in runs]),
-        Row(f"success, last 10 of {runs[0]['steps']} steps", [r["success_last_10"] for r in runs], at_least=0.85),
-    ]
+COMPUTED = {
+    "async_tail": async_tail,
+    "simulate": simulated,
+    "step_overhead": step_overhead,
+    "packing": packing,
+    "broker_overhead": broker_overhead,
+    "broker_ray": broker_ray,
+    "broker_redis": broker_redis,
+    "flip_cost": flip_cost,
+    "node_throughput": node_throughput,
+    "adaptive_concurrency": adaptive,
+}
+SECTIONS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("sections.yaml").read_text())
 
 
-Section = tuple[str, str, Callable[[], list[Row]]]
-SECTIONS: Sequence[Section] = (
-    ("The quickstart", "quickstart", quickstart),
-    ("Against TRL: 0.3 M parameters, short answers", "trl_comparison_tiny", trl_tiny),
-    ("Against TRL: 5 M parameters, long-tailed answers", "trl_comparison_long_tail", trl_long),
-    ("Asynchronous against synchronous", "async_gain", async_gain),
-    ("The same with heavy-tailed lengths", "async_tail", async_tail),
-    ("The same, simulated", "simulate", simulated),
-    ("The learner's step", "step_overhead", step_overhead),
-    ("Memory of log-probabilities and their gradients", "logprob_memory", logprob_memory),
-    ("Packing", "packing", packing),
-    ("The broker against raw ZeroMQ and the ways of others", "broker_overhead", broker_overhead),
-    ("A Ray actor queue", "broker_ray", broker_ray),
-    ("Redis", "broker_redis", broker_redis),
-    ("The broker's recovery", "broker_recovery", broker_recovery),
-    ("Faults", "guarantees", guarantees),
-    ("The weight plane", "weight_broadcast", weight_broadcast),
-    ("A node that joins a running job", "join", join),
-    ("Flips", "flip_cost", flip_cost),
-    ("Exact deltas", "delta", delta),
-    ("A node against bare vLLM", "node_throughput", node_throughput),
-    ("Adaptive concurrency", "adaptive_concurrency", adaptive),
-    ("The game of several turns", "guessing", guessing),
-)
+def rows(name: str) -> list[Row]:
+    """All rows of the section with this result."""
+    if name in COMPUTED:
+        return COMPUTED[name]()
+    section = next(section for section in SECTIONS if section["result"] == name)
+    return [row for figure in section["figures"] for row in rows_of(result(name), **figure)]
+
+
+def rows_of(
+    found: dict[str, Any], what: str, value: str, of: str | None = None, each: bool = False, **looks: Any
+) -> list[Row]:
+    """The rows of one figure of sections.yaml."""
+    measured = found[of] if of else found
+    fields = [flat(one) for one in (measured if isinstance(measured, list) else [measured])]
+    shown = [[one] for one in fields] if each else [fields]
+    return [Row(filled(what, some[0]), [x for one in some for x in values(value, one)], **looks) for some in shown]
+
+
+def values(text: str, fields: dict[str, Any]) -> list[float]:
+    """A value of sections.yaml; a field with a list has several."""
+    above, _, below = text.partition(" / ")
+    if below:
+        return ratios(values(above, fields), values(below, fields))
+    factor, star, name = text.rpartition("*")
+    found = fields.get(name)
+    if found is None:
+        return [float(name)]
+    return [x * float(factor) if star else x for x in (found if isinstance(found, list) else [found])]
 
 
 def all_sections() -> str:
     """Every section: its source, then one row a figure."""
     parts = []
-    for title, name, rows in SECTIONS:
-        parts.append(f"## {title}\n\n{provenance(name)}\n\n{table(COLUMNS, [row.cells for row in rows()])}")
+    for section in SECTIONS:
+        cells = [row.cells for row in rows(section["result"])]
+        parts.append(f"## {section['title']}\n\n{provenance(section['result'])}\n\n{table(COLUMNS, cells)}")
     return "\n\n".join(parts)

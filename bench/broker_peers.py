@@ -37,7 +37,7 @@ class RedisPickledLists:
             yield
             for index in range(load.groups):
                 group = next(source)
-                data = pickle.dumps({"serial": index, "samples": [_as_dict(s) for s in group.samples]})
+                data = pickle.dumps({"serial": index, "samples": [msgspec.structs.asdict(s) for s in group.samples]})
                 client.xadd(STREAM, {"index": index, "data": data}, maxlen=1_000_000, approximate=True)
                 if index % WINDOW == 0:  # else the stream grows without bound: nothing in this way limits it
                     while client.xlen(STREAM) > WINDOW:
@@ -86,7 +86,3 @@ class MsgspecListsZeroMQ:
             for _ in range(load.groups):
                 group = decoder.decode(puller.recv(copy=False).buffer)
                 broker_groups.arrays_of_lists(group.samples)
-
-
-def _as_dict(sample: ListSample) -> dict:
-    return {name: getattr(sample, name) for name in sample.__struct_fields__}

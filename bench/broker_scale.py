@@ -5,8 +5,8 @@
 Every node is a real client with a connection, an identity and heartbeats of its own. Only the rollout is a pause, drawn
 evenly from half to one and a half times --think seconds. --leases groups are under way, dealt out evenly, whatever the
 number of nodes: so every run asks the broker for the same groups per second. The CPU per group includes heartbeats.
-*Without waiting* leaves out the CPU of the same nodes when they only wait and beat, which is measured before: heartbeats
-are a price per node and second, not per group. Writes bench/results/broker_scale.json.
+*Without waiting* leaves out the CPU of the same nodes when they only wait and beat, which is measured before.
+Heartbeats are a price per node and second, not per group. Writes bench/results/broker_scale.json.
 """
 
 import argparse

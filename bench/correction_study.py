@@ -1,14 +1,13 @@
-"""What correcting for staleness buys: the quickstart task at constant lags, with and without, over seeds.
+"""Gains from correcting for staleness: the quickstart task at constant lags, with and without, over seeds.
 
 Each run is bench/lagged_loop.py in a process of its own on a core of its own. Finished runs are kept in --folder, so
-the study goes on where it stopped. Writes bench/results/correction_study.json and docs/img/correction_study.png.
+the study continues where it stopped. Writes bench/results/correction_study.json and docs/img/correction_study.png.
 
     python bench/correction_study.py --folder runs/correction-study [--workers 2] [--lags 0 2 8 32] [--seeds 1 2 3]
 """
 
 import json
 import statistics
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,11 +32,18 @@ def run(folder: Path, variant: str, lag: int, seed: int, core: int, extra: list[
     out = folder / f"{variant}-{lag}-{seed}.json"
     if out.exists():
         return out
-    words = ("configs/quickstart.yaml", "--lag", lag, "--out", out, f"run.seed={seed}", *VARIANTS[variant], *extra)
-    script = harness.ROOT / "bench" / "lagged_loop.py"
-    output = harness.command("taskset", "-c", core, sys.executable, "-W", "ignore", script, *words)
-    print(f"{out.stem}: {output.strip().splitlines()[-1]}", flush=True)
+    words = [f"run.seed={seed}", *VARIANTS[variant], *extra]
+    found = harness.apart(trained, words, lag, cores=[core], PYTHONWARNINGS="ignore")
+    out.write_text(json.dumps(found))
+    print(f"{out.stem}: held-out {found['held_out']}", flush=True)
     return out
+
+
+def trained(words: list[str], lag: int) -> dict:
+    """bench/lagged_loop.py in this process; it sets up vLLM when it is imported."""
+    import lagged_loop
+
+    return lagged_loop.train(words, lag)
 
 
 def summary(results: list[dict]) -> dict:

@@ -1,6 +1,7 @@
 """Reads bench/results/*.json and writes figures as text: tables, ranges, and where a figure comes from."""
 
 import json
+import re
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+FIELD = re.compile(r"\{([^:}]+):?([^}]*)\}")
 
 
 def result(name: str) -> Any:
@@ -21,6 +23,23 @@ def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
     """Rows as Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def filled(text: str, fields: dict[str, Any]) -> str:
+    """`text` with every `{field:format}` in place; a format `FACTOR*FORMAT` multiplies first."""
+
+    def shown(found: re.Match[str]) -> str:
+        factor, star, form = found[2].rpartition("*")
+        value = fields[found[1]]
+        return format(value * float(factor) if star else value, form)
+
+    return FIELD.sub(shown, text)
+
+
+def flat(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` with the fields of a field beside it, as `a.b`."""
+    inner = {f"{a}.{b}": value for a, found in fields.items() if isinstance(found, dict) for b, value in found.items()}
+    return fields | inner
 
 
 def span(values: Sequence[float], form: str) -> str:

@@ -33,25 +33,15 @@ def run_figures(path: Path) -> dict:
     """Figures of one finished run; the first step is left out, because the engine starts in it."""
     job = harness.read(path)
     lines = job.lines[1:]
-    steps = sum(x["step_s"] for x in lines)
-    stall = sum(x["generation_stall_s"] for x in lines)
-
-    def median(name: str) -> float:
-        return statistics.median(x[name] for x in lines)
-
+    steps, stall, copies = (sum(x[name] for x in lines) for name in ("step_s", "generation_stall_s", "snapshot_s"))
     return {
         "staleness_max": load_config(path / "config.yaml").staleness.max,
         "steps": len(job.lines),
         "publish_bytes": lines[-1]["publish_bytes"],
         "stall_per_flip_ms": round(1000 * stall / len(lines), 3),
-        "stall_share_of_step": round(stall / steps, 5),
-        "seconds_to_active_median": round(median("seconds_to_active"), 4),
-        "seconds_to_active_share_of_step": round(sum(x["seconds_to_active"] for x in lines) / steps, 4),
-        "publish_s_median": round(median("publish_s"), 4),
-        "learner_copy_ms_median": round(1000 * median("snapshot_s"), 3),
-        "learner_copy_share_of_step": round(sum(x["snapshot_s"] for x in lines) / steps, 5),
-        "step_s_median": round(median("step_s"), 4),
-        "canary_max_difference": job.largest("canary_max_difference"),
+        "seconds_to_active_median": round(statistics.median(x["seconds_to_active"] for x in lines), 4),
+        "learner_copy_share_of_step": round(copies / steps, 5),
+        "step_s_median": round(statistics.median(x["step_s"] for x in lines), 4),
     }
 
 
@@ -128,12 +118,11 @@ class Bench:
         payload = publisher.stats().publish_bytes
         await client.close()
         await asyncio.to_thread(publisher.close)
-        row = {name: round(statistics.median(flip[name] for flip in flips), 4) for name in flips[0]}
         lost = (statistics.median(longer) - statistics.median(undisturbed)) / self.arguments.flips if longer else None
         return {
             "kv_cache": kv_cache,
             "encoding": encoding,
-            **row,
+            **harness.medians(flips, 4),
             "payload_bytes": payload,
             "lost_per_flip_ms": None if lost is None else round(1000 * lost, 1),
             "load_s": round(statistics.median(undisturbed), 3),

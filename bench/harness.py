@@ -234,15 +234,15 @@ def last_json(output: str) -> Any:
 
 def apart(work: Callable[..., Any], *arguments: Any, cores: Iterable[int] | None = None, **environment: str) -> Any:
     """The result of `work(*arguments)` in a new process with these environment variables, on `cores` if given."""
-    before = dict(os.environ)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, _begin_apart, (environment, cores)) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def _begin_apart(environment: dict[str, str], cores: Iterable[int] | None) -> None:
     os.environ.update(environment)
-    pin = (os.sched_setaffinity, (0, cores)) if cores is not None else (None, ())
-    try:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), *pin) as pool:
-            return pool.submit(work, *arguments).result()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
 
 
 def run(config: object, run_dir: Path, *overrides: str, timeout_s: float = 1200) -> Job:

@@ -1,17 +1,13 @@
 """GRPO with an exact lag: step s trains on groups that the weights of version max(0, s - lag) sampled.
 
-A job's staleness varies with the machine's mood; here it is constant, so that runs differ in nothing but the lag and
+A job's staleness varies with the machine's load. Here it is constant, so that runs differ in nothing but the lag and
 the loss. Everything else is the product's: vLLM samples, learner.batch.batch assembles, Megatron trains; one process,
-one core.
-
-    python bench/lagged_loop.py configs/quickstart.yaml --lag 8 --out curve.json [key=value ...]
+one core. bench/correction_study.py runs it.
 """
 
-import argparse
 import asyncio
 import json
 import os
-import time
 from collections import deque
 from pathlib import Path
 
@@ -103,8 +99,10 @@ def accuracy(sampler: Sampler, weights: Weights, problems: list[dict]) -> float:
     return float(np.mean([sample.reward for group in groups for sample in group.samples]))
 
 
-def train(config: Config, lag: int) -> dict:
+def train(overrides: list[str], lag: int) -> dict:
     """The whole run; the curve of rewards is that of the sampling policy, `lag` versions old."""
+    torch.set_num_threads(1)
+    config = load_config(Path("configs/quickstart.yaml"), [*overrides, f"staleness.max={lag}"], Config)
     sampler = Sampler(config)
     from learner.batch.batch import assemble
     from learner.batch.packing import microbatches_for
@@ -135,24 +133,3 @@ def train(config: Config, lag: int) -> dict:
         curve.append({name: round(float(value), 5) for name, value in point.items()})
     final = accuracy(sampler, versions[-1], held_out)
     return {"lag": lag, "seed": config.run.seed, "held_out": round(final, 4), "curve": curve}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--lag", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("overrides", nargs="*")
-    words = parser.parse_intermixed_args()
-    torch.set_num_threads(1)
-    overrides = [*words.overrides, f"staleness.max={words.lag}"]
-    began = time.monotonic()
-    result = train(load_config(words.config, overrides, Config), words.lag)
-    words.out.write_text(json.dumps(result))
-    rewards = [p["reward"] for p in result["curve"]]
-    seconds = time.monotonic() - began
-    print(f"lag {words.lag}: reward {np.mean(rewards[-10:]):.3f}, held-out {result['held_out']}, {seconds:.0f} s")
-
-
-if __name__ == "__main__":
-    main()

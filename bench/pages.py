@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from bench import benchmarks
-from bench.figures import ROOT, machine_of, provenance, result, span, table
+from bench.figures import ROOT, Row, filled, flat, machine_of, provenance, result, span, table
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKS = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -31,24 +31,6 @@ LENGTHS = {"tail": "heavy-tailed lengths", "long": "600 to 1,900 tokens", "short
 
 
 TABLES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
-FIELD = re.compile(r"\{([^:}]+):?([^}]*)\}")
-
-
-def filled(text: str, fields: dict[str, Any]) -> str:
-    """`text` with every `{field:format}` in place; a format `FACTOR*FORMAT` multiplies first."""
-
-    def shown(found: re.Match[str]) -> str:
-        factor, star, form = found[2].rpartition("*")
-        value = fields[found[1]]
-        return format(value * float(factor) if star else value, form)
-
-    return FIELD.sub(shown, text)
-
-
-def flat(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` with the fields of a field beside it, as `a.b`."""
-    inner = {f"{a}.{b}": value for a, found in fields.items() if isinstance(found, dict) for b, value in found.items()}
-    return fields | inner
 
 
 def from_tables(name: str) -> str:
@@ -61,19 +43,19 @@ def from_tables(name: str) -> str:
     return "\n\n".join([*above, table(list(spec["columns"]), rows)])
 
 
-def first_row(rows: list[benchmarks.Row], *words: str) -> benchmarks.Row:
-    """The row whose name has all of `words`."""
-    return next(row for row in rows if all(word in row.what for word in words))
+def first_row(name: str, *words: str) -> Row:
+    """The row of a section whose name has all of `words`."""
+    return next(row for row in benchmarks.rows(name) if all(word in row.what for word in words))
 
 
 def readme_reasons() -> str:
     """The reasons to switch, each with its figure."""
-    tail = first_row(benchmarks.trl_long(), "samples")
-    half = first_row(benchmarks.async_gain(), "same steps")
-    killed = first_row(benchmarks.guarantees(), "broker_killed")
+    tail = first_row("trl_comparison_long_tail", "samples")
+    half = first_row("async_gain", "same steps")
+    killed = first_row("guarantees", "broker_killed")
     faults = len(result("guarantees")["scenarios"])
     gradient = max(float(row["worst gradient error"]) for row in result("layouts"))
-    largest = first_row(benchmarks.quickstart(), "staleness")
+    largest = first_row("quickstart", "staleness")
     return f"""- **Generation and training overlap.** The quickstart needs {half.range} of the synchronous time.
   With long-tailed answers it trains {tail.range} times as many samples per second as TRL.
 - **Staleness is a hard bound per token.** With `staleness.max: 2` no trained token was more than
@@ -88,13 +70,12 @@ def readme_reasons() -> str:
 
 def readme_table() -> str:
     """Five figures against named alternatives."""
-    broker = benchmarks.broker_overhead()
     rows = [
-        ("TRL 1.16, long answers", "our samples per second", first_row(benchmarks.trl_long(), "samples")),
-        ("TRL 1.16, short answers", "its seconds to reward 0.9", first_row(benchmarks.trl_tiny(), "seconds")),
-        ("bare Megatron-Core", "our CPU time of a step", first_row(benchmarks.step_overhead(), "Megatron", "wide")),
-        ("Redis stream of pickled lists", "its CPU per group", first_row(broker, "pickled", "1,280")),
-        ("bare vLLM", "our tokens per second", first_row(benchmarks.node_throughput(), "per second", "one turn")),
+        ("TRL 1.16, long answers", "our samples per second", first_row("trl_comparison_long_tail", "samples")),
+        ("TRL 1.16, short answers", "its seconds to reward 0.9", first_row("trl_comparison_tiny", "seconds")),
+        ("bare Megatron-Core", "our CPU time of a step", first_row("step_overhead", "Megatron", "wide")),
+        ("Redis stream of pickled lists", "its CPU per group", first_row("broker_overhead", "pickled", "1,280")),
+        ("bare vLLM", "our tokens per second", first_row("node_throughput", "per second", "one turn")),
     ]
     cells = [[name, what, f"{row.value} times", row.range] for name, what, row in rows]
     return table(["against", "figure", "median", "range over rounds"], cells)
@@ -111,13 +92,24 @@ def readme_machine() -> str:
 def other_machine() -> str:
     """The same ratios on two machines."""
     other = result("other_machine")
-    broker, plane = benchmarks.broker_overhead(), benchmarks.weight_broadcast()
     ours = {
-        "broker_memory_over_raw_zeromq": ("broker in memory over raw ZeroMQ", first_row(broker, "in memory", "raw")),
-        "broker_fsync_over_raw_zeromq": ("broker, synced, over raw ZeroMQ", first_row(broker, "acknowledged")),
-        "broadcast_over_flat_large": ("broadcast over a flat one, large", first_row(plane, "over a flat", "in 64")),
-        "broadcast_over_flat_small": ("broadcast over a flat one, small", first_row(plane, "over a flat", "4,096")),
-        "trl_tiny_time_to_reward": ("TRL's time over ours, short answers", benchmarks.trl_tiny()[0]),
+        "broker_memory_over_raw_zeromq": (
+            "broker in memory over raw ZeroMQ",
+            first_row("broker_overhead", "in memory", "raw"),
+        ),
+        "broker_fsync_over_raw_zeromq": (
+            "broker, synced, over raw ZeroMQ",
+            first_row("broker_overhead", "acknowledged"),
+        ),
+        "broadcast_over_flat_large": (
+            "broadcast over a flat one, large",
+            first_row("weight_broadcast", "over a flat", "in 64"),
+        ),
+        "broadcast_over_flat_small": (
+            "broadcast over a flat one, small",
+            first_row("weight_broadcast", "over a flat", "4,096"),
+        ),
+        "trl_tiny_time_to_reward": ("TRL's time over ours, short answers", first_row("trl_comparison_tiny")),
     }
     rows = [
         [words, row.value if len(other["figures"][name]) == 1 else row.range, span(other["figures"][name], "g")]
@@ -174,7 +166,7 @@ def broker_soak() -> str:
 def weight_events() -> str:
     """Seconds of a join, a death and a publish."""
     names = ["figure", "median", "range over rounds"]
-    rows = [r for r in benchmarks.weight_broadcast() if r.unit] + benchmarks.join() + benchmarks.flip_cost()
+    rows = [r for name in ("weight_broadcast", "join", "flip_cost") for r in benchmarks.rows(name) if r.unit]
     return table(names, [row.cells[:3] for row in rows])
 
 
