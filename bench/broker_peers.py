@@ -12,10 +12,11 @@ import broker_groups
 import msgspec
 import zmq
 from broker_groups import ListGroup, ListSample
-from broker_ways import Load, free_port, redis_server
+from broker_ways import Load, RawZeroMQ, redis_server
 
 STREAM = "groups"
 WINDOW = 64  # groups under way
+DECODER = msgspec.msgpack.Decoder(ListGroup)
 
 
 class RedisPickledLists:
@@ -60,29 +61,15 @@ class RedisPickledLists:
                 client.xdel(STREAM, last)
 
 
-class MsgspecListsZeroMQ:
+class MsgspecListsZeroMQ(RawZeroMQ):
     """prime-rl's way: msgspec structs with lists of numbers, PUSH to PULL over tcp."""
 
     name = "msgspec_lists_zeromq"
 
-    @contextlib.contextmanager
-    def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
-        yield f"tcp://127.0.0.1:{free_port()}", []
+    def messages(self, size: str) -> Iterator[bytes]:
+        source = broker_groups.lists(size)
+        next(source)  # the groups are made now
+        return map(msgspec.msgpack.Encoder().encode, source)
 
-    def produce(self, address: str, load: Load) -> Iterator[None]:
-        source, encoder = broker_groups.lists(load.size), msgspec.msgpack.Encoder()
-        next(source)
-        with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
-            pusher.connect(address)
-            yield
-            for _ in range(load.groups):
-                pusher.send(encoder.encode(next(source)), copy=False)
-
-    def consume(self, address: str, load: Load) -> Iterator[None]:
-        decoder = msgspec.msgpack.Decoder(ListGroup)
-        with zmq.Context() as context, context.socket(zmq.PULL) as puller:
-            puller.bind(address)
-            yield
-            for _ in range(load.groups):
-                group = decoder.decode(puller.recv(copy=False).buffer)
-                broker_groups.arrays_of_lists(group.samples)
+    def use(self, message: zmq.Frame) -> None:
+        broker_groups.arrays_of_lists(DECODER.decode(message.buffer).samples)

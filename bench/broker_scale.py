@@ -3,8 +3,9 @@
     python bench/broker_scale.py [--nodes 1 100 1000] [--seconds 20] [--think 5] [--leases 1000]
 
 Every node is a real client with a connection, an identity and heartbeats of its own. Only the rollout is a pause, drawn
-evenly from half to one and a half times --think seconds. --leases groups are under way, dealt out evenly, whatever the
-number of nodes: so every run asks the broker for the same groups per second. The CPU per group includes heartbeats.
+evenly from half to one and a half times `--think` seconds. The same number of groups is under way whatever the number
+of nodes (`--leases`, dealt out evenly). So every run asks the broker for the same groups per second. The CPU per group
+includes heartbeats.
 *Without waiting* leaves out the CPU of the same nodes when they only wait and beat, which is measured before.
 Heartbeats are a price per node and second, not per group. Writes bench/results/broker_scale.json.
 """

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -61,19 +62,25 @@ class RawZeroMQ:
         yield f"tcp://127.0.0.1:{free_port()}", []
 
     def produce(self, address: str, load: Load) -> Iterator[None]:
-        payloads = encoded(load.size)
+        messages = self.messages(load.size)
         with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
             pusher.connect(address)
             yield
-            for i in range(load.groups):
-                pusher.send(payloads[i % len(payloads)], copy=False)
+            for message in itertools.islice(messages, load.groups):
+                pusher.send(message, copy=False)
 
     def consume(self, address: str, load: Load) -> Iterator[None]:
         with zmq.Context() as context, context.socket(zmq.PULL) as puller:
             puller.bind(address)
             yield
             for _ in range(load.groups):
-                puller.recv(copy=False)
+                self.use(puller.recv(copy=False))
+
+    def messages(self, size: str) -> Iterator[bytes]:
+        return itertools.cycle(encoded(size))
+
+    def use(self, message: zmq.Frame) -> None:
+        """Nothing is decoded."""
 
 
 class Played(NamedTuple):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from node_throughput import prompts, tiny_model
+from node_throughput import engine_config, prompts, tiny_model
 
 from common.config.loading import load_config
 
@@ -51,18 +51,10 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, model: str) -> None:
         from transformers import Qwen3ForCausalLM
 
-        from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
         from rollout_fleet.engine.engine import Engine
 
-        engine = EngineConfig(max_model_len=1024, max_num_seqs=arguments.requests, kv_cache_mib=256, eager=True)
-        config = Config(
-            run=RunConfig(name="bench", dir="unused", steps=1),
-            model=ModelConfig(path=model, dtype=arguments.dtype),
-            tasks=TasksConfig(environment="none", dataset="none"),
-            rollout=RolloutConfig(concurrency=arguments.requests, engine=engine),
-        )
         self.arguments = arguments
-        self.engine = Engine(config, stop_token_ids=[])
+        self.engine = Engine(engine_config(model, arguments.dtype, arguments.requests), stop_token_ids=[])
         state = Qwen3ForCausalLM.from_pretrained(model, dtype=arguments.dtype).state_dict()
         self.weights = {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
         self.version = 0

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import harness
 
+from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+
 OBSERVATION = [9, 8, 7, 6, 5, 4, 10, 11]  # the environment's answer between two turns
 
 
@@ -83,17 +85,21 @@ def bare(arguments: argparse.Namespace) -> list[dict]:
     return measure(arguments.rounds, arguments.requests * arguments.turns * arguments.tokens, serve)
 
 
+def engine_config(model: str, dtype: str, requests: int) -> Config:
+    """Config of an engine alone, for at most so many requests at a time."""
+    engine = EngineConfig(max_model_len=1024, max_num_seqs=requests, kv_cache_mib=256, eager=True)
+    return Config(
+        run=RunConfig(name="bench", dir="unused", steps=1),
+        model=ModelConfig(path=model, dtype=dtype),
+        tasks=TasksConfig(environment="none", dataset="none"),
+        rollout=RolloutConfig(concurrency=requests, engine=engine),
+    )
+
+
 def node(arguments: argparse.Namespace) -> list[dict]:
-    from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
     from rollout_fleet.engine.engine import Engine
 
-    engine_config = EngineConfig(max_model_len=1024, max_num_seqs=arguments.concurrency, kv_cache_mib=256, eager=True)
-    config = Config(
-        run=RunConfig(name="bench", dir="unused", steps=1),
-        model=ModelConfig(path=arguments.model, dtype=arguments.dtype),
-        tasks=TasksConfig(environment="none", dataset="none"),
-        rollout=RolloutConfig(concurrency=arguments.concurrency, engine=engine_config),
-    )
+    config = engine_config(arguments.model, arguments.dtype, arguments.concurrency)
     loop = asyncio.new_event_loop()
     engine = Engine(config, weights="folder", stop_token_ids=[])
     loop.run_until_complete(engine.start())

@@ -3,14 +3,19 @@
     python bench/simulate.py            writes bench/results/simulate.json: 1 to 1,000 nodes, sync and async
 
 Nothing sleeps and nothing is random but the lengths. The rules are the product's: the window of common/staleness.py,
-oldest task first, a step takes the oldest B ready groups, a node leases two groups ahead of `concurrency` episodes.
-An engine decodes one token for each running request in `step_s` seconds at so many requests and `context_s` for each
-sampled token behind any of them; a call costs it `call_s` on top (prefill, request handling), and `prefill_s` unless
-the engine still has another call's prompt before it: these are computed together. A step of the learner takes
-`train_s + train_token_s * tokens + train_pair_s * pairs`: pairs are the squares of its episodes' tokens. `deliver_s`
-later every node has the new version, for which generation stood still `flip_s`. Where learner and engines share a
-machine, either may be slower while the other works: `engine_shared`, `learner_shared`. bench/async_tail.py calibrates
-these on real processes and compares.
+oldest task first. A step takes the oldest B ready groups. A node leases two groups ahead of `concurrency` episodes.
+
+- An engine decodes one token for each running request in `step_s` seconds at so many requests. It takes `context_s`
+  more for each sampled token behind any of them.
+- A call takes `call_s` on top, for prefill and request handling. It also takes `prefill_s`, unless the engine has
+  another call's prompt before it: these are computed together.
+- A step of the learner takes `train_s + train_token_s * tokens + train_pair_s * pairs`. Pairs are the squares of its
+  episodes' tokens.
+- Every node has the new version `deliver_s` later; generation stood still for it for `flip_s`.
+- Where learner and engines share a machine, either may be slower while the other works: `engine_shared`,
+  `learner_shared`.
+
+bench/async_tail.py calibrates these on real processes and compares.
 """
 
 import heapq
@@ -24,7 +29,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 
 Episode = tuple[int, ...]  # sampled tokens of each turn
-Lengths = Callable[[int], list[Episode]]  # of the samples of a task, by serial
+Lengths = Callable[[int], list[Episode]]  # the samples of a task, by serial
 LOOKAHEAD_GROUPS = 2
 LEASE_AT_ONCE = 4
 Curve = tuple[tuple[int, float], ...]
@@ -52,7 +57,7 @@ class Speeds:
     learner_shared: float = 1.0
 
     def train_seconds(self, lengths: Sequence[int]) -> float:
-        """Of a step on episodes of so many tokens."""
+        """Seconds of a step on episodes of so many tokens."""
         pairs = sum(length**2 for length in lengths)
         return self.train_s + self.train_token_s * sum(lengths) + self.train_pair_s * pairs
 
@@ -71,19 +76,17 @@ class Setup:
 
 @dataclass
 class Outcome:
-    """What the simulation says.
+    """Result of a simulation.
 
     Attributes:
         wall_s: from the end of the first step to the end of the last one.
         step_ends: time of each.
         learner_idle: share of the wall-clock.
-        nodes_empty: share of the nodes' time with nothing running.
-        staleness_max: of any group: step that trains on it minus the version at its lease.
+        staleness_max: the largest of any group: step that trains on it minus the version at its lease.
     """
 
     wall_s: float = 0.0
     learner_idle: float = 0.0
-    nodes_empty: float = 0.0
     staleness_max: int = 0
     tokens: int = 0
     step_ends: list[float] = field(default_factory=list)
@@ -96,7 +99,7 @@ def straight(step_s: float, request_s: float) -> Curve:
 
 @lru_cache(4096)
 def seconds_at(curve: Curve, requests: int) -> float:
-    """Of a step of `requests`."""
+    """Seconds of an engine step with `requests`."""
     above = min(max(bisect_left(curve, (requests,)), 1), len(curve) - 1)
     (low, low_s), (high, high_s) = curve[above - 1], curve[above]
     return low_s + (high_s - low_s) * (requests - low) / (high - low)
@@ -110,12 +113,11 @@ class Node:
         # end on the token clock, tie, [serial, turn, sample], context less the clock at its start
         self._calls: list[tuple[float, int, list[int], float]] = []
         self._ties = itertools.count()
-        self._tokens = 0.0  # the clock: tokens that a request running since time 0 would have
-        self._behind = 0.0  # context of all running requests is this and the clock for each
+        self._tokens = 0.0  # the clock, in tokens of a request that runs since time 0
+        self._behind = 0.0  # context of all running requests, less the clock for each
         self._debt_s = 0.0  # work that comes before the next token: calls and flips
         self._at = 0.0
         self._slower = 1.0  # times as long as alone
-        self.empty_s = 0.0
         self.unfinished = 0  # episodes that run or wait for a place
         self.taken = 0  # places
         self.queue: deque[tuple[int, int]] = deque()  # (serial, sample) that wait for a place
@@ -143,8 +145,6 @@ class Node:
             step_s, growth_s = self._pace()
             left = worked - paid
             self._tokens += 2 * left / (step_s + math.sqrt(step_s**2 + 2 * growth_s * left))
-        else:
-            self.empty_s += passed - paid * self._slower
 
     def share(self, slower: float) -> None:
         """Work takes this many times as long from here on; `advance` first."""
@@ -202,7 +202,7 @@ class Simulation:
         self._idle_since: float | None = 0.0
         self._idle_s = 0.0
         self._shared = speeds.engine_shared != 1 or speeds.learner_shared != 1
-        self._work_s = 0.0  # of the step that is trained, were the learner alone
+        self._work_s = 0.0  # the work of the trained step, were the learner alone
         self._work_at = 0.0
         self._slower = 1.0  # the learner, times as long as alone
         self._engines_slower = 1.0
@@ -227,9 +227,6 @@ class Simulation:
         ends = self.outcome.step_ends
         self.outcome.wall_s = ends[-1] - ends[0]
         self.outcome.learner_idle = self._idle_s / max(self.outcome.wall_s, 1e-9)
-        for node in self._nodes:
-            node.advance(self._now)
-        self.outcome.nodes_empty = sum(n.empty_s for n in self._nodes) / (self._now * len(self._nodes))
         return self.outcome
 
     def _at(self, time_s: float, kind: str, who: int = 0, number: int = 0) -> None:
@@ -387,7 +384,7 @@ def pareto(group_size: int, shape: float, scale: float, longest: int, seed: int 
     return of
 
 
-# Of the order of one large GPU's engine with a mid-sized model: assumptions, not measured.
+# These are assumptions, not measured: about one large GPU's engine with a mid-sized model.
 FLEET = Speeds(step_s=straight(0.020, 8e-5), call_s=0.002, train_s=2.0, train_token_s=0.0, deliver_s=3.0, flip_s=0.3)
 LEARNER_SHARE = 0.9  # its step, of the time that full engines take for as many tokens: just ahead of the fleet
 SCALE = (1, 8, 64, 1000)
@@ -402,7 +399,7 @@ def steady_s(outcome: Outcome) -> float:
 
 
 def predict(nodes: int, staleness: Sequence[int], steps: int, heavy: float = 1.2) -> list[dict[str, object]]:
-    """A fleet of `nodes` whose step takes as many groups as it holds at once; the learner grows with the fleet."""
+    """A fleet of `nodes` whose step takes as many groups as run at once; the learner grows with the fleet."""
     concurrency, size = 64, 8
     setup = Setup(nodes, concurrency, max(1, nodes * concurrency // size), size, 0, steps)
     lengths = pareto(size, heavy, 300.0, 16384)

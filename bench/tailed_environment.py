@@ -1,9 +1,9 @@
 """A model whose answers have heavy-tailed lengths by construction, and an environment that does not care.
 
-The model is a real Qwen3 that computes everything a model computes, with output projections of zero: what is left is a
-Markov chain that its embeddings spell out. After the prompt it enters the long mode with probability `LONG`, else the
-short one; each mode ends an answer after its own mean number of tokens. Most answers are short and a few are long: then
-the generation of a synchronous step is the wait for those few. Nothing is learned, so lengths stay what they are.
+The model is a real Qwen3 that computes everything a model computes, with output projections of zero. Its embeddings
+make it a Markov chain. After the prompt it enters the long mode with probability `LONG`, else the short one. Each mode
+ends an answer after its own mean number of tokens. Most answers are short and a few are long: then the generation of a
+synchronous step is the wait for those few. Nothing is learned, so lengths stay the same.
 """
 
 import json
@@ -62,7 +62,7 @@ def _make_chain(model: Any, prompt_end: int, end: int) -> None:
     size, hidden = model.config.vocab_size, model.config.hidden_size
     free = [token for token in range(4, size) if token not in (prompt_end, end)]
     short, long = free[: len(free) // 2], free[len(free) // 2 :]
-    state = torch.ones(size, dtype=torch.long)  # of a last token: 0 prompt, 1 short, 2 long
+    state = torch.ones(size, dtype=torch.long)  # state after a last token: 0 prompt, 1 short, 2 long
     state[prompt_end], state[long] = 0, 2
     chance = torch.full((3, size), IMPOSSIBLE, dtype=torch.float64)
     chance[0, short], chance[0, long] = (1 - LONG) / len(short), LONG / len(long)

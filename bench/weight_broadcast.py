@@ -5,20 +5,21 @@ processes, in turns, so that a busy machine slows all of them alike:
 
 - broadcast: from the announcement to the last node's Staged, every bucket verified, against one flat gloo broadcast
   of the same bytes (the floor) and a gloo broadcast per parameter; for large tensors and for many small ones, to
-  `nodes` nodes and to one. Where there is a core for each process, each is held to its own;
+  `nodes` nodes and to one. Where there is a core for each process, each has its own;
 - join: from a node whose engine is ready to its weights being in use, while others have the version;
-- death: a node is killed or stopped in the middle of a broadcast; until every other node has the version;
+- death: a node is killed or stopped in the middle of a broadcast; until every other node has the version.
 
 Writes bench/results/weight_broadcast.json. Short mode: --mib 32 --rounds 2.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -185,8 +186,14 @@ def model(tensors: int, total_bytes: int) -> list[tuple[str, torch.Tensor]]:
     return [(f"layers.{i}.weight", torch.randn(size).bfloat16()) for i in range(tensors)]
 
 
-def publisher() -> WeightPublisher:
-    return WeightPublisher(0, "bfloat16", WeightsConfig())
+@contextlib.contextmanager
+def plane(nodes: list[Node]) -> Iterator[tuple[WeightPublisher, str, list[Node]]]:
+    """A publisher, its address, and nodes that do not follow it yet."""
+    ours = WeightPublisher(0, "bfloat16", WeightsConfig())
+    yield ours, ours.start(), nodes
+    ours.close()
+    for one in nodes:
+        one.end()
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -227,30 +234,26 @@ def broadcast(name: str, named: list[tuple[str, torch.Tensor]], nodes: int, roun
     fleet = [Node(f"n{i}", core=cores[i + 1] if apart else None) for i in range(nodes)]
     if apart:
         os.sched_setaffinity(0, {cores[0]})  # the threads that begin from here on inherit it
-    ours = publisher()
-    address = ours.start()
-    for one in fleet:
-        one.order("follow", address)
-    until(lambda: ours.stats().nodes == nodes)
-    layout = Layout.of([(n, "bfloat16", tuple(t.shape)) for n, t in named])
-    flat = packing.pack(named, layout)
-    each = [flat[e.offset : e.offset + e.size_bytes] for e in layout.entries]
-    plain = Plain(fleet)
-    seconds: dict[str, list[float]] = {"ours": [], "flat": [], "per_parameter": []}
-    for version in range(rounds + 1):
-        ours.publish(version, named, None)
+    with plane(fleet) as (ours, address, _):
         for one in fleet:
-            one.hear("active", version)
-        until(lambda: ours.stats().version_sent == version)  # noqa: B023
-        packing.pack(named, layout, flat)  # the learner does so before a broadcast of ours, and nodes wait for it
-        packing.all_checksums(flat, BUCKET)
-        took = [ours.stats().broadcast_s, plain.seconds([flat]), plain.seconds(each)]
-        if version > 0:  # the first forms groups and allocates
-            for key, value in zip(seconds, took, strict=True):
-                seconds[key].append(value)
-    ours.close()
-    for one in fleet:
-        one.end()
+            one.order("follow", address)
+        until(lambda: ours.stats().nodes == nodes)
+        layout = Layout.of([(n, "bfloat16", tuple(t.shape)) for n, t in named])
+        flat = packing.pack(named, layout)
+        each = [flat[e.offset : e.offset + e.size_bytes] for e in layout.entries]
+        plain = Plain(fleet)
+        seconds: dict[str, list[float]] = {"ours": [], "flat": [], "per_parameter": []}
+        for version in range(rounds + 1):
+            ours.publish(version, named, None)
+            for one in fleet:
+                one.hear("active", version)
+            until(lambda: ours.stats().version_sent == version)  # noqa: B023
+            packing.pack(named, layout, flat)  # the learner does so before a broadcast of ours, and nodes wait for it
+            packing.all_checksums(flat, BUCKET)
+            took = [ours.stats().broadcast_s, plain.seconds([flat]), plain.seconds(each)]
+            if version > 0:  # the first forms groups and allocates
+                for key, value in zip(seconds, took, strict=True):
+                    seconds[key].append(value)
     os.sched_setaffinity(0, cores)
     median = {key: statistics.median(values) for key, values in seconds.items()}
     ratios = [a / b for a, b in zip(seconds["ours"], seconds["flat"], strict=True)]
@@ -273,20 +276,15 @@ def join(named: list[tuple[str, torch.Tensor]], rounds: int) -> dict[str, Any]:
     """Seconds from an engine that is ready to weights in use, served by the learner and by a peer."""
     found: dict[str, list[float]] = {"learner": [], "peer": []}
     for _ in range(rounds):
-        ours = publisher()
-        address = ours.start()
-        first = Node("first", transport="relay")  # served by the learner's relay, as a newcomer is
-        ours.publish(1, named, None)
-        until(lambda: ours.stats().published == 1)  # noqa: B023
-        for kind, one in (("learner", first), ("peer", Node("late"))):
-            began = time.time()
-            one.order("follow", address)
-            found[kind].append(one.hear("active", 1) - began)
-            until(lambda: ours.stats().version_active == 1)  # noqa: B023
-            if kind == "peer":
-                one.end()
-        ours.close()
-        first.end()
+        # the first is served by the learner's relay, as a newcomer is
+        with plane([Node("first", transport="relay"), Node("late")]) as (ours, address, (first, late)):
+            ours.publish(1, named, None)
+            until(lambda: ours.stats().published == 1)
+            for kind, one in (("learner", first), ("peer", late)):
+                began = time.time()
+                one.order("follow", address)
+                found[kind].append(one.hear("active", 1) - began)
+                until(lambda: ours.stats().version_active == 1)
     return {f"from_{kind}_s": round(statistics.median(values), 4) for kind, values in found.items()}
 
 
@@ -294,24 +292,17 @@ def death(named: list[tuple[str, torch.Tensor]], harm: signal.Signals, rounds: i
     """Seconds from a node's death in the middle of a broadcast until the others run the version."""
     found: list[float] = []
     for _ in range(rounds):
-        ours = publisher()
-        address = ours.start()
-        fine, victim = [Node("a"), Node("b")], Node("victim", int(harm))
-        for one in (*fine, victim):
-            one.order("follow", address)
-        until(lambda: ours.stats().nodes == 3)  # noqa: B023
-        for version in (1, 2):
-            ours.publish(version, named, None)
-            if version == 2:
-                harmed = victim.hear("harmed")
-                found.append(max(one.hear("active", version) for one in fine) - harmed)
-            else:
-                for one in (*fine, victim):
-                    one.hear("active", version)
-        until(lambda: ours.stats().ejections == 1)  # noqa: B023
-        ours.close()
-        for one in (*fine, victim):
-            one.end()
+        with plane([Node("a"), Node("b"), Node("victim", int(harm))]) as (ours, address, (*fine, victim)):
+            for one in (*fine, victim):
+                one.order("follow", address)
+            until(lambda: ours.stats().nodes == 3)
+            ours.publish(1, named, None)
+            for one in (*fine, victim):
+                one.hear("active", 1)
+            ours.publish(2, named, None)
+            harmed = victim.hear("harmed")
+            found.append(max(one.hear("active", 2) for one in fine) - harmed)
+            until(lambda: ours.stats().ejections == 1)
     return {
         "signal": harm.name,
         "others_have_it_s": round(statistics.median(found), 3),
