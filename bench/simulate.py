@@ -113,8 +113,8 @@ class Node:
         # end on the token clock, tie, [serial, turn, sample], context less the clock at its start
         self._calls: list[tuple[float, int, list[int], float]] = []
         self._ties = itertools.count()
-        self._tokens = 0.0  # the clock, in tokens of a request that runs since time 0
-        self._behind = 0.0  # context of all running requests, less the clock for each
+        self._tokens = 0.0  # The clock: tokens of a request that runs since time 0.
+        self._behind = 0.0  # Context of all running requests, less the clock for each.
         self._debt_s = 0.0  # work that comes before the next token: calls and flips
         self._at = 0.0
         self._slower = 1.0  # times as long as alone
