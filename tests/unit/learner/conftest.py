@@ -1,16 +1,14 @@
 """Configs for the learner's unit tests."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
 
 from common.config.schema import Config
+from tests.unit.learner.loop_fakes import MakeWorld, world
 
 BASE: dict[str, dict[str, Any]] = {
     "run": {"name": "test", "dir": "unset", "steps": 4},
@@ -39,11 +37,7 @@ def make_config(tmp_path: Path) -> Callable[..., Config]:
     return make
 
 
-@pytest.fixture(scope="session")
-def fakes() -> ModuleType:
-    """The module loop_fakes.py: a world for the training loop."""
-    spec = importlib.util.spec_from_file_location("loop_fakes", Path(__file__).with_name("loop_fakes.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["loop_fakes"] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def make_world(make_config: Callable[..., Config]) -> MakeWorld:
+    """A learner with its broker and fleet for a config of `make_config`."""
+    return lambda lag=0, **sections: world(make_config(**sections), lag=lag)

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,8 @@ from broker.delivery.in_process import MemoryBroker, MemoryLearner
 from common.arrays import Array
 from common.config.schema import Config
 from common.errors import SlipstreamError
-from common.process.run_dir import RunDir
+from common.metrics import StepMetrics, read_metrics
+from common.process.run_dir import RunDir, read_jsonl
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
 from common.weights.messages import Canary
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
@@ -260,6 +262,29 @@ class World:
     def restart(self, memory: MemoryBroker | None = None) -> "World":
         return world(self.config, memory or self.memory)
 
+    def with_new_broker(self) -> "World":
+        return world(self.config)
+
+    def unbroken(self) -> np.ndarray:
+        """The table after this run without a stop; the folder is removed, so that the run can be made again."""
+        self.run()
+        table = self.final_table()
+        shutil.rmtree(self.config.run.dir)
+        return table
+
+    @property
+    def run_dir(self) -> RunDir:
+        return RunDir(self.config.run.dir)
+
+    def lines(self) -> list[StepMetrics]:
+        return read_metrics(self.run_dir.metrics, StepMetrics)
+
+    def final_table(self) -> np.ndarray:
+        return np.load(self.run_dir.model / "table.npy")
+
+    def event_kinds(self) -> list[str]:
+        return [event["kind"] for event in read_jsonl(self.run_dir.events)]
+
 
 def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> World:
     """A learner as main.py would build it, with fakes where other processes would be."""
@@ -284,3 +309,6 @@ def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> W
     rollouts = RolloutSource(config, backend, resume.incarnation, lead)
     trainer = Trainer(config, run_dir, backend, rollouts, resume, files)
     return World(config, memory, publisher, fleet, broker, backend, trainer, lead, stop)
+
+
+MakeWorld = Callable[..., World]  # sections of the config, and `lag`

@@ -1,11 +1,8 @@
 """The lead's small parts: stall accounting and what it says it waits for."""
 
-from collections.abc import Callable
-from types import ModuleType
-
 from broker.contract import BrokerStatus, NodeReport, NodeStatus, RunInfo
-from common.config.schema import Config
 from learner.loop.lead_rank import StallMeter
+from tests.unit.learner.loop_fakes import MakeWorld
 
 
 def status(*nodes: tuple[str, int, float]) -> BrokerStatus:
@@ -49,8 +46,8 @@ def test_a_node_that_restarts_counts_from_zero_and_one_that_is_away_loses_nothin
     assert meter.advance(status(("a", 9, 0.25))) == 0.25
 
 
-def test_the_wait_names_who_unblocks_it(make_config: Callable[..., Config], fakes: ModuleType) -> None:
-    world = fakes.world(make_config())
+def test_the_wait_names_who_unblocks_it(make_world: MakeWorld) -> None:
+    world = make_world()
     world.trainer.source.next_command(0)
     report = world.lead.reporter.snapshot()
     assert (report.state, report.waiting_on) == ("waiting", "groups for step 0: 0 of 2 ready, no node is connected")

@@ -1,54 +1,32 @@
 """The training loop on a real in-memory broker: bounds, drains, kills, replays and what it refuses."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
 from broker.contract import Waste
-from common.config.schema import Config
 from common.errors import HopelessError, UsageError
-from common.metrics import StepMetrics, read_metrics
-from common.process.run_dir import RunDir
 from common.rollouts import Group, encode_group
-
-MakeConfig = Callable[..., Config]
-
-
-def lines(config: Config) -> list[StepMetrics]:
-    return read_metrics(RunDir(config.run.dir).metrics, StepMetrics)
-
-
-def final_table(config: Config) -> np.ndarray:
-    return np.load(RunDir(config.run.dir).model / "table.npy")
-
-
-def event_kinds(config: Config) -> list[str]:
-    from common.process.run_dir import read_jsonl
-
-    return [event["kind"] for event in read_jsonl(RunDir(config.run.dir).events)]
-
+from tests.unit.learner.loop_fakes import Killed, MakeWorld, World, make_group
 
 # ---------------------------------------------------------------- a whole run
 
 
-def test_a_run_trains_every_step_and_leaves_everything(fakes: ModuleType, make_config: MakeConfig) -> None:
-    config = make_config(run={"steps": 5})
-    world = fakes.world(config)
+def test_a_run_trains_every_step_and_leaves_everything(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 5})
     assert world.run() == "done"
-    found = lines(config)
+    found = world.lines()
     assert [line.step for line in found] == [0, 1, 2, 3, 4]
     assert [line.policy_version for line in found] == [1, 2, 3, 4, 5]
     assert all(line.groups == 2 and line.tokens_trained > 0 and line.nodes_live == 1 for line in found)
     assert found[-1].tokens_trained_total == sum(line.tokens_trained for line in found)
-    np.testing.assert_array_equal(final_table(config), world.backend.table.detach().numpy())
+    np.testing.assert_array_equal(world.final_table(), world.backend.table.detach().numpy())
 
 
-def test_the_broker_is_asked_for_its_status_once_per_step(fakes: ModuleType, make_config: MakeConfig) -> None:
-    world = fakes.world(make_config(run={"steps": 5}))
+def test_the_broker_is_asked_for_its_status_once_per_step(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 5})
     asked: list[int] = []
     status = world.broker.status
     world.broker.status = lambda: (asked.append(world.trainer.version), status())[1]
@@ -56,14 +34,13 @@ def test_the_broker_is_asked_for_its_status_once_per_step(fakes: ModuleType, mak
     assert asked == [0, 1, 2, 3, 4, 5]  # before the first step, then with every metrics line
 
 
-def test_a_penalty_on_the_divergence_keeps_the_policy_near_the_reference(
-    fakes: ModuleType, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_penalty_on_the_divergence_keeps_the_policy_near_the_reference(make_world: MakeWorld, tmp_path: Path) -> None:
     def divergences(coefficient: float) -> list[float]:
         loss = {"kl_coefficient": coefficient, "kl_estimator": "k2"}
-        config = make_config(run={"steps": 15, "dir": str(tmp_path / f"run-{coefficient}")}, learner={"loss": loss})
-        fakes.world(config).run()
-        return [line.kl_mean for line in lines(config)]
+        run = {"steps": 15, "dir": str(tmp_path / f"run-{coefficient}")}
+        world = make_world(run=run, learner={"loss": loss})
+        world.run()
+        return [line.kl_mean for line in world.lines()]
 
     assert divergences(0.0) == [0.0] * 15  # not measured
     free, kept = divergences(1e-9), divergences(10.0)
@@ -71,19 +48,18 @@ def test_a_penalty_on_the_divergence_keeps_the_policy_near_the_reference(
     assert sum(kept) < 0.9 * sum(free)
 
 
-def test_the_metrics_tell_how_far_off_policy_a_step_was(fakes: ModuleType, make_config: MakeConfig) -> None:
-    config = make_config(run={"steps": 5}, staleness={"max": 2})
-    fakes.world(config, lag=2).run()
-    last = lines(config)[-1]
+def test_the_metrics_tell_how_far_off_policy_a_step_was(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 5}, staleness={"max": 2}, lag=2)
+    world.run()
+    last = world.lines()[-1]
     assert sum(last.tokens_by_age) == last.tokens_trained
     assert last.tokens_by_age[2] > 0
     assert 0 < last.ratio_p1 <= last.ratio_p50 <= last.ratio_p99 <= last.ratio_max * 1.05
     assert 0 < last.effective_sample_fraction <= 1
 
 
-def test_every_offered_group_is_committed_to_exactly_one_step(fakes: ModuleType, make_config: MakeConfig) -> None:
-    config = make_config(run={"steps": 5})
-    world = fakes.world(config)
+def test_every_offered_group_is_committed_to_exactly_one_step(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 5})
     world.run()
     ledger = world.broker.ledger()
     assert [entry.serial for entry in ledger] == list(range(10))
@@ -91,9 +67,8 @@ def test_every_offered_group_is_committed_to_exactly_one_step(fakes: ModuleType,
     assert sorted(entry.step for entry in ledger) == sorted([0, 1, 2, 3, 4] * 2)
 
 
-def test_commits_follow_their_durable_checkpoint(fakes: ModuleType, make_config: MakeConfig) -> None:
-    config = make_config(run={"steps": 5}, learner={"checkpoint": {"every": 2, "keep": 2}})
-    world = fakes.world(config)
+def test_commits_follow_their_durable_checkpoint(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 5}, learner={"checkpoint": {"every": 2, "keep": 2}})
     world.run()
     assert world.broker.commits == [
         (1, ["step-000002"]),
@@ -102,12 +77,8 @@ def test_commits_follow_their_durable_checkpoint(fakes: ModuleType, make_config:
     ]
 
 
-def test_every_version_but_the_last_is_published_and_the_canary_is_the_published_policy(
-    fakes: ModuleType,
-    make_config: MakeConfig,
-) -> None:
-    config = make_config(run={"steps": 5}, weights={"canary_every": 2})
-    world = fakes.world(config)
+def test_every_version_but_the_last_is_published_and_the_canary_is_the_published_policy(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 5}, weights={"canary_every": 2})
     world.run()
     assert world.publisher.versions == [0, 1, 2, 3, 4]
     assert sorted(world.publisher.canaries) == [0, 2, 4]
@@ -118,9 +89,9 @@ def test_every_version_but_the_last_is_published_and_the_canary_is_the_published
 
 @pytest.mark.parametrize(("owed", "versions"), [(False, [0]), (True, [0, 1, 2, 3])])
 def test_a_node_that_missed_the_canary_gets_one_with_the_next_publish(
-    fakes: ModuleType, make_config: MakeConfig, owed: bool, versions: list[int]
+    make_world: MakeWorld, owed: bool, versions: list[int]
 ) -> None:
-    world = fakes.world(make_config(weights={"canary_every": 0}))
+    world = make_world(weights={"canary_every": 0})
     world.publisher.canary_owed = owed
     world.run()
     assert sorted(world.publisher.canaries) == versions
@@ -130,40 +101,35 @@ def test_a_node_that_missed_the_canary_gets_one_with_the_next_publish(
 
 
 @pytest.mark.parametrize(("maximum", "lag"), [(0, 0), (1, 1), (2, 2), (3, 1)])
-def test_staleness_stays_within_the_bound(fakes: ModuleType, make_config: MakeConfig, maximum: int, lag: int) -> None:
-    config = make_config(run={"steps": 8}, staleness={"max": maximum})
-    world = fakes.world(config, lag=lag)
+def test_staleness_stays_within_the_bound(make_world: MakeWorld, maximum: int, lag: int) -> None:
+    world = make_world(run={"steps": 8}, staleness={"max": maximum}, lag=lag)
     world.run()
-    assert all(line.staleness_max <= maximum for line in lines(config))
-    assert all(line.tokens_expired == 0 for line in lines(config))
+    assert all(line.staleness_max <= maximum for line in world.lines())
+    assert all(line.tokens_expired == 0 for line in world.lines())
 
 
-def test_zero_staleness_is_synchronous(fakes: ModuleType, make_config: MakeConfig) -> None:
-    config = make_config(run={"steps": 6}, staleness={"max": 0})
-    world = fakes.world(config)
+def test_zero_staleness_is_synchronous(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 6}, staleness={"max": 0})
     world.run()
     for entry in world.broker.ledger():
         assert entry.version_min == entry.version_max == entry.step == entry.serial // 2
-    assert all(line.ratio_max > 0 and line.staleness_mean == 0 for line in lines(config))
+    assert all(line.ratio_max > 0 and line.staleness_mean == 0 for line in world.lines())
 
 
-def straggling(fakes: ModuleType, config: Config, until_step: int) -> object:
+def straggling(make_world: MakeWorld, until_step: int, **staleness: object) -> World:
     """Task 0 comes back only when step `until_step` has begun."""
-    world = fakes.world(config)
+    world = make_world(run={"steps": 6}, staleness={"max": 1, **staleness})
     world.fleet.hold_back = lambda serial, turn: serial == 0 and world.trainer.version < until_step
     return world
 
 
-def test_a_straggler_does_not_block_and_its_expired_tokens_leave_the_loss(
-    fakes: ModuleType, make_config: MakeConfig
-) -> None:
-    config = make_config(run={"steps": 6}, staleness={"max": 1})
-    world = straggling(fakes, config, until_step=4)
+def test_a_straggler_does_not_block_and_its_expired_tokens_leave_the_loss(make_world: MakeWorld) -> None:
+    world = straggling(make_world, until_step=4)
     world.run()
-    found = lines(config)
+    found = world.lines()
     assert [line.step for line in found] == list(range(6))
     assert all(line.staleness_max <= 1 for line in found)
-    straggler = fakes.make_group(0, 0, 2)
+    straggler = make_group(0, 0, 2)
     sampled = sum(int(sample.loss_mask.numpy().sum()) for sample in straggler.samples)
     assert sum(line.tokens_expired for line in found) == sampled
     assert sum(sum(line.tokens_expired_by_length_decile) for line in found) == sampled
@@ -172,176 +138,148 @@ def test_a_straggler_does_not_block_and_its_expired_tokens_leave_the_loss(
     assert {entry.state for entry in world.broker.ledger()} == {"committed"}
 
 
-def test_regenerate_trains_the_straggler_on_a_fresh_version(fakes: ModuleType, make_config: MakeConfig) -> None:
-    config = make_config(run={"steps": 6}, staleness={"max": 1, "expired": "regenerate"})
-    world = straggling(fakes, config, until_step=4)
+def test_regenerate_trains_the_straggler_on_a_fresh_version(make_world: MakeWorld) -> None:
+    world = straggling(make_world, until_step=4, expired="regenerate")
     world.run()
-    found = lines(config)
+    found = world.lines()
     assert sum(line.tokens_expired for line in found) == 0
     assert sum(line.groups_regenerated for line in found) == 1
     (entry,) = [entry for entry in world.broker.ledger() if entry.serial == 0]
     assert entry.attempts == 2 and entry.step - entry.version_min <= 1
 
 
-def test_wait_lets_no_group_overtake(fakes: ModuleType, make_config: MakeConfig) -> None:
-    config = make_config(run={"steps": 4}, staleness={"max": 1, "expired": "wait"})
-    world = fakes.world(config)
+def test_wait_lets_no_group_overtake(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 4}, staleness={"max": 1, "expired": "wait"})
     world.fleet.hold_back = lambda serial, turn: serial == 0 and turn < 5
     world.run()
     assert [entry.step for entry in world.broker.ledger()] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert sum(line.tokens_expired for line in lines(config)) == 0
+    assert sum(line.tokens_expired for line in world.lines()) == 0
     assert world.fleet.turn > 5
 
 
 # ---------------------------------------------------------------- drains, kills, replays
 
 
-def unbroken(fakes: ModuleType, make_config: MakeConfig, **sections: object) -> np.ndarray:
-    """The table after the same run without a stop, in a folder of its own."""
-    import shutil
-
-    config = make_config(**sections)
-    fakes.world(config).run()
-    table = final_table(config)
-    shutil.rmtree(config.run.dir)
-    return table
-
-
-def test_a_drain_finishes_the_step_checkpoints_and_commits(fakes: ModuleType, make_config: MakeConfig) -> None:
-    config = make_config(run={"steps": 9}, learner={"checkpoint": {"every": 100}})
-    world = fakes.world(config)
+def test_a_drain_finishes_the_step_checkpoints_and_commits(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 9}, learner={"checkpoint": {"every": 100}})
     world.fleet.hold_back = lambda serial, turn: world.stop.append("SIGTERM") if serial == 6 else False
     assert world.run() == "drained"
     version = world.trainer.version
     assert 0 < version < 9
-    assert [line.step for line in lines(config)] == list(range(version))
+    assert [line.step for line in world.lines()] == list(range(version))
     assert world.broker.commits == [(version - 1, [f"step-{version:06d}"])]
-    assert not RunDir(config.run.dir).model.exists()
+    assert not world.run_dir.model.exists()
 
 
-def test_a_drained_run_goes_on_to_the_same_weights(fakes: ModuleType, make_config: MakeConfig) -> None:
-    expected = unbroken(fakes, make_config, run={"steps": 6})
-    config = make_config(run={"steps": 6})
-    world = fakes.world(config)
+def test_a_drained_run_goes_on_to_the_same_weights(make_world: MakeWorld) -> None:
+    expected = make_world(run={"steps": 6}).unbroken()
+    world = make_world(run={"steps": 6})
     world.fleet.hold_back = lambda serial, turn: world.stop.append("SIGTERM") if serial == 6 else False
     assert world.run() == "drained"
     again = world.restart()
     assert again.trainer.resume.incarnation == 1
     assert again.run() == "done"
-    np.testing.assert_array_equal(final_table(config), expected)
-    assert [line.step for line in lines(config)] == list(range(6))
+    np.testing.assert_array_equal(world.final_table(), expected)
+    assert [line.step for line in world.lines()] == list(range(6))
 
 
 @pytest.mark.parametrize("killed_at", [0, 1, 3, 4])
-def test_a_killed_run_replays_and_ends_bitwise_equal(
-    fakes: ModuleType, make_config: MakeConfig, killed_at: int
-) -> None:
-    expected = unbroken(fakes, make_config, run={"steps": 6})
-    config = make_config(run={"steps": 6})
-    world = fakes.world(config)
+def test_a_killed_run_replays_and_ends_bitwise_equal(make_world: MakeWorld, killed_at: int) -> None:
+    expected = make_world(run={"steps": 6}).unbroken()
+    world = make_world(run={"steps": 6})
     world.backend.fail_at = killed_at
-    with pytest.raises(fakes.Killed):
+    with pytest.raises(Killed):
         world.run()
-    assert len(lines(config)) == killed_at
+    assert len(world.lines()) == killed_at
     again = world.restart()
     assert again.trainer.version == killed_at // 2 * 2
     assert again.run() == "done"
-    np.testing.assert_array_equal(final_table(config), expected)
-    found = lines(config)
+    np.testing.assert_array_equal(world.final_table(), expected)
+    found = world.lines()
     assert [line.step for line in found] == list(range(6))
     assert found[-1].tokens_trained_total == sum(line.tokens_trained for line in found)
     assert [entry.state for entry in again.broker.ledger()] == ["committed"] * 12
-    assert "replay" in event_kinds(config)
+    assert "replay" in world.event_kinds()
 
 
-def test_a_kill_between_checkpoint_and_commit_is_made_good_at_the_next_start(
-    fakes: ModuleType, make_config: MakeConfig
-) -> None:
-    config = make_config(run={"steps": 6})
-    world = fakes.world(config)
+def test_a_kill_between_checkpoint_and_commit_is_made_good_at_the_next_start(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 6})
 
     def killed(step: int) -> None:
-        raise fakes.Killed
+        raise Killed
 
     world.broker.commit = killed
-    with pytest.raises(fakes.Killed):
+    with pytest.raises(Killed):
         world.run()
     assert world.broker.status().groups_committed == 0
     again = world.restart()
     assert again.broker.status().groups_committed == 4
     assert again.run() == "done"
-    assert [line.step for line in lines(config)] == list(range(6))
+    assert [line.step for line in world.lines()] == list(range(6))
 
 
 def test_a_checkpoint_behind_what_the_broker_committed_is_refused_before_anything_is_trained(
-    fakes: ModuleType, make_config: MakeConfig
+    make_world: MakeWorld,
 ) -> None:
-    config = make_config(run={"steps": 6})
-    world = fakes.world(config)
+    world = make_world(run={"steps": 6})
     world.run()
     newest = world.lead.files.checkpoints.steps()[6]
     shutil.rmtree(newest)  # as if RUN/checkpoints had been restored from an older copy
-    before = lines(config)
+    before = world.lines()
     with pytest.raises(UsageError, match=r"step 4 next .*is of step 4.* up to 5: the groups of steps 4 to 5"):
         world.restart()
     assert [line.step for line in before] == list(range(6))
-    shutil.rmtree(RunDir(config.run.dir).checkpoints)
+    shutil.rmtree(world.run_dir.checkpoints)
     with pytest.raises(UsageError, match=r"step 0 next \(it has no checkpoint\).*Put a checkpoint of step 6 back"):
         world.restart()
 
 
-def test_a_half_written_checkpoint_is_ignored(fakes: ModuleType, make_config: MakeConfig) -> None:
-    config = make_config(run={"steps": 6})
-    world = fakes.world(config)
+def test_a_half_written_checkpoint_is_ignored(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 6})
 
     def killed(path: Path) -> None:
         path.mkdir()
         (path / "table.npy").write_bytes(b"half")
-        raise fakes.Killed
+        raise Killed
 
     world.backend.start_checkpoint = killed
-    with pytest.raises(fakes.Killed):
+    with pytest.raises(Killed):
         world.run()
     again = world.restart()
     assert again.trainer.version == 0
     assert again.run() == "done"
 
 
-def test_a_run_that_is_done_exports_its_model_again_without_training(
-    fakes: ModuleType, make_config: MakeConfig
-) -> None:
-    config = make_config()
-    world = fakes.world(config)
+def test_a_run_that_is_done_exports_its_model_again_without_training(make_world: MakeWorld) -> None:
+    world = make_world()
     world.run()
-    table = final_table(config)
+    table = world.final_table()
     again = world.restart()
     assert again.run() == "done"
     assert again.backend.steps == 4
-    np.testing.assert_array_equal(final_table(config), table)
+    np.testing.assert_array_equal(world.final_table(), table)
 
 
-def test_a_broker_without_memory_still_gets_every_task_once(fakes: ModuleType, make_config: MakeConfig) -> None:
-    config = make_config(run={"steps": 8})
+def test_a_broker_without_memory_still_gets_every_task_once(make_world: MakeWorld) -> None:
     seen: list[bytes] = []
-    world = fakes.world(config)
+    world = make_world(run={"steps": 8})
     world.fleet.hold_back = lambda serial, turn: world.stop.append("SIGTERM") if serial == 7 else False
     assert world.run() == "drained"
     version = world.trainer.version
-    again = fakes.world(config)
+    again = world.with_new_broker()
     task = again.lead.tasks.next
     again.lead.tasks.next = lambda count: [seen.append(t.problem) or t for t in task(count)]
     assert again.run() == "done"
-    assert [line.step for line in lines(config)] == list(range(8))
+    assert [line.step for line in world.lines()] == list(range(8))
     assert len(seen) == len(set(seen)) == 2 * (8 - version)
-    assert all(line.staleness_max <= 2 for line in lines(config))
+    assert all(line.staleness_max <= 2 for line in world.lines())
 
 
 # ---------------------------------------------------------------- what cannot be trained on
 
 
-def test_an_unusable_group_is_generated_again(fakes: ModuleType, make_config: MakeConfig) -> None:
-    config = make_config()
-    world = fakes.world(config)
+def test_an_unusable_group_is_generated_again(make_world: MakeWorld) -> None:
+    world = make_world()
     spoiled: list[int] = []
 
     def spoil(group: Group) -> bytes:
@@ -353,29 +291,28 @@ def test_an_unusable_group_is_generated_again(fakes: ModuleType, make_config: Ma
     world.fleet.spoil = spoil
     assert world.run() == "done"
     assert spoiled == [3]
-    assert "bad_group" in event_kinds(config)
+    assert "bad_group" in world.event_kinds()
     assert [entry.state for entry in world.broker.ledger()] == ["committed"] * 8
 
 
-def test_a_group_that_stays_unusable_stops_the_run_with_the_reason(fakes: ModuleType, make_config: MakeConfig) -> None:
-    world = fakes.world(make_config())
+def test_a_group_that_stays_unusable_stops_the_run_with_the_reason(make_world: MakeWorld) -> None:
+    world = make_world()
     world.fleet.spoil = lambda group: encode_group(Group(group.serial, group.samples[:1]))
     with pytest.raises(HopelessError, match=r"unusable 3 times: group 0 from node fake: 1 samples, expected 2"):
         world.run()
 
 
-def test_a_canary_that_fails_everywhere_stops_the_run(fakes: ModuleType, make_config: MakeConfig) -> None:
-    world = fakes.world(make_config())
+def test_a_canary_that_fails_everywhere_stops_the_run(make_world: MakeWorld) -> None:
+    world = make_world()
     world.publisher.fatal = "log-probabilities differ by 3.1, weights.canary_tolerance is 0.5"
     with pytest.raises(HopelessError, match=r"no node may generate .* weights\.canary_tolerance is 0\.5"):
         world.run()
 
 
-def test_an_environment_that_only_fails_stops_the_run(fakes: ModuleType, make_config: MakeConfig) -> None:
+def test_an_environment_that_only_fails_stops_the_run(make_world: MakeWorld) -> None:
     import msgspec
 
-    config = make_config(run={"steps": 8})
-    world = fakes.world(config)
+    world = make_world(run={"steps": 8})
 
     def fail(group: Group) -> bytes:
         samples = [msgspec.structs.replace(s, error="no calculator") for s in group.samples]
@@ -387,8 +324,8 @@ def test_an_environment_that_only_fails_stops_the_run(fakes: ModuleType, make_co
     assert world.backend.steps == 0
 
 
-def test_tasks_that_only_die_stop_the_run_with_the_last_reason(fakes: ModuleType, make_config: MakeConfig) -> None:
-    world = fakes.world(make_config(run={"steps": 8}))
+def test_tasks_that_only_die_stop_the_run_with_the_last_reason(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 8})
     node = world.fleet.node
 
     async def fail(node_id: str, token: str, meta: object, payload: bytes) -> bool:
@@ -401,13 +338,10 @@ def test_tasks_that_only_die_stop_the_run_with_the_last_reason(fakes: ModuleType
     assert world.backend.steps == 0
 
 
-def test_a_step_whose_tokens_all_expired_still_counts(fakes: ModuleType, make_config: MakeConfig) -> None:
-    config = make_config(run={"steps": 4}, learner={"groups_per_step": 1}, staleness={"max": 0})
-    world = fakes.world(config)
-    world.fleet.spoil = lambda group: encode_group(
-        fakes.make_group(group.serial, -1, 2) if group.serial == 1 else group
-    )
+def test_a_step_whose_tokens_all_expired_still_counts(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 4}, learner={"groups_per_step": 1}, staleness={"max": 0})
+    world.fleet.spoil = lambda group: encode_group(make_group(group.serial, -1, 2) if group.serial == 1 else group)
     assert world.run() == "done"
-    found = lines(config)
+    found = world.lines()
     assert [line.tokens_trained > 0 for line in found] == [True, False, True, True]
     assert found[1].tokens_expired > 0
