@@ -2,7 +2,11 @@
 
 from typing import Any
 
+from fleet_fakes import ScriptedSampler
+
+from common.rollouts import VersionRun
 from launch.quickstart.assets import build_tokenizer
+from rollout_fleet.episode.sampler_protocol import Generation
 
 # Qwen3 in short: earlier turns lose their reasoning, tool answers travel as user turns, a think block may start a turn
 QWEN = """
@@ -43,3 +47,21 @@ def with_template(template: str, end: str) -> Any:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template.replace("<|im_end|>", end)
     return tokenizer
+
+
+def qwen() -> Any:
+    return with_template(QWEN, "<eos>")
+
+
+def speaker(tokenizer: Any, *said: str | list[int] | Exception, version: int = 0) -> ScriptedSampler:
+    """A policy that says one text, or one list of tokens, after the other, each with an end token."""
+    left = iter(said)
+
+    def answer(_: str) -> Generation | Exception:
+        turn = next(left)
+        if isinstance(turn, Exception):
+            return turn
+        ids = [*(tokenizer.encode(turn) if isinstance(turn, str) else turn), tokenizer.eos_token_id]
+        return Generation(ids, [-0.5] * len(ids), [VersionRun(0, version)], "stop")
+
+    return ScriptedSampler(answer)

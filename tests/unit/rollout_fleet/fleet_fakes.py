@@ -5,13 +5,14 @@ import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from broker.contract import HeartbeatReply, LearnerReport, NodeBroker, NodeReport, RunInfo
-from common.rollouts import Task, VersionRun
+from common.rollouts import Sample, Task, VersionRun
 from rollout_fleet.environments.isolation.placement import ThreadStage
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
-from rollout_fleet.environments.protocol import Budget, Limits
-from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules, Sampling
+from rollout_fleet.environments.protocol import Action, Budget, Limits, StepResult
+from rollout_fleet.episode.driver import Driver, EpisodeDriver, EpisodeRules, Progress, Sampling
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
 from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, WeightsState
 from tests.waiting import LIMIT_S
@@ -88,6 +89,34 @@ def in_turn(*answers: Generation) -> Callable[[str], Generation]:
     """Each call gets the next answer."""
     left: Iterator[Generation] = iter(answers)
     return lambda _: next(left)
+
+
+class Base:
+    """An environment that asks once, pays 1 and ends."""
+
+    def __init__(self, problem: dict[str, Any], *, seed: int) -> None:
+        self.problem, self.seed = problem, seed
+
+    async def reset(self) -> Any:
+        return "go"
+
+    async def step(self, action: Action) -> Any:
+        return StepResult(reward=1.0)
+
+
+def play(driver: Driver, problem: dict[str, Any], seed: int = 7, progress: Progress | None = None) -> Sample:
+    """One episode in an event loop of its own."""
+    return asyncio.run(driver.run(problem, seed, progress))
+
+
+def text_of(sample: Sample, trained: int) -> str:
+    """What a sample of character tokens says, of the trained tokens or of the others."""
+    pairs = zip(sample.tokens.numpy(), sample.loss_mask.numpy(), strict=True)
+    return "".join(chr(t) for t, m in pairs if m == trained)
+
+
+def prompts_of(sampler: ScriptedSampler) -> list[str]:
+    return ["".join(map(chr, call.prompt)) for call in sampler.calls]
 
 
 HOSTS: list[EnvironmentHost] = []  # closed after each test

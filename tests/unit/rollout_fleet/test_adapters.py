@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 from aiohttp import WSMsgType, web
-from chat_tokenizers import QWEN, with_template
-from fleet_fakes import ScriptedSampler, in_turn, make_driver, new_host, say
+from chat_tokenizers import qwen, speaker
+from fleet_fakes import ScriptedSampler, in_turn, make_driver, new_host, prompts_of, say
 
-from common.rollouts import Sample, VersionRun
+from common.rollouts import Sample
 from rollout_fleet.agents.driver import AgentDriver
 from rollout_fleet.agents.verifiers_agent import agent
 from rollout_fleet.environments import registry
@@ -33,7 +33,6 @@ from rollout_fleet.environments.isolation.process_host import ProcessHost, Proce
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
-from rollout_fleet.episode.sampler_protocol import Generation
 
 HERE = Path(__file__).parent
 INT_PARSING = {
@@ -106,7 +105,7 @@ async def play(url: str, said: list[str], options: dict[str, Any] | None = None)
     sampler = ScriptedSampler(in_turn(*map(say, said)))
     found = {"url": url, "action": "guess", "observation": "hint", **(options or {})}
     sample = await make_driver(sampler, OpenEnv, found).run({}, 12, group_seed=7)
-    return sample, ["".join(map(chr, call.prompt)) for call in sampler.calls]
+    return sample, prompts_of(sampler)
 
 
 def check_game(sample: Sample, prompts: list[str]) -> None:
@@ -194,14 +193,8 @@ def test_an_environment_of_verifiers_is_played_through_the_endpoint_and_judged_b
     root = HERE.parents[2]
     subprocess.run([python, "-c", export], check=True, env={**os.environ, "PYTHONPATH": f"{root}:{HERE}"})
     problem = json.loads(rows.read_text().splitlines()[0])
-    tokenizer = with_template(QWEN, "<eos>")
-    left = iter(["3", "7"])
-
-    def answer(_: str) -> Generation:
-        ids = [*tokenizer.encode(next(left)), tokenizer.eos_token_id]
-        return Generation(ids, [-0.5] * len(ids), [VersionRun(0, 1)], "stop")
-
-    sampler, limits = ScriptedSampler(answer), replace(agent.LIMITS, python=python)  # type: ignore[attr-defined]
+    tokenizer = qwen()
+    sampler, limits = speaker(tokenizer, "3", "7"), replace(agent.LIMITS, python=python)  # type: ignore[attr-defined]
     sample = asyncio.run(_once(sampler, limits, problem, python))
     assert (sample.error, sample.reward, sample.turns) == (None, 1.5, 2)
     assert sample.metrics["right"] == 1.5
@@ -226,7 +219,7 @@ async def _once(sampler: ScriptedSampler, limits: Limits, problem: dict[str, Any
     processes = ProcessHost(("rollout_fleet.agents.verifiers_agent", "verifiers"), python)
     options = {"env_id": "verifiers-game", "arguments": '{"bonus": 0.5}'}
     stage = ProcessStage("rollout_fleet.agents.verifiers_agent:agent", options, limits, 120.0, processes)
-    renderer, budget = Renderer(with_template(QWEN, "<eos>")), Budget(4, 200, 2000)
+    renderer, budget = Renderer(qwen()), Budget(4, 200, 2000)
     driver = AgentDriver(sampler, renderer, stage, EpisodeRules(budget, timeout_s=120.0, limits=limits))
     try:
         return await driver.run(problem, 0)

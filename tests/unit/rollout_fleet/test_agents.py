@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from chat_tokenizers import QWEN, with_template
+from chat_tokenizers import qwen, speaker
 from fleet_fakes import ScriptedSampler, new_host
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 
 from common.errors import SlipstreamError
-from common.rollouts import Group, Sample, VersionRun, decode_group, encode_group
+from common.rollouts import Group, Sample, decode_group, encode_group
 from rollout_fleet.agents.driver import AgentDriver
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.isolation.placement import ThreadStage
@@ -21,41 +21,44 @@ from rollout_fleet.environments.isolation.process_host import ProcessHost, Proce
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
-from rollout_fleet.episode.sampler_protocol import Generation
+from tests.waiting import LIMIT_S
 
 Agent = Callable[..., Awaitable[Any]]
 LIMITS = Limits(cpu_s=20, memory_mib=2048)
+HI: Any = [{"role": "user", "content": "hi"}]
 
 
 def policy(*said: str | Exception) -> ScriptedSampler:
-    tokenizer = with_template(QWEN, "<eos>")
-    left = iter(said)
-
-    def answer(_: str) -> Generation | Exception:
-        text = next(left)
-        if isinstance(text, Exception):
-            return text
-        ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
-        return Generation(ids, [-0.5] * len(ids), [VersionRun(0, 3)], "stop")
-
-    return ScriptedSampler(answer)
+    return speaker(qwen(), *said, version=3)
 
 
-def play(agent: Agent | ProcessStage, sampler: ScriptedSampler, budget: Budget | None = None, **more: Any) -> Sample:
+def driver_of(
+    agent: Agent | ProcessStage, sampler: ScriptedSampler, budget: Budget | None = None, timeout_s: float = 30.0
+) -> AgentDriver:
+    stage = agent if isinstance(agent, ProcessStage) else ThreadStage(agent, {}, new_host())
+    rules = EpisodeRules(budget or Budget(4, 200, 2000), timeout_s=timeout_s, limits=LIMITS)
+    return AgentDriver(sampler, Renderer(qwen()), stage, rules)
+
+
+def play(agent: Agent | ProcessStage, sampler: ScriptedSampler, **more: Any) -> Sample:
     async def once() -> Sample:
-        stage = agent if isinstance(agent, ProcessStage) else ThreadStage(agent, {}, new_host())
-        driver = AgentDriver(
-            sampler,
-            Renderer(with_template(QWEN, "<eos>")),
-            stage,
-            EpisodeRules(budget or Budget(4, 200, 2000), timeout_s=more.get("timeout_s", 30.0), limits=LIMITS),
-        )
+        driver = driver_of(agent, sampler, **more)
         try:
             return await driver.run({"question": "1+2?"}, 7)
         finally:
             await driver.close()
 
     return asyncio.run(once())
+
+
+def with_client(talk: Callable[[AsyncOpenAI, str], Awaitable[Any]]) -> Agent:
+    """An agent that asks the named model through the openai client."""
+
+    async def agent(problem: dict[str, Any], *, base_url: str, api_key: str, model: str, seed: int) -> Any:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            return await talk(client, model)
+
+    return agent
 
 
 async def two_turns(problem: dict[str, Any], *, base_url: str, api_key: str, model: str, seed: int) -> Any:
@@ -76,7 +79,7 @@ def test_an_agent_s_conversation_becomes_the_sample_with_its_tokens_and_its_rewa
     assert (sample.stop_reason, sample.turns, sample.metrics["tokens"], sample.metrics["seed"]) == (
         "environment_done", 2, 2.0, 7.0
     )  # fmt: skip
-    tokenizer = with_template(QWEN, "<eos>")
+    tokenizer = qwen()
     tokens, mask = sample.tokens.numpy().tolist(), sample.loss_mask.numpy().tolist()
     assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "I think 3<eos>3<eos>"
     assert tokens == sampler.calls[1].prompt + tokenizer.encode("3") + [tokenizer.eos_token_id]
@@ -85,76 +88,78 @@ def test_an_agent_s_conversation_becomes_the_sample_with_its_tokens_and_its_rewa
     assert decode_group(encode_group(Group(0, [sample]))).samples[0] == sample
 
 
-def test_a_stream_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    async def streams(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-            stream = await client.chat.completions.create(
-                model=model, messages=[{"role": "user", "content": "hi"}], stream=True
-            )
-            chunks = [chunk async for chunk in stream]
-            said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-            return float(said == "three" and chunks[-1].choices[0].finish_reason == "stop")
+def test_a_stream_says_the_same_and_what_it_took_and_its_log_probabilities_when_asked() -> None:
+    async def streams(client: AsyncOpenAI, model: str) -> float:
+        plain = await client.chat.completions.create(model=model, messages=HI, stream=True)
+        chunks = [chunk async for chunk in plain]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "three"
+        assert chunks[-1].choices[0].finish_reason == "stop"
+        stream = await client.chat.completions.create(
+            model=model, messages=HI, stream=True, stream_options={"include_usage": True}, logprobs=True
+        )
+        chunks = [chunk async for chunk in stream]
+        logprobs = chunks[1].choices[0].logprobs
+        assert logprobs is not None and logprobs.content is not None and not chunks[-1].choices
+        assert chunks[-1].usage is not None and [entry.logprob for entry in logprobs.content] == [-0.5] * 6
+        return float(chunks[-1].usage.completion_tokens)
 
-    assert play(streams, policy("three")).reward == 1.0
+    sample = play(with_client(streams), policy("three", "three"))
+    assert (sample.error, sample.reward) == (None, 6.0)
 
 
 def test_completions_models_and_tools_are_served_to_the_real_client() -> None:
-    async def uses_all(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-            assert [found.id async for found in client.models.list()] == [model]
-            done = await client.completions.create(model=model, prompt="1+2=", max_tokens=9, logprobs=0)
-            assert done.choices[0].text == "3" and done.usage is not None and done.usage.completion_tokens == 2
-            tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-            messages: Any = [{"role": "user", "content": "hi"}]
-            called = await client.chat.completions.create(model=model, messages=messages, tools=tools)
-            (call,) = called.choices[0].message.tool_calls or []
-            return float(called.choices[0].finish_reason == "tool_calls" and call.function.arguments == '{"a": 1}')  # type: ignore[union-attr]
+    async def uses_all(client: AsyncOpenAI, model: str) -> float:
+        assert [found.id async for found in client.models.list()] == [model]
+        done = await client.completions.create(model=model, prompt="1+2=", max_tokens=9, logprobs=0)
+        assert done.choices[0].text == "3" and done.usage is not None and done.usage.completion_tokens == 2
+        tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+        called = await client.chat.completions.create(model=model, messages=HI, tools=tools)
+        (call,) = called.choices[0].message.tool_calls or []
+        return float(called.choices[0].finish_reason == "tool_calls" and call.function.arguments == '{"a": 1}')  # type: ignore[union-attr]
 
     said = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    sample = play(uses_all, policy("3", said))
+    sample = play(with_client(uses_all), policy("3", said))
     assert (sample.error, sample.reward) == (None, 1.0)
     assert sample.metrics["tokens_left_out"] == 2.0  # the completion is a conversation of its own
+
+
+def request(url: str, key: str, body: bytes | None = None) -> int:
+    """The HTTP status of one request without a client library."""
+    made = urllib.request.Request(url, body, {"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(made, timeout=30) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
 
 
 async def test_a_key_is_needed_and_void_when_the_episode_is_over() -> None:
     kept: list[str] = []
 
-    def status(base_url: str, key: str) -> int:
-        request = urllib.request.Request(f"{base_url}/models", headers={"Authorization": f"Bearer {key}"})
-        try:
-            with urllib.request.urlopen(request, timeout=5) as response:
-                return response.status
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code
-
-    async def looks(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
-        found = [await asyncio.to_thread(status, base_url, key) for key in (api_key, "guessed", "", *kept)]
+    async def looks(client: AsyncOpenAI, model: str) -> float:
+        keys, base_url = (client.api_key, "guessed", "", *kept), str(client.base_url)
+        found = [await asyncio.to_thread(request, f"{base_url}models", key) for key in keys]
         assert found[:3] == [200, 401, 401] and found[3:] == [401] * len(kept)
         assert base_url.startswith("http://127.0.0.1:")
-        kept.append(api_key)
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-            await client.completions.create(model=model, prompt="x")
+        kept.append(client.api_key)
+        await client.completions.create(model=model, prompt="x")
         return 1.0
 
-    driver = AgentDriver(
-        policy("a", "b"), Renderer(with_template(QWEN, "<eos>")), ThreadStage(looks, {}, new_host()),
-        EpisodeRules(Budget(4, 200, 2000), timeout_s=30.0, limits=LIMITS),
-    )  # fmt: skip
+    driver = driver_of(with_client(looks), policy("a", "b"))
     assert [(await driver.run({}, n)).error for n in range(2)] == [None, None]
     await driver.close()
     assert len(set(kept)) == 2
 
 
 def test_an_agent_that_runs_into_its_budget_keeps_its_sample_with_the_reason() -> None:
-    async def endless(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
-        messages: Any = [{"role": "user", "content": "hi"}]
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-            while True:
-                said = await client.chat.completions.create(model=model, messages=messages)
-                messages += [said.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
+    async def endless(client: AsyncOpenAI, model: str) -> float:
+        messages = list(HI)
+        while True:
+            said = await client.chat.completions.create(model=model, messages=messages)
+            messages += [said.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
 
-    sample = play(endless, policy("a", "b", "c"), Budget(2, 200, 2000))
+    sample = play(with_client(endless), policy("a", "b", "c"), budget=Budget(2, 200, 2000))
     assert (sample.error, sample.stop_reason, sample.reward, sample.turns) == (None, "turn_limit", 0.0, 2)
 
 
@@ -162,9 +167,9 @@ async def raises(problem: Any, **_: Any) -> float:
     raise RuntimeError("no idea")
 
 
-async def returns_text(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> Any:
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        await client.completions.create(model=model, prompt="x")
+@with_client
+async def returns_text(client: AsyncOpenAI, model: str) -> str:
+    await client.completions.create(model=model, prompt="x")
     return "good"
 
 
@@ -196,56 +201,26 @@ def test_a_dead_engine_is_not_the_agent_s_fault() -> None:
         play(returns_text, policy(SlipstreamError("engine died")))
 
 
-def test_requests_that_cannot_be_served_reach_the_agent_as_errors_of_its_library() -> None:
-    async def asks_for_two(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-            with pytest.raises(BadRequestError, match="'n' must be 1"):
-                await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "x"}], n=2)
-            await client.completions.create(model=model, prompt="x")
-        return 1.0
-
-    assert play(asks_for_two, policy("a")).error is None
-
-
 def test_a_parameter_that_is_not_honoured_reaches_the_agent_by_name_and_samples_nothing() -> None:
-    async def bends(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
-        messages: Any = [{"role": "user", "content": "x"}]
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            with pytest.raises(BadRequestError, match="the distribution that is sampled from") as refused:
-                await client.chat.completions.create(model=model, messages=messages, logit_bias={"5": 100})
-            assert (refused.value.param, refused.value.code) == ("logit_bias", "unsupported_value")
-            assert refused.value.type == "invalid_request_error"
-            with pytest.raises(BadRequestError) as refused:
-                await client.completions.create(model=model, prompt="x", best_of=3)
-            assert refused.value.param == "best_of"
-            with pytest.raises(NotFoundError) as other:
-                await client.completions.create(model="judge", prompt="x")
-            assert (other.value.param, other.value.code) == ("model", "model_not_found")
-            await client.completions.create(model=model, prompt="x", temperature=1.0, top_p=1.0, user="me", best_of=1)
+    async def bends(client: AsyncOpenAI, model: str) -> float:
+        with pytest.raises(BadRequestError, match="'n' must be 1"):
+            await client.chat.completions.create(model=model, messages=HI, n=2)
+        with pytest.raises(BadRequestError, match="the distribution that is sampled from") as refused:
+            await client.chat.completions.create(model=model, messages=HI, logit_bias={"5": 100})
+        assert (refused.value.param, refused.value.code) == ("logit_bias", "unsupported_value")
+        assert refused.value.type == "invalid_request_error"
+        with pytest.raises(BadRequestError) as refused:
+            await client.completions.create(model=model, prompt="x", best_of=3)
+        assert refused.value.param == "best_of"
+        with pytest.raises(NotFoundError) as other:
+            await client.completions.create(model="judge", prompt="x")
+        assert (other.value.param, other.value.code) == ("model", "model_not_found")
+        await client.completions.create(model=model, prompt="x", temperature=1.0, top_p=1.0, user="me", best_of=1)
         return 1.0
 
     sampler = policy("a")
-    sample = play(bends, sampler)
+    sample = play(with_client(bends), sampler)
     assert (sample.error, len(sampler.calls)) == (None, 1)
-
-
-def test_a_stream_says_what_it_took_and_its_log_probabilities_when_asked() -> None:
-    async def streams(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-            stream = await client.chat.completions.create(
-                model=model,
-                messages=[{"role": "user", "content": "hi"}],
-                stream=True,
-                stream_options={"include_usage": True},
-                logprobs=True,
-            )
-            chunks = [chunk async for chunk in stream]
-            logprobs = chunks[1].choices[0].logprobs
-            assert logprobs is not None and logprobs.content is not None and not chunks[-1].choices
-            assert chunks[-1].usage is not None and [entry.logprob for entry in logprobs.content] == [-0.5] * 6
-            return float(chunks[-1].usage.completion_tokens)
-
-    assert play(streams, policy("three")).reward == 6.0
 
 
 def test_an_agent_runs_in_a_process_of_its_own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +256,7 @@ def test_an_agent_is_named_in_the_config_like_an_environment_and_its_options_are
         registry.resolve("named_agent:agent", {"width": 2})
 
 
-def test_a_request_that_an_agent_leaves_behind_ends_with_the_episode() -> None:
+async def test_a_request_that_an_agent_leaves_behind_ends_with_the_episode() -> None:
     sampler = policy("3", "4")
     left: list[asyncio.Task[int]] = []
     done = threading.Event()
@@ -303,36 +278,18 @@ def test_a_request_that_an_agent_leaves_behind_ends_with_the_episode() -> None:
             await asyncio.sleep(0.01)
         return 1.0
 
-    async def once() -> Sample:
-        driver = AgentDriver(
-            sampler, Renderer(with_template(QWEN, "<eos>")), ThreadStage(leaves, {}, new_host()),
-            EpisodeRules(Budget(4, 200, 2000), timeout_s=30.0, limits=LIMITS),
-        )  # fmt: skip
-        sample = await driver.run({}, 1)
-        assert await asyncio.to_thread(done.wait, 30)
-        await driver.close()
-        return sample
-
-    sample = asyncio.run(once())
+    driver = driver_of(leaves, sampler)
+    sample = await driver.run({}, 1)
+    assert await asyncio.to_thread(done.wait, LIMIT_S)
+    await driver.close()
     assert (sample.error, sample.turns, sampler.cancelled, sampler.now) == (None, 1, 1, 0)
     assert left[0].result() == 401
 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"messages": [{"role": "assistant", "tool_calls": 5}]}'])
 def test_a_body_that_no_client_sends_is_a_bad_request(body: bytes) -> None:
-    async def odd(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
-        def post() -> int:
-            headers = {"Authorization": f"Bearer {api_key}"}
-            request = urllib.request.Request(f"{base_url}/chat/completions", data=body, headers=headers)
-            try:
-                with urllib.request.urlopen(request, timeout=30) as response:
-                    return response.status
-            except urllib.error.HTTPError as error:
-                with error:
-                    return error.code
+    async def odd(client: AsyncOpenAI, model: str) -> float:
+        await client.completions.create(model=model, prompt="x")
+        return float(await asyncio.to_thread(request, f"{client.base_url}chat/completions", client.api_key, body))
 
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-            await client.completions.create(model=model, prompt="x")
-        return float(await asyncio.to_thread(post))
-
-    assert play(odd, policy("a")).reward == 400.0
+    assert play(with_client(odd), policy("a")).reward == 400.0

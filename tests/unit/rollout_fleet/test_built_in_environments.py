@@ -4,14 +4,13 @@ import asyncio
 from typing import Any
 
 import pytest
-from fleet_fakes import CharacterTokenizer, ScriptedSampler, in_turn, make_driver, say
+from fleet_fakes import CharacterTokenizer, ScriptedSampler, in_turn, make_driver, prompts_of, say
 
 from common.rollouts import Sample
-from rollout_fleet.environments import registry
 from rollout_fleet.environments.adapters.gymnasium_text import FrozenLake, GymnasiumText
 from rollout_fleet.environments.builtin.math_problem import MathProblem, judge
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
-from rollout_fleet.environments.protocol import Budget, Chat
+from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.environments.registry import takes_group_seed
 from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
@@ -20,7 +19,7 @@ from rollout_fleet.episode.rendering import Renderer
 def play(environment: type, said: list[str], problem: dict[str, Any], **options: Any) -> tuple[Sample, list[str]]:
     sampler = ScriptedSampler(in_turn(*map(say, said)))
     sample = asyncio.run(make_driver(sampler, environment, options).run(problem, 5, group_seed=4))
-    return sample, ["".join(map(chr, call.prompt)) for call in sampler.calls]
+    return sample, prompts_of(sampler)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +114,3 @@ def test_any_environment_with_discrete_actions_can_be_played() -> None:
 def test_a_game_that_does_not_fit_is_refused_with_the_reason(options: dict[str, str], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         GymnasiumText({}, seed=0, group_seed=0, **options)
-
-
-@pytest.mark.parametrize("name", sorted(registry.BUILT_IN))
-def test_every_built_in_name_resolves(name: str) -> None:
-    assert registry.resolve(name) is not None
-    assert isinstance(Chat((("user", "x"),)), Chat)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from chat_tokenizers import QWEN, with_template
+from chat_tokenizers import qwen
 from fleet_fakes import ScriptedSampler, new_host, say
 
 from common.config.schema import Config, LimitsConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
@@ -59,7 +59,7 @@ def test_an_environment_whose_library_only_the_named_interpreter_has_is_describe
     assert (found.path, found.agent, found.shares_seed) == ("other_game:Game", False, True)
     assert found.modules == ("other_game", "only_there")
     assert (found.limits.step_s, found.limits.process, found.limits.python) == (7.0, True, other_python)
-    with_template(QWEN, "<eos>").save_pretrained(tmp_path / "model")
+    qwen().save_pretrained(tmp_path / "model")
     config = Config(
         run=RunConfig(name="test", dir=str(tmp_path), steps=1),
         model=ModelConfig(path=str(tmp_path / "model")),

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fleet_fakes import EOS, CharacterTokenizer, ScriptedSampler, in_turn, make_driver, run, say
+from fleet_fakes import EOS, Base, CharacterTokenizer, ScriptedSampler, in_turn, make_driver, play, say, text_of
 
 from common.errors import SlipstreamError
-from common.rollouts import Group, Sample, VersionRun, decode_group, encode_group
+from common.rollouts import Group, VersionRun, decode_group, encode_group
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 from rollout_fleet.environments.protocol import Action, Budget, StepResult
@@ -18,34 +18,6 @@ from rollout_fleet.episode.driver import Progress
 from rollout_fleet.episode.sampler_protocol import Generation
 
 SUM = {"question": "1+2", "answer": "3"}
-
-
-def play(driver: Any, problem: dict[str, Any], progress: Progress | None = None) -> Sample:
-    samples: list[Sample] = []
-
-    async def once() -> None:
-        samples.append(await driver.run(problem, 7, progress))
-
-    run(once())
-    return samples[0]
-
-
-def text_of(sample: Sample, trained: int) -> str:
-    pairs = zip(sample.tokens.numpy(), sample.loss_mask.numpy(), strict=True)
-    return "".join(chr(t) for t, m in pairs if m == trained)
-
-
-class Base:
-    """Asks once, pays 1, ends."""
-
-    def __init__(self, problem: dict[str, Any], *, seed: int) -> None:
-        self.problem, self.seed = problem, seed
-
-    async def reset(self) -> Any:
-        return "go"
-
-    async def step(self, action: Action) -> Any:
-        return StepResult(reward=1.0)
 
 
 def test_a_single_turn_is_prompt_masked_and_answer_trained_with_its_end_token() -> None:

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from fleet_fakes import EOS, ScriptedSampler, addition_task, in_turn, make_driver, say
+from fleet_fakes import EOS, Base, ScriptedSampler, addition_task, in_turn, make_driver, say
 
 from common.config.schema import LimitsConfig
 from common.rollouts import Sample
@@ -13,19 +13,6 @@ from rollout_fleet.environments.limits import limits_of, own_limits
 from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
 from rollout_fleet.episode.group_progress import GroupProgress
 from rollout_fleet.episode.group_runner import GroupRunner
-
-
-class Base:
-    """Asks once, pays 1, ends."""
-
-    def __init__(self, problem: dict[str, Any], *, seed: int) -> None:
-        self.seed = seed
-
-    async def reset(self) -> Any:
-        return "go"
-
-    async def step(self, action: Action) -> Any:
-        return StepResult(reward=1.0)
 
 
 def play(environment: type, limits: Limits | None = None, turns: int = 3, **more: Any) -> Sample:

@@ -5,7 +5,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from fleet_fakes import CharacterTokenizer, ScriptedSampler, in_turn, make_driver, run, say
+from fleet_fakes import CharacterTokenizer, ScriptedSampler, in_turn, make_driver, play, say, text_of
 
 from common.rollouts import Sample
 from rollout_fleet.environments.builtin.gsm8k import PROMPT, Gsm8k, final_number, gold_number
@@ -82,26 +82,14 @@ class ChatTokenizer(CharacterTokenizer):
         return turns + "<assistant>" + ("" if options["enable_thinking"] else "<think></think>")
 
 
-def play(environment: Any, tokenizer: CharacterTokenizer) -> Sample:
-    driver = make_driver(ScriptedSampler(in_turn(say("#### 72"), say("more"))), environment, tokenizer=tokenizer)
-    samples: list[Sample] = []
-
-    async def once() -> None:
-        samples.append(await driver.run(ROW, 7))
-
-    run(once())
-    return samples[0]
-
-
-def prompt_of(sample: Sample) -> str:
-    pairs = zip(sample.tokens.numpy(), sample.loss_mask.numpy(), strict=True)
-    return "".join(chr(token) for token, trained in pairs if not trained)
+def answered(tokenizer: CharacterTokenizer) -> Sample:
+    return play(make_driver(ScriptedSampler(in_turn(say("#### 72"))), Gsm8k, tokenizer=tokenizer), ROW)
 
 
 def test_the_prompt_goes_through_the_chat_template() -> None:
-    sample = play(Gsm8k, ChatTokenizer())
+    sample = answered(ChatTokenizer())
     question = PROMPT.replace("{question}", ROW["question"])
-    assert prompt_of(sample) == f"<user>{question}</><assistant><think></think>"
+    assert text_of(sample, 0) == f"<user>{question}</><assistant><think></think>"
     assert sample.reward == 1.0
 
 
@@ -118,7 +106,7 @@ def test_the_tokenizer_of_transformers_takes_the_chat() -> None:
 
 
 def test_without_a_chat_template_the_prompt_is_plain_text() -> None:
-    assert prompt_of(play(Gsm8k, CharacterTokenizer())) == PROMPT.replace("{question}", ROW["question"])
+    assert text_of(answered(CharacterTokenizer()), 0) == PROMPT.replace("{question}", ROW["question"])
 
 
 def test_a_question_with_braces_is_left_as_it_is() -> None:

@@ -4,13 +4,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from chat_tokenizers import LLAMA, QWEN, with_template
+from chat_tokenizers import LLAMA, QWEN, qwen, speaker, with_template
 from fleet_fakes import ScriptedSampler, make_driver
 
-from common.rollouts import VersionRun
 from rollout_fleet.environments.protocol import Action, Chat, StepResult
 from rollout_fleet.episode.rendering import MARK, Renderer
-from rollout_fleet.episode.sampler_protocol import Generation
 
 TOOLS = '[{"type": "function", "function": {"name": "add"}}]'
 
@@ -34,17 +32,11 @@ def turns_of(tokenizer: Any) -> tuple[list[list[int]], list[list[int]], Any]:
     """Prompts and sampled tokens of the three calls, and the sample."""
     # a policy whose tokens no tokenizer would produce from their text: filler tokens, a think block, trailing spaces
     said = [tokenizer.encode(t) for t in ("<think>x</think> 1 ", "two  ", " three")]
-    said = [[*ids, 110 + i, tokenizer.eos_token_id] for i, ids in enumerate(said)]
-    left = iter(said)
-
-    def answer(_: str) -> Generation:
-        ids = next(left)
-        return Generation(ids, [-1.0] * len(ids), [VersionRun(0, 0)], "stop")
-
-    sampler = ScriptedSampler(answer)
+    said = [[*ids, 110 + i] for i, ids in enumerate(said)]
+    sampler = speaker(tokenizer, *said)
     driver = make_driver(sampler, Talks, tokenizer=tokenizer)
     sample = asyncio.run(driver.run({}, 0))
-    return [call.prompt for call in sampler.calls], said, sample
+    return [call.prompt for call in sampler.calls], [[*ids, tokenizer.eos_token_id] for ids in said], sample
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA, None], ids=["qwen", "llama", "none"])
@@ -65,7 +57,7 @@ def test_prompt_and_sampled_tokens_of_a_turn_are_an_exact_prefix_of_the_next_pro
 
 
 def test_between_two_turns_stands_what_the_template_would_have_put_there() -> None:
-    tokenizer = with_template(QWEN, "<eos>")
+    tokenizer = qwen()
     prompts, said, _ = turns_of(tokenizer)
     between = tokenizer.decode(prompts[1][len(prompts[0] + said[0]) :])
     assert between == "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><eos>\n<|im_start|>assistant\n"
@@ -80,13 +72,13 @@ def test_a_turn_that_ended_with_another_token_gets_the_template_s_end_as_well() 
 
 
 def test_options_reach_the_template_of_later_turns_too() -> None:
-    renderer = Renderer(with_template(QWEN, "<eos>"))
+    renderer = Renderer(qwen())
     chat = Chat((("user", "go on"),), (("enable_thinking", False),))
     assert renderer.reply(chat, 1).endswith("assistant\n<think></think>")
 
 
 def test_tools_reach_the_template_of_the_prompt() -> None:
-    renderer = Renderer(with_template(QWEN, "<eos>"))
+    renderer = Renderer(qwen())
     assert '"name": "add"' in renderer.prompt(Chat((("user", "hi"),), tools=TOOLS))
 
 

@@ -5,15 +5,14 @@ import time
 from typing import Any
 
 import pytest
-from chat_tokenizers import QWEN, with_template
-from fleet_fakes import ScriptedSampler, make_driver
+from chat_tokenizers import qwen, speaker
+from fleet_fakes import make_driver
 
-from common.rollouts import Sample, VersionRun
+from common.rollouts import Sample
 from rollout_fleet.environments.builtin.python_tool import PythonTool
 from rollout_fleet.environments.isolation.sandbox import run_python
 from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.environments.tools import OUTPUT_CHARS, Tool, ToolEnvironment
-from rollout_fleet.episode.sampler_protocol import Generation
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -40,14 +39,8 @@ def play(
     environment: type, said: list[str], budget: Budget | None = None, problem: dict[str, Any] | None = None
 ) -> tuple[Sample, list[str]]:
     """The sample, and what the template put between the turns, as text."""
-    tokenizer = with_template(QWEN, "<eos>")
-    left = iter(said)
-
-    def answer(_: str) -> Generation:
-        ids = [*tokenizer.encode(next(left)), tokenizer.eos_token_id]
-        return Generation(ids, [-1.0] * len(ids), [VersionRun(0, 0)], "stop")
-
-    sampler = ScriptedSampler(answer)
+    tokenizer = qwen()
+    sampler = speaker(tokenizer, *said)
     driver = make_driver(sampler, environment, tokenizer=tokenizer, timeout_s=60, budget=budget)
     sample = asyncio.run(driver.run(problem or {}, 0))
     prompts = [call.prompt for call in sampler.calls]
