@@ -131,38 +131,19 @@ def kill_at(moment: int, act: Callable[[], object]) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def tear_state(path: Path) -> None:
-    (path / "trainer.json").write_text("{")
-
-
-def lose_state(path: Path) -> None:
-    (path / "trainer.json").unlink()
-
-
-def lose_weights(path: Path) -> None:
-    (path / "model" / "weights").unlink()
-
-
-def cut_weights(path: Path) -> None:
-    (path / "model" / "weights").write_bytes(b"w")
-
-
-def lose_model(path: Path) -> None:
-    shutil.rmtree(path / "model")
-
-
 @pytest.mark.parametrize(
     ("damage", "found"),
     [
-        (tear_state, "truncated"),
-        (lose_state, r"No such file or directory: .*trainer\.json"),
-        (lose_weights, r"No such file or directory: .*weights"),
-        (cut_weights, "model/weights has 1 bytes instead of 3"),
-        (lose_model, "the folder model/ is missing"),
+        (lambda path: (path / "trainer.json").write_text("{"), "truncated"),
+        (lambda path: (path / "trainer.json").unlink(), r"No such file or directory: .*trainer\.json"),
+        (lambda path: (path / "model" / "weights").unlink(), r"No such file or directory: .*weights"),
+        (lambda path: (path / "model" / "weights").write_bytes(b"w"), "model/weights has 1 bytes instead of 3"),
+        (lambda path: shutil.rmtree(path / "model"), "the folder model/ is missing"),
     ],
+    ids=["torn state", "no state", "no weights", "cut weights", "no model"],
 )
 def test_a_damaged_checkpoint_names_what_is_missing_and_the_way_out(
-    tmp_path: Path, damage: Callable[[Path], None], found: str
+    tmp_path: Path, damage: Callable[[Path], object], found: str
 ) -> None:
     folder = CheckpointFolder(tmp_path, keep=1)
     damage(write(folder, 3))

@@ -47,53 +47,45 @@ def test_a_document_without_loss_tokens_has_mean_zero() -> None:
     assert found.means(tensor(4.0, 5.0, 6.0)).tolist() == [0, 6]
 
 
-def test_the_off_switch_weighs_every_token_one() -> None:
-    found = correct("none", "token", 0.1, 7.0, 1.0, 1.0, 1.0)
-    assert found.weights.tolist() == [1.0] * 5
-    assert not found.truncated.any() and not found.rejected.any()
+TABLE = {
+    "off: every token weighs one": ("none", "token", (0.1, 7, 1, 1, 1), (1, 1, 1, 1, 1), {}),
+    "tis caps large weights": ("tis", "token", (0.1, 1, 1, 2, 2.5), (0.1, 1, 1, 2, 2), {"truncated": [4]}),
+    "tis multiplies a document's loss tokens": (
+        "tis", "sequence", (2, 1.5, 1, 3, 2), (3, 3, 3, 5, 5), {"truncated": [3, 4]},
+    ),
+    "icepop drops tokens but still counts them": (
+        "icepop", "token", (0.4, 0.6, 1, 4, 6), (0, 0.6, 1, 4, 0), {"rejected": [0, 4], "counted": [0, 1, 3, 4]},
+    ),
+    "icepop keeps own weights in documents that stay": (
+        "icepop", "sequence", (2, 0.5005, 1, 4, 2), (2, 0.5005, 1, 0, 0), {},
+    ),
+    "icepop by the geometric mean": ("icepop", "geometric", (2, 0.5005, 1, 4, 2), (2, 0.5005, 1, 0, 0), {}),
+    "mis drops tokens and counts them no more": (
+        "mis", "token", (0.4, 0.6, 1, 1.9, 2.1), (0, 0.6, 1, 1.9, 0), {"counted": [1, 3]},
+    ),
+    "mis weighs documents by their own ratio": (
+        "mis", "sequence", (2, 0.5005, 1, 4, 2), (1.001, 1.001, 1.001, 0, 0), {"counted": [0, 1]},
+    ),
+    "mis by the geometric mean": (
+        "mis", "geometric", (2, 0.5005, 1, 4, 2), (*[math.sqrt(1.001)] * 3, 0, 0), {"counted": [0, 1]},
+    ),
+}  # fmt: skip
+UNMARKED = {"none": ("truncated", "rejected")}
 
 
-def test_truncation_caps_large_weights_and_keeps_small_ones() -> None:
-    found = correct("tis", "token", 0.1, 1.0, 1.0, 2.0, 2.5)
-    torch.testing.assert_close(found.weights, tensor(0.1, 1.0, 1.0, 2.0, 2.0))
-    assert found.truncated.tolist() == [False, False, False, False, True]
-
-
-def test_truncation_of_documents_multiplies_their_loss_tokens() -> None:
-    found = correct("tis", "sequence", 2.0, 1.5, 1.0, 3.0, 2.0)
-    torch.testing.assert_close(found.weights, tensor(3.0, 3.0, 3.0, 5.0, 5.0))
-    assert found.truncated.tolist() == [False, False, False, True, True]
+@pytest.mark.parametrize(("name", "level", "weights", "expected", "marked"), TABLE.values(), ids=TABLE)
+def test_weights_and_marks_are_those_of_the_correction(
+    name: str, level: str, weights: tuple[float, ...], expected: tuple[float, ...], marked: dict[str, list[int]]
+) -> None:
+    found = correct(name, level, *weights)
+    torch.testing.assert_close(found.weights, tensor(*expected))
+    for field in {*marked, *UNMARKED.get(name, ())}:
+        assert getattr(found, field).nonzero().flatten().tolist() == marked.get(field, []), field
 
 
 def test_truncation_may_have_a_lower_bound() -> None:
     found = correct("tis", "token", 0.1, 0.6, 1.0, 1.0, 1.0, correction_low=0.5)
     torch.testing.assert_close(found.weights, tensor(0.5, 0.6, 1.0, 1.0, 1.0))
-
-
-def test_icepop_drops_tokens_but_still_counts_them() -> None:
-    found = correct("icepop", "token", 0.4, 0.6, 1.0, 4.0, 6.0)
-    torch.testing.assert_close(found.weights, tensor(0.0, 0.6, 1.0, 4.0, 0.0))
-    assert found.rejected.tolist() == [True, False, False, False, True]
-    assert found.counted.tolist() == MASK
-
-
-@pytest.mark.parametrize("level", ["sequence", "geometric"])
-def test_icepop_keeps_the_tokens_own_weights_in_documents_that_stay(level: str) -> None:
-    found = correct("icepop", level, 2.0, 0.5005, 1.0, 4.0, 2.0)
-    torch.testing.assert_close(found.weights, tensor(2.0, 0.5005, 1.0, 0.0, 0.0))
-
-
-def test_mis_drops_tokens_and_counts_them_no_more() -> None:
-    found = correct("mis", "token", 0.4, 0.6, 1.0, 1.9, 2.1)
-    torch.testing.assert_close(found.weights, tensor(0.0, 0.6, 1.0, 1.9, 0.0))
-    assert found.counted.tolist() == [False, True, False, True, False]
-
-
-@pytest.mark.parametrize(("level", "weight"), [("sequence", 1.001), ("geometric", math.sqrt(1.001))])
-def test_mis_weighs_documents_that_stay_by_their_own_ratio(level: str, weight: float) -> None:
-    found = correct("mis", level, 2.0, 0.5005, 1.0, 4.0, 2.0)
-    torch.testing.assert_close(found.weights, tensor(weight, weight, weight, 0.0, 0.0))
-    assert found.counted.tolist() == [True, True, False, False, False]
 
 
 def test_one_impossible_token_vetoes_its_sample() -> None:

@@ -30,17 +30,20 @@ def dataset(folder: Path, *rows: str, shuffle: bool = False) -> SftDataset:
     return SftDataset(path, Characters(), seed=0, shuffle=shuffle)
 
 
-def test_a_completion_is_trained_and_ends_with_the_end_token(tmp_path: Path) -> None:
-    (document,) = dataset(tmp_path, '{"prompt": "ab", "completion": "cd"}').documents([0])
-    assert document.tokens.tolist() == [97, 98, 99, 100, EOS]
-    assert document.loss_mask.tolist() == [0, 0, 1, 1, 1]
-
-
-def test_every_trained_segment_ends_with_the_end_token_and_others_do_not(tmp_path: Path) -> None:
-    row = '{"segments": [["a", 0], ["b", 1], ["c", 0], ["d", 1]]}'
+@pytest.mark.parametrize(
+    ("row", "tokens", "mask"),
+    [
+        ('{"prompt": "ab", "completion": "cd"}', [97, 98, 99, 100, EOS], [0, 0, 1, 1, 1]),
+        ('{"segments": [["a", 0], ["b", 1], ["c", 0], ["d", 1]]}', [97, 98, EOS, 99, 100, EOS], [0, 1, 1, 0, 1, 1]),
+        ('{"prompt": "", "completion": "ab"}', [97, 98, EOS], [0, 1, 1]),
+    ],
+    ids=["a completion", "segments", "nothing predicts a first token"],
+)
+def test_every_trained_segment_ends_with_the_end_token_and_others_do_not(
+    tmp_path: Path, row: str, tokens: list[int], mask: list[int]
+) -> None:
     (document,) = dataset(tmp_path, row).documents([0])
-    assert document.tokens.tolist() == [97, 98, EOS, 99, 100, EOS]
-    assert document.loss_mask.tolist() == [0, 1, 1, 0, 1, 1]
+    assert (document.tokens.tolist(), document.loss_mask.tolist()) == (tokens, mask)
 
 
 def test_rows_keep_their_own_segments(tmp_path: Path) -> None:
@@ -59,11 +62,6 @@ def test_shuffled_epochs_hold_every_row_once(tmp_path: Path) -> None:
     epochs = [[int(d.tokens[0]) for d in rows.step(step, 20)] for step in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(97, 117))
     assert epochs[0] != epochs[1]
-
-
-def test_a_trained_first_token_has_nothing_that_predicts_it(tmp_path: Path) -> None:
-    (document,) = dataset(tmp_path, '{"prompt": "", "completion": "ab"}').documents([0])
-    assert document.loss_mask.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from rollout_fleet.environments.isolation.process_host import Channel, ProcessHo
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
-from tests.waiting import until_async
+from tests.waiting import until, until_async
 
 LIMITS = Limits(process=True, reset_s=60.0, step_s=30.0, cpu_s=1, memory_mib=512, observation_chars=10_000)
 
@@ -135,10 +134,7 @@ def test_what_goes_wrong_there_fails_the_sample_with_its_reason_and_leaves_no_pr
     limits = LIMITS if how != "sleep" else Limits(**{**vars(LIMITS), "step_s": 1.5})
     (sample,) = play(host, how, limits)
     assert (sample.stop_reason, why in str(sample.error)) == (reason, True), sample.error
-    deadline = time.monotonic() + 10
-    while len(left_over()) > 1 and time.monotonic() < deadline:  # the fork server stays
-        time.sleep(0.05)
-    assert len(left_over()) == 1
+    until(lambda: len(left_over()) == 1, "only the fork server stays")
     assert play(host, "plain")[0].error is None
 
 
@@ -152,10 +148,7 @@ def test_where_the_kernel_allows_no_namespaces_everything_ends_too(
         assert sample.stop_reason == "environment_killed", sample.error
     finally:
         plain.close()
-    deadline = time.monotonic() + 10
-    while len(left_over()) > 1 and time.monotonic() < deadline:  # the other test's fork server
-        time.sleep(0.05)
-    assert len(left_over()) <= 1
+    until(lambda: len(left_over()) <= 1, "only the other tests' fork server stays")
 
 
 def test_a_fork_server_that_was_killed_is_replaced(host: ProcessHost) -> None:
@@ -173,11 +166,13 @@ def test_what_the_first_episode_imports_is_imported_once_for_the_later_ones(
     host, log = ProcessHost(modules), folder / "plain_library.imports"
     try:
         assert play(host, "plain_library")[0].error is None
-        deadline, before = time.monotonic() + 300, ""
-        while log.read_text() != before and time.monotonic() < deadline:
+
+        def episode_imports_nothing() -> bool:
             before = log.read_text()
             assert play(host, "plain_library")[0].error is None
-        assert log.read_text() == before, "every episode imports the library again"
+            return log.read_text() == before
+
+        until(episode_imports_nothing)
         assert play(host, "spin")[0].stop_reason == "environment_killed"
     finally:
         host.close()
@@ -252,10 +247,7 @@ def test_a_library_that_starts_threads_is_left_to_the_episodes(
     host = ProcessHost(modules)
     try:
         assert play(host, "threaded_library")[0].error is None
-        deadline = time.monotonic() + 300
-        while "modules that start threads" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert "modules that start threads are not imported in advance" in caplog.text
+        until(lambda: "modules that start threads are not imported in advance" in caplog.text)
         assert play(host, "threaded_library")[0].error is None
     finally:
         host.close()

@@ -52,10 +52,11 @@ def refusal(name: str, options: dict[str, object] | None = None) -> ConfigError:
     return caught.value
 
 
-def test_built_in_names_resolve() -> None:
+def test_built_in_names_resolve_and_find_their_libraries_here() -> None:
     assert resolve("addition") is Addition
     needed = {"openenv": {"url": "http://127.0.0.1:1"}, "verifiers": {"env_id": "some"}}
-    assert all(resolve(name, needed.get(name, {})) for name in BUILT_IN)
+    for name in BUILT_IN:
+        check_libraries(resolve(name, needed.get(name, {})), name)
 
 
 def test_an_option_that_is_needed_and_missing_is_named() -> None:
@@ -71,12 +72,6 @@ def test_libraries_that_an_environment_needs_and_that_are_missing_are_named() ->
     with pytest.raises(ConfigError, match="'game', which needs no_such_library") as caught:
         check_libraries(NeedsWhatIsNotThere, "game")
     assert caught.value.hint == "pip install 'slipstream-rl[environments]'"
-
-
-def test_built_in_environments_find_their_libraries_here() -> None:
-    needed = {"openenv": {"url": "http://127.0.0.1:1"}, "verifiers": {"env_id": "some"}}
-    for name in BUILT_IN:
-        check_libraries(resolve(name, needed.get(name, {})), name)
 
 
 def test_a_class_beside_the_job_is_found_by_import_path(user_folder: Path) -> None:
