@@ -74,7 +74,7 @@ def test_a_run_that_went_on_in_redis_does_not_take_up_its_former_store_again(
     assert told.store_id != first.state.store_id
     assert (run / "store-1" / "store.json").exists()
     assert (run / "redis-1.json").exists()
-    with pytest.raises(UsageError, match=r"redis\.json is missing"):
+    with pytest.raises(UsageError, match=r"redis\.json names none"):
         in_redis(server, run)
 
 
