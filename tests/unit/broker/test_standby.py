@@ -198,3 +198,13 @@ def test_a_leader_that_stops_in_good_order_hands_over_at_once(brokers: Brokers) 
     processes[first].join(LIMIT_S)
     assert processes[first].exitcode == 0
     assert brokers.leader() != first
+
+
+def test_an_entry_whose_host_is_unresolvable_is_passed_over_by_brokers_and_clients(brokers: Brokers) -> None:
+    ours = brokers.config.broker.addresses[0]
+    unknown = "tcp://no-such-host.invalid:5555"
+    broker = msgspec.structs.replace(brokers.config.broker, address=[unknown, ours])
+    brokers.config = msgspec.structs.replace(brokers.config, broker=broker)
+    process = brokers.start()
+    assert brokers.leader() == process.pid
+    assert json.loads((brokers.run / "broker.json").read_text())["address"] == ours
