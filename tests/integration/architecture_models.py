@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     # transformers ranks groups by their two best experts, Megatron by as many as a group may give
     "deepseek-v3-three-of-a-group": (
         lambda: deepseek_v3(num_experts_per_tok=6),
-        "log-probabilities of a miniature of it differ by",
+        "Log-probabilities of a miniature of it differ by",
     ),
 }
 

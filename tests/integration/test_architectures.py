@@ -148,7 +148,7 @@ def test_the_forward_check_refuses_a_wrong_translation_on_every_rank(folder: Pat
     for said in ranks:
         for what, named in (("whole", "a miniature of it"), ("weights", "it")):
             assert said[what].startswith(f"model.path: {source}: Megatron computes {architecture} otherwise")
-            assert f"log-probabilities of {named} differ by" in said[what]
+            assert f"Log-probabilities of {named} differ by" in said[what]
             assert "model.verify: false" in said[what]
         assert said["unverified"] is None
 
