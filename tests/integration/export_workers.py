@@ -23,7 +23,7 @@ def job_train(folder: Path, spec: dict[str, Any]) -> None:
         tiny_models.step(backend, number)
     run = RunDir(folder / spec["name"])
     checkpoints = CheckpointFolder(run.checkpoints, keep=1)
-    path = folder / spec["name"] / "checkpoints" / f".step-{STEPS:06d}.tmp" / "model"
+    begun = b""
     if backend.rank == 0:
         run.prepare(
             Config(
@@ -33,8 +33,8 @@ def job_train(folder: Path, spec: dict[str, Any]) -> None:
                 learner=LearnerConfig(world_size=2, parallel=ParallelConfig(**spec["parallel"])),
             )
         )
-        assert checkpoints.begin(STEPS) == path
-    backend.save_checkpoint(path)
+        begun = str(checkpoints.begin(STEPS)).encode()
+    backend.save_checkpoint(Path(backend.broadcast_bytes(begun if backend.rank == 0 else None).decode()))
     if backend.rank == 0:
         checkpoints.finish(TrainerState(policy_version=STEPS, incarnation=0, tasks=StreamState()))
     rows = backend.logprobs(tiny_models.share(backend, 0), tiny_models.TEMPERATURE)
