@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from common.errors import EXIT_FAILED, EXIT_USAGE, SlipstreamError
 from common.process.lifecycle import join_supervisor, leave
@@ -31,7 +31,7 @@ HANDLERS = {
     "eval": "launch.roles:evaluate",
     "doctor": "launch.doctor.doctor:command",
     "status": "launch.observe.status:command",
-    "top": "launch.observe.top:command",
+    "top": "launch.observe.status:top",
     "report": "launch.report.report:command",
     "ledger": "launch.observe.ledger:command",
     "export": "launch.export:command",
@@ -99,10 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_job_commands(commands)
     _add_observing_commands(commands)
-    text = "CURVE keys for broker.credentials; only ever adds to an existing folder"
-    keys = commands.add_parser(
-        "keys", help=text, description=f"{text}. docs/security.md says which file belongs where."
-    )
+    keys = _command(commands, "keys", "CURVE keys for broker.credentials; only ever adds to an existing folder")
+    keys.epilog = "docs/security.md says which file belongs where."
     keys.add_argument("dir", metavar="DIR", help="the key folder, made when it is missing")
     keys.add_argument("--nodes", type=int, default=0, metavar="N", help="credentials node-0 ... node-(N-1)")
     keys.add_argument("--node", action="append", default=[], metavar="NAME", help="a node's credential; repeatable")
@@ -111,14 +109,32 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 Commands = argparse._SubParsersAction  # type of add_subparsers(), which has no public name
+RUN_OR_CONFIG = "a run's folder, or a config file"
+SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
+    "config": {"metavar": "CONFIG", "help": "YAML file"},
+    "run": {"metavar": "RUN", "help": "a run's folder, or the config file that names it"},
+    "overrides": {"metavar": "key=value", "nargs": "*", "default": [], "help": "override one key"},
+    "--json": {"action": "store_true", "help": "machine-readable"},
+    "--plain": {"action": "store_true", "help": "one line now and then instead of the live view"},
+}
+
+
+def _command(commands: Commands, name: str, text: str, *shared: str, **config: str) -> argparse.ArgumentParser:
+    """A command with these arguments of SHARED; `config` changes the looks of its first one."""
+    parser = commands.add_parser(name, help=text, description=text)
+    for argument in shared:
+        parser.add_argument(argument, **SHARED[argument] | (config if argument == "config" else {}))
+    return parser
 
 
 def _add_job_commands(commands: Commands) -> None:
-    up = _with_config(commands, "up", "broker, learner and nodes on this machine, one live view, one clean stop")
-    up.add_argument("--plain", action="store_true", help="one line now and then instead of the live view")
-    _with_config(commands, "broker", "the broker of a job; with broker.store redis it may stand by")
-    _with_config(commands, "learner", "the learner of a job (starts its ranks under torchrun)")
-    rollout = _with_config(commands, "rollout", "one rollout node", optional=True)
+    job = ("config", "overrides")
+    _command(
+        commands, "up", "broker, learner and nodes on this machine, one live view, one clean stop", *job, "--plain"
+    )
+    _command(commands, "broker", "the broker of a job; with broker.store redis it may stand by", *job)
+    _command(commands, "learner", "the learner of a job (starts its ranks under torchrun)", *job)
+    rollout = _command(commands, "rollout", "one rollout node", *job, nargs="?")
     rollout.add_argument(
         "--join", metavar="ADDRESS", help="broker of a running job: tcp://HOST:PORT; several with commas between them"
     )
@@ -127,55 +143,33 @@ def _add_job_commands(commands: Commands) -> None:
         "--join-timeout-s", metavar="S", type=float, default=30.0, help="how long to wait for the broker (30)"
     )
     rollout.add_argument("--credentials", metavar="PATH", help="key folder or credential file (broker.credentials)")
-    _with_config(commands, "sft", "supervised warm start on the Megatron learner; the result is RUN/model")
-    plan = _with_config(commands, "plan", "layout, memory per GPU, batches, window and all checks; needs no GPU")
-    plan.add_argument("--json", action="store_true", help="machine-readable")
+    _command(commands, "sft", "supervised warm start on the Megatron learner; the result is RUN/model", *job)
+    text = "layout, memory per GPU, batches, window and all checks; needs no GPU"
+    plan = _command(commands, "plan", text, *job, "--json")
     plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="ranks of one machine (8)")
     text = "what this machine can run, what is missing for a config, and why a job stands still"
-    doctor = commands.add_parser("doctor", help=text, description=text)
-    doctor.add_argument("target", metavar="CONFIG|RUN", nargs="?", help="a config file, or the folder of a run")
-    doctor.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override one key")
+    doctor = _command(commands, "doctor", text, *job, "--json", metavar="CONFIG|RUN", nargs="?", help=RUN_OR_CONFIG)
     doctor.add_argument(
         "--role", choices=("cpu", "learner", "rollout", "base"), help="whose packages (default: by what is here)"
     )
-    doctor.add_argument("--json", action="store_true", help="machine-readable")
     text = "accuracy of a model on tasks.eval_dataset, greedy and sampled"
-    evaluate = commands.add_parser("eval", help=text, description=text)
-    evaluate.add_argument("config", metavar="RUN|CONFIG", help="a run's folder or a config file")
-    evaluate.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override one key")
+    evaluate = _command(commands, "eval", text, *job, "--json", metavar="RUN|CONFIG", help=RUN_OR_CONFIG)
     evaluate.add_argument("--model", metavar="DIR", help="Hugging Face folder (default: RUN/model)")
-    evaluate.add_argument("--json", action="store_true", help="machine-readable")
 
 
 def _add_observing_commands(commands: Commands) -> None:
-    status = _with_run(commands, "status", "who is alive, on which version, waiting on what and since when")
-    status.add_argument("--json", action="store_true", help="machine-readable")
-    top = _with_run(commands, "top", "the live view of a running job")
-    top.add_argument("--plain", action="store_true", help="lines instead of the live view")
-    _with_run(commands, "report", "summary table and plots of a finished or running job")
-    ledger = _with_run(commands, "ledger", "what became of every task, also after the job ended")
-    ledger.add_argument("--json", action="store_true", help="machine-readable")
-    export = _with_run(commands, "export", "a Hugging Face folder of the final model or of a checkpoint")
+    _command(commands, "status", "who is alive, on which version, waiting on what and since when", "run", "--json")
+    _command(commands, "top", "the live view of a running job", "run", "--plain")
+    _command(commands, "report", "summary table and plots of a finished or running job", "run")
+    _command(commands, "ledger", "what became of every task, also after the job ended", "run", "--json")
+    export = _command(commands, "export", "a Hugging Face folder of the final model or of a checkpoint", "run")
     export.add_argument("dir", metavar="DIR", help="new folder for the model")
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
-    replay = _with_run(commands, "replay", "train recorded steps of a run again, offline, and compare")
-    replay.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override one key")
+    text = "train recorded steps of a run again, offline, and compare"
+    replay = _command(commands, "replay", text, "run", "overrides")
     replay.add_argument("--from", dest="first", type=int, default=0, metavar="STEP", help="from its checkpoint (0)")
     replay.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step (default: the last recorded)")
     replay.add_argument("--out", metavar="DIR", help="new run folder (default: RUN/replays/N)")
-
-
-def _with_config(commands: Commands, name: str, text: str, optional: bool = False) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text)
-    parser.add_argument("config", metavar="CONFIG", nargs="?" if optional else None, help="YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override one key")
-    return parser
-
-
-def _with_run(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text)
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or the config file that names it")
-    return parser
 
 
 if __name__ == "__main__":

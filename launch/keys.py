@@ -43,8 +43,7 @@ def command(args: argparse.Namespace) -> int:
         return 0
     names = [*(f"node-{i}" for i in range(args.nodes)), *args.node]
     made = make(folder, names or [DEFAULT_NODE])
-    for file in made:
-        print(f"made {file}")
+    print(*(f"made {file}\n" for file in made), sep="", end="")
     print(f"{folder.path}: {len(load_allowed(folder.path))} keys are let in; {len(made)} are new")
     print(f"set broker.credentials: {folder.path}; a node's machine needs its nodes/NAME.json and nothing else")
     return 0
@@ -77,8 +76,8 @@ def make(folder: KeyFolder, nodes: Sequence[str]) -> list[Path]:
             if identity is not None:
                 allowed.append(identity)
                 made.append(file)
-        if Identity(server.public, "broker", "broker") not in allowed:  # it asks another broker of its run for signs
-            allowed.append(Identity(server.public, "broker", "broker"))
+        broker = Identity(server.public, "broker", "broker")  # it asks another broker of its run for signs
+        allowed += [broker] * (broker not in allowed)
         if made or not folder.allowed.exists():
             _write_allowed(folder, allowed)
         return made
@@ -122,9 +121,8 @@ def _credential(
 
 def _learner_public(folder: KeyFolder) -> str:
     listed = load_allowed(folder.path).values() if folder.allowed.exists() else ()
-    for identity in listed:
-        if identity.role == "learner":
-            return identity.public
+    if (found := next((i for i in listed if i.role == "learner"), None)) is not None:
+        return found.public
     return read_file(folder.learner, Credential, "the credential of the learner").public
 
 

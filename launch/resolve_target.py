@@ -71,10 +71,18 @@ def find_run(word: str) -> RunDir:
 
 def config_of(run: RunDir) -> Config | None:
     """The resolved RL config in a run folder; None when there is none or it is a warm start's."""
-    if not run.config.exists():
-        return None
-    config = load_resolved(run.config)
+    config = _resolved(run)
     return config if isinstance(config, Config) else None
+
+
+def warm_start_of(run: RunDir) -> SftConfig | None:
+    """The resolved config of a warm start; None when there is none or it is an RL job's."""
+    config = _resolved(run)
+    return config if isinstance(config, SftConfig) else None
+
+
+def _resolved(run: RunDir) -> Config | SftConfig | None:
+    return load_resolved(run.config) if run.config.exists() else None
 
 
 def joined_config(data: bytes, address: str, overrides: Sequence[str]) -> Config:

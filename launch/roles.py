@@ -4,20 +4,22 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
 from common.config.loading import load_either
-from common.config.network_checks import fixed_address
+from common.config.network_checks import fixed_address, split_address
 from common.config.schema import Config, SftConfig
 from common.errors import BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, write_json
-from launch.observe.broker_access import ask_status, check_join_address
+from common.redis_address import is_redis
+from launch.observe.observation import ask_status
 from launch.resolve_target import checked, find_run, joined_config, load_job, load_sft, need_broker_library
 
 # torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
@@ -78,6 +80,19 @@ def rollout(args: argparse.Namespace) -> int:
     return run_node(config, address, node_id)
 
 
+def check_join_address(address: str) -> None:
+    """Raise UsageError when `address` cannot be a broker's."""
+    try:
+        ports = [split_address(entry)[1] for entry in address.split(",")]
+    except ValueError as error:
+        hint = "; the broker of a run with broker.store: redis, not its Redis server" if is_redis(address) else ""
+        raise UsageError(f"--join: {error}, found {address!r}{hint}") from None
+    if 0 in ports:
+        raise UsageError(
+            f"--join: {address} names no port; RUN/broker.json and `slipstream status RUN` have the address"
+        )
+
+
 def evaluate(args: argparse.Namespace) -> int:
     """Accuracy of a model on held-out problems through the same engine and environment as training."""
     target = Path(args.config)
@@ -97,32 +112,30 @@ def evaluate(args: argparse.Namespace) -> int:
 
         result = run_eval(config, model)
     write_json(run.path / "eval.json", result)
-    if args.json:
-        print(msgspec.json.encode(result).decode())
-    else:
-        failed = f", {result.failed} episodes failed" if result.failed else ""
-        print(
-            f"{model}: greedy accuracy {result.greedy_accuracy:.3f}, sampled {result.sampled_accuracy:.3f} "
-            f"on {result.problems} held-out problems{failed}"
-        )
+    failed = f", {result.failed} episodes failed" if result.failed else ""
+    words = (
+        f"{model}: greedy accuracy {result.greedy_accuracy:.3f}, sampled {result.sampled_accuracy:.3f} "
+        f"on {result.problems} held-out problems{failed}"
+    )
+    print(msgspec.json.encode(result).decode() if args.json else words)
     return 0
 
 
 @contextmanager
 def output_to(path: Path) -> Iterator[None]:
     """Send what this process and its children print to a file, so that libraries do not talk over the result."""
-    saved = os.dup(1), os.dup(2)
+    saved = {number: os.dup(number) for number in (1, 2)}
     sys.stdout.flush()
-    with path.open("ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
     try:
+        with path.open("ab") as log:
+            for number in saved:
+                os.dup2(log.fileno(), number)
         yield
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os.dup2(saved[0], 1)
-        os.dup2(saved[1], 2)
+        for number, before in saved.items():
+            os.dup2(before, number)
 
 
 def torchrun_command(run: RunDir, ranks: int) -> list[str]:
@@ -134,8 +147,6 @@ def torchrun_command(run: RunDir, ranks: int) -> list[str]:
 
 def become_torchrun(run: RunDir, config: Config | SftConfig) -> int:
     """Replace this process, so that signals and exit codes are torchrun's own."""
-    from importlib.util import find_spec
-
     if find_spec("torch") is None:
         raise UsageError("torch is not installed in this environment; run launch/setup.sh cpu or learner")
     command = torchrun_command(run, config.learner.world_size)
@@ -143,9 +154,9 @@ def become_torchrun(run: RunDir, config: Config | SftConfig) -> int:
     os.execvpe(command[0], command, {**os.environ, **thread_environment(config.learner.threads)})
 
 
-def thread_environment(threads: int) -> Mapping[str, str]:
+def thread_environment(threads: int) -> dict[str, str]:
     """Variables that bound the CPU threads of torch; read once, at import."""
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
+    return {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS")}
 
 
 def role_command(words: Sequence[str]) -> list[str]:

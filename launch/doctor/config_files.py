@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ ENVIRONMENT_KEYS = ("tasks.environment", "tasks.options", PYTHON_KEY)
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100 << 20
 LFS = b"version https://git-lfs"
+SHOWN = 4  # names in one finding
 READ_BYTES = 64 << 20  # the part of a dataset that is read
 GET_AGAIN = "get it again: `hf download NAME --local-dir FOLDER`"
 
@@ -27,9 +28,9 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
     refused = [*review.refused, *review.missing]
     for key, expected, found, hint in refused:
         of_environment = key in ENVIRONMENT_KEYS
-        default = "install it where the rollout nodes run" if of_environment else f"set {key} in the config"
         check = "environment" if of_environment else "config"
-        yield problem(check, f"{file}: {key}: found {found}", f"expected {expected}", hint or default)
+        fix = hint or ("install it where the rollout nodes run" if of_environment else f"set {key} in the config")
+        yield problem(check, f"{file}: {key}: found {found}", f"expected {expected}", fix)
     if not refused:
         yield fine("config", f"{file} passes the checks of a launch")
     if review.too_few_turns:
@@ -45,20 +46,25 @@ def check_model(folder: Path) -> Iterator[Finding]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return  # said by the config's checks
+    missing, unreadable = missing_shards(folder)
     broken = [f"{file.name}: {reason}" for file in files if (reason := broken_weights(file))]
-    missing, reason = missing_shards(folder)
-    if reason:
-        yield problem("model", reason, "weights cannot be found by name", GET_AGAIN)
-    if missing:
-        what = f"{folder} lacks {', '.join(missing[:4])}" + (
-            f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        )
-        yield problem("model", what, f"{INDEX} says that tensors are in them", GET_AGAIN)
-    if broken:
-        yield problem("model", "; ".join(broken[:4]), "a download that was cut off, most likely", GET_AGAIN)
-    if not (reason or missing or broken):
+    found = {
+        unreadable: "weights cannot be found by name",
+        f"{folder} lacks {_first(missing)}" * bool(missing): f"{INDEX} says that tensors are in them",
+        _first(broken): "a download that was cut off, most likely",
+    }
+    found.pop("", None)
+    for what, why in found.items():
+        yield problem("model", what, why, GET_AGAIN)
+    if not found:
         size = sum(file.stat().st_size for file in files) / (1 << 30)
         yield fine("model", f"{len(files)} file{'s' * (len(files) > 1)} of weights, {size:.2f} GiB, all whole")
+
+
+def _first(names: Sequence[object]) -> str:
+    """Some names of many."""
+    more = [f"and {len(names) - SHOWN} more"] * (len(names) > SHOWN)
+    return ", ".join([*map(str, names[:SHOWN]), *more])
 
 
 def broken_weights(file: Path) -> str:
@@ -118,7 +124,7 @@ def check_dataset(key: str, file: Path, config: Config | SftConfig) -> Iterator[
     shown = f"{rows:,} rows" + ("" if whole else f" in the first {READ_BYTES >> 20} MiB")
     if bad:
         why = "a task is one JSON object on a line of its own"
-        yield problem("dataset", f"{key}: {file} line {bad} is none", why, "mend or remove the line")
+        yield problem("dataset", f"{key}: {file} line {bad} is none", why, "fix or remove the line")
     elif rows < wanted and whole:
         why = f"a step takes {wanted}, so each would see some of them twice"
         yield warning("dataset", f"{key}: {shown}", why, "more rows, or a smaller learner.groups_per_step")
@@ -145,24 +151,22 @@ def count_rows(file: Path) -> tuple[int, int, bool]:
     return rows, 0, True
 
 
-def check_permissions(place: Path) -> Iterator[Finding]:
-    """Secret keys are their owner's alone."""
-    if not place.exists():
+def check_permissions(path: Path) -> Iterator[Finding]:
+    """Secret keys are their owner's alone; `path` is a key folder or one credential."""
+    if not path.exists():
         return  # said by the config's checks
-    folder = KeyFolder(place)
-    files = [place] if place.is_file() else [folder.server, *folder.client_files()]
+    folder = KeyFolder(path)
+    files = [path] if path.is_file() else [folder.server, *folder.client_files(), *path.glob("*.password")]
     secret = [file for file in files if file.exists()]
-    if place.is_dir():
-        secret += [file for file in place.iterdir() if file.suffix == ".password"]
-    open_to_all = [file for file in secret if file.stat().st_mode & 0o077]
+    shared = [file for file in secret if file.stat().st_mode & 0o077]
     unreadable = [file for file in secret if not os.access(file, os.R_OK)]
-    if open_to_all:
-        named = ", ".join(str(file) for file in open_to_all[:4])
+    if shared:
         why = "who reads a key can speak in the name of its role"
-        mend = f"chmod 600 {' '.join(str(file) for file in open_to_all)}"
-        yield problem("credentials", f"others may read {named}", why, mend)
+        yield problem(
+            "credentials", f"others may read {_first(shared)}", why, f"chmod 600 {' '.join(map(str, shared))}"
+        )
     if unreadable:
-        named = ", ".join(str(file) for file in unreadable[:4])
-        yield problem("credentials", f"{named} cannot be read", "the role cannot prove who it is", "chown it")
-    if not open_to_all and not unreadable:
+        why = "the role cannot prove who it is"
+        yield problem("credentials", f"{_first(unreadable)} cannot be read", why, "chown it")
+    if not shared and not unreadable:
         yield fine("credentials", f"{len(secret)} files, their owner's alone")

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import psutil
 
 from common.config.schema import Config, SftConfig
 from common.process.files import sync
-from launch.doctor.findings import Finding, fine, problem, warning
+from launch.doctor.findings import Finding, judged, problem, warning
 from launch.plan.job_plan import Plan
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -20,27 +21,23 @@ VOLATILE = ("tmpfs", "ramfs")
 SLOW_SYNC_S = 0.05
 LOGS_BYTES = 256 * MIB  # logs, metrics, the ledger
 SYNCS = 5
+LOCAL = "run.dir=FOLDER on a local file system"
 
 
 def check_disk(run_dir: Path, config: Config | SftConfig, plan: Plan | None) -> Iterator[Finding]:
     """Everything about the folder of the run."""
-    place = nearest(run_dir)
-    if not os.access(place, os.W_OK | os.X_OK):
+    folder = next((path for path in (run_dir, *run_dir.parents) if path.is_dir()), Path("/"))
+    if not os.access(folder, os.W_OK | os.X_OK):
         why = "every role writes there"
-        yield problem("disk", f"{place} cannot be written", why, "run.dir=FOLDER elsewhere, or chown it")
+        yield problem("disk", f"{folder} cannot be written", why, "run.dir=FOLDER elsewhere, or chown it")
         return
-    yield _space(place, config, plan)
-    yield from _kind(place)
-    yield from _sync(place, config)
-    yield from _lock(place)
-
-
-def nearest(path: Path) -> Path:
-    """`path` itself or the nearest folder above it that exists."""
-    for folder in (path, *path.parents):
-        if folder.is_dir():
-            return folder
-    return Path("/")
+    yield _space(folder, config, plan)
+    kind = file_system(folder)
+    if kind in VOLATILE:
+        why = "checkpoints and groups are gone with the power, whatever broker.durability promises, and take memory"
+        yield warning("file system", f"{folder} is on a {kind}", why, "run.dir=FOLDER on a disk")
+    yield _sync(folder, config)
+    yield from _lock(folder)
 
 
 def disk_bytes(config: Config | SftConfig, plan: Plan) -> int:
@@ -49,62 +46,43 @@ def disk_bytes(config: Config | SftConfig, plan: Plan) -> int:
     needed = LOGS_BYTES + plan.checkpoint.bytes * plan.checkpoint.kept + weights
     if isinstance(config, Config) and plan.rl is not None and config.broker.store == "file":
         step = config.learner.groups_per_step * plan.rl.window.group_bytes
-        held = config.broker.retain_steps + config.learner.checkpoint.every + config.staleness.max + 1
-        needed += min(held * step, 2 * config.broker.max_bytes)
+        steps = config.broker.retain_steps + config.learner.checkpoint.every + config.staleness.max + 1
+        needed += min(steps * step, 2 * config.broker.max_bytes)
     return needed
 
 
-def _space(place: Path, config: Config | SftConfig, plan: Plan | None) -> Finding:
-    free = shutil.disk_usage(place).free
+def _space(folder: Path, config: Config | SftConfig, plan: Plan | None) -> Finding:
+    free = shutil.disk_usage(folder).free
     needed = disk_bytes(config, plan) if plan is not None else LOGS_BYTES
-    what = f"{free / GIB:.1f} GiB free under {place}, up to {needed / GIB:.1f} needed"
-    mend = "run.dir=FOLDER on a larger disk, or a smaller learner.checkpoint.keep or broker.retain_steps"
-    if free < needed:
-        why = "on a full disk the broker acknowledges nothing and checkpoints fail"
-        return (problem if free < needed / 2 else warning)("disk", what, why, mend)
-    return fine("disk", what)
+    why = "on a full disk the broker acknowledges nothing and checkpoints fail"
+    fix = "run.dir=FOLDER on a larger disk, or a smaller learner.checkpoint.keep or broker.retain_steps"
+    what = f"{free / GIB:.1f} GiB free under {folder}, up to {needed / GIB:.1f} needed"
+    return judged("disk", what, (free < needed / 2, "problem", why, fix), (free < needed, "warning", why, fix))
 
 
-def _kind(place: Path) -> Iterator[Finding]:
-    kind = file_system(place)
-    if kind in VOLATILE:
-        what = f"{place} is on a {kind}"
-        why = "checkpoints and groups are gone with the power, whatever broker.durability promises, and take memory"
-        yield warning("file system", what, why, "run.dir=FOLDER on a disk")
+def file_system(folder: Path) -> str:
+    """Type of the file system of `folder`; '' when it is not known."""
+    whole = folder.resolve()
+    inside = [p for p in psutil.disk_partitions(all=True) if whole.is_relative_to(p.mountpoint)]
+    return max(reversed(inside), key=lambda p: len(p.mountpoint)).fstype if inside else ""
 
 
-def file_system(place: Path) -> str:
-    """Type of the file system of `place`; '' when it is not known."""
-    whole = str(place.resolve())
-    best, kind = "", ""
-    for partition in psutil.disk_partitions(all=True):
-        point = partition.mountpoint
-        inside = whole == point or whole.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, partition.fstype
-    return kind
-
-
-def _sync(place: Path, config: Config | SftConfig) -> Iterator[Finding]:
+def _sync(folder: Path, config: Config | SftConfig) -> Finding:
     """fsync of a file and of its folder works, and takes how long."""
     try:
-        seconds = sync_seconds(place)
+        seconds = sync_seconds(folder)
     except OSError as error:
         why = "neither checkpoints nor the broker's promises would be on the disk when they say so"
-        yield problem("fsync", f"{place}: {error.strerror or error}", why, "run.dir=FOLDER on a local file system")
-        return
-    what = f"{seconds * 1e3:.1f} ms"
-    if seconds > SLOW_SYNC_S and isinstance(config, Config) and config.broker.durability == "fsync":
-        why = "each promise of the broker waits for one, so groups take longer to be ready"
-        mend = "run.dir on a faster disk, or broker.durability=everysec (docs/delivery.md says what that costs)"
-        yield warning("fsync", what, why, mend)
-    else:
-        yield fine("fsync", what)
+        return problem("fsync", f"{folder}: {error.strerror or error}", why, LOCAL)
+    waits = isinstance(config, Config) and config.broker.durability == "fsync"
+    why = "each promise of the broker waits for one, so groups take longer to be ready"
+    fix = "run.dir on a faster disk, or broker.durability=everysec (docs/delivery.md says what that costs)"
+    return judged("fsync", f"{seconds * 1e3:.1f} ms", (seconds > SLOW_SYNC_S and waits, "warning", why, fix))
 
 
-def sync_seconds(place: Path) -> float:
-    """Median seconds of one append and fsync in `place`. Raises OSError where that does not work."""
-    with tempfile.NamedTemporaryFile(dir=place, prefix=".doctor-") as file:
+def sync_seconds(folder: Path) -> float:
+    """Median seconds of one append and fsync in `folder`. Raises OSError where that does not work."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
         taken: list[float] = []
         for _ in range(SYNCS):
             file.write(b"x" * 4096)
@@ -112,15 +90,15 @@ def sync_seconds(place: Path) -> float:
             began = time.perf_counter()
             os.fsync(file.fileno())
             taken.append(time.perf_counter() - began)
-        sync(place)
-    return sorted(taken)[SYNCS // 2]
+        sync(folder)
+    return statistics.median(taken)
 
 
-def _lock(place: Path) -> Iterator[Finding]:
+def _lock(folder: Path) -> Iterator[Finding]:
     """flock works, which keeps a second broker out."""
     try:
-        with tempfile.NamedTemporaryFile(dir=place, prefix=".doctor-") as file:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         why = "two brokers of one run could write the same store"
-        yield problem("locks", f"{place}: {error.strerror or error}", why, "run.dir=FOLDER on a local file system")
+        yield problem("locks", f"{folder}: {error.strerror or error}", why, LOCAL)

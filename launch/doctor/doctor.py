@@ -32,7 +32,7 @@ SIGNS = {"problem": ("✗", "red"), "warning": ("!", "yellow"), "fine": ("✓", 
 
 def command(args: argparse.Namespace) -> int:
     """Print what was found; exit code 1 when there is a problem."""
-    config, file = _config_of(args.target, args.overrides)
+    config, file = _config_of(args.config, args.overrides)
     machine = look()
     findings = list(examine(machine, args.role or packages.role_of(machine), config, file))
     if args.json:
@@ -52,7 +52,7 @@ def examine(machine: Machine, role: str, config: Config | SftConfig | None, file
     """
     reviewed = None if config is None else review(config, file)
     plan = None if reviewed is None else reviewed.plan
-    yield from packages.check_python(machine)
+    yield packages.check_python(machine)
     yield from packages.check_packages(machine, role, packages.pins_of(role))
     yield from packages.check_torch(machine, config)
     yield from check_machine(machine, config, plan)
@@ -80,7 +80,7 @@ def show(findings: Iterable[Finding]) -> None:
         console.print(Text.assemble((f"{sign} {finding.check}: ", colour), finding.what), soft_wrap=True)
         if finding.level != "fine":
             console.print(f"    why:  {finding.why}", soft_wrap=True, markup=False)
-            console.print(f"    fix:  {finding.mend}", soft_wrap=True, markup=False)
+            console.print(f"    fix:  {finding.fix}", soft_wrap=True, markup=False)
     plural = "" if counts["problem"] == 1 else "s"
     console.print(f"{counts['problem']} problem{plural}, {counts['warning']} warnings, {counts['fine']} fine")
 

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 Level = Literal["problem", "warning", "fine"]
+Case = tuple[bool, Level, str, str]  # whether it is so, how bad that is, why, and how to repair it
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -15,14 +16,19 @@ class Finding(msgspec.Struct, frozen=True):
         level: problem: the job will fail, or lose what it promises; warning: it may, or be slow; fine.
         what: the fact that was found.
         why: the reason why it matters; '' when it is fine.
-        mend: the way to repair it; '' when it is fine.
+        fix: the way to repair it; '' when it is fine.
     """
 
     check: str
     level: Level
     what: str
     why: str = ""
-    mend: str = ""
+    fix: str = ""
+
+
+def judged(check: str, what: str, *cases: Case) -> Finding:
+    """The fact with the first case that is so; fine without one."""
+    return next((Finding(check, level, what, why, fix) for so, level, why, fix in cases if so), fine(check, what))
 
 
 def fine(check: str, what: str) -> Finding:
@@ -30,11 +36,11 @@ def fine(check: str, what: str) -> Finding:
     return Finding(check, "fine", what)
 
 
-def warning(check: str, what: str, why: str, mend: str) -> Finding:
+def warning(check: str, what: str, why: str, fix: str) -> Finding:
     """Something that may go wrong, or is slow."""
-    return Finding(check, "warning", what, why, mend)
+    return Finding(check, "warning", what, why, fix)
 
 
-def problem(check: str, what: str, why: str, mend: str) -> Finding:
+def problem(check: str, what: str, why: str, fix: str) -> Finding:
     """Something that will go wrong."""
-    return Finding(check, "problem", what, why, mend)
+    return Finding(check, "problem", what, why, fix)

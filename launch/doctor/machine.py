@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import psutil
 
 from launch.up.core_pinning import available_cores
 
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 NVIDIA_SMI_S = 10.0
 CLOCK_UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -43,7 +45,7 @@ class Machine:
         clock_synchronised: None when the kernel does not say.
     """
 
-    python: tuple[int, int, int] = (3, 11, 0)
+    python: tuple[int, ...] = (3, 11, 0)
     cores: int = 1
     memory_bytes: int = 0
     available_bytes: int = 0
@@ -59,15 +61,17 @@ class Machine:
 def look() -> Machine:
     """This machine."""
     memory = psutil.virtual_memory()
-    limit = min(memory.total, _cgroup_limit() or memory.total)
+    limit = min([memory.total, *(int(text) for path in CGROUP_LIMITS if (text := _text(path)).isdigit())])
+    found = [(d.metadata["Name"], d.version) for d in metadata.distributions()]
     return Machine(
-        python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
+        python=tuple(sys.version_info[:3]),
         cores=len(available_cores()),
         memory_bytes=limit,
         available_bytes=min(memory.available, limit),
-        shm_bytes=_size_of("/dev/shm"),
+        shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
-        packages=_packages(),
+        # the first of a name is the one that is imported
+        packages={name.lower().replace("_", "-"): version for name, version in reversed(found) if name},
         torch_cuda=_torch_cuda(),
         gpus=_gpus(),
         now_s=time.time(),
@@ -75,60 +79,28 @@ def look() -> Machine:
     )
 
 
-def _packages() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for distribution in metadata.distributions():
-        name = distribution.metadata["Name"]
-        if name:
-            found.setdefault(name.lower().replace("_", "-"), distribution.version)
-    return found
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def _torch_cuda() -> str | None:
     """From torch/version.py, because importing torch takes seconds."""
     spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        lines = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("cuda"):
-            value = line.partition("=")[2].strip().strip("'\"")
-            return None if value in ("", "None") else value
-    return None
+    text = _text(Path(spec.origin).with_name("version.py")) if spec and spec.origin else ""
+    found = re.search(r"^cuda.*= *['\"]([\d.]+)", text, re.MULTILINE)
+    return found[1] if found else None
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    if shutil.which("nvidia-smi") is None:
-        return ()
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
+        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
     rows = [line.rpartition(",") for line in done.stdout.splitlines()]
     return tuple(Gpu(name.strip(), int(mib) << 20) for name, _, mib in rows if mib.strip().isdigit())
-
-
-def _cgroup_limit() -> int | None:
-    for path in CGROUP_LIMITS:
-        try:
-            text = Path(path).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            return int(text)
-    return None
-
-
-def _size_of(path: str) -> int:
-    try:
-        found = os.statvfs(path)
-    except OSError:
-        return 0
-    return found.f_blocks * found.f_frsize
 
 
 def _clock_synchronised() -> bool | None:

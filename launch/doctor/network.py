@@ -9,24 +9,20 @@ import psutil
 from common.config.network_checks import split_address
 from common.config.schema import Config
 from common.errors import SlipstreamError
-from launch.doctor.findings import Finding, fine, problem, warning
+from launch.doctor.findings import Finding, fine, judged, problem, warning
 
 
 def check_network(config: Config, running: bool) -> Iterator[Finding]:
     """`running`: whether the broker of this config's run answers, so that its own port is not free."""
-    yield from check_interface(config.weights.address)
+    host = config.weights.address
+    if reason := bind_error(host, 0):
+        why = "the learner's weight plane listens there, on a port that it picks"
+        fix = "an address that `ip address` shows on the learner's machine"
+        yield problem("weights.address", f"{host}: {reason}", why, fix)
     if config.broker.store == "redis":
         yield from check_redis(config)
     if not running and len(config.broker.addresses) == 1:
         yield from check_port(config.broker.addresses[0])
-
-
-def check_interface(host: str) -> Iterator[Finding]:
-    """The weight plane can listen there."""
-    if reason := bind_error(host, 0):
-        why = "the learner's weight plane listens there, on a port that it picks"
-        mend = "an address that `ip address` shows on the learner's machine"
-        yield problem("weights.address", f"{host}: {reason}", why, mend)
 
 
 def check_port(address: str) -> Iterator[Finding]:
@@ -36,18 +32,19 @@ def check_port(address: str) -> Iterator[Finding]:
     except ValueError:
         return  # said by the config's checks
     if port is None:
-        yield from _socket_file(Path(address.partition("://")[2]))
-        return
-    if port == 0:
+        folder = Path(address.partition("://")[2]).parent
+        if not folder.is_dir():
+            why = "the broker makes its socket file there"
+            yield problem("port", f"{folder} is no folder", why, f"mkdir -p {folder}")
+    elif port == 0:
         yield fine("port", "picked by the broker when it starts")
-        return
-    if reason := bind_error("" if host == "*" else host, port):
-        holder = holder_of(port)
-        what = f"{address}: {reason}" + (f", by process {holder}" if holder else "")
-        why = "the broker listens there"
-        yield problem("port", what, why, "end that process, or another port in broker.address (0: a free one)")
     else:
-        yield fine("port", f"{address} is free")
+        reason = bind_error("" if host == "*" else host, port)
+        holder = holder_of(port) if reason else ""
+        what = f"{address}: {reason}" + (f", by process {holder}" if holder else "")
+        fix = "end that process, or another port in broker.address (0: a free one)"
+        case = (bool(reason), "problem", "the broker listens there", fix)
+        yield judged("port", what if reason else f"{address} is free", case)
 
 
 def bind_error(host: str, port: int) -> str:
@@ -59,12 +56,6 @@ def bind_error(host: str, port: int) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _socket_file(path: Path) -> Iterator[Finding]:
-    if not path.parent.is_dir():
-        why = "the broker makes its socket file there"
-        yield problem("port", f"{path.parent} is no folder", why, f"mkdir -p {path.parent}")
 
 
 def holder_of(port: int) -> str:
@@ -85,13 +76,13 @@ def check_redis(config: Config) -> Iterator[Finding]:
     from broker.journal.redis_store.connection import open_client
     from broker.journal.store import StoreUnavailable
 
-    address, doubts, mend = str(config.broker.redis), list[str](), "docs/redis.md"
+    address, doubts, fix = str(config.broker.redis), list[str](), "docs/redis.md"
     try:
         with open_client(address, config.broker.credentials) as client:
             check_server(client, address, config.broker.durability, doubts.append)
     except (SlipstreamError, StoreUnavailable) as error:
-        yield problem("redis", str(error), "the broker's store lies there", mend)
+        yield problem("redis", str(error), "the broker's store lies there", fix)
     else:
         for line in doubts:
-            yield warning("redis", line, "settings that cannot be read are not checked", mend)
+            yield warning("redis", line, "settings that cannot be read are not checked", fix)
         yield fine("redis", f"{address} answers, and keeps what it acknowledges")

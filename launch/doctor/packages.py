@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from common.config.schema import Config, SftConfig
-from launch.doctor.findings import Finding, fine, problem, warning
+from launch.doctor.findings import Finding, fine, judged, problem, warning
 from launch.doctor.machine import Machine
 
 PYTHONS = ((3, 11), (3, 13))
@@ -40,28 +40,22 @@ def pins_of(role: str, folder: Path = REQUIREMENTS) -> dict[str, str]:
     return found
 
 
-def check_python(machine: Machine) -> Iterator[Finding]:
+def check_python(machine: Machine) -> Finding:
     """Python 3.11 to 3.13."""
-    version = ".".join(map(str, machine.python))
     low, high = PYTHONS
-    if low <= machine.python[:2] <= high:
-        yield fine("python", version)
-    else:
-        expected = f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
-        why = "the pinned packages have no builds for it"
-        yield problem("python", f"{version}, expected {expected}", why, "PYTHON=/path/to/python3.11 launch/setup.sh")
+    good = low <= machine.python[:2] <= high
+    expected = "" if good else f", expected {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+    why, fix = "the pinned packages have no builds for it", "PYTHON=/path/to/python3.11 launch/setup.sh"
+    return judged("python", ".".join(map(str, machine.python)) + expected, (not good, "problem", why, fix))
 
 
 def check_packages(machine: Machine, role: str, pins: Mapping[str, str]) -> Iterator[Finding]:
     """The packages of the role are installed, in the versions that were tested."""
     setup = f"launch/setup.sh {'cpu' if role == 'base' else role}"
-    needed = [*NEEDED["base"], *NEEDED.get(role, ())] if role != "base" else NEEDED["base"]
-    missing = [name for name in needed if name not in machine.packages]
-    other = [
-        f"{name} {machine.packages[name]} (pinned: {pins[name]})"
-        for name in needed
-        if name in machine.packages and name in pins and machine.packages[name] != pins[name]
-    ]
+    needed = dict.fromkeys([*NEEDED["base"], *NEEDED[role]])
+    here = {name: machine.packages[name] for name in needed if name in machine.packages}
+    missing = [name for name in needed if name not in here]
+    other = [f"{name} {v} (pinned: {pins[name]})" for name, v in here.items() if pins.get(name, v) != v]
     if missing:
         why = f"the role {role} cannot start without"
         yield problem("packages", f"not installed: {', '.join(missing)}", why, setup)
@@ -79,51 +73,45 @@ def check_packages(machine: Machine, role: str, pins: Mapping[str, str]) -> Iter
 
 def check_torch(machine: Machine, config: Config | SftConfig | None) -> Iterator[Finding]:
     """The build of torch fits the devices, and the transport of the weights."""
-    version = machine.packages.get("torch")
+    version, cuda = machine.packages.get("torch"), machine.torch_cuda
     devices = f"{len(machine.gpus)} x {machine.gpus[0].name}" if machine.gpus else "no GPU"
     if version is None:
         yield fine("torch", f"not installed; {devices}: this environment runs brokers, status, plan and doctor")
-    elif machine.gpus and machine.torch_cuda is None:
-        why = "learner and engines would run on the CPU, thousands of times slower"
-        mend = "launch/setup.sh learner, and launch/setup.sh rollout"
-        yield problem("torch", f"{version} is a CPU build; the machine has {devices}", why, mend)
-    elif not machine.gpus and machine.torch_cuda is not None:
-        why = "it needs a driver and a device; `nvidia-smi` finds none"
-        mend = "launch/setup.sh cpu, or make the GPUs visible (driver, container options)"
-        yield problem("torch", f"{version} is built for CUDA {machine.torch_cuda}; {devices}", why, mend)
     else:
-        build = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "CPU"
-        yield fine("torch", f"{version} ({build}), {devices}")
-    yield from _transport(machine, config)
+        cpu_build = "learner and engines would run on the CPU, thousands of times slower"
+        no_device = "it needs a driver and a device; `nvidia-smi` finds none"
+        visible = "launch/setup.sh cpu, or make the GPUs visible (driver, container options)"
+        roles = "launch/setup.sh learner, and launch/setup.sh rollout"
+        yield judged(
+            "torch",
+            f"{version} is built for {f'CUDA {cuda}' if cuda else 'the CPU'}; the machine has {devices}",
+            (bool(machine.gpus) and cuda is None, "problem", cpu_build, roles),
+            (not machine.gpus and cuda is not None, "problem", no_device, visible),
+        )
+        if isinstance(config, Config) and str(config.weights.transport) == "nccl":
+            yield _nccl(machine)
     yield from _gpus_needed(machine, config)
 
 
-def _transport(machine: Machine, config: Config | SftConfig | None) -> Iterator[Finding]:
-    if not isinstance(config, Config) or str(config.weights.transport) != "nccl" or "torch" not in machine.packages:
-        return
-    nccl = next((f"{n} {v}" for n, v in machine.packages.items() if n.startswith("nvidia-nccl")), None)
-    if not machine.gpus or machine.torch_cuda is None:
-        why = "NCCL moves memory between CUDA devices, and there is none"
-        yield problem("transport", "weights.transport is nccl", why, "weights.transport=gloo on machines without GPUs")
-    elif nccl is None:
-        why = "torch brings NCCL as a package of its own"
-        yield problem(
-            "transport", "weights.transport is nccl, and no NCCL is installed", why, "launch/setup.sh learner"
-        )
-    else:
-        yield fine("transport", f"{nccl}")
+def _nccl(machine: Machine) -> Finding:
+    nccl = next((f"{n} {v}" for n, v in machine.packages.items() if n.startswith("nvidia-nccl")), "")
+    no_gpus = not machine.gpus or machine.torch_cuda is None
+    nothing = "NCCL moves memory between CUDA devices, and there is none"
+    return judged(
+        "transport",
+        f"weights.transport is nccl, with {nccl or 'no NCCL'} installed",
+        (no_gpus, "problem", nothing, "weights.transport=gloo on machines without GPUs"),
+        (not nccl, "problem", "torch brings NCCL as a package of its own", "launch/setup.sh learner"),
+    )
 
 
 def _gpus_needed(machine: Machine, config: Config | SftConfig | None) -> Iterator[Finding]:
     """`up` starts every role here."""
     if config is None or not machine.gpus:
         return
-    nodes, devices = 0, 0
-    if isinstance(config, Config):
-        nodes, devices = config.rollout.nodes, config.rollout.engine.tensor_parallel
-    wanted = config.learner.world_size + nodes * devices
+    engines = config.rollout.nodes * config.rollout.engine.tensor_parallel if isinstance(config, Config) else 0
+    wanted = config.learner.world_size + engines
     if wanted > len(machine.gpus):
         what = f"{wanted} devices of learner and nodes, {len(machine.gpus)} here"
-        why = "`slipstream up` starts all roles on this machine"
-        mend = "fewer ranks or nodes, or the roles on machines of their own (docs/layouts.md)"
-        yield warning("gpus", what, why, mend)
+        fix = "fewer ranks or nodes, or the roles on machines of their own (docs/layouts.md)"
+        yield warning("gpus", what, "`slipstream up` starts all roles on this machine", fix)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from common.config.network_checks import is_loopback, split_address
 from common.config.schema import Config, SftConfig
-from launch.doctor.findings import Finding, fine, problem, warning
+from launch.doctor.findings import Finding, fine, judged
 from launch.doctor.machine import Machine
 from launch.plan.job_plan import Plan
 from launch.up.core_pinning import SMALL_MACHINE_CORES, plan_cores
@@ -20,31 +20,33 @@ EARLIEST_S = 1_735_689_600.0  # 2025
 
 def check_machine(machine: Machine, config: Config | SftConfig | None, plan: Plan | None) -> Iterator[Finding]:
     """Everything below."""
-    yield from check_cores(machine, config)
-    yield from check_memory(machine, config, plan)
-    yield from check_shm(machine, config)
-    yield from check_open_files(machine, config)
-    yield from check_clock(machine, config)
+    yield check_cores(machine, config)
+    yield check_memory(machine, config, plan)
+    yield check_shm(machine, config)
+    yield check_open_files(machine, config)
+    yield check_clock(machine, config)
 
 
-def check_cores(machine: Machine, config: Config | SftConfig | None) -> Iterator[Finding]:
+def check_cores(machine: Machine, config: Config | SftConfig | None) -> Finding:
     """Threads of learner and engines have cores of their own."""
     if config is None or machine.gpus:
-        yield fine("cores", str(machine.cores))
-        return
+        return fine("cores", str(machine.cores))
     learner = config.learner.world_size * config.learner.threads
     nodes = [config.rollout.threads] * config.rollout.nodes if isinstance(config, Config) else []
     wanted = learner + sum(nodes)
-    if wanted > machine.cores:
-        what = f"{machine.cores} cores for {wanted} threads ({learner} of the learner, {sum(nodes)} of the engines)"
-        why = "roles that share cores wait for each other, and with OpenMP's barriers for much longer than their share"
-        mend = "fewer of learner.world_size, learner.threads, rollout.nodes, rollout.threads, or the roles apart"
-        yield warning("cores", what, why, mend)
-    elif nodes and plan_cores(list(range(machine.cores)), learner, nodes).learner is not None:
-        yield fine("cores", f"{machine.cores}: `up` pins learner ({learner}) and engines ({sum(nodes)}) to their own")
-    else:
-        free = " (not pinned on a machine of this size)" if machine.cores > SMALL_MACHINE_CORES else ""
-        yield fine("cores", f"{machine.cores} for {wanted} threads{free}")
+    if nodes and plan_cores(list(range(machine.cores)), learner, nodes).learner is not None:
+        return fine("cores", f"{machine.cores}: `up` pins learner ({learner}) and engines ({sum(nodes)}) to their own")
+    free = " (not pinned on a machine of this size)" if machine.cores > SMALL_MACHINE_CORES else ""
+    return judged(
+        "cores",
+        f"{machine.cores} cores for {wanted} threads: {learner} of the learner, {sum(nodes)} of the engines{free}",
+        (
+            wanted > machine.cores,
+            "warning",
+            "roles that share cores wait for each other, and with OpenMP's barriers for much longer than their share",
+            "fewer of learner.world_size, learner.threads, rollout.nodes, rollout.threads, or the roles apart",
+        ),
+    )
 
 
 def host_bytes(config: Config | SftConfig, plan: Plan, gpus: bool) -> int:
@@ -65,67 +67,66 @@ def host_bytes(config: Config | SftConfig, plan: Plan, gpus: bool) -> int:
     return needed
 
 
-def check_memory(machine: Machine, config: Config | SftConfig | None, plan: Plan | None) -> Iterator[Finding]:
+def check_memory(machine: Machine, config: Config | SftConfig | None, plan: Plan | None) -> Finding:
     """The plan fits in memory."""
     has = f"{machine.memory_bytes / GIB:.1f} GiB, {machine.available_bytes / GIB:.1f} available"
     if config is None or plan is None:
-        yield fine("memory", has)
-        return
+        return fine("memory", has)
     needed = host_bytes(config, plan, bool(machine.gpus))
-    what = f"{needed / GIB:.1f} GiB needed at least, {has}"
-    mend = (
-        "fewer nodes, a smaller rollout.engine.kv_cache_mib or learner.micro_batch_tokens; `slipstream plan` has more"
+    fix = "fewer nodes, a smaller rollout.engine.kv_cache_mib or learner.micro_batch_tokens; `slipstream plan` has more"
+    killed = "the kernel ends the process that asks for too much, mostly the learner"
+    return judged(
+        "memory",
+        f"{needed / GIB:.1f} GiB needed at least, {has}",
+        (needed > machine.memory_bytes, "problem", killed, fix),
+        (needed > machine.available_bytes, "warning", "other processes use the rest", f"end those, or {fix}"),
     )
-    if needed > machine.memory_bytes:
-        yield problem("memory", what, "the kernel ends the process that asks for too much, mostly the learner", mend)
-    elif needed > machine.available_bytes:
-        yield warning("memory", what, "other processes use the rest", f"end those, or {mend}")
-    else:
-        yield fine("memory", what)
 
 
-def check_shm(machine: Machine, config: Config | SftConfig | None) -> Iterator[Finding]:
+def check_shm(machine: Machine, config: Config | SftConfig | None) -> Finding:
     """/dev/shm has room for the buffers that processes of one machine share."""
     needed = 0
     if config is not None and config.learner.world_size > 1:
         needed += config.learner.world_size * SHM_OF_RANKS
     if isinstance(config, Config) and config.rollout.engine.tensor_parallel > 1:
         needed += config.rollout.nodes * SHM_OF_ENGINE
-    what = f"/dev/shm has {machine.shm_bytes / MIB:,.0f} MiB" + (f", {needed / MIB:,.0f} needed" if needed else "")
-    if needed > machine.shm_bytes:
-        why = "ranks and engine workers talk through it: they die with a bus error, or hang at their first collective"
-        yield problem("shm", what, why, "docker run --shm-size=8g, or a tmpfs of that size at /dev/shm")
-    else:
-        yield fine("shm", what)
+    why = "ranks and engine workers talk through it: they die with a bus error, or hang at their first collective"
+    return judged(
+        "shm",
+        f"/dev/shm has {machine.shm_bytes / MIB:,.0f} MiB" + (f", {needed / MIB:,.0f} needed" if needed else ""),
+        (needed > machine.shm_bytes, "problem", why, "docker run --shm-size=8g, or a tmpfs of that size at /dev/shm"),
+    )
 
 
-def check_open_files(machine: Machine, config: Config | SftConfig | None) -> Iterator[Finding]:
+def check_open_files(machine: Machine, config: Config | SftConfig | None) -> Finding:
     """Enough descriptors for the sockets of a fleet."""
     soft, hard = machine.open_files
     nodes = config.rollout.nodes if isinstance(config, Config) else 0
-    needed, fleet = FILES + FILES_OF_NODE * nodes, FILES + FILES_OF_NODE * max(nodes, FLEET)
-    shown = "no limit" if soft < 0 else f"{soft:,} of at most {hard:,}" if hard >= 0 else f"{soft:,}"
-    if 0 <= soft < needed:
-        why = f"broker and learner need about {needed:,} for {nodes} nodes; without, nodes cannot connect"
-        yield problem("open files", shown, why, f"ulimit -n {max(4096, needed)} (LimitNOFILE of a service)")
-    elif 0 <= soft < fleet:
-        why = f"a broker of {max(nodes, FLEET)} nodes needs about {fleet:,}"
-        yield warning("open files", shown, why, "ulimit -n 4096 where the broker is started")
-    else:
-        yield fine("open files", shown)
+    fleet = max(nodes, FLEET)
+    needed, wanted = (FILES + FILES_OF_NODE * n for n in (nodes, fleet))
+    few = f"broker and learner need about {needed:,} for {nodes} nodes; without, nodes cannot connect"
+    more = f"a broker of {fleet} nodes needs about {wanted:,}"
+    return judged(
+        "open files",
+        "no limit" if soft < 0 else f"{soft:,} of at most {hard:,}" if hard >= 0 else f"{soft:,}",
+        (0 <= soft < needed, "problem", few, f"ulimit -n {max(4096, needed)} (LimitNOFILE of a service)"),
+        (0 <= soft < wanted, "warning", more, "ulimit -n 4096 where the broker is started"),
+    )
 
 
-def check_clock(machine: Machine, config: Config | SftConfig | None) -> Iterator[Finding]:
+def check_clock(machine: Machine, config: Config | SftConfig | None) -> Finding:
     """The clock is set; leases do not depend on it, ages and TLS certificates do."""
-    if machine.now_s < EARLIEST_S:
-        what = f"the clock says {machine.now_s:.0f} s since 1970, which is years ago"
-        why = "times in events and metrics are wrong, and TLS certificates are not valid yet"
-        yield problem("clock", what, why, "set it, or start a time server's client")
-    elif machine.clock_synchronised is False and _several_machines(config):
-        why = "machines whose clocks differ show wrong ages; leases use clocks that nobody sets, and hold"
-        yield warning("clock", "the kernel says that no time server keeps it", why, "chrony or systemd-timesyncd")
-    else:
-        yield fine("clock", "set")
+    unset = machine.now_s < EARLIEST_S
+    drifts = machine.clock_synchronised is False and _several_machines(config)
+    what = f"{machine.now_s:.0f} s since 1970, which is years ago" if unset else "set"
+    wrong = "times in events and metrics are wrong, and TLS certificates are not valid yet"
+    apart = "machines whose clocks differ show wrong ages; leases use clocks that nobody sets, and are safe"
+    return judged(
+        "clock",
+        "the kernel says that no time server keeps it" if drifts and not unset else what,
+        (unset, "problem", wrong, "set it, or start a time server's client"),
+        (drifts, "warning", apart, "chrony or systemd-timesyncd"),
+    )
 
 
 def _several_machines(config: Config | SftConfig | None) -> bool:

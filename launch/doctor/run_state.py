@@ -53,8 +53,8 @@ def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], b
     try:
         run.check_agrees(config)
     except UsageError as error:
-        mend = "another run.dir, or remove the folder"
-        found.append(problem("run", str(error), "a run goes on with what it began with", mend))
+        fix = "another run.dir, or remove the folder"
+        found.append(problem("run", str(error), "a run goes on with what it began with", fix))
     seen = _observed(run)
     running = seen is not None and seen.live
     if seen is not None and (seen.live or seen.unreachable):
@@ -72,11 +72,11 @@ def stall_findings(seen: Observation) -> list[Finding]:
 
 
 def _of_stall(stall: Stall) -> Finding:
-    mend = ADVICE.get(stall.kind, stall.release)
+    fix = ADVICE.get(stall.kind, stall.release)
     if stall.kind in STOPPING:
-        return problem("stall", sentence(stall), "the job does not get on", mend)
+        return problem("stall", sentence(stall), "the job does not get on", fix)
     if (stall.since_s or 0.0) > LONG_S:
-        return warning("stall", sentence(stall), "that is long", mend)
+        return warning("stall", sentence(stall), "that is long", fix)
     return fine("stall", sentence(stall))
 
 
@@ -94,8 +94,8 @@ def _stale_broker(run: RunDir, seen: Observation | None) -> Iterator[Finding]:
     if alive(file.pid):
         state = process_state(file.pid)
         what = f"broker {file.pid} at {file.address} does not answer{f' ({state})' if state else ''}"
-        mend = f"kill -CONT {file.pid}" if state == "stopped" else f"RUN/logs/broker-0.log; then kill {file.pid}"
-        yield problem("run", what, "a second broker is kept out while it lives", mend)
+        fix = f"kill -CONT {file.pid}" if state == "stopped" else f"RUN/logs/broker-0.log; then kill {file.pid}"
+        yield problem("run", what, "a second broker is kept out while it lives", fix)
     else:
         what = f"{run.broker_json} was left by broker {file.pid}, which is gone"
         why = "it was killed; learner and nodes that are started by hand would wait for it"
@@ -110,8 +110,8 @@ def _held_locks(run: RunDir, running: bool) -> Iterator[Finding]:
         if is_locked(path):
             pid = lock_holder(path)
             what = f"{path} is held by process {pid or 'unknown (of another user or machine)'}"
-            mend = f"stop process {pid}" if pid else f"fuser {path} as root"
-            yield problem("run", what, "another job works on this folder, or what is left of one", mend)
+            fix = f"stop process {pid}" if pid else f"fuser {path} as root"
+            yield problem("run", what, "another job works on this folder, or what is left of one", fix)
 
 
 def _left_over(run: RunDir, running: bool) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ IDLE = 0.15  # share of the step that the learner may wait before advice is give
 WAITING = 0.20  # share of the fleet's time without work
 LOST = 0.15  # share of the step in which both waited, before the window is blamed
 SPARE = 0.9  # of the learner's time: a smaller fleet may use as much
-HALF_FULL = 0.5  # share of the places taken, below which nodes have too little to do rather than too much
+HALF_FULL = 0.5  # share of the slots taken, below which nodes have too little to do rather than too much
 LEAST_BUSY = 1e-3  # share of the step that a learner works at least, which clocks may not show
 MOST_FACTOR = 4  # never advise more than this many times the nodes that were measured
 
@@ -114,20 +114,18 @@ def rates_of(lines: Sequence[Mapping[str, Any]]) -> Rates | None:
     waited_s = newest[-1].seconds_wasted_waiting - newest[0].seconds_wasted_waiting
     idle_s = sum(line.learner_idle_s for line in steps) / len(steps)
     waiting = min(0.99, max(0.0, waited_s / (nodes * total_s)))
-    places = sum(line.concurrency for line in steps)
-    taken = sum(line.episodes_running for line in steps) / places if places else 1.0
+    slots = sum(line.concurrency for line in steps)
+    taken = sum(line.episodes_running for line in steps) / slots if slots else 1.0
     return Rates(nodes, total_s / len(steps), idle_s, waiting, min(1.0, taken))
 
 
 def advise(rates: Rates, staleness: int) -> Advice:
     """The change that would help most; `staleness` is staleness.max of the run."""
-    step_s, idle_then = rates.predicted(rates.nodes)
-    lost = 1 - step_s / rates.step_s
+    step_s, _ = rates.predicted(rates.nodes)
     if rates.idle > IDLE and rates.taken < HALF_FULL:
-        full_s = max(rates.busy_s, rates.taken * rates.work_s / rates.nodes)
-        return _window(rates, staleness, 1 - rates.busy_s / full_s, rates.step_s / full_s)
-    if rates.idle > IDLE and lost > LOST:
-        return _window(rates, staleness, idle_then, rates.step_s / step_s)
+        return _window(rates, staleness, max(rates.busy_s, rates.taken * rates.work_s / rates.nodes))
+    if rates.idle > IDLE and 1 - step_s / rates.step_s > LOST:
+        return _window(rates, staleness, step_s)
     if rates.idle > IDLE:
         return _more(rates)
     if rates.waiting > WAITING:
@@ -136,45 +134,43 @@ def advise(rates: Rates, staleness: int) -> Advice:
     return Advice("none", text, rates.nodes, rates.idle, rates.idle)
 
 
-def _window(rates: Rates, staleness: int, idle_then: float, speedup: float) -> Advice:
-    gains = _gains(rates, idle_then, speedup)
-    wider = f"staleness.max {staleness + 1} instead of {staleness}"
+def _window(rates: Rates, staleness: int, step_s: float) -> Advice:
     why = f"learner and nodes wait for each other ({rates.idle:.0%} and {rates.waiting:.0%} of the time)"
     if rates.taken < HALF_FULL:
         why = f"engines are {rates.taken:.0%} full: the window is used up by groups of which long samples are left"
     if staleness == 0:
         why = "the run is synchronous: generation and training take turns"
-    return Advice("larger_window", f"{wider}: {gains}; {why}", 0, rates.idle, idle_then, speedup)
+    return _faster(
+        rates, "larger_window", f"staleness.max {staleness + 1} instead of {staleness}", 0, step_s, f"; {why}"
+    )
 
 
 def _more(rates: Rates) -> Advice:
     enough = math.ceil(rates.work_s / rates.busy_s)
     nodes = max(rates.nodes + 1, min(enough, MOST_FACTOR * rates.nodes))
-    step_s, idle_then = rates.predicted(nodes)
-    speedup = rates.step_s / step_s
     more = nodes - rates.nodes
-    text = f"{more} more node{'s' * (more > 1)}: {_gains(rates, idle_then, speedup)}"
-    return Advice("more_nodes", text, nodes, rates.idle, idle_then, speedup)
+    return _faster(rates, "more_nodes", f"{more} more node{'s' * (more > 1)}", nodes, rates.predicted(nodes)[0])
 
 
-def _gains(rates: Rates, idle_then: float, speedup: float) -> str:
-    return f"learner idle {rates.idle:.0%} -> about {idle_then:.0%}, steps up to {speedup:.1f} times as fast"
+def _faster(rates: Rates, change: str, words: str, nodes: int, step_s: float, why: str = "") -> Advice:
+    """A change after which a step takes `step_s`."""
+    idle_then, speedup = 1 - rates.busy_s / step_s, rates.step_s / step_s
+    gains = f"learner idle {rates.idle:.0%} -> about {idle_then:.0%}, steps up to {speedup:.1f} times as fast"
+    return Advice(change, f"{words}: {gains}{why}", nodes, rates.idle, idle_then, speedup)
 
 
 def _fewer(rates: Rates) -> Advice:
     """The learner is what is slow; how many nodes would do."""
     enough = max(1, math.ceil(rates.work_s / (SPARE * rates.busy_s)))
     less = rates.nodes - enough
+    waits = f"nodes wait {rates.waiting:.0%} of the time"
     if less < 1:
-        text = (
-            f"nodes wait {rates.waiting:.0%} of the time, and one fewer would be too few: the learner is what is slow "
-            f"({rates.busy_s:.1f} s a step)"
-        )
+        text = f"{waits}, and one fewer would be too few: the learner is what is slow ({rates.busy_s:.1f} s a step)"
         return Advice("none", text, rates.nodes, rates.idle, rates.idle)
     then = max(0.0, 1 - rates.work_s / (enough * rates.step_s))
     text = (
-        f"{less} node{'s' * (less > 1)} fewer would do: nodes wait {rates.waiting:.0%} of the time for a learner that "
-        f"takes {rates.busy_s:.1f} s a step, with {enough} about {then:.0%}"
+        f"{less} node{'s' * (less > 1)} fewer would do: {waits} for a learner that takes {rates.busy_s:.1f} s a step, "
+        f"with {enough} about {then:.0%}"
     )
     return Advice("fewer_nodes", text, enough, rates.idle, rates.idle)
 

@@ -13,18 +13,21 @@ from common.config.schema import Config
 from common.process.run_dir import RunDir
 from launch.observe import stall_text, waste_view
 from launch.observe.advisor import Advice, advice_for
-from launch.observe.metrics_tail import MetricsTail, mean
-from launch.observe.number_format import duration
+from launch.observe.metrics_tail import LATEST, MetricsTail
 from launch.observe.observation import Observation, learner_state
+from launch.observe.stall_text import duration
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 48
 COLOURS = {
-    "training": "green", "generating": "green", "publishing": "green", "checkpointing": "green", "done": "green",
-    "waiting": "yellow", "starting": "yellow", "joining": "yellow", "flipping": "yellow", "replaying": "yellow",
-    "draining": "yellow", "drained": "yellow", "silent": "red", "lost": "red", "gone": "red", "failed": "red",
-    "quarantined": "red", "absent": "red", "environments": "yellow",
+    "green": ("training", "generating", "publishing", "checkpointing", "done", "serving"),
+    "yellow": (
+        "waiting", "starting", "joining", "flipping", "replaying", "draining", "drained", "environments", "unreachable",
+    ),
+    "red": ("silent", "lost", "gone", "failed", "quarantined", "absent"),
+    "dim": ("ended",),
 }  # fmt: skip
+COLOUR_OF = {state: colour for colour, states in COLOURS.items() for state in states}
 
 
 def render_live(config: Config, seen: Observation | None, tail: MetricsTail, notes: Sequence[str]) -> RenderableType:
@@ -55,33 +58,32 @@ def render_status(run: RunDir, seen: Observation, advice: Advice | None = None) 
 
 def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> RenderableType:
     """Reward, version, staleness, rates and times of the newest steps."""
-    last = tail.lines[-1] if tail.lines else {}
+    last, steps = tail.last, config.run.steps
     done = int(last.get("policy_version", 0))
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column()
-    grid.add_row(
-        config.run.name, f"step {done}/{config.run.steps}  {_bar(done / config.run.steps)}  {_eta(config, tail)}"
-    )
+    rows = {config.run.name: f"step {done}/{steps}  {_bar(done / steps)}  {_eta(done, steps, tail)}"}
     rewards = tail.series("reward_mean")
     if rewards:
-        recent = mean(rewards[-10:]) or 0.0
-        grid.add_row("reward", f"{rewards[-1]:.3f}  last ten {recent:.3f}  {sparkline(rewards)}")
-        grid.add_row(
-            "staleness",
+        recent = tail.mean("reward_mean", LATEST)
+        rows["reward"] = f"{rewards[-1]:.3f}  last ten {recent:.3f}  {sparkline(rewards)}"
+        rows["staleness"] = (
             f"mean {last.get('staleness_mean', 0):.2f}  max {last.get('staleness_max', 0)} of {config.staleness.max} "
-            f"allowed  expired tokens {sum(tail.series('tokens_expired')):.0f}",
+            f"allowed  expired tokens {sum(tail.series('tokens_expired')):.0f}"
         )
-        grid.add_row("step", step_times(tail))
-        grid.add_row("policy", f"entropy {last.get('entropy', 0):.3f}  ratio max {last.get('ratio_max', 1):.2f}  "
-                     f"gradient norm {last.get('grad_norm', 0):.3f}")  # fmt: skip
+        rows["step"] = step_times(tail)
+        rows["policy"] = (
+            f"entropy {last.get('entropy', 0):.3f}  ratio max {last.get('ratio_max', 1):.2f}  "
+            f"gradient norm {last.get('grad_norm', 0):.3f}"
+        )
     if seen is not None:
-        rate = sum(node.report.tokens_per_s for node in seen.status.nodes if node.alive)
-        grid.add_row("generation", f"{rate:,.0f} tokens/s  {seen.status.tokens_generated_total:,} in all")
-        if lost := waste_view.sentence(seen.status):
-            grid.add_row("wasted", lost)
+        rows["generation"] = f"{_rate(seen):,.0f} tokens/s  {seen.status.tokens_generated_total:,} in all"
+        rows["wasted"] = waste_view.sentence(seen.status)
     if advice := advice_for(tail.lines, config.staleness.max):
-        grid.add_row("advice", advice.text)
+        rows["advice"] = advice.text
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    for name, text in rows.items():
+        if text:
+            grid.add_row(name, text)
     return grid
 
 
@@ -99,13 +101,10 @@ def processes(seen: Observation) -> RenderableType:
         since = status.learner_last_seen_s if state == "silent" else learner.since_s
         row = ["learner", str(learner.pid), _state(state), str(learner.policy_version), duration(since)]
         table.add_row(*row, learner.waiting_on)
+    groups = f"{status.groups_ready} groups ready, {status.groups_leased} leased, {status.groups_pending} pending"
     stuck = status.store.stuck if status.store is not None else ""
-    held = (
-        stuck or f"{status.groups_ready} groups ready, {status.groups_leased} leased, {status.groups_pending} pending"
-    )
-    ended = Text("unreachable", "yellow") if seen.unreachable else Text("ended", "dim")
-    broker_state = Text("serving", "green") if live else ended
-    table.add_row("broker", str(status.pid), broker_state, "", "", held)
+    state = "serving" if live else "unreachable" if seen.unreachable else "ended"
+    table.add_row("broker", str(status.pid), _state(state), "", "", stuck or groups)
     for node in status.nodes:
         table.add_row(*_node_row(node))
     return table
@@ -113,27 +112,24 @@ def processes(seen: Observation) -> RenderableType:
 
 def plain_line(config: Config, seen: Observation | None, tail: MetricsTail) -> str:
     """The same in one line, for logs."""
-    last = tail.lines[-1] if tail.lines else {}
+    last = tail.last
     parts = [f"step {int(last.get('policy_version', 0))}/{config.run.steps}"]
     if last:
         parts.append(f"reward {last.get('reward_mean', 0):.3f}")
         parts.append(f"staleness {last.get('staleness_mean', 0):.2f} max {last.get('staleness_max', 0)}")
     if seen is None:
         return "  ".join([*parts, "broker: no answer yet"])
-    status = seen.status
-    rate = sum(node.report.tokens_per_s for node in status.nodes if node.alive)
-    parts.append(f"{rate:,.0f} tokens/s")
-    if status.learner is None:
+    status, learner = seen.status, seen.status.learner
+    parts.append(f"{_rate(seen):,.0f} tokens/s")
+    if learner is None:
         parts.append("learner: absent")
     else:
-        state = learner_state(status.learner, status.learner_last_seen_s, seen.live)
-        parts.append(f"learner: {_with_reason(state, status.learner.waiting_on)} {duration(status.learner.since_s)}")
+        state = learner_state(learner, status.learner_last_seen_s, seen.live)
+        parts.append(f"learner: {_with_reason(state, learner.waiting_on)} {duration(learner.since_s)}")
     parts.append(f"groups: {status.groups_ready} ready {status.groups_leased} leased")
     for node in status.nodes:
-        state = node.report.state if node.alive else "gone"
-        parts.append(
-            f"{node.report.node_id}: {_with_reason(state, node.report.waiting_on)} v{node.report.policy_version}"
-        )
+        state = _with_reason(node.report.state if node.alive else "gone", node.report.waiting_on)
+        parts.append(f"{node.report.node_id}: {state} v{node.report.policy_version}")
     return "  ".join(parts)
 
 
@@ -151,12 +147,15 @@ def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
 
 def step_times(tail: MetricsTail) -> str:
     """Where the time of the last ten steps went."""
-    step_s = mean(tail.series("step_s")[-10:]) or 0.0
-    idle_s = mean(tail.series("learner_idle_s")[-10:]) or 0.0
+    names = ("step_s", "learner_idle_s", "publish_s", "generation_stall_s")
+    step_s, idle_s, publish_s, stall_s = (tail.mean(name, LATEST) or 0.0 for name in names)
     share = idle_s / step_s if step_s else 0.0
-    publish_s = mean(tail.series("publish_s")[-10:]) or 0.0
-    stall_s = mean(tail.series("generation_stall_s")[-10:]) or 0.0
     return f"{step_s:.2f} s, {share:.0%} waiting for groups  publish {publish_s:.2f} s  flip stall {stall_s:.3f} s"
+
+
+def _rate(seen: Observation) -> float:
+    """Tokens per second of the living nodes."""
+    return sum(node.report.tokens_per_s for node in seen.status.nodes if node.alive)
 
 
 def _node_row(node: NodeStatus) -> list[str | Text]:
@@ -169,7 +168,7 @@ def _node_row(node: NodeStatus) -> list[str | Text]:
 
 
 def _state(state: str) -> Text:
-    return Text(state, COLOURS.get(state, ""))
+    return Text(state, COLOUR_OF.get(state, ""))
 
 
 def _with_reason(state: str, waiting_on: str) -> str:
@@ -181,9 +180,8 @@ def _bar(fraction: float, width: int = 24) -> str:
     return "█" * filled + "░" * (width - filled)
 
 
-def _eta(config: Config, tail: MetricsTail) -> str:
-    step_s = mean(tail.series("step_s")[-10:])
+def _eta(done: int, steps: int, tail: MetricsTail) -> str:
+    step_s = tail.mean("step_s", LATEST)
     if step_s is None:
         return ""
-    left = config.run.steps - int(tail.lines[-1].get("policy_version", 0))
-    return f"{duration(max(0, left) * step_s)} left" if left > 0 else "finishing"
+    return f"{duration((steps - done) * step_s)} left" if done < steps else "finishing"

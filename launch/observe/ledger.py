@@ -1,4 +1,10 @@
-"""slipstream ledger RUN [--json]: what became of every task."""
+"""slipstream ledger RUN [--json]: what became of every task, over all brokers of a run.
+
+A run that was stopped and continued has several brokers, and each numbers its tasks from 0. Tasks that an earlier
+broker gave to no lasting step are offered again by the next one, so its entries of them are left out. A step that no
+later learner repeated is committed, because learners continue from durable checkpoints only. So every step appears
+once, with its groups.
+"""
 
 import argparse
 import json
@@ -8,8 +14,12 @@ from collections.abc import Sequence
 import msgspec
 
 from broker.contract import LedgerEntry
-from launch.observe.observation import observe_ledger
+from common.errors import SlipstreamError
+from common.process.run_dir import RunDir
+from launch.observe.observation import ANSWER_TIMEOUT_S, ask_broker_of
 from launch.resolve_target import find_run
+
+COMMITTED = "committed"
 
 
 def command(args: argparse.Namespace) -> int:
@@ -17,9 +27,50 @@ def command(args: argparse.Namespace) -> int:
     entries = observe_ledger(find_run(args.run))
     if args.json:
         print(json.dumps(msgspec.to_builtins(entries)))
-        return 0
-    show(entries)
+    else:
+        show(entries)
     return 0
+
+
+def observe_ledger(run: RunDir) -> list[LedgerEntry]:
+    """The run's delivery ledger, over all its brokers; raises SlipstreamError when there is none.
+
+    The newest broker's part comes from itself while it runs, else from RUN/ledger.json.
+    """
+    newest, reason, _ = ask_broker_of(run, ANSWER_TIMEOUT_S, lambda client: client.ledger())
+    try:
+        if newest is None:
+            newest = msgspec.json.decode(run.ledger_json.read_bytes(), type=list[LedgerEntry])
+        return whole_ledger(former_ledgers(run), newest)
+    except OSError:
+        raise SlipstreamError(f"{run.path}: {reason}, and it left no ledger.json") from None
+    except msgspec.DecodeError as error:
+        raise SlipstreamError(f"{run.path}: an unreadable ledger of this or an earlier broker: {error}") from None
+
+
+def former_ledgers(run: RunDir) -> list[list[LedgerEntry]]:
+    """RUN/ledger-1.json, ledger-2.json, ...: those of earlier brokers, oldest first; raises msgspec.DecodeError."""
+    found: list[list[LedgerEntry]] = []
+    while (path := run.path / f"ledger-{len(found) + 1}.json").exists():
+        found.append(msgspec.json.decode(path.read_bytes(), type=list[LedgerEntry]))
+    return found
+
+
+def whole_ledger(former: Sequence[list[LedgerEntry]], newest: list[LedgerEntry]) -> list[LedgerEntry]:
+    """The run's ledger, ascending by serial; serials go on from broker to broker, with gaps where tasks came again."""
+    ledgers = [*former, newest]
+    entries: list[LedgerEntry] = []
+    offset = 0
+    for number, ledger in enumerate(ledgers, 1):
+        later_steps = [e.step for later in ledgers[number:] for e in later if e.step is not None]
+        for entry in ledger:
+            numbered = msgspec.structs.replace(entry, serial=entry.serial + offset)
+            if number == len(ledgers) or (entry.step is not None and not later_steps):
+                entries.append(numbered)
+            elif entry.step is not None and entry.step < min(later_steps):
+                entries.append(msgspec.structs.replace(numbered, state=COMMITTED))
+        offset += max((entry.serial + 1 for entry in ledger), default=0)
+    return entries
 
 
 def show(entries: Sequence[LedgerEntry]) -> None:
@@ -34,9 +85,8 @@ def show(entries: Sequence[LedgerEntry]) -> None:
         table.add_row(*_row(entry))
     console = Console()
     console.print(table)
-    counts = Counter(entry.state for entry in entries)
     retried = sum(entry.attempts > 1 for entry in entries)
-    parts = [f"{count} {state}" for state, count in counts.items()]
+    parts = [f"{count} {state}" for state, count in Counter(entry.state for entry in entries).items()]
     if filtered := sum(entry.filtered for entry in entries):
         parts.append(f"{filtered} of them filtered")
     console.print(f"{len(entries)} tasks: {', '.join(parts) or 'none'}; {retried} with more than one attempt")

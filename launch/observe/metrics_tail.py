@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.metrics import no_file
+from common.process.run_dir import RunDir
 
 LAST_STEPS = 10  # whose mean stands for the present
 
@@ -17,6 +18,18 @@ class MetricsTail:
         self._path = path
         self._offset = 0
         self._inode = -1
+
+    @classmethod
+    def of(cls, run: RunDir) -> "MetricsTail":
+        """The metrics that a run has by now; raises as `update`."""
+        tail = cls(run.metrics)
+        tail.update()
+        return tail
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest step; {} before the first."""
+        return self.lines[-1] if self.lines else {}
 
     def update(self) -> bool:
         """Read what is new; True when there was something. Raises UsageError when it is no file, or may not be read."""
@@ -50,6 +63,13 @@ class MetricsTail:
         """Values of one metric over the steps that have it."""
         return [float(line[name]) for line in self.lines if isinstance(line.get(name), int | float)]
 
+    def mean(self, name: str, steps: slice = slice(None)) -> float | None:
+        """The mean of one metric over `steps`; None when no step has it."""
+        return mean(self.series(name)[steps])
+
+
+LATEST = slice(-LAST_STEPS, None)
+
 
 def mean(values: list[float]) -> float | None:
     """None of nothing."""
@@ -58,4 +78,4 @@ def mean(values: list[float]) -> float | None:
 
 def ends(values: list[float]) -> dict[str, float | None]:
     """The means of the first and of the last steps, as reports name them."""
-    return {"first_5_steps": mean(values[:5]), "last_10_steps": mean(values[-LAST_STEPS:])}
+    return {"first_5_steps": mean(values[:5]), "last_10_steps": mean(values[LATEST])}

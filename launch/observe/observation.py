@@ -1,44 +1,24 @@
 """The newest known status of a run: the broker's answer, or the files that it left behind."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
-from broker.contract import (
-    LEARNER_ENDED,
-    LOST_AFTER_S,
-    BrokerStatus,
-    LearnerReport,
-    LedgerEntry,
-    NodeStatus,
-    ObserverBroker,
-)
-from common.errors import SlipstreamError
+from broker.connect import Access, connect
+from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, LearnerReport, NodeStatus, ObserverBroker
+from common.errors import BrokerUnreachable, SlipstreamError, UsageError
 from common.process.lifecycle import alive
 from common.process.run_dir import RunDir
 from launch.observe import waste_view
-from launch.observe.broker_access import ask
-from launch.observe.ledger_history import former_ledgers, whole_ledger
 from launch.resolve_target import config_of
 
 ANSWER_TIMEOUT_S = 3.0
+NO_LEARNER = {"pid": None, "state": "absent", "policy_version": -1, "since_s": 0.0}
+ELSEWHERE = ("run", "learner", "learner_last_seen_s", "nodes", "waste")  # fields with keys of their own
 T = TypeVar("T")
-# The fields that the JSON form copies as they are.
-BROKER_FIELDS = (
-    "pid", "address", "groups_ready", "groups_leased", "groups_pending", "groups_taken", "groups_committed",
-    "groups_dead", "groups_filtered", "bytes_held", "full", "lease_expiries", "oldest_lease_s", "stale_results",
-)  # fmt: skip
-LEARNER_FIELDS = (
-    "pid", "policy_version", "waiting_on", "incarnation", "groups_missing", "deliveries", "deliveries_waiting",
-)  # fmt: skip
-NODE_FIELDS = (
-    "pid", "policy_version", "host", "waiting_on", "tokens_per_s", "tokens_generated", "samples_failed",
-    "episodes_running", "concurrency", "kv_cache_usage", "preemptions", "prefix_hit_rate", "groups", "flips",
-    "generation_stall_s", "canary_max_difference", "joined",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,37 +40,24 @@ class Observation:
     age_s: float = 0.0
 
 
-def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
-    """Ask the broker; fall back to RUN/status.json. Raises SlipstreamError when there is neither."""
-    answer, reason, unreachable = _ask(run, timeout_s, lambda client: client.status())
-    if answer is not None:
-        return Observation(answer, live=True)
+def ask(address: str, timeout_s: float, credentials: str | None, question: Callable[[ObserverBroker], T]) -> T:
+    """The answer of the broker at `address` to an observer's question; raises SlipstreamError within `timeout_s`."""
+    access = Access(address=address, role="observer", deadline_s=timeout_s, retry_s=0.5, credentials=credentials)
+    with connect(access) as client:
+        return question(client)
+
+
+def ask_status(address: str, timeout_s: float, credentials: str | None = None) -> BrokerStatus:
+    """The status from the broker at `address`; raises UsageError with the reason when none answers in time."""
     try:
-        last = msgspec.json.decode(run.status_json.read_bytes(), type=BrokerStatus)
-        age_s = max(0.0, time.time() - run.status_json.stat().st_mtime)
-    except (OSError, msgspec.DecodeError):
-        raise SlipstreamError(f"{run.path}: {reason}, and it left no status.json") from None
-    return Observation(last, live=False, note=f"{reason}; last known status", unreachable=unreachable, age_s=age_s)
+        return ask(address, timeout_s, credentials, lambda client: client.status())
+    except BrokerUnreachable as error:
+        reason = f"no broker answered at {address} within {timeout_s:g} s ({error})"
+        raise UsageError(f"{reason}; is the job running?") from None
 
 
-def observe_ledger(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> list[LedgerEntry]:
-    """The run's delivery ledger, over all its brokers; raises SlipstreamError when there is none.
-
-    The newest broker's part comes from itself while it runs, else from RUN/ledger.json.
-    """
-    newest, reason, _ = _ask(run, timeout_s, lambda client: client.ledger())
-    try:
-        if newest is None:
-            newest = msgspec.json.decode(run.ledger_json.read_bytes(), type=list[LedgerEntry])
-        return whole_ledger(former_ledgers(run), newest)
-    except OSError:
-        raise SlipstreamError(f"{run.path}: {reason}, and it left no ledger.json") from None
-    except msgspec.DecodeError as error:
-        raise SlipstreamError(f"{run.path}: an unreadable ledger of this or an earlier broker: {error}") from None
-
-
-def _ask(run: RunDir, timeout_s: float, question: Callable[[ObserverBroker], T]) -> tuple[T | None, str, bool]:
-    """(the broker's answer, why there is none, whether its process is alive and did not answer)."""
+def ask_broker_of(run: RunDir, timeout_s: float, question: Callable[[ObserverBroker], T]) -> tuple[T | None, str, bool]:
+    """(the answer of the run's broker, why there is none, whether its process is alive and did not answer)."""
     file = run.broker()
     if file is None:
         return None, "the broker has ended" if run.status_json.exists() else "no broker has run here yet", False
@@ -103,16 +70,42 @@ def _ask(run: RunDir, timeout_s: float, question: Callable[[ObserverBroker], T])
         return None, f"broker not reachable: {error}", True
 
 
+def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
+    """Ask the broker; fall back to RUN/status.json. Raises SlipstreamError when there is neither."""
+    answer, reason, unreachable = ask_broker_of(run, timeout_s, lambda client: client.status())
+    if answer is not None:
+        return Observation(answer, live=True)
+    try:
+        last = msgspec.json.decode(run.status_json.read_bytes(), type=BrokerStatus)
+        age_s = max(0.0, time.time() - run.status_json.stat().st_mtime)
+    except (OSError, msgspec.DecodeError):
+        raise SlipstreamError(f"{run.path}: {reason}, and it left no status.json") from None
+    return Observation(last, live=False, note=f"{reason}; last known status", unreachable=unreachable, age_s=age_s)
+
+
 def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:
-    """The machine-readable form of `slipstream status`; its keys are relied on by other programs."""
-    status = seen.status
+    """The machine-readable form of `slipstream status`; its keys are relied on by other programs.
+
+    Learner and nodes have all fields of their reports, the broker those of its status; ages count up to now.
+    """
+    status, live = seen.status, seen.live
+    if status.learner is None:
+        learner = NO_LEARNER | {"waiting_on": "a learner to start" if live else ""}
+    else:
+        last_seen_s = status.learner_last_seen_s
+        learner = msgspec.to_builtins(status.learner) | {
+            "state": learner_state(status.learner, last_seen_s, live),
+            "since_s": status.learner.since_s + (last_seen_s if live else 0.0),
+            "last_seen_s": last_seen_s,
+        }
+    broker = {name: value for name, value in msgspec.to_builtins(status).items() if name not in ELSEWHERE}
     return {
         "run": str(run.path.resolve()),
         "name": status.run.name,
-        "live": seen.live,
+        "live": live,
         "note": seen.note,
-        "learner": _learner(status.learner, status.learner_last_seen_s, seen.live),
-        "broker": {**_fields(status, BROKER_FIELDS), "max_bytes": status.run.max_bytes},
+        "learner": learner,
+        "broker": broker | {"max_bytes": status.run.max_bytes},
         "waste": waste_view.as_json(waste_view.whole(status)),
         "samples_failed": waste_view.failed_samples(status, run),
         "nodes": [_node(node) for node in status.nodes],
@@ -125,20 +118,9 @@ def learner_state(report: LearnerReport, last_seen_s: float, live: bool) -> str:
     return "silent" if live and not ended and last_seen_s > LOST_AFTER_S else report.state
 
 
-def _learner(report: LearnerReport | None, last_seen_s: float, live: bool) -> dict[str, Any]:
-    if report is None:
-        waiting = "a learner to start" if live else ""
-        return {"pid": None, "state": "absent", "policy_version": -1, "waiting_on": waiting, "since_s": 0.0}
-    return _fields(report, LEARNER_FIELDS) | {
-        "state": learner_state(report, last_seen_s, live),
-        "since_s": report.since_s + (last_seen_s if live else 0.0),
-        "last_seen_s": last_seen_s,
-    }
-
-
 def _node(node: NodeStatus) -> dict[str, Any]:
     report = node.report
-    return _fields(report, NODE_FIELDS) | {
+    return msgspec.to_builtins(report) | {
         "id": report.node_id,
         "state": report.state if node.alive else "gone",
         "leases": node.leases,
@@ -146,7 +128,3 @@ def _node(node: NodeStatus) -> dict[str, Any]:
         "waste": waste_view.as_json(node.waste),
         "last_seen_s": node.last_seen_s,
     }
-
-
-def _fields(value: msgspec.Struct, names: Sequence[str]) -> dict[str, Any]:
-    return {name: msgspec.to_builtins(getattr(value, name)) for name in names}

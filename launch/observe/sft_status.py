@@ -1,34 +1,22 @@
-"""A warm start (slipstream sft) as `status` and `report` show it: it has no broker, so its own files tell."""
+"""A warm start (slipstream sft) as `status` shows it: it has no broker, so its own files tell."""
 
 from typing import Any
 
-from common.config.loading import load_either
 from common.config.schema import SftConfig
 from common.process.lifecycle import alive
 from common.process.run_dir import RunDir
-from launch.observe.metrics_tail import LAST_STEPS, MetricsTail, ends, mean
+from launch.observe.metrics_tail import LATEST, MetricsTail
 from learner.loop.learner_record import read_record
-
-
-def warm_start_of(run: RunDir) -> SftConfig | None:
-    """The resolved config in a run folder; None when there is none or it is an RL job's."""
-    if not run.config.exists():
-        return None
-    config = load_either(run.config)
-    return config if isinstance(config, SftConfig) else None
 
 
 def as_json(run: RunDir, config: SftConfig) -> dict[str, Any]:
     """The machine-readable status; `learner` has the keys that an RL job's has."""
-    tail = MetricsTail(run.metrics)
-    tail.update()
-    record = read_record(run)
-    state, live = "absent", False
+    tail, record = MetricsTail.of(run), read_record(run)
+    state, live, steps = "absent", False, len(tail.lines)
     if record is not None:
         live = record.state == "running" and alive(record.pid)
         state = "training" if live else "gone" if record.state == "running" else record.state
-    last = tail.lines[-1] if tail.lines else {}
-    done = record.policy_version if record is not None and record.state in ("done", "drained") else len(tail.lines)
+        steps = record.policy_version if state in ("done", "drained") else steps
     return {
         "run": str(run.path.resolve()),
         "name": config.run.name,
@@ -37,13 +25,13 @@ def as_json(run: RunDir, config: SftConfig) -> dict[str, Any]:
         "learner": {
             "pid": record.pid if record else None,
             "state": state,
-            "policy_version": done,
+            "policy_version": steps,
             "waiting_on": "",
             "since_s": 0.0,
         },
         "steps": config.run.steps,
-        "loss": last.get("loss"),
-        "step_s": mean(tail.series("step_s")[-LAST_STEPS:]),
+        "loss": tail.last.get("loss"),
+        "step_s": tail.mean("step_s", LATEST),
         "tokens_trained": sum(tail.series("tokens_trained")),
         "model": (run.model / "config.json").is_file(),
     }
@@ -61,19 +49,3 @@ def line(status: dict[str, Any]) -> str:
     elif learner["state"] in ("gone", "drained", "failed"):
         text += "; the same command goes on from its newest checkpoint"
     return text
-
-
-def summarise(config: SftConfig, tail: MetricsTail) -> dict[str, Any]:
-    """The figures of the whole run, in the sections of the report's table."""
-    losses, seconds = tail.series("loss"), sum(tail.series("step_s"))
-    trained = sum(tail.series("tokens_trained"))
-    return {
-        "run": {"name": config.run.name, "steps": len(tail.lines), "seconds": seconds},
-        "loss": {**ends(losses), "lowest": min(losses, default=None)},
-        "time_per_step_s": {"step": mean(tail.series("step_s"))},
-        "tokens": {
-            "trained": trained,
-            "processed": sum(tail.series("sequence_tokens")),
-            "trained_per_s": trained / seconds if seconds else None,
-        },
-    }

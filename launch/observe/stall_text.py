@@ -5,13 +5,23 @@ from rich.text import Text
 
 from broker.contract import LEARNER_ENDED
 from broker.diagnosis.stalls import Stall, explain
-from launch.observe.number_format import duration
 from launch.observe.observation import Observation
 
 SHOWN = 12
 STOPPING = frozenset(
     ("store", "no_learner", "learner_silent", "learner_failed", "no_node", "broker_away", "broker_gone", "quarantined")
 )  # kinds that a person has to do something about
+
+
+def duration(seconds: float) -> str:
+    """'0.4 s', '12 s', '3 min', '2.1 h'."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def stalls_of(seen: Observation) -> list[Stall]:

@@ -1,17 +1,22 @@
-"""slipstream status RUN [--json]: who is alive, on which version, waiting on what and since when."""
+"""slipstream status and slipstream top: who is alive, on which version, waiting on what and since when."""
 
 import argparse
 import json
+import sys
+import time
 from dataclasses import asdict
 
 import msgspec
 
+from common.config.schema import Config
+from common.errors import EXIT_FAILED, SlipstreamError
+from common.process.run_dir import RunDir
 from launch.observe import sft_status, stall_text
 from launch.observe.advisor import advice_for
+from launch.observe.display import open_display
 from launch.observe.metrics_tail import MetricsTail
 from launch.observe.observation import as_json, observe
-from launch.observe.sft_status import warm_start_of
-from launch.resolve_target import find_run
+from launch.resolve_target import config_of, find_run, warm_start_of
 
 
 def command(args: argparse.Namespace) -> int:
@@ -22,9 +27,7 @@ def command(args: argparse.Namespace) -> int:
         print(json.dumps(status) if args.json else sft_status.line(status))
         return 0
     seen = observe(run)
-    tail = MetricsTail(run.metrics)
-    tail.update()
-    advice = advice_for(tail.lines, seen.status.run.max_staleness)
+    advice = advice_for(MetricsTail.of(run).lines, seen.status.run.max_staleness)
     if args.json:
         found = {**as_json(run, seen), "stalls": msgspec.to_builtins(stall_text.stalls_of(seen))}
         print(json.dumps({**found, "advice": asdict(advice) if advice else None}))
@@ -34,4 +37,34 @@ def command(args: argparse.Namespace) -> int:
     from launch.observe.job_view import render_status
 
     Console().print(render_status(run, seen, advice))
+    return 0
+
+
+def top(args: argparse.Namespace) -> int:
+    """Show the live view until the job ends or Ctrl-C; it only reads, so leaving it stops nothing."""
+    run = find_run(args.run)
+    config = config_of(run)
+    if config is None:
+        raise SlipstreamError(f"{run.path} is not the folder of an RL job")
+    try:
+        return _follow(run, config, args.plain)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _follow(run: RunDir, config: Config, plain: bool) -> int:
+    tail = MetricsTail(run.metrics)
+    with open_display(config, tail, plain) as display:
+        while True:
+            try:
+                seen = observe(run)
+            except SlipstreamError as error:
+                print(f"slipstream top: {error}", file=sys.stderr)
+                return EXIT_FAILED
+            tail.update()
+            display.show(seen)
+            if not seen.live:
+                break
+            time.sleep(config.telemetry.refresh_s)
+    print(seen.note)
     return 0

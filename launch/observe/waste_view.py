@@ -37,9 +37,8 @@ def sentence(status: BrokerStatus) -> str:
     tokens = waste.tokens(wasted)
     if not tokens:
         return ""
-    share = (
-        f" ({tokens / status.tokens_generated_total:.0%} of those generated)" if status.tokens_generated_total else ""
-    )
+    generated = status.tokens_generated_total
+    share = f" ({tokens / generated:.0%} of those generated)" if generated else ""
     by_size = sorted(((w.tokens, reason) for reason, w in wasted.items() if w.tokens), reverse=True)
     return f"{tokens:,} tokens{share}: " + ", ".join(f"{count:,} {reason}" for count, reason in by_size)
 
@@ -64,21 +63,16 @@ def table(status: BrokerStatus) -> RenderableType:
 
 def of_report(last: Mapping[str, Any]) -> dict[str, Any]:
     """From a metrics line: what was lost by its end, {'tokens_lost': 120, 'seconds_lost': 60.5, ...}."""
-    found: dict[str, Any] = {}
-    for reason in WASTE_REASONS:
-        for unit in ("tokens", "seconds"):
-            if last.get(f"{unit}_wasted_{reason}"):
-                found[f"{unit}_{reason}"] = last[f"{unit}_wasted_{reason}"]
-    return found
+    names = [(unit, reason) for reason in WASTE_REASONS for unit in ("tokens", "seconds")]
+    found = {f"{unit}_{reason}": last.get(f"{unit}_wasted_{reason}") for unit, reason in names}
+    return {name: wasted for name, wasted in found.items() if wasted}
 
 
 def failed_samples(status: BrokerStatus, run: RunDir) -> dict[str, int]:
     """By stop reason: of the nodes that are there; when none is any more, of the groups that were trained on."""
     if found := summed(node.report.samples_failed for node in status.nodes):
         return found
-    tail = MetricsTail(run.metrics)
-    tail.update()
-    return summed(line.get("samples_failed_by_reason", {}) for line in tail.lines)
+    return summed(line.get("samples_failed_by_reason", {}) for line in MetricsTail.of(run).lines)
 
 
 def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -3,13 +3,21 @@
 import msgspec
 
 from common.config.schema import Config, SftConfig
-from launch.plan.activations import Activations, activations
 from launch.plan.architecture import Architecture
-from launch.plan.batch_arithmetic import Batch, Window, batch_of, window_of
-from launch.plan.model_parameters import count, count_active
+from launch.plan.arithmetic import (
+    Batch,
+    Engine,
+    Publish,
+    Window,
+    batch_of,
+    checkpoint_bytes,
+    engine_of,
+    publish_of,
+    window_of,
+)
+from launch.plan.memory import ITEM_BYTES, Activations, Resident, activations, resident
+from launch.plan.parameters import count, count_active
 from launch.plan.process_groups import GroupKind, Sizes, group_kinds, stage_chunks
-from launch.plan.static_memory import ITEM_BYTES, Resident, resident
-from launch.plan.transfers import Engine, Publish, checkpoint_bytes, engine_of, publish_of
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -87,7 +95,7 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
         gpus_per_node: consecutive learner ranks on one machine.
         lookahead_groups: that a rollout node leases beyond its concurrency.
     """
-    learner = config.learner
+    learner, dtype = config.learner, config.model.dtype
     sizes = Sizes.of(learner.world_size, learner.parallel)
     batch = batch_of(config, sizes)
     rl = None
@@ -96,7 +104,7 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
         rl = RlPart(window, publish_of(config, model), engine_of(config, model), config.rollout.nodes)
     return Plan(
         name=config.run.name,
-        dtype=config.model.dtype,
+        dtype=dtype,
         model=model,
         parameters=count(model),
         active_parameters=count_active(model),
@@ -105,7 +113,7 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
         groups=group_kinds(sizes, gpus_per_node, model.experts is not None),
         stages=_stages(config, model, sizes, batch.microbatches),
         batch=batch,
-        checkpoint=Checkpoint(checkpoint_bytes(model, config.model.dtype), learner.checkpoint.keep + 1),
+        checkpoint=Checkpoint(checkpoint_bytes(model, dtype), learner.checkpoint.keep + 1),
         rl=rl,
     )
 
@@ -114,16 +122,15 @@ def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, micro
     learner, dtype = config.learner, config.model.dtype
     parallel, memory = learner.parallel, learner.memory
     chunks = stage_chunks(model.layers, parallel)
-    held = resident(model, parallel, sizes, dtype)
     tokens, item = learner.micro_batch_tokens, ITEM_BYTES[dtype]
     flowing = activations(model, parallel, memory, tokens, microbatches, item)
     reference = isinstance(config, Config) and config.learner.loss.kl_coefficient > 0
     out: list[Stage] = []
-    for i, (r, a) in enumerate(zip(held, flowing, strict=True)):
-        training = r.parameters + r.gradients + a.total + (0 if memory.offload_optimizer else r.optimizer)
-        host = r.parameters if reference else 0
-        host += r.optimizer if memory.offload_optimizer else 0
-        host += r.parameters if memory.offload_parameters else 0
+    for i, (r, a) in enumerate(zip(resident(model, parallel, sizes, dtype), flowing, strict=True)):
+        parameters = r.parameters if memory.offload_parameters else 0
+        gradients = r.gradients if memory.offload_gradients else 0
+        optimizer = r.optimizer if memory.offload_optimizer else 0
+        updating = r.parameters + r.gradients + r.optimizer
         out.append(
             Stage(
                 layers=[(layers.start, layers.stop) for layers in chunks[i]],
@@ -131,12 +138,10 @@ def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, micro
                 output=i == len(chunks) - 1,
                 resident=r,
                 activations=a,
-                training=training,
-                updating=r.parameters + r.gradients + r.optimizer,
-                waiting=(0 if memory.offload_parameters else r.parameters)
-                + (0 if memory.offload_gradients else r.gradients)
-                + (0 if memory.offload_optimizer else r.optimizer),
-                host=host,
+                training=updating + a.total - optimizer,
+                updating=updating,
+                waiting=updating - parameters - gradients - optimizer,
+                host=parameters + optimizer + (r.parameters if reference else 0),
             )
         )
     return out

@@ -1,7 +1,9 @@
 """The page that `slipstream plan` prints."""
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -10,8 +12,7 @@ from rich.text import Text
 from common.config.schema import Config, SftConfig
 from launch.plan.architecture import Attention
 from launch.plan.job_plan import Plan, Stage
-from launch.plan.process_groups import GroupKind
-from launch.plan.rank_parameters import KINDS
+from launch.plan.parameters import KINDS
 from launch.plan.remarks import DEVICES, HEADROOM, fits
 from launch.plan.review import Review
 
@@ -44,36 +45,29 @@ def page(review: Review) -> RenderableType:
 
 
 def _sections(config: Config | SftConfig, plan: Plan) -> Iterator[RenderableType]:
-    yield from _section("Model and layout", _facts(_layout(config, plan)))
-    yield from _section("Process groups", _groups(plan))
-    yield from _section("Layers, and millions of parameters on one rank", _parameters(plan.stages))
-    yield from _section("GiB on one rank", _memory(plan.stages))
-    yield _verdict(plan)
-    yield from _section("Step", _facts(_step(config, plan)))
+    bodies = {
+        "Model and layout": _facts(_layout(config, plan)),
+        "Process groups": _groups(plan),
+        "Layers, and millions of parameters on one rank": _parameters(plan.stages),
+        "GiB on one rank": Group(_memory(plan.stages), _verdict(plan)),
+        "Step": _facts(_step(config, plan)),
+    }
     if isinstance(config, Config):
-        yield from _section("Rollouts and weights", _facts(_rollouts(config, plan)))
-
-
-def _section(title: str, body: RenderableType) -> Iterator[RenderableType]:
-    yield Text()
-    yield Text(title, "bold")
-    yield body
+        bodies["Rollouts and weights"] = _facts(_rollouts(config, plan))
+    for title, body in bodies.items():
+        yield from (Text(), Text(title, "bold"), body)
 
 
 def _numbered(title: str, lines: Sequence[str], style: str = "") -> list[RenderableType]:
     if not lines:
         return []
-    table = Table.grid(padding=(0, 1))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column()
-    for n, line in enumerate(lines, 1):
-        table.add_row(f"{n}.", Text(line))
-    return [Text(), Text(title, f"bold {style}".strip()), table]
+    numbers = [(f"{n}.", line) for n, line in enumerate(lines, 1)]
+    return [Text(), Text(title, f"bold {style}".strip()), _facts(numbers, gap=1, justify="right")]
 
 
-def _facts(rows: Iterator[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
+def _facts(rows: Iterable[tuple[str, str]], gap: int = 2, justify: Literal["left", "right"] = "left") -> Table:
+    table = Table.grid(padding=(0, gap))
+    table.add_column(justify=justify, no_wrap=True)
     table.add_column()
     for name, text in rows:
         table.add_row(name, Text(text))
@@ -119,48 +113,40 @@ def _table(names: Sequence[str], left: Sequence[str] = ()) -> Table:
 def _groups(plan: Plan) -> Table:
     table = _table(("kind", "size", "groups", "nodes", "the first of them"), ("kind", "the first of them"))
     for kind in plan.groups:
-        table.add_row(kind.name, str(kind.size), str(len(kind.groups)), str(kind.nodes), _members(kind))
+        shown = "   ".join(map(_span, kind.groups[:2])) + (" ..." if len(kind.groups) > 2 else "")
+        first = "-" if kind.size == 1 else shown
+        table.add_row(kind.name, str(kind.size), str(len(kind.groups)), str(kind.nodes), first)
     return table
 
 
-def _members(kind: GroupKind) -> str:
-    """Ranks of the first two groups, by start, stride and end."""
-    if kind.size == 1:
-        return "-"
-    shown = [_span(group) for group in kind.groups[:2]]
-    return "   ".join(shown) + (" ..." if len(kind.groups) > 2 else "")
-
-
 def _span(group: Sequence[int]) -> str:
+    """The ranks of a group, of a large one only the ends."""
     if len(group) <= 4:
         return " ".join(map(str, group))
-    steps = {b - a for a, b in pairwise(group)}
-    if steps == {1}:
+    if group[-1] - group[0] == len(group) - 1:
         return f"{group[0]}-{group[-1]}"
     return f"{group[0]} {group[1]} {group[2]} ... {group[-1]}"
 
 
-def _runs(stages: Sequence[Stage], same: Sequence[object]) -> Iterator[tuple[str, list[Stage]]]:
-    """Neighbouring stages that are equal in `same`, with their numbers."""
-    start = 0
-    for end in range(1, len(stages) + 1):
-        if end == len(stages) or same[end] != same[start]:
-            yield str(start) if end - start == 1 else f"{start}-{end - 1}", list(stages[start:end])
-            start = end
+def _runs(stages: Sequence[Stage], key: Callable[[Stage], object]) -> Iterator[tuple[str, list[Stage]]]:
+    """Neighbouring stages with the same key, and their numbers."""
+    for _, run in groupby(enumerate(stages), lambda numbered: key(numbered[1])):
+        (first, *between), same = zip(*run, strict=True)
+        yield f"{first}-{between[-1]}" if between else str(first), list(same)
 
 
 def _parameters(stages: Sequence[Stage]) -> Table:
     shown = [kind for kind in KINDS if any(stage.resident.elements[kind] for stage in stages)]
     table = _table(("stage", "layers", "with", *shown, "in all"), ("stage", "layers", "with"))
-    keys = [(s.resident.elements, s.embedding, s.output, [b - a for a, b in s.layers]) for s in stages]
-    for name, run in _runs(stages, keys):
+    keys = attrgetter("resident.elements", "embedding", "output")
+    for name, run in _runs(stages, lambda s: (keys(s), [b - a for a, b in s.layers])):
         first, last = run[0], run[-1]
         if len(run) == 1:
             layers = " ".join(f"{a}-{b - 1}" for a, b in first.layers)
         else:
             each = " + ".join(str(b - a) for a, b in first.layers)
             layers = f"{first.layers[0][0]}-{last.layers[-1][1] - 1}, {each} each"
-        extra = " ".join(word for word, has in (("embedding", first.embedding), ("output", first.output)) if has)
+        extra = " ".join(word for word in ("embedding", "output") if getattr(first, word))
         elements = first.resident.elements
         sizes = [*(elements[kind] for kind in shown), sum(elements.values())]
         table.add_row(name, layers, extra or "-", *(f"{n / 1e6:,.1f}" for n in sizes))
@@ -169,8 +155,7 @@ def _parameters(stages: Sequence[Stage]) -> Table:
 
 def _memory(stages: Sequence[Stage]) -> Table:
     table = _table(("stage", *MEMORY, "in flight"), ("stage",))
-    rows = [_memory_row(stage) for stage in stages]
-    for name, run in _runs(stages, rows):
+    for name, run in _runs(stages, _memory_row):
         table.add_row(name, *_memory_row(run[0]))
     return table
 
@@ -199,17 +184,17 @@ def _step(config: Config | SftConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         )
     else:
         made = f"{batch.sequences} documents"
-    yield "batch", f"{made}, at most {batch.longest:,} places each: {batch.places:,} per step at most"
+    yield "batch", f"{made}, at most {batch.longest:,} tokens each: {batch.tokens:,} per step at most"
     yield (
         "microbatches",
-        f"{batch.microbatches} of {learner.micro_batch_tokens:,} places on each of {plan.sizes.data} data-parallel "
-        f"ranks when all are that long; at most {batch.places_per_rank:,} places a rank",
+        f"{batch.microbatches} of {learner.micro_batch_tokens:,} tokens on each of {plan.sizes.data} data-parallel "
+        f"ranks when all are that long; at most {batch.tokens_per_rank:,} tokens a rank",
     )
     if plan.sizes.pipeline > 1:
         short = f"{batch.bubble_short:.1%} when sequences are a quarter as long"
         yield "bubble", f"the pipeline idles {batch.bubble:.1%} of a step, {short}"
     steps = config.run.steps
-    total = f"{steps * batch.sequences:,} sequences, at most {steps * batch.places / 1e9:,.2f} billion places"
+    total = f"{steps * batch.sequences:,} sequences, at most {steps * batch.tokens / 1e9:,.2f} billion tokens"
     yield "run", f"{steps} steps: {total}"
     checkpoint = plan.checkpoint
     yield (

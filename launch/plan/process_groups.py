@@ -5,11 +5,10 @@ rank = t' + T' (e + E (d' + D' p)). Letters are tensor, context, data and pipeli
 T' is expert_tensor, and D' is the size that is left for expert-data parallelism.
 """
 
-from collections.abc import Iterator
-from itertools import product
 from math import prod
 
 import msgspec
+import numpy as np
 
 from common.config.parallel_layout import layers_per_stage
 from common.config.schema import ParallelConfig
@@ -56,7 +55,7 @@ class GroupKind(msgspec.Struct, frozen=True):
 
     name: str
     size: int
-    groups: tuple[tuple[int, ...], ...]
+    groups: list[tuple[int, ...]]
     nodes: int  # that the widest of them spans
 
 
@@ -67,37 +66,30 @@ def group_kinds(sizes: Sizes, gpus_per_node: int, with_experts: bool) -> list[Gr
         gpus_per_node: consecutive ranks on one machine.
         with_experts: whether the model has any; without, the expert groups are of no interest.
     """
-    dense = [("tensor",), ("context",), ("pipeline",), ("data",), ("data", "context")]
-    kinds = [(axes, DENSE) for axes in dense]
+    kinds = [(axes, DENSE) for axes in (("tensor",), ("context",), ("pipeline",), ("data",), ("data", "context"))]
     if with_experts:
-        kinds += [(axes, SPARSE) for axes in [("expert_tensor",), ("expert",), ("expert_data",)]]
+        kinds += [((axis,), SPARSE) for axis in SPARSE[:-1]]
     out: list[GroupKind] = []
     for axes, order in kinds:
-        groups = tuple(rank_groups(sizes, axes, order))
+        groups = rank_groups(sizes, axes, order)
         nodes = max(len({rank // gpus_per_node for rank in group}) for group in groups)
         out.append(GroupKind(" x ".join(axes), len(groups[0]), groups, nodes))
     return out
 
 
-def rank_groups(sizes: Sizes, axes: tuple[str, ...], order: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+def rank_groups(sizes: Sizes, axes: tuple[str, ...], order: tuple[str, ...]) -> list[tuple[int, ...]]:
     """Groups of the ranks that differ only in `axes`; members and groups ascend.
 
     Args:
         axes: some names of `order`.
         order: DENSE or SPARSE, the fastest coordinate first.
     """
-    lengths = [getattr(sizes, name) for name in order]
-    strides = [prod(lengths[:i]) for i in range(len(order))]
-    inside = [i for i, name in enumerate(order) if name in axes]
-    outside = [i for i, name in enumerate(order) if name not in axes]
-
-    def offsets(which: list[int]) -> list[int]:
-        ranges = [range(lengths[i]) for i in reversed(which)]
-        return [sum(c * strides[i] for c, i in zip(at, reversed(which), strict=True)) for at in product(*ranges)]
-
-    members = offsets(inside)
-    for base in offsets(outside):
-        yield tuple(base + offset for offset in members)
+    slowest_first = order[::-1]
+    ranks = np.arange(sizes.world).reshape([getattr(sizes, name) for name in slowest_first])
+    inside = [i for i, name in enumerate(slowest_first) if name in axes]
+    together = np.moveaxis(ranks, inside, range(-len(inside), 0))
+    size = prod(getattr(sizes, name) for name in axes)
+    return [tuple(group) for group in together.reshape(-1, size).tolist()]
 
 
 def stage_chunks(layers: int, parallel: ParallelConfig) -> list[list[range]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -79,7 +80,7 @@ def review(config: Config | SftConfig, file: str, gpus_per_node: int = GPUS_PER_
     Args:
         libraries: whether the environment's libraries must be installed here.
     """
-    made = Review(file, config, not_yet=_not_yet(config, gpus_per_node))
+    made = Review(file, config, not_yet=[*_not_yet(config, gpus_per_node)])
     for problem in problems(config):
         (made.missing if _is_missing_file(problem, config) else made.refused).append(problem)
     if isinstance(config, Config) and PYTHON_KEY not in [key for key, *_ in made.refused]:
@@ -138,22 +139,21 @@ def _is_missing_file(problem: Problem, config: Config | SftConfig) -> bool:
     return key in datasets and not Path(datasets[key]).exists()
 
 
-def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> list[str]:
+def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> Iterator[str]:
     """Parts that this version cannot launch by itself."""
-    out: list[str] = []
-    nodes = -(-config.learner.world_size // gpus_per_node)
+    ranks = config.learner.world_size
+    nodes = -(-ranks // gpus_per_node)
     if nodes > 1:
-        out.append(
-            f"learner.world_size: {config.learner.world_size} ranks are {nodes} nodes of {gpus_per_node}, and this "
+        yield (
+            f"learner.world_size: {ranks} ranks are {nodes} nodes of {gpus_per_node}, and this "
             f"version starts those of one machine; on each node run torchrun --nnodes {nodes} "
             f"--nproc-per-node {gpus_per_node} with its rendezvous options and -m learner.main --config RUN/config.yaml"
         )
     if isinstance(config, Config):
-        devices = config.learner.world_size + config.rollout.nodes * config.rollout.engine.tensor_parallel
+        devices = ranks + config.rollout.nodes * config.rollout.engine.tensor_parallel
         if devices > gpus_per_node and is_loopback(config.weights.address):
-            out.append(
+            yield (
                 f"weights.address: {devices} devices of learner and rollout nodes are more than one "
                 f"machine of {gpus_per_node} has, and weights.address is a loopback address; weights.transport: relay "
                 "with broker.credentials may use another"
             )
-    return out

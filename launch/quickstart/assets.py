@@ -10,15 +10,14 @@ python -m launch.quickstart.assets --out runs/assets [--seed N] [--preset tiny|l
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launch.quickstart import problems as data
 
@@ -31,32 +30,34 @@ FORMAT = 1  # raise when what is built changes in a way that the presets do not 
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """A dense Qwen3 with tied embeddings."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    positions: int
-    initializer_range: float
-
-
-@dataclass(frozen=True)
 class Preset:
-    model: ModelShape
+    """`model` has fields of transformers' Qwen3Config."""
+
+    model: dict[str, Any]
     addition: data.AdditionPlan
     guessing: data.GuessingPlan
 
 
+def dense(hidden: int, intermediate: int, layers: int, heads: int, initializer_range: float) -> dict[str, Any]:
+    """The shape of a dense Qwen3 with two query heads for each key-value head."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": 1024,
+        "initializer_range": initializer_range,
+    }
+
+
 PRESETS = {
     # 0.3 M parameters, answers of about 30 tokens
-    "tiny": Preset(ModelShape(128, 256, 2, 4, 2, 32, 1024, 0.044), data.AdditionPlan(), data.GuessingPlan()),
+    "tiny": Preset(dense(128, 256, 2, 4, 0.044), data.AdditionPlan(), data.GuessingPlan()),
     # 5 M parameters, answers of 92 tokens on average and at most 384
     "long": Preset(
-        ModelShape(256, 1024, 5, 8, 4, 32, 1024, 0.03),
+        dense(256, 1024, 5, 8, 0.03),
         data.AdditionPlan(digits=34, median_digits=7.2, spread=0.8, clean=38400, sloppy=3200),
         data.GuessingPlan(),
     ),
@@ -88,8 +89,8 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
     )
 
 
-def build_model(shape: ModelShape, seed: int, folder: Path) -> None:
-    """Write a Hugging Face folder: config, random float32 weights, tokenizer."""
+def build_model(shape: Mapping[str, Any], seed: int, folder: Path) -> None:
+    """Write a Hugging Face folder: a Qwen3 config with tied embeddings, random float32 weights, tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
@@ -97,15 +98,8 @@ def build_model(shape: ModelShape, seed: int, folder: Path) -> None:
     logging.disable_progress_bar()
     ids = alphabet()
     config = Qwen3Config(
+        **shape,
         vocab_size=VOCABULARY,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.positions,
-        initializer_range=shape.initializer_range,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
         pad_token_id=ids[PAD],
@@ -124,14 +118,13 @@ def write_datasets(preset: Preset, seed: int, folder: Path) -> None:
     """The JSONL files of both tasks."""
     rng = random.Random(f"addition {seed}")
     held_out, train, others = data.addition_pairs(preset.addition, rng)
-    addition, guessing = folder / "addition", folder / "number_guessing"
-    _write(addition / "held_out.jsonl", map(data.addition_problem, held_out))
-    _write(addition / "train.jsonl", map(data.addition_problem, train))
-    _write(addition / "sft.jsonl", data.addition_demonstrations(preset.addition, others, rng))
+    _write(folder / "addition" / "held_out.jsonl", map(data.addition_problem, held_out))
+    _write(folder / "addition" / "train.jsonl", map(data.addition_problem, train))
+    _write(folder / "addition" / "sft.jsonl", data.addition_demonstrations(preset.addition, others, rng))
+    for name in ("held_out", "train"):
+        _write(folder / "number_guessing" / f"{name}.jsonl", data.guessing_problems(preset.guessing))
     rng = random.Random(f"number guessing {seed}")
-    _write(guessing / "held_out.jsonl", data.guessing_problems(preset.guessing))
-    _write(guessing / "train.jsonl", data.guessing_problems(preset.guessing))
-    _write(guessing / "sft.jsonl", data.guessing_demonstrations(preset.guessing, rng))
+    _write(folder / "number_guessing" / "sft.jsonl", data.guessing_demonstrations(preset.guessing, rng))
 
 
 def _write(path: Path, rows: Iterable[data.Row]) -> None:
@@ -148,9 +141,8 @@ def build(out: Path, seed: int, preset_name: str) -> bool:
     """
     preset = PRESETS[preset_name]
     request = {"format": FORMAT, "seed": seed, "preset": preset_name, "plan": dataclasses.asdict(preset)}
-    stamp = {**request, "digest": hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()}
     manifest = out / "assets.json"
-    if manifest.exists() and json.loads(manifest.read_text()).get("digest") == stamp["digest"]:
+    if manifest.exists() and json.loads(manifest.read_text()) == request:
         return False
     if out.exists() and not manifest.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} exists and has no assets.json: give another folder, or remove it")
@@ -159,7 +151,7 @@ def build(out: Path, seed: int, preset_name: str) -> bool:
     try:
         build_model(preset.model, seed, work / "model")
         write_datasets(preset, seed, work)
-        (work / "assets.json").write_text(json.dumps(stamp, indent=1) + "\n")
+        (work / "assets.json").write_text(json.dumps(request, indent=1) + "\n")
         work.chmod(0o755)
         if out.exists():
             shutil.rmtree(out)

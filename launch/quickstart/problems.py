@@ -54,26 +54,12 @@ class GuessingPlan:
 
 def addition_pairs(plan: AdditionPlan, rng: random.Random) -> tuple[list[Pair], list[Pair], Iterator[Pair]]:
     """Held-out problems, training problems, and an endless stream of others for demonstrations."""
-    held_out = _distinct(plan, plan.held_out, rng, set())
-    train = _distinct(plan, plan.train, rng, set(held_out))
-    excluded = set(held_out) | set(train)
-
-    def others() -> Iterator[Pair]:
-        while True:
-            pair = _draw(plan, rng)
-            if pair not in excluded:
-                yield pair
-
-    return held_out, train, others()
-
-
-def _distinct(plan: AdditionPlan, count: int, rng: random.Random, excluded: set[Pair]) -> list[Pair]:
-    found: dict[Pair, None] = {}
-    while len(found) < count:
-        pair = _draw(plan, rng)
-        if pair not in excluded:
-            found[pair] = None
-    return list(found)
+    problems: dict[Pair, None] = {}
+    while len(problems) < plan.held_out + plan.train:
+        problems[_draw(plan, rng)] = None
+    held_out, train = list(problems)[: plan.held_out], list(problems)[plan.held_out :]
+    others = (pair for pair in iter(lambda: _draw(plan, rng), None) if pair not in problems)
+    return held_out, train, others
 
 
 def _draw(plan: AdditionPlan, rng: random.Random) -> Pair:
@@ -100,8 +86,8 @@ def addition_demonstration(pair: Pair, rng: random.Random, blurted: float = 0.0,
 
 def _scratchpad(pair: Pair, rng: random.Random, forgotten: float) -> str:
     columns, digits, carry = [], "", 0
-    for place in range(len(str(max(pair)))):
-        x, y = (number // 10**place % 10 for number in pair)
+    for column in range(len(str(max(pair)))):
+        x, y = (number // 10**column % 10 for number in pair)
         if carry and rng.random() < forgotten:
             carry = 0
         total = x + y + carry

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -55,7 +56,14 @@ def metric(name: str) -> Curve:
 
 def rate(total: str) -> Curve:
     """Increase per second of a running total between successive lines, smoothed; decreases are left out."""
-    return lambda lines: running_mean(list(_rates(lines, total)))
+
+    def rates(lines: Lines) -> Iterable[tuple[float, float]]:
+        for before, line in pairwise(lines):
+            seconds, grown = line["time_s"] - before["time_s"], line.get(total, 0) - before.get(total, 0)
+            if seconds > 0 and grown >= 0:
+                yield line["step"], grown / seconds
+
+    return lambda lines: running_mean(list(rates(lines)))
 
 
 def same_version(lines: Lines) -> Points:
@@ -73,8 +81,8 @@ def same_version(lines: Lines) -> Points:
 def reward_over_time(lines: Lines) -> Points:
     """The smoothed reward by seconds of training."""
     start = lines[0]["time_s"] - lines[0].get("step_s", 0.0)
-    found = [line for line in lines if isinstance(line.get("reward_mean"), int | float)]
-    return running_mean([(line["time_s"] - start, line["reward_mean"]) for line in found])
+    time_of = {line["step"]: line["time_s"] - start for line in lines}
+    return running_mean([(time_of[step], reward) for step, reward in metric("reward_mean")(lines)])
 
 
 def _curves(**legends: str) -> tuple[tuple[str, Curve], ...]:
@@ -174,9 +182,9 @@ def draw_all(tail: MetricsTail, config: Config | None, folder: Path) -> list[Pat
 def cells(count: int) -> Iterable[tuple[int, slice]]:
     """Row and columns of each plot in a grid of six columns; the plots of the last row share its whole width."""
     for n in range(count):
-        row, place = divmod(n, COLUMNS)
+        row, column = divmod(n, COLUMNS)
         width = 2 * COLUMNS // min(COLUMNS, count - row * COLUMNS)
-        yield row, slice(place * width, (place + 1) * width)
+        yield row, slice(column * width, (column + 1) * width)
 
 
 def drawn_points(plot: Plot, lines: Lines) -> list[tuple[str, Points]]:
@@ -193,18 +201,8 @@ def drawn_points(plot: Plot, lines: Lines) -> list[tuple[str, Points]]:
 
 def running_mean(points: Points) -> Points:
     """Each value becomes the mean of itself and up to SMOOTHING_STEPS - 1 values before it."""
-    out: Points = []
-    for end in range(1, len(points) + 1):
-        part = [y for _, y in points[max(0, end - SMOOTHING_STEPS) : end]]
-        out.append((points[end - 1][0], sum(part) / len(part)))
-    return out
-
-
-def _rates(lines: Lines, total: str) -> Iterable[tuple[float, float]]:
-    for before, line in pairwise(lines):
-        seconds, grown = line["time_s"] - before["time_s"], line.get(total, 0) - before.get(total, 0)
-        if seconds > 0 and grown >= 0:
-            yield line["step"], grown / seconds
+    parts = [points[max(0, end - SMOOTHING_STEPS) : end] for end in range(1, len(points) + 1)]
+    return [(part[-1][0], mean(y for _, y in part)) for part in parts]
 
 
 def _draw_single(plots: Iterable[Plot], tail: MetricsTail, config: Config | None, folder: Path) -> list[Path]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
+from common.config.schema import SftConfig
 from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir, write_json
-from launch.observe import sft_status, waste_view
+from launch.observe import waste_view
 from launch.observe.advisor import advice_for
-from launch.observe.metrics_tail import LAST_STEPS, MetricsTail, ends, mean
-from launch.observe.sft_status import warm_start_of
-from launch.resolve_target import config_of, find_run
+from launch.observe.metrics_tail import LATEST, MetricsTail, ends
+from launch.resolve_target import config_of, find_run, warm_start_of
 
 STEP_TIMES = {
     "step": "step_s",
@@ -27,19 +27,19 @@ OFF_POLICY = (
     "veto_fraction", "objective_clip_fraction", "mismatch_abs_mean",
 )  # fmt: skip
 AGES = ("0", "1", "2", "3-4", "5-8", "9 and more")  # the classes of StepMetrics.mismatch_by_age
+Figures = dict[str, dict[str, Any]]  # section of the table: name: number
 
 
 def command(args: argparse.Namespace) -> int:
     """Print the table and write the plots of a finished or running job."""
     run = find_run(args.run)
-    tail = MetricsTail(run.metrics)
-    tail.update()
+    tail = MetricsTail.of(run)
     if not tail.lines:
         raise SlipstreamError(f"{run.metrics} has no steps yet")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("plots need matplotlib, which the extra 'report' brings; launch/setup.sh cpu installs it")
     warm = warm_start_of(run)
-    summary = sft_status.summarise(warm, tail) if warm else summarise(run, tail)
+    summary = summarise_warm_start(warm, tail) if warm else summarise(run, tail)
     write_json(run.report / "summary.json", summary)
     from launch.report.plots import draw_all, draw_warm_start
 
@@ -48,46 +48,57 @@ def command(args: argparse.Namespace) -> int:
     return 0
 
 
-def summarise(run: RunDir, tail: MetricsTail) -> dict[str, Any]:
-    """The figures of the whole run: {section: {name: number}}; sections are those of the table."""
-    config, last = config_of(run), tail.lines[-1]
+def summarise(run: RunDir, tail: MetricsTail) -> Figures:
+    """The figures of a whole job."""
+    config, last = config_of(run), tail.last
     rewards, seconds = tail.series("reward_mean"), wall_clock_s(tail)
     if not rewards:
         raise SlipstreamError(f"{run.metrics} is not that of an RL job: no line has a reward_mean")
     trained = sum(tail.series("tokens_trained"))
-    out: dict[str, Any] = {
+    return {
         "run": {
             "name": config.run.name if config else run.path.name,
             "steps": len(tail.lines),
             "seconds": seconds,
             "incarnations": int(last.get("incarnation", 0)) + 1,
         },
-        "reward": {
-            **ends(rewards),
-            "best_step": max(rewards),
-            "steps_to_0.9": first_above(rewards, 0.9),
-        },
+        "reward": {**ends(rewards), "best_step": max(rewards), "steps_to_0.9": first_above(rewards, 0.9)},
         "staleness": {
             "allowed": config.staleness.max if config else None,
-            "mean": mean(tail.series("staleness_mean")),
+            "mean": tail.mean("staleness_mean"),
             "max": max(tail.series("staleness_max"), default=None),
             "tokens_expired": sum(tail.series("tokens_expired")),
         },
-        "time_per_step_s": {name: mean(tail.series(metric)) for name, metric in STEP_TIMES.items()},
+        "time_per_step_s": {name: tail.mean(metric) for name, metric in STEP_TIMES.items()},
         "tokens": {name: last.get(f"tokens_{name}_total") for name in ("generated", "trained", "wasted")}
         | {"trained_per_s": trained / seconds if seconds else None},
         "advice": advice_section(tail, config.staleness.max if config else 0),
         "wasted": waste_view.of_report(last),
         "failed_samples": waste_view.summed(line.get("samples_failed_by_reason", {}) for line in tail.lines),
         "off_policy": {"ratio_max": max(tail.series("ratio_max"), default=None)}
-        | {name: mean(tail.series(name)) for name in OFF_POLICY}
-        | {
-            "entropy_last_10": mean(tail.series("entropy")[-LAST_STEPS:]),
-            "kl_last_10": mean(tail.series("kl_mean")[-LAST_STEPS:]),
+        | {name: tail.mean(name) for name in OFF_POLICY}
+        | {"entropy_last_10": tail.mean("entropy", LATEST), "kl_last_10": tail.mean("kl_mean", LATEST)},
+    } | {
+        section: figures
+        for section, figures in (("mismatch_by_staleness", mismatch_by_age(tail)), ("held_out", read_evaluation(run)))
+        if figures
+    }
+
+
+def summarise_warm_start(config: SftConfig, tail: MetricsTail) -> Figures:
+    """The figures of a whole warm start."""
+    losses, seconds = tail.series("loss"), sum(tail.series("step_s"))
+    trained = sum(tail.series("tokens_trained"))
+    return {
+        "run": {"name": config.run.name, "steps": len(tail.lines), "seconds": seconds},
+        "loss": {**ends(losses), "lowest": min(losses, default=None)},
+        "time_per_step_s": {"step": tail.mean("step_s")},
+        "tokens": {
+            "trained": trained,
+            "processed": sum(tail.series("sequence_tokens")),
+            "trained_per_s": trained / seconds if seconds else None,
         },
     }
-    optional = {"mismatch_by_staleness": mismatch_by_age(tail), "held_out": read_evaluation(run)}
-    return out | {section: figures for section, figures in optional.items() if figures}
 
 
 def advice_section(tail: MetricsTail, staleness: int) -> dict[str, Any]:
@@ -105,25 +116,21 @@ def advice_section(tail: MetricsTail, staleness: int) -> dict[str, Any]:
 
 def mismatch_by_age(tail: MetricsTail) -> dict[str, float]:
     """Mean |difference of log-probabilities| per token of each class of staleness that was trained on."""
+    names = ("mismatch_by_age", "tokens_by_age")
+    lines = [[line.get(name, []) for name in names] for line in tail.lines]
+    known = [zip(*both, strict=True) for both in lines if all(len(values) == len(AGES) for values in both)]
     out: dict[str, float] = {}
-    for place, name in enumerate(AGES):
-        pairs = [
-            (line["mismatch_by_age"][place], line["tokens_by_age"][place]) for line in tail.lines if has_ages(line)
-        ]
+    for age, pairs in zip(AGES, zip(*known, strict=True), strict=False):
         tokens = sum(count for _, count in pairs)
         if tokens:
-            out[name] = sum(value * count for value, count in pairs) / tokens
+            out[age] = sum(value * count for value, count in pairs) / tokens
     return out
-
-
-def has_ages(line: dict[str, Any]) -> bool:
-    return len(line.get("mismatch_by_age", [])) == len(line.get("tokens_by_age", [])) == len(AGES)
 
 
 def wall_clock_s(tail: MetricsTail) -> float:
     """From the start of the first step to the end of the last, restarts included."""
-    first, last = tail.lines[0], tail.lines[-1]
-    return float(last.get("time_s", 0.0)) - float(first.get("time_s", 0.0)) + float(first.get("step_s", 0.0))
+    first = tail.lines[0]
+    return float(tail.last.get("time_s", 0.0)) - float(first.get("time_s", 0.0)) + float(first.get("step_s", 0.0))
 
 
 def first_above(values: list[float], limit: float, window: int = 3) -> int | None:

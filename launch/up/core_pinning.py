@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from itertools import islice
 
 SMALL_MACHINE_CORES = 16  # with more, the operating system has room to choose
 
@@ -16,10 +17,7 @@ class CorePlan:
 
 def available_cores() -> list[int]:
     """Cores that this process may use, in order."""
-    try:
-        return sorted(os.sched_getaffinity(0))
-    except AttributeError:  # not on this operating system
-        return list(range(os.cpu_count() or 1))
+    return sorted(os.sched_getaffinity(0))
 
 
 def plan_cores(cores: list[int], learner_threads: int, node_threads: list[int]) -> CorePlan:
@@ -33,9 +31,6 @@ def plan_cores(cores: list[int], learner_threads: int, node_threads: list[int]) 
     needed = learner_threads + sum(node_threads)
     if not node_threads or needed > len(cores) or len(cores) > SMALL_MACHINE_CORES:
         return CorePlan(None, tuple(None for _ in node_threads))
-    at = learner_threads
-    nodes: list[frozenset[int]] = []
-    for count in node_threads:
-        nodes.append(frozenset(cores[at : at + count]))
-        at += count
-    return CorePlan(frozenset(cores[:learner_threads]), tuple(nodes))
+    free = iter(cores)
+    learner, *nodes = (frozenset(islice(free, count)) for count in (learner_threads, *node_threads))
+    return CorePlan(learner, tuple(nodes))

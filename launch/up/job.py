@@ -9,9 +9,9 @@ On a failure the same happens, after a message with the role that failed, its ex
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 from common.config.schema import Config
 from common.errors import EXIT_DONE, EXIT_FAILED, SlipstreamError
@@ -22,7 +22,7 @@ from common.process.logs import log_path
 from common.process.run_dir import RunDir
 from launch.observe.display import Display, open_display
 from launch.observe.metrics_tail import MetricsTail, mean
-from launch.observe.observation import Observation, observe
+from launch.observe.observation import observe
 from launch.roles import role_command, thread_environment
 from launch.up.core_pinning import available_cores, plan_cores
 from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit, end_text
@@ -85,21 +85,25 @@ class Job:
         learner_threads = config.learner.world_size * config.learner.threads
         plan = plan_cores(available_cores(), learner_threads, [threads] * len(self.nodes))
         restarts = config.run.max_restarts
-        broker = self._spec("broker", ["broker"], log_path(logs, "broker", "0"))
         keeps = config.broker.durability != "memory"  # others could not go on
-        self.supervisor.start(replace(broker, max_restarts=restarts if keeps else 0))
+        log = log_path(logs, "broker", "0")
+        self._begin("broker", ["broker"], log, max_restarts=restarts if keeps else 0)
         if not self._await_broker(flag):
             return
-        learner = self._spec("learner", ["learner"], log_path(logs, "learner", "0"))
-        self.supervisor.start(replace(learner, cores=plan.learner, max_restarts=restarts))
+        log = log_path(logs, "learner", "0")
+        self._begin("learner", ["learner"], log, cores=plan.learner, max_restarts=restarts)
         for name, cores in zip(self.nodes, plan.nodes, strict=True):
-            node = self._spec(name, ["rollout", "--node-id", name], log_path(logs, "rollout", name))
-            env = thread_environment(threads)
-            self.supervisor.start(replace(node, child_cores=cores, max_restarts=restarts, env=env))
+            words, log, env = (
+                ["rollout", "--node-id", name],
+                log_path(logs, "rollout", name),
+                thread_environment(threads),
+            )
+            self._begin(name, words, log, child_cores=cores, max_restarts=restarts, env=env)
 
-    def _spec(self, name: str, words: Sequence[str], log: Path) -> RoleSpec:
+    def _begin(self, name: str, words: Sequence[str], log: Path, **options: Any) -> None:
+        """Start a role of this job with these options of RoleSpec."""
         command = role_command([words[0], str(self.run_dir.config), *words[1:]])
-        return RoleSpec(name, command, log)
+        self.supervisor.start(RoleSpec(name, command, log, **options))
 
     def _await_broker(self, flag: DrainFlag) -> bool:
         """Wait until the broker has written its address; False when told to stop meanwhile."""
@@ -154,14 +158,11 @@ class Job:
         if time.monotonic() < self._show_at or self._display is None:
             return
         self.tail.update()
-        self._display.show(self._observe())
+        seen = None
+        with suppress(SlipstreamError):
+            seen = observe(self.run_dir, ANSWER_S)
+        self._display.show(seen)
         self._show_at = time.monotonic() + self.config.telemetry.refresh_s
-
-    def _observe(self) -> Observation | None:
-        try:
-            return observe(self.run_dir, ANSWER_S)
-        except SlipstreamError:
-            return None
 
     # ------------------------------------------------------------ stop
 
@@ -186,7 +187,7 @@ class Job:
     def _summary(self, done: bool) -> str:
         self.tail.update()
         rewards = self.tail.series("reward_mean")
-        steps = int(self.tail.lines[-1].get("policy_version", 0)) if self.tail.lines else 0
+        steps = int(self.tail.last.get("policy_version", 0))
         took = time.monotonic() - self._started
         head = "done" if done else "stopped; the same command goes on from the last checkpoint"
         parts = [f"{head}: {steps} of {self.config.run.steps} steps, {took:.0f} s"]

@@ -50,53 +50,48 @@ class RoleSpec:
 
 
 class Role:
-    """One supervised process and the processes that it started."""
+    """One supervised process and the processes that it started; raises OSError when the command does not exist."""
 
     def __init__(self, spec: RoleSpec) -> None:
         self.spec = spec
         self.restarts = 0
-        self.exit_code: int | None = None  # exit code of the last process that ended
-        self.restart_at: float | None = None  # monotonic
-        self._process: subprocess.Popen[bytes] | None = None
-        self._descendants: dict[int, psutil.Process] = {}
+        self.start()
 
     @property
     def pid(self) -> int | None:
         """Process id while it runs; None while it does not."""
-        return self._process.pid if self._process is not None and self.exit_code is None else None
+        return self._process.pid if self.running else None
 
     @property
     def running(self) -> bool:
-        return self.pid is not None
+        return self.exit_code is None
 
     def start(self) -> None:
-        """Start the process; raises OSError when the command does not exist."""
+        """Start the process, for the first time or again."""
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         env = {**os.environ, **self.spec.env, SUPERVISOR_ENV: str(os.getpid())}
         with self.spec.log.open("ab") as log:
             self._process = subprocess.Popen(
                 list(self.spec.argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, process_group=0
             )
-        self.exit_code, self.restart_at = None, None
-        self._descendants = {}
+        self.exit_code: int | None = None  # exit code of the last process that ended
+        self.restart_at: float | None = None  # monotonic
+        self._descendants: dict[int, psutil.Process] = {}
         if self.spec.cores is not None:
             with contextlib.suppress(OSError):  # it may have ended already
                 os.sched_setaffinity(self._process.pid, self.spec.cores)
 
     def poll(self) -> bool:
         """True once, when the process has ended since the last call; what it left behind is killed."""
-        if self._process is None or self.exit_code is not None:
+        if not self.running or self._process.poll() is None:
             return False
-        code = self._process.poll()
-        if code is None:
-            return False
-        self.exit_code = code
+        self.exit_code = self._process.returncode
         self._kill_descendants()
         return True
 
     def scan(self) -> None:
         """Remember which processes this one started, and pin them to `child_cores`."""
-        if self.running and self._process is not None:
+        if self.running:
             with contextlib.suppress(psutil.Error):
                 for child in psutil.Process(self._process.pid).children(recursive=True):
                     self._descendants.setdefault(child.pid, child)
@@ -105,16 +100,15 @@ class Role:
 
     def terminate(self) -> None:
         """SIGTERM to the process alone: it drains and tells its own children."""
-        if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)
+        if self.running:
+            self._process.terminate()
 
     def kill(self) -> None:
         """SIGKILL to the process, its group and everything that it started."""
-        if self.pid is not None and self._process is not None:
+        if self.running:
             self.scan()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+                os.killpg(self._process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.exit_code = self._process.wait(timeout=10)
         self._kill_descendants()
@@ -141,9 +135,7 @@ class Supervisor:
 
     def start(self, spec: RoleSpec) -> Role:
         """Start a process and watch it from now on."""
-        role = Role(spec)
-        self.roles[spec.name] = role
-        role.start()
+        role = self.roles[spec.name] = Role(spec)
         self._sink("started", {"role": spec.name, "pid": role.pid, "log": str(spec.log)})
         return role
 
@@ -159,8 +151,7 @@ class Supervisor:
             if role.restart_at is not None and now >= role.restart_at and not self.stopping:
                 role.restarts += 1
                 role.start()
-                details = {"role": role.spec.name, "pid": role.pid, "restart": role.restarts}
-                self._sink("restarted", details)
+                self._sink("restarted", {"role": role.spec.name, "pid": role.pid, "restart": role.restarts})
         return ended
 
     def stop(self, names: Sequence[str], timeout_s: float) -> list[str]:
@@ -174,7 +165,8 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
         while any(role.running for role in roles) and time.monotonic() < deadline:
             for role in roles:
-                self._notice_end(role)
+                if role.poll():
+                    self._sink("ended", {"role": role.spec.name, "exit_code": role.exit_code})
             time.sleep(0.02)
         late = [role for role in roles if role.running]
         for role in late:
@@ -187,10 +179,6 @@ class Supervisor:
         self.stopping = True
         for role in self.roles.values():
             role.kill()
-
-    def _notice_end(self, role: Role) -> None:
-        if role.poll():
-            self._sink("ended", {"role": role.spec.name, "exit_code": role.exit_code})
 
     def _plan_restart(self, role: Role, now: float) -> bool:
         """Whether a role that just ended will be started again."""
@@ -228,9 +216,9 @@ def describe_exit(code: int | None) -> str:
     """An exit code in words: 'exit code 1', 'killed by SIGKILL'."""
     if code is None:
         return "still running"
-    if code < 0:
-        try:
-            return f"killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"killed by signal {-code}"
-    return f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

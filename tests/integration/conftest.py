@@ -16,8 +16,8 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model with its tokenizer, for learners without engines."""
-    from launch.quickstart.assets import ModelShape, build_model
+    from launch.quickstart.assets import build_model, dense
 
     folder = tmp_path_factory.mktemp("model") / "model"
-    build_model(ModelShape(64, 128, 2, 4, 2, 16, 256, 0.05), 1, folder)
+    build_model(dense(64, 128, 2, 4, 0.05) | {"max_position_embeddings": 256}, 1, folder)
     return folder

@@ -8,10 +8,10 @@ import pytest
 
 from common.config.schema import ParallelConfig
 from launch.plan.architecture import read_architecture
+from launch.plan.arithmetic import checkpoint_bytes
+from launch.plan.memory import resident
+from launch.plan.parameters import chunk_parameters
 from launch.plan.process_groups import DENSE, SPARSE, Sizes, rank_groups, stage_chunks
-from launch.plan.rank_parameters import chunk_parameters
-from launch.plan.static_memory import resident
-from launch.plan.transfers import checkpoint_bytes
 from tests.integration import fork_rig
 from tests.integration.fork_rig import group
 

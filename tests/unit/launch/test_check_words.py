@@ -1,12 +1,10 @@
 """The check of plain words: what it counts, what it leaves out, and that the counts may only fall."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from launch.dev import check_words
-from launch.dev.check_words import check_file, problems, ratchet, sentences, too_wide, words
+from launch.dev.check_words import Finding, check_file, main, problems, sentences, too_many, too_wide, words
 
 LONG = " ".join(["word"] * 26)
 
@@ -97,15 +95,14 @@ def test_neighbouring_comment_lines_are_one_passage(tmp_path: Path) -> None:
 
 
 def test_more_findings_than_allowed_fail_and_name_the_folder() -> None:
-    assert ratchet({"docs": 3, "broker": 1}, {"docs": 3, "broker": 1}) == []
-    (problem,) = ratchet({"docs": 3, "broker": 2}, {"docs": 3, "broker": 1})
-    assert problem.startswith("broker: 2 findings, at most 1 are allowed")
+    found = [Finding(f"{folder}/page.md", 1, "a problem") for folder in ("docs", "docs", "broker")]
+    assert too_many(found, {"docs": 2, "broker": 1}) == []
+    assert too_many(found, {"docs": 2}) == ["broker: 1 findings, 0 allowed"]
 
 
-def test_update_lowers_a_count_and_never_raises_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = tmp_path / "counts.json"
-    counts.write_text(json.dumps({"docs": 5, "broker": 1}))
-    monkeypatch.setattr(check_words, "COUNTS", counts)
-    monkeypatch.setattr(check_words, "count_all", lambda: {"docs": 4, "broker": 2})
-    assert check_words.main(["--update"]) == 1
-    assert json.loads(counts.read_text()) == {"docs": 4, "broker": 1}
+def test_a_named_file_may_have_no_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "page.md").write_text(LONG)
+    assert main([str(tmp_path)]) == 1
+    assert "26 words in one sentence" in capsys.readouterr().out
+    (tmp_path / "page.md").write_text("Short.")
+    assert main([str(tmp_path)]) == 0

@@ -87,11 +87,11 @@ def of(config: Config, part: str, **changes: object) -> Config:
 
 
 def found(findings: object, level: str = "problem") -> list[Finding]:
-    every = list(findings)  # type: ignore[call-overload]
+    every = [findings] if isinstance(findings, Finding) else list(findings)  # type: ignore[call-overload]
     REPORT.extend(f.check for f in every)
     for finding in every:
         assert finding.what
-        assert bool(finding.why and finding.mend) == (finding.level != "fine"), finding
+        assert bool(finding.why and finding.fix) == (finding.level != "fine"), finding
     return [f for f in every if f.level == level]
 
 
@@ -136,7 +136,7 @@ def test_a_container_with_little_shared_memory_is_named(config: Config) -> None:
 
 def test_open_files_are_compared_with_the_fleet(config: Config) -> None:
     many = of(config, "rollout", nodes=200)
-    assert "ulimit -n 4096" in only(resources.check_open_files(machine(open_files=(1024, 4096)), many)).mend
+    assert "ulimit -n 4096" in only(resources.check_open_files(machine(open_files=(1024, 4096)), many)).fix
     few = resources.check_open_files(machine(open_files=(512, 4096)), config)
     assert "64 nodes" in only(few, "warning").why
     assert found(resources.check_open_files(machine(open_files=(-1, -1)), many)) == []
@@ -261,7 +261,7 @@ def test_keys_that_others_may_read_are_named(tmp_path: Path) -> None:
     assert found(config_files.check_permissions(tmp_path / "keys")) == []
     (tmp_path / "keys" / "learner.json").chmod(0o644)
     finding = only(config_files.check_permissions(tmp_path / "keys"))
-    assert finding.mend == f"chmod 600 {tmp_path}/keys/learner.json"
+    assert finding.fix == f"chmod 600 {tmp_path}/keys/learner.json"
 
 
 # ---------------------------------------------------------------- network
@@ -345,7 +345,7 @@ def test_a_broker_that_is_stopped_is_named_with_what_wakes_it(config, run, monke
         until(lambda: run_state.process_state(process.pid) == "stopped")
         finding = only(run_state.check_run(run, config)[0])
     assert "does not answer (stopped)" in finding.what
-    assert finding.mend == f"kill -CONT {process.pid}"
+    assert finding.fix == f"kill -CONT {process.pid}"
 
 
 def test_the_holder_of_a_lock_is_named(config: Config, run: RunDir) -> None:
@@ -374,7 +374,7 @@ def test_a_running_job_is_explained(config: Config, run: RunDir) -> None:
     assert running
     finding = only(findings)
     assert finding.what.startswith("everyone waits for a learner: none has attached")
-    assert finding.mend == run_state.ADVICE["no_learner"]
+    assert finding.fix == run_state.ADVICE["no_learner"]
 
 
 def test_advice_is_given_on_stalls_that_exist() -> None:
@@ -397,7 +397,7 @@ def test_the_command_says_what_it_found_and_fails_on_a_problem(
     assert "✗ config: " in said and "    why:  expected a JSONL file" in said and "    fix:  " in said
     assert main(["doctor", str(file), f"tasks.dataset={config.tasks.dataset}", "--role", "base", "--json"]) == EXIT_DONE
     findings = json.loads(capsys.readouterr().out)
-    assert {"check", "level", "what", "why", "mend"} == set(findings[0])
+    assert {"check", "level", "what", "why", "fix"} == set(findings[0])
     assert not [f for f in findings if f["level"] == "problem"]
 
 

@@ -11,8 +11,8 @@ from common.process.run_dir import RunDir
 from launch.observe import waste_view
 from launch.observe.job_view import plain_line, render_live, render_status, sparkline
 from launch.observe.metrics_tail import MetricsTail, mean
-from launch.observe.number_format import duration
 from launch.observe.observation import Observation, as_json
+from launch.observe.stall_text import duration
 from tests.launch_rig import LEARNER, node_status, status_of, text_of
 
 PLAIN = Observation(status_of(node_status()), live=True)

@@ -21,9 +21,8 @@ from common.config.schema import (
 )
 from common.rollouts import Group, Sample, VersionRun, encode_group
 from common.staleness import window_end
-from launch.plan.batch_arithmetic import batch_of, bubble, window_of
+from launch.plan.arithmetic import batch_of, bubble, checkpoint_bytes, engine_of, publish_of, window_of
 from launch.plan.process_groups import Sizes
-from launch.plan.transfers import checkpoint_bytes, engine_of, publish_of
 from tests.launch_rig import architecture
 
 RUN, MODEL = RunConfig(name="r", dir="r", steps=1), ModelConfig(path="m")
@@ -68,7 +67,7 @@ def test_full_sequences_fill_microbatches_as_packing_does() -> None:
         tokens = np.zeros(length, np.int32)
         documents = [Document(tokens, tokens.astype(np.uint8)) for _ in range(32)]
         assert found.microbatches == len(plan(documents, ranks, 4096, "key")[0])
-        assert (found.sequences, found.longest, found.places) == (32, length - 1, 32 * (length - 1))
+        assert (found.sequences, found.longest, found.tokens) == (32, length - 1, 32 * (length - 1))
 
 
 def test_context_parallelism_pads_a_sequence_to_its_chunks() -> None:
@@ -80,7 +79,7 @@ def test_supervised_documents_may_fill_a_microbatch() -> None:
     learner = SftLearnerConfig(world_size=2, sequences_per_step=10, micro_batch_tokens=100)
     config = SftConfig(run=RUN, model=MODEL, tasks=SftTasksConfig(dataset="d"), learner=learner)
     found = batch(config)
-    assert (found.longest, found.places, found.microbatches, found.places_per_rank) == (100, 1000, 5, 500)
+    assert (found.longest, found.tokens, found.microbatches, found.tokens_per_rank) == (100, 1000, 5, 500)
 
 
 @pytest.mark.parametrize(

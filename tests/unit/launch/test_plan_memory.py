@@ -3,10 +3,9 @@
 import pytest
 
 from common.config.schema import MemoryConfig, ParallelConfig
-from launch.plan.activations import activations, in_flight, layer_bytes, output_bytes
 from launch.plan.architecture import Architecture, Attention, Experts, LatentAttention
-from launch.plan.model_parameters import count
-from launch.plan.rank_parameters import Parameter, chunk_parameters, share
+from launch.plan.memory import activations, buffer, in_flight, layer_bytes, output_bytes
+from launch.plan.parameters import Parameter, chunk_parameters, count
 
 H, A = 512, 8
 
@@ -102,16 +101,14 @@ def test_context_parallelism_divides_the_tokens() -> None:
 
 def test_a_buffer_starts_parameters_at_64_and_ends_at_a_multiple_of_128_and_the_shards() -> None:
     parameters = [Parameter("a", 100, "dense"), Parameter("b", 10, "other")]
-    found = share(parameters, 3)  # b at 0..10, a at 64..164, end at 384 = lcm(3, 128)
-    assert found.elements == 384
-    assert found.shard == 10 + 64  # the first third ends at 128
-    assert share([], 3).elements == share([], 3).shard == 0
+    # b at 0..10, a at 64..164, end at 384 = lcm(3, 128); the first third ends at 128
+    assert buffer(parameters, 3) == (384, 10 + 64)
+    assert buffer([], 3) == (0, 0)
 
 
 def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
     parameters = [Parameter("embedding", 50, "embeddings", shared=True), Parameter("a", 70, "dense")]
-    assert share(parameters, 1).elements == 128 + 128
-    assert share(parameters, 1).shard == 120
+    assert buffer(parameters, 1) == (128 + 128, 120)
 
 
 def test_the_ranks_parameters_add_up_to_the_model() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from common.config.supported_models import SUPPORTED
 from launch.plan.architecture import READERS, UnknownArchitecture, read_architecture
-from launch.plan.model_parameters import count, count_active, hf_tensors
+from launch.plan.parameters import count, count_active, hf_tensors
 from tests.launch_rig import MODELS, architecture
 
 PUBLISHED = {  # billions of parameters, active ones as the model cards and reports state them

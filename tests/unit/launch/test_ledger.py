@@ -6,8 +6,7 @@ import pytest
 
 from broker.contract import LedgerEntry
 from common.process.run_dir import RunDir, write_json
-from launch.observe.ledger_history import former_ledgers, whole_ledger
-from launch.observe.observation import observe_ledger
+from launch.observe.ledger import former_ledgers, observe_ledger, whole_ledger
 
 
 def entry(serial: int, state: str, step: int | None) -> LedgerEntry:

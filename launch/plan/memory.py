@@ -1,0 +1,198 @@
+"""Bytes that a rank needs: parameters, gradients, optimizer states, and activations kept for the backward pass.
+
+Activations are counted in the manner of Korthikanti et al. (arXiv 2205.05198). Their equation 2,
+s b h (34 + 5 a s / h) / t per layer, counts a feed-forward of 4 h without gate. It also counts dropout masks and the
+attention matrix, which are absent here: flash attention keeps a log-sum-exp per head instead. The other tensors are
+counted one by one below, so that grouped queries, gates and experts are covered as well. For their layer the sum is
+their 32 s b h / t (tests/unit/launch/test_plan_memory.py).
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from math import lcm
+
+import msgspec
+import numpy as np
+
+from common.config.schema import MemoryConfig, ParallelConfig
+from launch.plan.architecture import Architecture, Attention
+from launch.plan.parameters import KINDS, Parameter, chunk_parameters
+from launch.plan.process_groups import Sizes, stage_chunks
+
+FLOAT32 = 4
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+GRADIENT_BYTES = 4  # always float32
+ADAM_BYTES = 8  # two float32 states
+MAIN_BYTES = {"float32": 0, "bfloat16": 4}  # float32 copy of a shard; float32 parameters are their own
+PARAMETER_ALIGNMENT = 64  # elements; ParamAndGradBuffer starts every parameter at a multiple of it
+BUCKET_ALIGNMENT = 128  # elements; and ends a bucket at a multiple of it and of the number of shards
+CHUNK_ELEMENTS = 1 << 26  # logits that a GPU computes at once (learner.megatron.logprobs)
+
+
+class Resident(msgspec.Struct, frozen=True):
+    """One rank of a pipeline stage; bytes, gaps of alignment included.
+
+    Attributes:
+        elements: parameters by kind (launch.plan.parameters.KINDS).
+        optimizer: main parameters and Adam's states of the fullest shard.
+    """
+
+    elements: dict[str, int]
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+class Activations(msgspec.Struct, frozen=True):
+    """Peak bytes on one rank of a pipeline stage.
+
+    Attributes:
+        layers: activations that the layers keep for all microbatches in flight.
+        recomputed: one layer's own activations while it is computed again (full recomputation).
+        output: activations of the final norm and the output layer for one microbatch; 0 except on the last stage.
+        in_flight: microbatches whose activations are kept at once, in units of the whole stage.
+    """
+
+    layers: int
+    recomputed: int
+    output: int
+    in_flight: float
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.recomputed + self.output
+
+
+def resident(model: Architecture, parallel: ParallelConfig, sizes: Sizes, dtype: str) -> list[Resident]:
+    """Resident bytes on a rank of each pipeline stage.
+
+    The distributed optimizer shards main parameters and Adam's states over data x context ranks. It shards those of
+    experts, which have a buffer of their own, over the expert-data ranks (ZeRO stage 1, arXiv 1910.02054).
+    """
+    out: list[Resident] = []
+    stages = stage_chunks(model.layers, parallel)
+    for stage, chunks in enumerate(stages):
+        elements, whole, fullest = dict.fromkeys(KINDS, 0), 0, 0
+        for v, layers in enumerate(chunks):
+            last = stage == len(stages) - 1 and v == len(chunks) - 1
+            parameters = chunk_parameters(model, parallel, layers, stage == v == 0, last)
+            for parameter in parameters:
+                elements[parameter.kind] += parameter.elements
+            for experts, shards in ((False, sizes.dense_shards), (True, sizes.expert_data)):
+                size, shard = buffer([p for p in parameters if (p.kind == "experts") == experts], shards)
+                whole, fullest = whole + size, fullest + shard
+        optimizer = fullest * (ADAM_BYTES + MAIN_BYTES[dtype])
+        out.append(Resident(elements, whole * ITEM_BYTES[dtype], whole * GRADIENT_BYTES, optimizer))
+    return out
+
+
+def buffer(parameters: Sequence[Parameter], shards: int) -> tuple[int, int]:
+    """(elements with the gaps of alignment, elements of the fullest shard without) of Megatron's ParamAndGradBuffer.
+
+    It is one bucket, but shared embeddings have buckets of their own. Each bucket is cut into `shards` equal parts.
+    """
+    at, full = 0, np.zeros(shards, dtype=np.int64)
+    backward = reversed(parameters)  # roughly the order of the backward pass
+    for _, bucket in groupby(backward, lambda p: p.name if p.shared else ""):
+        begin, spans = at, list[tuple[int, int]]()
+        for parameter in bucket:
+            at = _aligned(at, PARAMETER_ALIGNMENT)
+            spans.append((at, at + parameter.elements))
+            at += parameter.elements
+        at = _aligned(at, lcm(shards, BUCKET_ALIGNMENT))
+        low = np.linspace(begin, at, shards, endpoint=False, dtype=np.int64)
+        for start, end in spans:
+            full += np.clip(np.minimum(end, low + (at - begin) // shards) - np.maximum(start, low), 0, None)
+    return at, int(full.max())
+
+
+def _aligned(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def activations(
+    model: Architecture, parallel: ParallelConfig, memory: MemoryConfig, tokens: int, microbatches: int, item: int
+) -> list[Activations]:
+    """Peak of each pipeline stage for full microbatches.
+
+    Args:
+        tokens: size of one microbatch, before context parallelism cuts it.
+        microbatches: number in one step on one data-parallel rank.
+        item: bytes of an activation, 2 in bfloat16.
+    """
+    tokens = -(-tokens // parallel.context)
+    out: list[Activations] = []
+    stages = stage_chunks(model.layers, parallel)
+    for stage, chunks in enumerate(stages):
+        layers = [layer for chunk in chunks for layer in chunk]
+        sizes = [layer_bytes(model, parallel, model.moe_layers[n], tokens, item) for n in layers]
+        kept, again = sum(sizes), 0
+        if memory.recompute == "full":  # a layer keeps its input alone
+            kept = len(layers) * tokens * model.hidden * item // _sequence_shards(parallel)
+            again = max(sizes, default=0)
+        flying = in_flight(stage, parallel, microbatches)
+        output = output_bytes(model, parallel, tokens, item) if stage == len(stages) - 1 else 0
+        out.append(Activations(round(kept * flying), again, output, flying))
+    return out
+
+
+def _sequence_shards(parallel: ParallelConfig) -> int:
+    """Ranks among which sequence parallelism cuts norms and residuals."""
+    return parallel.tensor if parallel.sequence_parallel else 1
+
+
+def output_bytes(model: Architecture, parallel: ParallelConfig, tokens: int, item: int) -> int:
+    """Peak of final norm, output layer and loss in the backward pass, which takes logits in chunks.
+
+    Args:
+        tokens: number on this context-parallel rank.
+    """
+    width = model.vocabulary // parallel.tensor
+    norm = 2 * tokens * model.hidden * item // _sequence_shards(parallel)
+    hidden = 2 * tokens * model.hidden * item  # whole on every tensor-parallel rank, and its gradient
+    weight = width * model.hidden * (FLOAT32 + item)  # its gradient, and one chunk's part of it
+    chunk = 2 * min(max(CHUNK_ELEMENTS, width), tokens * width) * FLOAT32  # log-probabilities and probabilities
+    return norm + hidden + weight + chunk
+
+
+def in_flight(stage: int, parallel: ParallelConfig, microbatches: int) -> float:
+    """Microbatches whose activations a stage keeps at once, in units of all its layers.
+
+    One forward, one backward (Narayanan et al., arXiv 2104.04473, section 2.2.1): as many as there are stages from it
+    to the last. With v virtual stages the warm-up runs 2 (p - stage - 1) + (v - 1) p chunks ahead, each 1 / v of the
+    layers.
+    """
+    p, v = parallel.pipeline, parallel.virtual_pipeline
+    if v == 1:
+        return min(microbatches, p - stage)
+    return min(microbatches * v, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
+
+
+def layer_bytes(model: Architecture, parallel: ParallelConfig, moe: bool, tokens: int, item: int) -> int:
+    """Bytes that one layer keeps for one microbatch.
+
+    Args:
+        tokens: number on this context-parallel rank.
+    """
+    t, shards = parallel.tensor, _sequence_shards(parallel)
+    # input and output of both norms; sequence parallelism keeps them cut and gathers them again (section 4.2.2)
+    elements = 4 * model.hidden / shards + _attention_elements(model) / t
+    float32 = model.attention.heads / t  # log-sum-exp
+    if not moe or model.experts is None:
+        elements += 3 * model.ffn / t  # gate and up projection, and their product
+    else:
+        e = model.experts
+        float32 += 2 * e.count / shards  # router's logits and probabilities
+        # each token is sent to per_token experts; a rank gets as many as it sends when they are balanced
+        elements += e.per_token / shards * (model.hidden * parallel.expert_tensor + 3 * e.ffn)
+        elements += 3 * e.shared_ffn / t
+    return round(tokens * (elements * item + float32 * FLOAT32))
+
+
+def _attention_elements(model: Architecture) -> int:
+    """Per token, before tensor parallelism: what the attention kernel and the output projection need again."""
+    a = model.attention
+    if isinstance(a, Attention):
+        return (a.heads + 2 * a.kv_heads) * a.head_dim + a.heads * a.head_dim
+    compressed = 2 * (a.q_rank or 0) + 2 * a.kv_rank + a.rope_dim  # before and after their norms
+    return compressed + a.heads * (2 * a.qk_dim + a.nope_dim + 2 * a.value_dim)

@@ -1,0 +1,164 @@
+"""The parameters of a model: as Hugging Face names them, and as Megatron-Core stores them on one rank.
+
+One table has both. Every row is a parameter of Megatron's GPTModel with Transformer Engine's layer spec, where a layer
+norm belongs to the linear layer behind it. The row lists the Hugging Face tensors that the parameter is made of.
+"""
+
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+import msgspec
+
+from common.config.schema import ParallelConfig
+from launch.plan.architecture import Architecture, Attention, LatentAttention
+
+KINDS: tuple[str, ...] = ("embeddings", "attention", "dense", "experts", "other")  # other: norms, biases and routers
+Shapes = dict[str, tuple[int, ...]]  # Hugging Face names without the layer's prefix
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """`elements` on this rank; `shared` marks the two copies of a tied embedding, which get a bucket of their own."""
+
+    name: str
+    elements: int
+    kind: str
+    shared: bool = False
+
+
+class _Row(NamedTuple):
+    """A parameter of one layer; `cut` is the size of ParallelConfig that divides it, '' for none."""
+
+    name: str
+    kind: str
+    cut: str
+    tensors: Shapes
+
+
+def hf_tensors(model: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every parameter in the safetensors files, experts one by one, without selection biases."""
+    yield "model.embed_tokens.weight", (model.vocabulary, model.hidden)
+    experts = model.experts.count if model.experts else 0
+    for layer, moe in enumerate(model.moe_layers):
+        for row in _layer(model, moe, experts):
+            for name, shape in row.tensors.items():
+                yield f"model.layers.{layer}.{name}", shape
+    yield "model.norm.weight", (model.hidden,)
+    if not model.tied:
+        yield "lm_head.weight", (model.vocabulary, model.hidden)
+
+
+def count(model: Architecture) -> int:
+    """Parameters in all; a tied output layer counts once."""
+    return sum(prod(shape) for _, shape in hf_tensors(model))
+
+
+def count_active(model: Architecture) -> int:
+    """Parameters that one token passes through: of the experts, only as many as it is routed to."""
+    experts = model.experts
+    if experts is None:
+        return count(model)
+    idle = sum(model.moe_layers) * (experts.count - experts.per_token)
+    return count(model) - idle * 3 * model.hidden * experts.ffn
+
+
+def chunk_parameters(
+    model: Architecture, parallel: ParallelConfig, layers: range, first: bool, last: bool
+) -> list[Parameter]:
+    """Parameters of one model chunk on one rank, in the order of Megatron's named_parameters().
+
+    Ranks that differ only in tensor, context, data or expert coordinates have equally many.
+
+    Args:
+        layers: numbers of the chunk's layers, from 0.
+        first: the chunk has the embedding.
+        last: the chunk has the final norm and the output layer.
+    """
+    out: list[Parameter] = []
+    table = model.vocabulary * model.hidden // parallel.tensor
+    shared = model.tied and parallel.pipeline > 1
+    experts = model.experts.count // parallel.expert if model.experts else 0
+    if first:
+        out.append(Parameter("embedding.word_embeddings.weight", table, "embeddings", shared))
+    for number, layer in enumerate(layers):
+        for row in _layer(model, model.moe_layers[layer], experts):
+            whole = sum(map(prod, row.tensors.values()))
+            elements = whole // (getattr(parallel, row.cut) if row.cut else 1)
+            out.append(Parameter(f"decoder.layers.{number}.{row.name}", elements, row.kind))
+    if last:
+        out.append(Parameter("decoder.final_layernorm.weight", model.hidden, "other"))
+        if not (model.tied and first):
+            out.append(Parameter("output_layer.weight", table, "embeddings", shared))
+    return out
+
+
+def _layer(model: Architecture, moe: bool, local_experts: int) -> Iterator[_Row]:
+    """The rows of one layer with its first `local_experts` experts."""
+    hidden, norm = model.hidden, {"post_attention_layernorm.weight": (model.hidden,)}
+    if isinstance(model.attention, Attention):
+        yield from _attention(model.attention, hidden)
+    else:
+        yield from _latent_attention(model.attention, hidden)
+    if not moe or model.experts is None:
+        yield _Row("mlp.linear_fc1.layer_norm_weight", "other", "", norm)
+        yield from _gated("mlp.", hidden, model.ffn, model.mlp_bias)
+        return
+    experts = model.experts
+    block = "block_sparse_moe" if experts.mixtral_names else "mlp"
+    gate, up, down = ("w1", "w3", "w2") if experts.mixtral_names else ("gate_proj", "up_proj", "down_proj")
+    wide, narrow = (experts.ffn, hidden), (hidden, experts.ffn)
+    yield _Row("pre_mlp_layernorm.weight", "other", "", norm)
+    yield _Row("mlp.router.weight", "other", "", {f"{block}.gate.weight": (experts.count, hidden)})
+    for layer, shapes in (("linear_fc1", {gate: wide, up: wide}), ("linear_fc2", {down: narrow})):
+        for n in range(local_experts):
+            tensors = {f"{block}.experts.{n}.{name}.weight": shape for name, shape in shapes.items()}
+            yield _Row(f"mlp.experts.{layer}.weight{n}", "experts", "expert_tensor", tensors)
+    if experts.shared_ffn:
+        yield from _gated("mlp.shared_experts.", hidden, experts.shared_ffn)
+
+
+def _attention(a: Attention, hidden: int) -> Iterator[_Row]:
+    ours, theirs, out = "self_attention.", "self_attn.", a.heads * a.head_dim
+    qkv = {"q_proj": out, "k_proj": a.kv_heads * a.head_dim, "v_proj": a.kv_heads * a.head_dim}
+    yield _Row(f"{ours}linear_proj.weight", "attention", "tensor", {f"{theirs}o_proj.weight": (hidden, out)})
+    if a.output_bias:
+        yield _Row(f"{ours}linear_proj.bias", "other", "", {f"{theirs}o_proj.bias": (hidden,)})
+    yield _Row(f"{ours}linear_qkv.layer_norm_weight", "other", "", {"input_layernorm.weight": (hidden,)})
+    weights: Shapes = {f"{theirs}{name}.weight": (size, hidden) for name, size in qkv.items()}
+    yield _Row(f"{ours}linear_qkv.weight", "attention", "tensor", weights)
+    if a.qkv_bias:
+        biases: Shapes = {f"{theirs}{name}.bias": (size,) for name, size in qkv.items()}
+        yield _Row(f"{ours}linear_qkv.bias", "other", "tensor", biases)
+    for side in "qk" if a.qk_norm else "":
+        yield _Row(f"{ours}{side}_layernorm.weight", "other", "", {f"{theirs}{side}_norm.weight": (a.head_dim,)})
+
+
+def _latent_attention(a: LatentAttention, hidden: int) -> Iterator[_Row]:
+    """Down projections are whole on every tensor-parallel rank."""
+
+    def row(name: str, kind: str, cut: str, theirs: str, *shape: int) -> _Row:
+        return _Row(f"self_attention.{name}", kind, cut, {f"self_attn.{theirs}.weight": shape})
+
+    queries, up = a.heads * a.qk_dim, a.heads * (a.nope_dim + a.value_dim)
+    yield _Row("input_layernorm.weight", "other", "", {"input_layernorm.weight": (hidden,)})
+    yield row("linear_proj.weight", "attention", "tensor", "o_proj", hidden, a.heads * a.value_dim)
+    if a.q_rank is None:
+        yield row("linear_q_proj.weight", "attention", "tensor", "q_proj", queries, hidden)
+    else:
+        yield row("linear_q_down_proj.weight", "attention", "", "q_a_proj", a.q_rank, hidden)
+        yield row("linear_q_up_proj.layer_norm_weight", "other", "", "q_a_layernorm", a.q_rank)
+        yield row("linear_q_up_proj.weight", "attention", "tensor", "q_b_proj", queries, a.q_rank)
+    yield row("linear_kv_down_proj.weight", "attention", "", "kv_a_proj_with_mqa", a.kv_rank + a.rope_dim, hidden)
+    yield row("linear_kv_up_proj.layer_norm_weight", "other", "", "kv_a_layernorm", a.kv_rank)
+    yield row("linear_kv_up_proj.weight", "attention", "tensor", "kv_b_proj", up, a.kv_rank)
+
+
+def _gated(prefix: str, hidden: int, ffn: int, bias: bool = False) -> Iterator[_Row]:
+    for layer, names, shape in (
+        ("linear_fc1", ("gate_proj", "up_proj"), (ffn, hidden)),
+        ("linear_fc2", ("down_proj",), (hidden, ffn)),
+    ):
+        yield _Row(f"{prefix}{layer}.weight", "dense", "tensor", {f"{prefix}{n}.weight": shape for n in names})
+        if bias:
+            cut = "tensor" if layer == "linear_fc1" else ""
+            yield _Row(f"{prefix}{layer}.bias", "other", cut, {f"{prefix}{n}.bias": shape[:1] for n in names})
