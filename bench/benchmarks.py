@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from bench.figures import COLUMNS, Row, filled, flat, provenance, ratios, result, table
+from bench.figures import COLUMNS, Row, filled, flat, provenance, ratios, result, table, values
 
 SIZES = {"1k": "8 x 1,280 tokens", "8k": "8 x 8,448 tokens"}
 PEERS = {"redis_pickled_lists": "a Redis stream of pickled lists", "msgspec_lists_zeromq": "msgspec lists over ZeroMQ"}
@@ -166,18 +166,6 @@ def rows_of(
     fields = [flat(one) for one in (measured if isinstance(measured, list) else [measured])]
     shown = [[one] for one in fields] if each else [fields]
     return [Row(filled(what, some[0]), [x for one in some for x in values(value, one)], **looks) for some in shown]
-
-
-def values(text: str, fields: dict[str, Any]) -> list[float]:
-    """A value of sections.yaml; a field with a list has several."""
-    above, _, below = text.partition(" / ")
-    if below:
-        return ratios(values(above, fields), values(below, fields))
-    factor, star, name = text.rpartition("*")
-    found = fields.get(name)
-    if found is None:
-        return [float(name)]
-    return [x * float(factor) if star else x for x in (found if isinstance(found, list) else [found])]
 
 
 def all_sections() -> str:

@@ -26,14 +26,25 @@ def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
 
 
 def filled(text: str, fields: dict[str, Any]) -> str:
-    """`text` with every `{field:format}` in place; a format `FACTOR*FORMAT` multiplies first."""
+    """`text` with every `{value:format}` in place; '-' for a value that was not measured."""
 
     def shown(found: re.Match[str]) -> str:
-        factor, star, form = found[2].rpartition("*")
-        value = fields[found[1]]
-        return format(value * float(factor) if star else value, form)
+        (value,) = values(found[1], fields)
+        return "-" if value is None else format(value, found[2])
 
     return FIELD.sub(shown, text)
+
+
+def values(text: str, fields: dict[str, Any]) -> list[Any]:
+    """A value of tables.yaml or sections.yaml; a field with a list has several."""
+    above, _, below = text.partition(" / ")
+    if below:
+        return ratios(values(above, fields), values(below, fields))
+    factor, star, name = text.rpartition("*")
+    if name not in fields:
+        return [float(name)]
+    several = fields[name] if isinstance(fields[name], list) else [fields[name]]
+    return [x * float(factor) if star and x is not None else x for x in several]
 
 
 def flat(fields: dict[str, Any]) -> dict[str, Any]:

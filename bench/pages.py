@@ -37,10 +37,14 @@ def from_tables(name: str) -> str:
     """A table of tables.yaml, below its source and its text."""
     spec = TABLES[name]
     found = result(spec["result"])
-    rows = [[filled(cell, flat(row)) for cell in spec["columns"].values()] for row in found[spec["rows"]]]
     above = [provenance(spec["result"])] if spec.get("source", True) else []
     above = [*above[:-1], f"{above[-1]}\n{filled(spec['text'], found)}"] if "text" in spec else above
-    return "\n\n".join([*above, table(list(spec["columns"]), rows)])
+    if "facts" in spec:
+        rows = [[fact, filled(cell, flat(found))] for fact, cell in spec["facts"].items()]
+        return "\n\n".join([*above, table(["figure", "value"], rows)])
+    columns = spec.get("columns") or {name: f"{{{name}}}" for name in found[spec["rows"]][0]}
+    rows = [[filled(cell, flat(row)) for cell in columns.values()] for row in found[spec["rows"]]]
+    return "\n\n".join([*above, table(list(columns), rows)])
 
 
 def first_row(name: str, *words: str) -> Row:
@@ -54,7 +58,7 @@ def readme_reasons() -> str:
     half = first_row("async_gain", "same steps")
     killed = first_row("guarantees", "broker_killed")
     faults = len(result("guarantees")["scenarios"])
-    gradient = max(float(row["worst gradient error"]) for row in result("layouts"))
+    gradient = max(float(row["worst gradient error"]) for row in result("layouts")["rows"])
     largest = first_row("quickstart", "staleness")
     return f"""- **Generation and training overlap.** The quickstart needs {half.range} of the synchronous time.
   With long-tailed answers it trains {tail.range} times as many samples per second as TRL.
@@ -62,7 +66,7 @@ def readme_reasons() -> str:
   {largest.value} old, and the loss [corrects](docs/algorithms.md) for the rest.
 - **Every group is trained exactly once.** Real processes are killed, stopped and cut off in
   [{faults} faults](docs/guarantees.md). After `kill -9` of the broker three new steps take {killed.value}.
-- **Every layout is proven.** {len(result("layouts"))} combinations of parallelism give Hugging Face's
+- **Every layout is proven.** {len(result("layouts")["rows"])} combinations of parallelism give Hugging Face's
   [gradients](docs/layouts.md) to {gradient:.0e}. Every loss is tested against its formula.
 - **No Ray, and waiting is explained.** Learner, broker and nodes are ordinary processes.
   `slipstream status` says [which process waits for which](docs/stalls.md), and since when."""
@@ -89,32 +93,21 @@ def readme_machine() -> str:
     return f"Measured on {' and '.join(machines)}, no accelerator; commit: {', '.join(commits)}."
 
 
+OTHER_MACHINE = {  # its figure, ours in words, and the words of our row
+    "broker_memory_over_raw_zeromq": ("broker in memory over raw ZeroMQ", "broker_overhead", "in memory", "raw"),
+    "broker_fsync_over_raw_zeromq": ("broker, synced, over raw ZeroMQ", "broker_overhead", "acknowledged"),
+    "broadcast_over_flat_large": ("broadcast over a flat one, large", "weight_broadcast", "over a flat", "in 64"),
+    "broadcast_over_flat_small": ("broadcast over a flat one, small", "weight_broadcast", "over a flat", "4,096"),
+    "trl_tiny_time_to_reward": ("TRL's time over ours, short answers", "trl_comparison_tiny"),
+}
+
+
 def other_machine() -> str:
     """The same ratios on two machines."""
-    other = result("other_machine")
-    ours = {
-        "broker_memory_over_raw_zeromq": (
-            "broker in memory over raw ZeroMQ",
-            first_row("broker_overhead", "in memory", "raw"),
-        ),
-        "broker_fsync_over_raw_zeromq": (
-            "broker, synced, over raw ZeroMQ",
-            first_row("broker_overhead", "acknowledged"),
-        ),
-        "broadcast_over_flat_large": (
-            "broadcast over a flat one, large",
-            first_row("weight_broadcast", "over a flat", "in 64"),
-        ),
-        "broadcast_over_flat_small": (
-            "broadcast over a flat one, small",
-            first_row("weight_broadcast", "over a flat", "4,096"),
-        ),
-        "trl_tiny_time_to_reward": ("TRL's time over ours, short answers", first_row("trl_comparison_tiny")),
-    }
-    rows = [
-        [words, row.value if len(other["figures"][name]) == 1 else row.range, span(other["figures"][name], "g")]
-        for name, (words, row) in ours.items()
-    ]
+    other, rows = result("other_machine"), []
+    for name, (words, *ours) in OTHER_MACHINE.items():
+        row, theirs = first_row(*ours), other["figures"][name]
+        rows.append([words, row.value if len(theirs) == 1 else row.range, span(theirs, "g")])
     return table(["ratio", "committed", other["machine"]["processor"]], rows)
 
 
@@ -148,41 +141,11 @@ def broker_ray() -> str:
     return f"{provenance('broker_ray')}\n\n{table(head, rows)}"
 
 
-def broker_soak() -> str:
-    found = result("broker_soak")
-    rows: list[list[object]] = [
-        ["groups", f"{found['groups']:,}"],
-        ["seconds", f"{found['seconds']:g}"],
-        ["durability", found["durability"]],
-        ["MiB after a fifth of the groups", found["broker_mib"]["settled"]],
-        ["MiB at the end", found["broker_mib"]["last"]],
-        ["bytes of growth per group", f"{found['growth_bytes_per_group']:.0f}"],
-    ]
-    for call in ("lease", "complete"):
-        rows += [[f"{call}, {name}, ms", found[f"{call}_ms"][name]] for name in ("p50", "p99", "max")]
-    return f"{provenance('broker_soak')}\n\n{table(['figure', 'value'], rows)}"
-
-
 def weight_events() -> str:
     """Seconds of a join, a death and a publish."""
     names = ["figure", "median", "range over rounds"]
     rows = [r for name in ("weight_broadcast", "join", "flip_cost") for r in benchmarks.rows(name) if r.unit]
     return table(names, [row.cells[:3] for row in rows])
-
-
-def delta() -> str:
-    head = ["learning rate", "dtype", "elements changed", "by one unit", "bytes of full", "times smaller"]
-    head += ["encode ms", "apply ms", "verify ms", "XOR + zlib", "pays below MB/s"]
-    rows = [
-        [
-            f"{r['lr']:g}", r["dtype"], f"{100 * r['changed']:.1f} %",
-            f"{100 * r['steps_of_one']:.0f} %" if r["steps_of_one"] else "-", f"{100 * r['share']:.1f} %",
-            f"{1 / r['share']:.1f}", f"{1000 * r['encode_s']:.0f}", f"{1000 * r['apply_s']:.0f}",
-            f"{1000 * r['verify_s']:.0f}", f"{100 * r['share_xor_zlib']:.1f} %", f"{r['pays_below_mb_per_s']:,}",
-        ]
-        for r in result("delta")["rows"]
-    ]  # fmt: skip
-    return f"{provenance('delta')}\n\n{table(head, rows)}"
 
 
 def adaptive_rates(case: dict[str, Any]) -> dict[str, float]:
@@ -194,7 +157,7 @@ def adaptive_rates(case: dict[str, Any]) -> dict[str, float]:
 def over_best(case: dict[str, Any]) -> float:
     """Tokens per second of `auto` over those of the best fixed number."""
     found = adaptive_rates(case)
-    return found["auto"] / max(rate for arm, rate in found.items() if arm != "auto")
+    return found.pop("auto") / max(found.values())
 
 
 def adaptive() -> str:
@@ -222,6 +185,21 @@ def async_tail() -> str:
             shown = [f"{gain:.2f}" for gain in gains] if mode["staleness"] else ["", "", ""]
             rows.append([one["seed"], mode["staleness"], *(f"{s:.1f}" for s in times), against, *shown])
     return f"{provenance('async_tail')}\n\n{table(head, rows)}"
+
+
+def stores() -> str:
+    """CPU of the stores that were compared, by size of a group."""
+    found = result("broker_store")
+    sizes = found["payload_bytes"].values()
+    rows = []
+    for name in next(iter(sizes)):
+        found_here = [size[name][figure] for size in sizes for figure in ("cpu_us_per_group", "batch_ms_median")]
+        rows.append([name.replace("_", " "), *(f"{x:,.1f}" for x in found_here)])
+    head = [
+        f"{int(size):,} bytes: {what}" for size in found["payload_bytes"] for what in ("CPU us a group", "batch ms")
+    ]
+    text = f"A batch has {found['batch_groups']} groups; medians of {found['median_of']}."
+    return f"{provenance('broker_store', '../../bench/results')}\n{text}\n\n{table(['store', *head], rows)}"
 
 
 def corrections() -> str:
@@ -258,11 +236,6 @@ def packing() -> str:
     return f"{provenance('packing')}\n\n{table(head, rows)}"
 
 
-def layouts() -> str:
-    rows = result("layouts")
-    return table(list(rows[0]), [list(row.values()) for row in rows])
-
-
 def faults() -> str:
     """Every fault with its texts from tests/faults and its figures."""
     sys.path[:0] = [folder for folder in (str(ROOT / "tests" / "faults"),) if folder not in sys.path]
@@ -287,13 +260,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "benchmarks": benchmarks.all_sections,
     "broker-overhead": broker_overhead,
     "broker-ray": broker_ray,
-    "broker-soak": broker_soak,
     "weight-events": weight_events,
-    "delta": delta,
     "adaptive": adaptive,
     "async-tail": async_tail,
+    "stores": stores,
     "corrections": corrections,
-    "layouts": layouts,
     "packing": packing,
     "faults": faults,
     **{name: functools.partial(from_tables, name) for name in TABLES},

@@ -86,7 +86,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         args.overrides = [*args.overrides, *rest]
     if args.command == "rollout" and args.config and "=" in args.config and not os.path.exists(args.config):
-        args.overrides.insert(0, args.config)
+        args.overrides = [args.config, *args.overrides]
         args.config = None
     return args
 
@@ -113,7 +113,7 @@ RUN_OR_CONFIG = "a run's folder, or a config file"
 SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
     "config": {"metavar": "CONFIG", "help": "YAML file"},
     "run": {"metavar": "RUN", "help": "a run's folder, or the config file that names it"},
-    "overrides": {"metavar": "key=value", "nargs": "*", "default": [], "help": "override one key"},
+    "overrides": {"metavar": "key=value", "nargs": "*", "default": (), "help": "override one key"},
     "--json": {"action": "store_true", "help": "machine-readable"},
     "--plain": {"action": "store_true", "help": "one line now and then instead of the live view"},
 }

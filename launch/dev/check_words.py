@@ -1,7 +1,7 @@
 """Checks that docstrings, comments, messages and pages are plain English.
 
-`python -m launch.dev.check_words [PATH ...]` prints every finding in these files or folders, by default in the whole
-checkout, where it fails only when a top folder has more findings than ALLOWED says.
+`python -m launch.dev.check_words PATH ...` prints every finding in these files or folders. Without a path it looks at
+the whole checkout, and fails when a top folder has more findings than ALLOWED says.
 A sentence has at most 25 words; a line of a page has at most 100 columns; BANNED lists phrases and what to say instead.
 Code blocks, tables, headings, links and lists of names are not sentences.
 """
