@@ -17,15 +17,10 @@ DURABILITIES = ("memory", "fsync", "everysec")
 PEERS_FEWER = 10  # slow ways move fewer groups
 
 
-def measure_size(ways: list[Way], load: Load, rounds: int, scratch: str | None) -> dict[str, dict[str, object]]:
-    """Per way: the median of every figure, and the CPU of each round."""
-    named = {way.name: way for way in ways}
-
-    def one(name: str) -> dict[str, float]:
-        peer = isinstance(named[name], RedisPickledLists | MsgspecListsZeroMQ)
-        return measure(named[name], load._replace(groups=load.groups // PEERS_FEWER) if peer else load, scratch)
-
-    return compared(list(named), rounds, one)
+def measure_fewer(way: Way, load: Load, scratch: str | None) -> dict[str, float]:
+    """Peers move fewer groups, because they are slow."""
+    peer = isinstance(way, RedisPickledLists | MsgspecListsZeroMQ)
+    return measure(way, load._replace(groups=load.groups // PEERS_FEWER) if peer else load, scratch)
 
 
 def main() -> None:
@@ -40,9 +35,9 @@ def main() -> None:
         ways, options.dry = [way for way in ways if way.name in options.only], True
     sizes: dict[str, object] = {}
     for size in options.size:
-        groups = int(GROUPS[size] * options.scale) // GROUPS_PER_STEP * GROUPS_PER_STEP
-        measured = measure_size(ways, Load(size, groups), options.rounds, options.scratch)
-        sizes[size] = {"groups": groups, "ways": measured}
+        load = Load(size, int(GROUPS[size] * options.scale) // GROUPS_PER_STEP * GROUPS_PER_STEP)
+        measured = compared(ways, options.rounds, load, options.scratch, measure_fewer)
+        sizes[size] = {"groups": load.groups, "ways": measured}
     packages = ("pyzmq", "msgspec", "redis", "numpy")
     harness.save("broker_overhead", options, {"rounds": options.rounds, "sizes": sizes}, packages)
 

@@ -8,6 +8,7 @@ and the last. Needs `pip install ray`, which is no dependency of this project: u
 numpy, msgspec, psutil and pyzmq. Writes bench/results/broker_ray.json.
 """
 
+import contextlib
 import os
 import pickle
 import time
@@ -80,16 +81,21 @@ def cpu_s() -> float:
     """User and system seconds of everything that this process started."""
     total = 0.0
     for process in psutil.Process().children(recursive=True):
-        try:
-            times = process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total += times.user + times.system
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:2])
     return total
 
 
-def move(load: Load) -> dict[str, float]:
-    """One round through a queue and peers of its own."""
+class RayQueue:
+    """A way of bench/broker_ways.py, as far as `compared` needs one."""
+
+    name = "ray"
+
+
+def move(way: RawZeroMQ | RayQueue, load: Load, scratch: str | None) -> dict[str, float]:
+    """One round; Ray gets a queue and peers of its own."""
+    if isinstance(way, RawZeroMQ):
+        return measure(way, load, scratch)
     queue = ray.remote(Queue).options(max_concurrency=200).remote()
     producer, consumer = (ray.remote(Peer).remote() for _ in range(2))
     ray.get([producer.ready.remote(), consumer.ready.remote()])
@@ -119,11 +125,7 @@ def main() -> None:
     sizes: dict[str, object] = {}
     for size in options.size:
         load = Load(size, GROUPS[size])
-
-        def one(name: str, load: Load = load) -> dict[str, float]:
-            return move(load) if name == "ray" else measure(RawZeroMQ(), load)
-
-        found = compared(["raw_zeromq", "ray"], options.rounds, one)
+        found = compared([RawZeroMQ(), RayQueue()], options.rounds, load, one=move)
         sizes[size] = {"groups": load.groups, "raw_zeromq_us": found["raw_zeromq"]["cpu_us_per_group"], **found["ray"]}
     ray.shutdown()
     harness.save("broker_ray", options, {"rounds": options.rounds, "sizes": sizes}, ("ray", "pyzmq", "numpy"))

@@ -83,6 +83,9 @@ class RawZeroMQ:
         """Nothing is decoded."""
 
 
+Measure = Callable[[Any, Load, str | None], dict[str, float]]
+
+
 class Played(NamedTuple):
     """One run of a way: its figures, and the value that its producer returned."""
 
@@ -114,15 +117,23 @@ def play(way: Way, load: Load, scratch: str | None = None, patience_s: float = P
     return Played(figures, produced)
 
 
-def compared(names: list[str], rounds: int, one: Callable[[str], dict[str, float]]) -> dict[str, dict[str, Any]]:
-    """Medians of `one` over the rounds by way; the ratio to the first way is the median of the rounds' ratios."""
-    runs = harness.in_turns(names, range(rounds), lambda name, _: one(name))
+def compared(
+    ways: Sequence[Way], rounds: int, load: Load, scratch: str | None = None, one: Measure | None = None
+) -> dict[str, dict[str, Any]]:
+    """Medians over the rounds by way; the ratio to the first way is the median of the rounds' ratios.
+
+    Args:
+        one: measures a way with this load in place of `measure`.
+    """
+    named = {way.name: way for way in ways}
+    runs = harness.in_turns(list(named), range(rounds), lambda name, _: (one or measure)(named[name], load, scratch))
+    floor = next(iter(runs))
     found: dict[str, dict[str, Any]] = {}
     for name, of_way in runs.items():
-        ratios = [r["cpu_us_per_group"] / f["cpu_us_per_group"] for r, f in zip(of_way, runs[names[0]], strict=True)]
+        ratios = [r["cpu_us_per_group"] / f["cpu_us_per_group"] for r, f in zip(of_way, runs[floor], strict=True)]
         found[name] = {
             **harness.medians(of_way),
-            f"times_{names[0]}": round(statistics.median(ratios), 2),
+            f"times_{floor}": round(statistics.median(ratios), 2),
             "rounds_us": [round(r["cpu_us_per_group"], 1) for r in of_way],
         }
     return found

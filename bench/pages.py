@@ -187,6 +187,17 @@ def async_tail() -> str:
     return f"{provenance('async_tail')}\n\n{table(head, rows)}"
 
 
+def former_backend() -> str:
+    """The two ways to use Redis that were compared for a decision."""
+    rows = []
+    for name, measured in result("broker_redis_former")["results"].items():
+        size, _, appendfsync = name.partition("_")
+        cpu = [f"{way['cpu_us_per_group']:,.0f}" for way in measured["ways"].values()]
+        rows.append([benchmarks.SIZES[size], appendfsync, *cpu])
+    source = provenance("broker_redis_former", "../../bench/results")
+    return f"{source}\n\n{table(['group', 'AOF', 'raw streams', 'this store', 'former backend'], rows)}"
+
+
 def stores() -> str:
     """CPU of the stores that were compared, by size of a group."""
     found = result("broker_store")
@@ -263,6 +274,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "weight-events": weight_events,
     "adaptive": adaptive,
     "async-tail": async_tail,
+    "former-backend": former_backend,
     "stores": stores,
     "corrections": corrections,
     "packing": packing,
