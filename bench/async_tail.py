@@ -49,7 +49,7 @@ def lengths_by_step(run: RunDir, config: Config) -> dict[int, dict[int, list[sim
         for step, groups in recording.steps.items():
             of_step = found.setdefault(step, {})
             for group in groups:
-                decoded = decode_group(group.read().payload)
+                decoded = decode_group(group.stored.read())
                 of_step[group.task.serial] = [turns_of(sample) for sample in decoded.samples]
     return found
 

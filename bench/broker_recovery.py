@@ -7,7 +7,6 @@ Two stores of that many groups, each of `--payload` bytes. One is of a usual run
 Writes bench/results/broker_recovery.json.
 """
 
-import itertools
 import json
 import os
 import tempfile
@@ -17,7 +16,6 @@ from pathlib import Path
 import harness
 
 from broker.contract import LearnerReport, NodeReport, RunInfo
-from broker.delivery.event_log import EventLog
 from broker.delivery.state import DeliveryState
 from broker.journal.file_store.folder import StoreFolder, StoreInfo, new_info
 from broker.journal.file_store.store import FileStore
@@ -33,15 +31,10 @@ RUN = RunInfo("bench", "", GROUPS_PER_STEP, 1 << 20, 3, 60.0, 1 << 40)
 
 
 def opened(folder: StoreFolder, info: StoreInfo) -> tuple[DeliveryState, Journal, Recovered]:
-    numbers = itertools.count(time.monotonic_ns())
     folder.lock()
     journal = Journal(FileStore(folder, info), "everysec")
-
-    def make(recorder: Journal) -> DeliveryState:
-        return DeliveryState(RUN, time.monotonic, lambda: f"{next(numbers):x}", EventLog(), recorder, RETAIN_STEPS)
-
-    state, found = recover(journal, make)
-    return state, journal, found
+    state = DeliveryState(RUN, recorder=journal, retain_steps=RETAIN_STEPS)
+    return state, journal, recover(journal, state)
 
 
 def settle(journal: Journal) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 from broker.connect import Access, connect
 from broker.contract import RunInfo
-from broker.journal.open_state import open_memory
+from broker.journal.recovery import open_memory
 from broker.journal.redis_store.leading import Leading
 from broker.journal.run_folder import RunFolder
-from broker.journal.store import StoreFenced
+from broker.journal.store import StoreFenced, StoreUnavailable
 from broker.messaging.bind_address import candidates
 from broker.server.bind import bind
 from broker.server.server import BrokerServer
@@ -35,11 +35,10 @@ def run_broker(config: Config, config_json: bytes) -> int:
     """Serve the run until SIGTERM or SIGINT; returns the exit code. With broker.store: redis first stand by.
 
     The broker continues the store's state (docs/delivery.md). Without a store, the ledger of the run's earlier broker
-    is kept beside the new one.
+    is kept beside the new one. A broker that loses the lead stands by again.
 
     Raises:
         UsageError: the address is refused or in use, this run has a living broker, or its store is damaged.
-        StoreFenced: another broker leads by now.
         StoreFailed: the store refuses what has to be kept.
     """
     keep_freed_memory(one_heap=True)
@@ -50,39 +49,56 @@ def run_broker(config: Config, config_json: bytes) -> int:
         refuse_second_broker(run_dir, config.broker.credentials)
         lead(config, run, config.broker.addresses)
         return EXIT_DONE
-    leading = Leading(config, run.run_dir)
-    leading.await_server()
-    standby = Standby(config.broker, run_dir, candidates(config.broker.addresses, leading.seen.address))
-    with stopping_on_signals(standby):
-        leads = standby.run(lambda: leading.take(standby.address))
-    if leads:
-        try:
-            lead(config, run, [standby.bound], leading)
-        finally:
-            leading.resign()
+    Leading(config, run.run_dir).await_server()
+    while stand_by_and_lead(config, run):
+        pass
     return EXIT_DONE
 
 
+def stand_by_and_lead(config: Config, run: RunInfo) -> bool:
+    """Lead once no other broker does; returns whether the lead was lost, otherwise this broker was stopped."""
+    leading = Leading(config, run.run_dir)
+    standby = Standby(config.broker, Path(config.run.dir), candidates(config.broker.addresses, leading.seen.address))
+    try:
+        with stopping_on_signals(standby):
+            leads = standby.run(lambda: leading.take(standby.address))
+        if leads:
+            lead(config, run, [standby.bound], leading)
+        return False
+    except (StoreFenced, StoreUnavailable) as error:
+        logger.error("this broker no longer leads and stands by again: %s", error)
+        return True
+    finally:
+        leading.term.resign()
+        standby.release()
+
+
 def lead(config: Config, run: RunInfo, addresses: Sequence[str], leading: Leading | None = None) -> None:
-    """Serve until a signal, and write the run folder; raises as `run_broker`."""
+    """Serve until a signal, and write the run folder; raises as `run_broker`.
+
+    Raises:
+        StoreFenced: another broker leads by now.
+        StoreUnavailable: Redis went away before the state was read.
+    """
     files = RunFolder(Path(config.run.dir), leading)
     try:
-        with leading.renewing() if leading is not None else nullcontext():
+        with leading.term.renewing() if leading is not None else nullcontext():
             memory = open_memory(config, run, files.write_event, leading)
         try:
             if memory.journal is not None:
                 addresses = candidates(addresses, memory.journal.store.address)
             server = bind(memory, config.broker, addresses, files.tick, files.path / QUARANTINE)
-            files.begin(memory, server.address)
+            try:
+                files.begin(memory, server.address)
+            except BaseException:
+                server.close()
+                raise
             with stopping_on_signals(server):
                 logger.info("broker of run %s listens on %s", config.run.name, server.address)
                 server.run()
         finally:
             memory.close()
             files.finish()
-    except StoreFenced as error:
-        logger.error("this broker ends, because another one leads: %s", error)
-        raise
     finally:
         files.close()
     logger.info("broker of run %s has stopped", config.run.name)

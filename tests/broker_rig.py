@@ -1,7 +1,6 @@
 """Builders for tests of the broker: facts of a run, a delivery state, reports, a server in a thread, a job's config."""
 
 import itertools
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from broker.contract import NodeReport, RunInfo
-from broker.delivery.event_log import EventLog
 from broker.delivery.state import DeliveryState
 from broker.server.server import BrokerServer
 from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
@@ -37,13 +35,13 @@ def run_info(**changed: Any) -> RunInfo:
 
 def new_state(run: RunInfo | None = None, clock: Callable[[], float] = time.monotonic) -> DeliveryState:
     """An empty state in memory."""
-    return DeliveryState(run or run_info(), clock, lambda: secrets.token_hex(8), EventLog())
+    return DeliveryState(run or run_info(), clock)
 
 
 def numbered_state(run: RunInfo, clock: Callable[[], float] = lambda: 0.0) -> DeliveryState:
     """As `new_state`, with the numbers 0, 1, 2, ... as tokens."""
     numbers = itertools.count()
-    return DeliveryState(run, clock, lambda: str(next(numbers)), EventLog())
+    return DeliveryState(run, clock, lambda: str(next(numbers)))
 
 
 def node_report(node_id: str = "n0", pid: int = 1, version: int = 0, **fields: Any) -> NodeReport:

@@ -102,6 +102,6 @@ def redis_server() -> RedisServer:
 
 def leading(server: RedisServer, run: str, address: str = "tcp://127.0.0.1:1") -> Term:
     """A new term of the run `run`."""
-    term = Term(server.client(), server.address, run, "/run", address)
-    assert term.take(0) is None
+    term = Term(server.client(), server.address, run, "/run")
+    assert term.take(address) is None
     return term

@@ -1,6 +1,6 @@
 """The rules for nodes: joining, leasing tasks, heartbeats, results, and leases that are lost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from broker.contract import LEARNER_ENDED, HeartbeatReply, Lease, NodeReport, RunInfo
 from broker.delivery import moves
@@ -17,8 +17,6 @@ MOST_OWNERS = 4096  # beyond this number, owners of node ids whose nodes are gon
 
 class Leasing(Tables):
     """The nodes' side of the delivery state; see NodeBroker in broker/contract.py."""
-
-    new_token: Callable[[], str]
 
     # ---------------------------------------------------------------- joining
 

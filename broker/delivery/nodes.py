@@ -1,13 +1,14 @@
-"""The rollout nodes as the broker sees them: reports, versions, liveness, totals over nodes that left."""
+"""The rollout nodes as the broker sees them: reports, versions, liveness, and the waste of docs/waste.md."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from broker.contract import WASTE_REASONS, NodeReport, NodeStatus, Waste
-from broker.delivery import waste
 from broker.delivery.deadlines import Deadlines
 from common.errors import BrokerError
+from common.wire_types import SECONDS_MAX, TALLY_MAX
 
 MOST_NODES = 1 << 14  # including dead ones that are not forgotten yet
 NOT_WORKING = ("quarantined", "draining")  # states in which a node takes no tasks
@@ -68,7 +69,7 @@ class Node:
     @property
     def wasted(self) -> dict[str, Waste]:
         """Waste of this node id since it joined."""
-        return waste.merged((self.counted, reported(self.report)))
+        return merged_waste((self.counted, reported(self.report)))
 
 
 class Fleet:
@@ -125,7 +126,7 @@ class Fleet:
         node = self.nodes.pop(node_id, None)
         if node is not None:
             self.past_generated += node.tokens_generated
-            self.past_wasted = waste.merged((self.past_wasted, node.wasted))
+            self.past_wasted = merged_waste((self.past_wasted, node.wasted))
 
     def next_check(self) -> float | None:
         """When some node may turn dead, monotonic seconds."""
@@ -168,11 +169,11 @@ class Fleet:
     def waste_of(self, node_id: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
         """Count waste of a node, which may be gone."""
         node = self.nodes.get(node_id)
-        waste.add(self.past_wasted if node is None else node.counted, reason, tokens, seconds)
+        add_waste(self.past_wasted if node is None else node.counted, reason, tokens, seconds)
 
     def waste(self) -> dict[str, Waste]:
         """Waste of all nodes that ever joined, by reason."""
-        return waste.merged([self.past_wasted, *(n.wasted for n in self.nodes.values())])
+        return merged_waste([self.past_wasted, *(n.wasted for n in self.nodes.values())])
 
     def status(self, now: float) -> list[NodeStatus]:
         """One line per node, by id."""
@@ -192,3 +193,28 @@ def reported(report: NodeReport) -> dict[str, Waste]:
 def same_process(a: NodeReport, b: NodeReport) -> bool:
     """Whether two reports come from one process."""
     return (a.host, a.pid) == (b.host, b.pid)
+
+
+def add_waste(counts: dict[str, Waste], reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
+    """Count `tokens` and `seconds` under `reason`.
+
+    Nodes report the amounts. They are clipped to the limits of the wire, so that a status or a store always decodes.
+    """
+    before = counts.get(reason, Waste())
+    counts[reason] = Waste(
+        min(before.tokens + max(0, tokens), TALLY_MAX), min(before.seconds + max(0.0, seconds), SECONDS_MAX)
+    )
+
+
+def merged_waste(parts: Iterable[Mapping[str, Waste]]) -> dict[str, Waste]:
+    """Sum several counts, by reason."""
+    total: dict[str, Waste] = {}
+    for part in parts:
+        for reason, waste in part.items():
+            add_waste(total, reason, waste.tokens, waste.seconds)
+    return total
+
+
+def wasted_tokens(counts: Mapping[str, Waste]) -> int:
+    """Tokens over all reasons."""
+    return sum(waste.tokens for waste in counts.values())

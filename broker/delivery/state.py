@@ -5,50 +5,17 @@ they make in moves.py, and the data in tables.py.
 """
 
 import os
-from collections.abc import Callable
 
 import msgspec
 
-from broker.contract import BrokerEvent, BrokerStatus, LedgerEntry, RunInfo
-from broker.delivery import waste
-from broker.delivery.event_log import EventLog
+from broker.contract import BrokerEvent, BrokerStatus, LedgerEntry
 from broker.delivery.leasing import Leasing
-from broker.delivery.tables import NullRecorder, Recorder
+from broker.delivery.nodes import wasted_tokens
 from broker.delivery.taking import Taking
 
 
 class DeliveryState(Taking, Leasing):
-    """Tasks, leases, groups and nodes of one run.
-
-    Args:
-        run: fixed facts of the job.
-        clock: monotonic seconds.
-        new_token: makes lease tokens that cannot be guessed and never repeat.
-        events: receives the broker's events.
-        recorder: receives every move.
-        retain_steps: groups of so many committed steps stay known for a replay; None: the run has no store.
-        store_id: id of the store that this state is read from; a new one is made when there was none.
-
-    Attributes:
-        address: where clients reach the broker; the server sets it.
-        recovery_s: how long it took to read the state from its store.
-    """
-
-    def __init__(
-        self,
-        run: RunInfo,
-        clock: Callable[[], float],
-        new_token: Callable[[], str],
-        events: EventLog,
-        recorder: Recorder | None = None,
-        retain_steps: int | None = None,
-        store_id: str = "",
-    ) -> None:
-        super().__init__(run, clock, events, recorder or NullRecorder(), retain_steps)
-        self.new_token, self.store_id = new_token, store_id or new_token()
-        self.address = ""
-        self.recovery_s = 0.0
-        self.refused_messages = self.denied_requests = self.quarantined_messages = 0
+    """Tasks, leases, groups and nodes of one run; see Tables for the arguments."""
 
     def resume(self) -> None:
         """Begin to serve what was recovered: leases and nodes get a fresh deadline, since the time away is unknown."""
@@ -91,7 +58,7 @@ class DeliveryState(Taking, Leasing):
             lease_expiries=self.lease_expiries,
             stale_results=self.stale_results,
             tokens_generated_total=self.fleet.tokens_generated(),
-            tokens_wasted_total=waste.tokens(wasted),
+            tokens_wasted_total=wasted_tokens(wasted),
             learner=self.learner.status(now),
             learner_last_seen_s=self.learner.silent_s(now),
             nodes=self.fleet.status(now),

@@ -1,9 +1,10 @@
 """All data of a run, and the recorder that every change of it goes to."""
 
+import os
+import time
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -14,6 +15,8 @@ from broker.delivery.learner_fencing import LearnerRecord
 from broker.delivery.nodes import Fleet
 from broker.delivery.task_table import Entry, Stored, TaskTable
 
+TOKEN_BYTES = 8
+POOL_TOKENS = 512
 REMEMBERED_TOKENS = 8192  # a repeated result with one of the newest accepted tokens is still answered with True
 
 
@@ -25,33 +28,37 @@ class Move(msgspec.Struct, frozen=True):
         """Make the change. Raises LookupError or ValueError when it does not fit the data."""
 
 
-class Recorder(Protocol):
-    """Receives every move, in order."""
+class Recorder:
+    """Receives every move, in order. This one records nothing: its state is in memory only, or only read."""
 
-    def record(self, move: Move) -> None: ...
+    def record(self, move: Move) -> None:
+        """Record a move."""
 
     def record_group(self, move: Move, payload: object) -> Stored | None:
         """Record a move with a group's payload; returns the payload's place in the store."""
-        ...
-
-    def status(self) -> StoreStatus | None: ...
-
-
-class NullRecorder(Recorder):
-    """Records nothing: for a state in memory only, and for one that is only read."""
-
-    def record(self, move: Move) -> None:
-        return
-
-    def record_group(self, move: Move, payload: object) -> Stored | None:
-        return None
 
     def status(self) -> StoreStatus | None:
-        return None
+        """The store's status; None when there is no store."""
+
+
+def random_tokens() -> Iterator[str]:
+    """Lease tokens that cannot be guessed; one system call serves many."""
+    while True:
+        pool = os.urandom(POOL_TOKENS * TOKEN_BYTES).hex()
+        yield from (pool[i : i + 2 * TOKEN_BYTES] for i in range(0, len(pool), 2 * TOKEN_BYTES))
 
 
 class Tables:
     """Data without rules; the rules are in taking.py and leasing.py.
+
+    Args:
+        run: fixed facts of the job.
+        clock: monotonic seconds.
+        new_token: makes lease tokens that never repeat; None: random ones.
+        events: receives the broker's events.
+        recorder: receives every move.
+        retain_steps: groups of so many committed steps stay known for a replay; None: the run has no store.
+        store_id: id of the store that this state is read from; a new one is made when there was none.
 
     Attributes:
         owners: public key of the credential that speaks for each node id.
@@ -62,12 +69,24 @@ class Tables:
         lease_revision: grows whenever a lease that was refused may now be given to any node.
         changed_nodes: nodes whose waiting lease requests must be checked again.
         newest_version: no node has a later one.
+        address: where clients reach the broker; the server sets it.
+        recovery_s: how long it took to read the state from its store.
     """
 
     def __init__(
-        self, run: RunInfo, clock: Callable[[], float], events: EventLog, recorder: Recorder, retain_steps: int | None
+        self,
+        run: RunInfo,
+        clock: Callable[[], float] = time.monotonic,
+        new_token: Callable[[], str] | None = None,
+        events: EventLog | None = None,
+        recorder: Recorder | None = None,
+        retain_steps: int | None = None,
+        store_id: str = "",
     ) -> None:
-        self.run, self.clock, self.event_log, self.recorder = run, clock, events, recorder
+        self.run, self.clock = run, clock
+        self.event_log, self.recorder = events or EventLog(), recorder or Recorder()
+        self.new_token = new_token or random_tokens().__next__
+        self.store_id = store_id or self.new_token()
         self.tasks = TaskTable(retain_steps)
         self.fleet = Fleet(run.lease_s)
         self.learner = LearnerRecord()
@@ -82,6 +101,9 @@ class Tables:
         self.lease_revision: int = 0
         self.newest_version = -1
         self.changed_nodes: set[str] = set()
+        self.address = ""
+        self.recovery_s = 0.0
+        self.refused_messages = self.denied_requests = self.quarantined_messages = 0
 
     def do(self, move: Move) -> None:
         """Make a change and record it."""

@@ -14,8 +14,6 @@ from common.rollouts import Task
 class Taking(Tables):
     """The learner's side of the delivery state; see LearnerBroker in broker/contract.py."""
 
-    store_id: str
-
     def attach(self, report: LearnerReport) -> Attached:
         """Begin with a learner that (re)starts.
 

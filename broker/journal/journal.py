@@ -4,9 +4,11 @@ In one turn of the broker's loop moves are recorded as they happen. Then `end_tu
 the sequence number that every promise of this turn waits for.
 """
 
+import contextlib
 import logging
 import os
 import time
+from collections.abc import Sequence
 from typing import cast
 
 from broker.contract import StoreStatus
@@ -15,8 +17,7 @@ from broker.delivery.state import DeliveryState
 from broker.delivery.tables import Move, Recorder
 from broker.journal import records
 from broker.journal.lost_payloads import locations, lose_payloads
-from broker.journal.snapshot import Captured
-from broker.journal.store import Compaction, Record, Store, StoredPayload, StoreFailed, StoreFenced, StoreUnavailable
+from broker.journal.store import Record, Store, StoredPayload, StoreFailed, StoreFenced, StoreUnavailable
 from broker.journal.writer import Sync, Writer
 
 logger = logging.getLogger(__name__)
@@ -37,37 +38,33 @@ class Journal(Recorder):
 
     def __init__(self, store: Store, sync: Sync, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.store, self._segment_bytes = store, segment_bytes
-        self._sync: Sync = sync
-        self._writer: Writer | None = None
-        self._state: DeliveryState | None = None
+        self._state: DeliveryState | None = None  # nothing is recorded without one
         self._seq = self._written_bytes = 0
         self._statistics: Statistics | None = None
         self._statistics_at = 0.0
-        self._last_acknowledged = 0
         self._pending = False
         self._told_stuck = ""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._writer = Writer(store, sync, lambda: os.eventfd_write(self._wake, 1))
 
     def begin(self, state: DeliveryState, seq: int, history: int) -> None:
         """Record from now on, behind `seq`, beginning with a snapshot; `history` is the size of the history."""
         self._state, self._seq = state, seq
-        self._writer = Writer(self.store, self._sync, seq, history, self._notify)
-        self._writer.start()
+        self._writer.start(seq, history)
         self._compact(state)
 
     # ---------------------------------------------------------------- recording
 
     def record(self, move: Move) -> None:
         """Recorder."""
-        if self._writer is not None:
-            self._put(self._writer, records.encode(move))
+        if self._state is not None:
+            self._put(records.encode(move))
 
     def record_group(self, move: Move, payload: object) -> StoredPayload:
         """Recorder; `payload` is anything with a buffer."""
         stored = StoredPayload(self.store.read)
-        if self._writer is not None:
-            view = memoryview(cast(bytes, payload))
-            self._put(self._writer, records.encode(move), view, stored)
+        if self._state is not None:
+            self._put(records.encode(move), memoryview(cast(bytes, payload)), stored)
         return stored
 
     def end_turn(self) -> int:
@@ -77,15 +74,15 @@ class Journal(Recorder):
             StoreFailed: nothing can be made durable any more.
         """
         writer, state = self._writer, self._state
-        if writer is None or state is None:
+        if state is None:
             return self._seq
         if isinstance(writer.failure, StoreFenced):
             raise writer.failure
         if writer.failure is not None:
             raise StoreFailed(f"{self.store.name} cannot be written: {writer.failure}") from writer.failure
-        self._tell_if_stuck(state, writer.stuck)
+        self._tell_if_stuck(state)
         if writer.behind:
-            self._write_again(writer, state)
+            self._write_again(state)
         self._record_statistics(state)
         if self._pending:
             self._pending = False
@@ -99,17 +96,16 @@ class Journal(Recorder):
     @property
     def acknowledged(self) -> int:
         """Sequence number up to which records are as durable as was asked for."""
-        return self._writer.acknowledged if self._writer is not None else self._last_acknowledged
+        return self._writer.acknowledged
 
     @property
     def stuck(self) -> str:
         """Why nothing can be written at the moment; '' when it can."""
-        return self._writer.stuck if self._writer is not None else ""
+        return self._writer.stuck
 
     def status(self) -> StoreStatus:
         """The store's status for people; the caller that recovered the store adds `recovery_s`."""
-        sync_s = self._writer.sync_s if self._writer is not None else 0.0
-        return StoreStatus(self.store.size_bytes(), round(sync_s, 5), stuck=self.stuck)
+        return StoreStatus(self.store.size_bytes(), round(self._writer.sync_s, 5), stuck=self.stuck)
 
     def fileno(self) -> int:
         """Readable when `acknowledged` or `stuck` has changed since `noticed`."""
@@ -117,38 +113,34 @@ class Journal(Recorder):
 
     def noticed(self) -> None:
         """Reset `fileno`."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        except BlockingIOError:
-            return
 
     def close(self) -> bool:
         """Write everything, mark the end, close the store; returns whether all of it is on the disk."""
         whole = True
-        if self._writer is not None:
-            if not self._writer.stuck:
+        if self._state is not None:
+            if not self.stuck:
                 self.record(Closed())
+            self._state = None
             whole = self._writer.close(CLOSE_S)
-            self._last_acknowledged = self._writer.acknowledged
-            if not whole:
-                logger.error("%s could not be written to its end; nothing beyond was acknowledged", self.store.name)
-            self._writer = None
             if whole:  # otherwise the thread may still have something to say
                 os.close(self._wake)
+            else:
+                logger.error("%s could not be written to its end; nothing beyond was acknowledged", self.store.name)
         self.store.close()
         return whole
 
     # ---------------------------------------------------------------- inside
 
-    def _put(
-        self, writer: Writer, body: bytes, payload: memoryview | None = None, stored: StoredPayload | None = None
-    ) -> None:
+    def _put(self, body: bytes, payload: memoryview | None = None, stored: StoredPayload | None = None) -> None:
         self._seq += 1
         self._written_bytes += len(body) + (len(payload) if payload is not None else 0)
         self._pending = True
-        writer.put(Record(self._seq, body, payload, stored))
+        self._writer.put(Record(self._seq, body, payload, stored))
 
-    def _tell_if_stuck(self, state: DeliveryState, stuck: str) -> None:
+    def _tell_if_stuck(self, state: DeliveryState) -> None:
+        stuck = self.stuck
         if stuck and not self._told_stuck:
             state.event_log.add("store_full", reason=stuck)
         elif self._told_stuck and not stuck:
@@ -164,7 +156,7 @@ class Journal(Recorder):
                 self._statistics = statistics
                 self.record(statistics)
 
-    def _write_again(self, writer: Writer, state: DeliveryState) -> None:
+    def _write_again(self, state: DeliveryState) -> None:
         """The store has lost acknowledged records: write the whole state, and the groups that are in memory."""
         try:
             missing = self.store.missing(locations(state))
@@ -178,26 +170,14 @@ class Journal(Recorder):
         state.event_log.add("store_rewritten", groups_written=len(payloads), groups_lost=len(lost))
         logger.warning("%s: %d groups are written again, %d are lost", self.store.name, len(payloads), len(lost))
         state.tasks.finished = list(state.tasks.history.serials())
-        writer.rewrite(self._compaction(state)._replace(whole=True, payloads=payloads))
+        self._writer.rewrite(self._captured(state, payloads))
 
     def _compact(self, state: DeliveryState) -> None:
         """Replace the log by a snapshot of the state as it is now."""
-        assert self._writer is not None
-        self._writer.put(self._compaction(state))
+        self._writer.put(self._captured(state))
         self._writer.kick()
 
-    def _compaction(self, state: DeliveryState) -> Compaction:
-        captured = Captured(state)
+    def _captured(self, state: DeliveryState, rewritten: Sequence[Record] | None = None) -> records.Captured:
         self._seq += 1
         self._written_bytes = 0
-
-        def finished() -> bytes | None:
-            return records.encode_finished(captured.finished) if captured.finished else None
-
-        def snapshot(history: int) -> bytes:
-            return records.encode(captured.snapshot(history))
-
-        return Compaction(self._seq, finished, snapshot, captured.locations)
-
-    def _notify(self) -> None:
-        os.eventfd_write(self._wake, 1)
+        return records.Captured(state, self._seq, rewritten)

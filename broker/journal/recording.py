@@ -1,18 +1,19 @@
-"""The groups of a run's store as a recording, which goes into a broker again as steps that were taken."""
+"""The steps in a run's store, for `slipstream replay`; they go into a broker again as steps that were taken."""
 
-import secrets
-import time
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
+
 from broker.contract import RunInfo
-from broker.delivery.event_log import EventLog
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import TAKEN, Entry
-from broker.journal.recorded_groups import RecordedGroup, RecordedSteps, existing_file_store, steps_of
+from broker.journal.file_store.folder import StoreFolder
+from broker.journal.file_store.store import FileStore
+from broker.journal.recovery import rebuild
 from broker.journal.redis_store.leading import Leading
-from broker.journal.store import StoreUnavailable
+from broker.journal.store import Store, StoreUnavailable
 from common.config.schema import Config
 from common.errors import BrokerError, UsageError
 from common.process.run_dir import RunDir
@@ -20,11 +21,17 @@ from common.process.run_dir import RunDir
 
 @dataclass(frozen=True)
 class Recording:
-    """Steps that have all their groups, each in the order in which it took them."""
+    """Steps that have all their groups, each in the order in which it took them.
+
+    Attributes:
+        next_serial: one past the highest serial ever offered.
+        steps: the last broker.retain_steps committed steps at least, and those taken after them; `stored` of each
+            entry reads the group.
+    """
 
     store_id: str
     next_serial: int
-    steps: dict[int, list[RecordedGroup]]
+    steps: dict[int, list[Entry]]
 
 
 @contextmanager
@@ -37,31 +44,14 @@ def open_recording(run_dir: RunDir, config: Config) -> Generator[Recording]:
     Raises:
         UsageError: there is no store, the run works, the store is damaged, Redis does not answer.
     """
-    with _source(run_dir, config) as found:
-        needed = config.learner.groups_per_step
-        yield Recording(
-            found.store_id,
-            found.next_serial,
-            {step: groups for step, groups in found.groups.items() if found.places.get(step, needed) >= needed},
-        )
-
-
-def _source(run_dir: RunDir, config: Config) -> AbstractContextManager[RecordedSteps]:
     if config.broker.store == "redis":
-        return _kept_in_redis(run_dir, config)
-    return _kept_in_files(run_dir)
-
-
-@contextmanager
-def _kept_in_redis(run_dir: RunDir, config: Config) -> Generator[RecordedSteps]:
-    try:
-        yield steps_of(Leading(config, str(run_dir.path.resolve())).without_leading())
-    except (StoreUnavailable, BrokerError) as error:
-        raise UsageError(f"broker.redis: the recorded groups of {run_dir.path} cannot be read: {error}") from error
-
-
-@contextmanager
-def _kept_in_files(run_dir: RunDir) -> Generator[RecordedSteps]:
+        try:
+            store = Leading(config, str(run_dir.path.resolve())).without_leading()
+            recording = recorded(store, config.learner.groups_per_step)
+        except (StoreUnavailable, BrokerError) as error:
+            raise UsageError(f"broker.redis: the recorded groups of {run_dir.path} cannot be read: {error}") from error
+        yield recording
+        return
     store = existing_file_store(run_dir)
     try:
         store.folder.lock()
@@ -70,36 +60,46 @@ def _kept_in_files(run_dir: RunDir) -> Generator[RecordedSteps]:
             f"{run_dir.path} is running: a broker has {run_dir.store}; stop the job before it is replayed"
         ) from None
     try:
-        yield steps_of(store)
+        yield recorded(store, config.learner.groups_per_step)
     finally:
         store.close()
 
 
+def recorded(store: Store, groups_per_step: int) -> Recording:
+    """The recording in a store, which is only read. Raises UsageError when it is damaged."""
+    state = DeliveryState(RunInfo("", "", 1, 0, 1, 1.0, 1), retain_steps=1 << 60)
+    rebuild(store, state)
+    tasks = state.tasks
+    steps = dict(sorted(tasks.retained.items()))
+    for step, serials in sorted(tasks.steps.items()):
+        if tasks.slots_filled(step) >= groups_per_step:
+            steps[step] = [tasks.living[serial] for serial in serials]
+    return Recording(store.store_id, tasks.next_serial, steps)
+
+
+def existing_file_store(run_dir: RunDir) -> FileStore:
+    """The run's store, not locked; its broker may be running. Raises UsageError when there is none."""
+    folder = StoreFolder(run_dir.store)
+    info = folder.info()
+    if info is None:
+        raise UsageError(
+            f"{folder.path}: expected the store of a run, found none; groups are recorded when broker.durability is "
+            "fsync or everysec"
+        )
+    return FileStore(folder, info)
+
+
 def preloaded(run: RunInfo, recording: Recording, steps: Sequence[int]) -> DeliveryState:
     """A state in which `steps` have taken what they took then, and everything before them is committed."""
-    state = DeliveryState(
-        run,
-        time.monotonic,
-        lambda: secrets.token_hex(8),
-        EventLog(),
-        store_id=recording.store_id,
-    )
+    state = DeliveryState(run, store_id=recording.store_id)
     table = state.tasks
     table.next_serial = recording.next_serial
     state.committed_step = steps[0] - 1
     for step in steps:
         groups = recording.steps[step]
-        table.steps[step] = [group.task.serial for group in groups]
+        table.steps[step] = [group.serial for group in groups]
         table.freed_by_step[step] = len(groups) - run.groups_per_step  # filtered groups that others were taken for
         for group in groups:
-            table.living[group.task.serial] = Entry(
-                group.task,
-                state=TAKEN,
-                attempts=1,
-                nodes=[group.node_id],
-                meta=group.meta,
-                payload=group.stored,
-                step=step,
-                filtered=group.filtered,
-            )
+            entry = msgspec.structs.replace(group, state=TAKEN, step=step, payload=group.stored, stored=None)
+            table.living[group.serial] = entry
     return state

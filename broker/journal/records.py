@@ -1,19 +1,21 @@
 """The records of the journal: moves of the delivery state, snapshots of all of it, and lines of finished tasks.
 
-A snapshot and the moves after it give the state back. Structs are keyed and tagged as on the wire: fields are only
-appended and have defaults. SCHEMA changes when an older reader would misread a store.
+A snapshot and the moves after it give the state back. A snapshot is captured in the broker's loop, encoded in the
+store's thread, and restored when a broker starts. Structs are keyed and tagged as on the wire: fields are only appended
+and have defaults. SCHEMA changes when an older reader would misread a store.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from broker.contract import LearnerReport, LedgerEntry, NodeReport
 from broker.delivery.moves import AnyMove, Marks, Statistics
+from broker.delivery.state import DeliveryState
 from broker.delivery.tables import Move
-from broker.delivery.task_table import TaskRecord
-from broker.journal.store import Location
+from broker.delivery.task_table import COMMITTED, LEASED, PENDING, READY, Entry, TaskRecord
+from broker.journal.store import Compaction, Location, Record, StoredPayload
 from common.rollouts import GroupMeta, Task
 
 SCHEMA = 1
@@ -89,6 +91,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyRecord)
 _finished = msgspec.msgpack.Decoder(FinishedTasks)
 _entries = msgspec.msgpack.Decoder(list[LedgerEntry])
+_SURVIVING = TaskRecord.__struct_fields__
 
 
 def encode(record: Move | Snapshot) -> bytes:
@@ -115,3 +118,111 @@ def decode_finished(body: bytes) -> list[LedgerEntry]:
         return _entries.decode(zlib.decompress(record.packed))
     except zlib.error as error:
         raise msgspec.DecodeError(str(error)) from error
+
+
+class Captured(Compaction):
+    """A copy of the state. The places of its newest groups are only known once the store's thread has written them."""
+
+    def __init__(self, state: DeliveryState, seq: int, rewritten: Sequence[Record] | None = None) -> None:
+        self.seq, self.rewritten = seq, rewritten
+        tasks = state.tasks
+        self._tasks = [
+            (SavedTask(**{name: getattr(entry, name) for name in _SURVIVING}), entry.stored)
+            for entry in tasks.living.values()
+        ]
+        self._retained = {step: list(entries) for step, entries in tasks.retained.items()}
+        self._finished = [tasks.history.get(serial) for serial in tasks.finished]
+        tasks.finished = []
+        self._base = Snapshot(
+            schema=SCHEMA,
+            next_serial=tasks.next_serial,
+            tasks=[task for task, _ in self._tasks],
+            steps={step: list(serials) for step, serials in tasks.steps.items()},
+            replaced=dict(tasks.freed_by_step),
+            passed=list(tasks.freed),
+            filtered=tasks.filtered,
+            accepted=list(state.accepted.items()),
+            kept={},
+            learner=state.learner.report,
+            replaced_learners=sorted(state.learner.replaced),
+            job_ended=state.learner.job_ended,
+            nodes=[SavedNode(n.report, n.has_leased) for n in state.fleet.nodes.values()],
+            marks=Marks(state.first_step, state.committed_step),
+            statistics=Statistics.of(state),
+            accepted_groups=tasks.accepted_groups,
+            accepted_bytes=tasks.accepted_bytes,
+            owners=dict(state.owners),
+            passed_gone=tasks.freed_earlier,
+        )
+
+    def finished(self) -> bytes | None:
+        """See Compaction."""
+        return encode_finished(self._finished) if self._finished else None
+
+    def snapshot(self, history: int) -> bytes:
+        """See Compaction."""
+        for task, stored in self._tasks:
+            task.location = None if stored is None else _location(stored)
+        kept = {step: [_kept(entry) for entry in entries] for step, entries in self._retained.items()}
+        return encode(msgspec.structs.replace(self._base, kept=kept, history_bytes=history))
+
+    def wanted(self) -> list[Location]:
+        """See Compaction."""
+        retained = [entry.stored for entries in self._retained.values() for entry in entries]
+        return [_location(stored) for stored in [s for _, s in self._tasks] + retained if stored is not None]
+
+
+def restore(state: DeliveryState, snapshot: Snapshot, read: Callable[[Location], bytes]) -> None:
+    """Fill an empty state, except for its history; `read` gives the payload at a place of the store."""
+    tasks = state.tasks
+    tasks.next_serial = snapshot.next_serial
+    tasks.steps = {step: list(serials) for step, serials in snapshot.steps.items()}
+    tasks.freed_by_step = dict(snapshot.replaced)
+    tasks.filtered = snapshot.filtered
+    tasks.freed, tasks.freed_earlier = list(snapshot.passed), snapshot.passed_gone
+    for node in snapshot.nodes:
+        state.fleet.join(node.report, state.clock()).has_leased = node.has_leased
+    for task in snapshot.tasks:
+        entry = Entry(**{name: getattr(task, name) for name in _SURVIVING})
+        tasks.living[entry.serial] = entry
+        if task.location is not None:
+            stored = StoredPayload(read, task.location)
+            tasks.put_group(entry, stored, task.location.length, stored)
+        if entry.state == LEASED:
+            tasks.leased[entry.token] = entry
+            if entry.node in state.fleet.nodes:
+                state.fleet.nodes[entry.node].tokens.add(entry.token)
+    tasks.accepted_groups, tasks.accepted_bytes = snapshot.accepted_groups, snapshot.accepted_bytes
+    tasks.pending = sorted(s for s, e in tasks.living.items() if e.state == PENDING)  # a sorted list is a heap
+    tasks.ready = sorted(s for s, e in tasks.living.items() if e.state == READY)
+    tasks.retained = {
+        step: [
+            Entry(
+                group.task,
+                COMMITTED,
+                nodes=[group.node_id],
+                meta=group.meta,
+                step=step,
+                filtered=group.filtered,
+                stored=StoredPayload(read, group.location),
+            )
+            for group in groups
+        ]
+        for step, groups in snapshot.kept.items()
+    }
+    state.accepted.update(snapshot.accepted)
+    state.owners.update(snapshot.owners)
+    state.learner.report, state.learner.replaced = snapshot.learner, set(snapshot.replaced_learners)
+    state.learner.job_ended = snapshot.job_ended
+    snapshot.marks.apply(state)
+    snapshot.statistics.apply(state)
+
+
+def _kept(entry: Entry) -> KeptGroup:
+    assert entry.meta is not None
+    return KeptGroup(entry.task, entry.nodes[-1], entry.meta, entry.filtered, _location(entry.stored))
+
+
+def _location(stored: object) -> Location:
+    assert isinstance(stored, StoredPayload) and stored.location is not None
+    return stored.location

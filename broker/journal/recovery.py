@@ -1,4 +1,4 @@
-"""From RUN/store back to a delivery state: the newest snapshot, then every move after it.
+"""The delivery state of a broker that starts: empty, or from its store the newest snapshot and every move after it.
 
 The work is bounded: one segment's records are read, not their payloads, and the history of finished tasks.
 """
@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,11 +17,16 @@ from broker.delivery.event_log import RING_EVENTS, EventLog
 from broker.delivery.moves import Accepted
 from broker.delivery.state import DeliveryState
 from broker.journal import records
+from broker.journal.file_store.folder import StoreFolder
+from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import Journal
 from broker.journal.lost_payloads import locations, lose_payloads
-from broker.journal.snapshot import restore
+from broker.journal.redis_store.leading import Leading
 from broker.journal.store import Store, StoreCorrupt, StoredPayload, StoredRecord
+from common.config.schema import Config
 from common.errors import UsageError
+from common.process.files import move_aside
+from common.process.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +41,80 @@ class Recovered(msgspec.Struct, frozen=True):
     records: int = 0
     seconds: float = 0.0
     torn: str = ""
+
+
+@dataclass
+class Memory:
+    """A delivery state, and where it is kept; `journal` is None when it is kept nowhere."""
+
+    state: DeliveryState
+    journal: Journal | None = None
+    found: Recovered = Recovered()  # noqa: RUF009 a frozen struct
+
+    @property
+    def recovered(self) -> bool:
+        """Whether this broker continues the state of an earlier one."""
+        return self.found.records > 0
+
+    def close(self) -> None:
+        """Close the store; a no-op when the server has done so."""
+        if self.journal is not None:
+            self.journal.close()
+
+
+def open_memory(
+    config: Config, run: RunInfo, write_event: Callable[[BrokerEvent], None], leading: Leading | None = None
+) -> Memory:
+    """The state that this broker begins with.
+
+    Args:
+        leading: this broker's lead, with broker.store: redis.
+
+    Raises:
+        UsageError: another broker has the store, or it is damaged.
+        StoreUnavailable, StoreFenced: Redis cannot be asked, or another broker leads.
+    """
+    run_dir = RunDir(config.run.dir)
+    if leading is not None:
+        _set_aside_store(run_dir, "broker.store is redis")
+        memory = _recovered(config, run, leading.open(), write_event)
+        if leading.lost:
+            memory.state.event_log.add("store_lost", reason=leading.lost)
+        return memory
+    if config.broker.durability == "memory":
+        _set_aside_store(run_dir, "broker.durability is memory")
+        _set_aside_redis(run_dir)
+        return Memory(DeliveryState(run, events=EventLog(write_event)))
+    store = open_file_store(run_dir.store, config.run.name)
+    try:
+        _set_aside_redis(run_dir)
+        return _recovered(config, run, store, write_event)
+    except BaseException:
+        store.close()
+        raise
+
+
+def recover(journal: Journal, state: DeliveryState) -> Recovered:
+    """Fill an empty state from the journal's store; its moves are recorded there from now on.
+
+    Raises:
+        StoreCorrupt: see `rebuild`.
+    """
+    found = rebuild(journal.store, state)
+    if found.torn:
+        logger.warning("%s; nothing there was acknowledged, so it is dropped", found.torn)
+        state.event_log.add("store_torn", reason=found.torn)
+    lost, _ = lose_payloads(state, journal.store.missing(locations(state)))
+    if lost:
+        state.event_log.add("groups_lost", groups=len(lost), first=lost[0])
+        logger.warning("%s has lost %d groups, which are generated again", journal.store.name, len(lost))
+    state.recovery_s = round(found.seconds, 3)
+    state.resume()
+    if found.records:
+        state.event_log.add("broker_recovered", records=found.records, seconds=round(found.seconds, 3))
+        logger.info("recovered %d records in %.2f s", found.records, found.seconds)
+    journal.begin(state, found.seq, found.history_bytes)
+    return found
 
 
 def rebuild(store: Store, state: DeliveryState) -> Recovered:
@@ -55,7 +134,7 @@ def rebuild(store: Store, state: DeliveryState) -> Recovered:
         raise UsageError(
             f"{first.where}: expected snapshot schema {records.SCHEMA}, found {what}; run the release that wrote it"
         )
-    restore(state, snapshot, partial(StoredPayload, store.read))
+    records.restore(state, snapshot, store.read)
     for body in store.history(snapshot.history_bytes):
         for entry in records.decode_finished(body):
             state.tasks.history.add(entry)
@@ -65,38 +144,17 @@ def rebuild(store: Store, state: DeliveryState) -> Recovered:
     return Recovered(found.records[-1].seq, snapshot.history_bytes, len(found.records), seconds, found.torn)
 
 
-def recover(journal: Journal, make_state: Callable[[Journal], DeliveryState]) -> tuple[DeliveryState, Recovered]:
-    """The state in the journal's store, which is recorded there from now on.
-
-    Raises:
-        StoreCorrupt: see `rebuild`.
-    """
-    state = make_state(journal)
-    found = rebuild(journal.store, state)
-    if found.torn:
-        logger.warning("%s; nothing there was acknowledged, so it is dropped", found.torn)
-        state.event_log.add("store_torn", reason=found.torn)
-    lost, _ = lose_payloads(state, journal.store.missing(locations(state)))
-    if lost:
-        state.event_log.add("groups_lost", groups=len(lost), first=lost[0])
-        logger.warning("%s has lost %d groups, which are generated again", journal.store.name, len(lost))
-    state.recovery_s = round(found.seconds, 3)
-    state.resume()
-    if found.records:
-        state.event_log.add("broker_recovered", records=found.records, seconds=round(found.seconds, 3))
-        logger.info("recovered %d records in %.2f s", found.records, found.seconds)
-    journal.begin(state, found.seq, found.history_bytes)
-    return state, found
+def _recovered(config: Config, run: RunInfo, store: Store, write_event: Callable[[BrokerEvent], None]) -> Memory:
+    assert config.broker.durability != "memory"
+    journal = Journal(store, config.broker.durability)
+    events = EventLog(write_event, earlier=_former_events(RunDir(config.run.dir).events))
+    state = DeliveryState(
+        run, events=events, recorder=journal, retain_steps=config.broker.retain_steps, store_id=store.store_id
+    )
+    return Memory(state, journal, recover(journal, state))
 
 
-def read_only(store: Store, run: RunInfo) -> DeliveryState:
-    """The state of the store, for readers; payloads are read on demand."""
-    state = DeliveryState(run, time.monotonic, lambda: "", EventLog(), retain_steps=1 << 60)
-    rebuild(store, state)
-    return state
-
-
-def former_events(path: Path) -> list[BrokerEvent]:
+def _former_events(path: Path) -> list[BrokerEvent]:
     """The newest broker events of RUN/events.jsonl, oldest first; lines of other writers are skipped."""
     if not path.exists():
         return []
@@ -104,14 +162,14 @@ def former_events(path: Path) -> list[BrokerEvent]:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - EVENT_TAIL_BYTES))
         lines = file.read().split(b"\n")
-    found: list[BrokerEvent] = []
+    found: dict[int, BrokerEvent] = {}
     for line in lines:
         try:
-            found.append(msgspec.json.decode(line, type=BrokerEvent))
+            event = msgspec.json.decode(line, type=BrokerEvent)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue  # a line of the supervisor, or a first or last line that is cut
-    ordered = {event.index: event for event in found}
-    return [ordered[index] for index in sorted(ordered)][-RING_EVENTS:]
+        found[event.index] = event
+    return [found[index] for index in sorted(found)][-RING_EVENTS:]
 
 
 def _apply(state: DeliveryState, store: Store, record: StoredRecord) -> None:
@@ -137,3 +195,22 @@ def _decoded(record: StoredRecord) -> records.AnyRecord:
         return records.decode(record.body)
     except msgspec.DecodeError as error:
         raise StoreCorrupt(record.where, f"record {record.seq} does not decode: {error}") from error
+
+
+def _set_aside_store(run_dir: RunDir, why: str) -> None:
+    """Number the store that this broker does not use: when it is opened again it would be out of date."""
+    if not run_dir.store.exists():
+        return
+    folder = StoreFolder(run_dir.store)
+    folder.lock()
+    folder.unlock()
+    logger.warning("%s: the run's store was moved to %s", why, move_aside(run_dir.store))
+
+
+def _set_aside_redis(run_dir: RunDir) -> None:
+    """Number the file that names a store in Redis; a broker with broker.store: redis then refuses that store."""
+    if run_dir.redis_json.exists():
+        logger.warning(
+            "broker.store is file: what named the run's store in Redis was moved to %s",
+            move_aside(run_dir.redis_json),
+        )

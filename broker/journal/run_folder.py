@@ -1,21 +1,29 @@
-"""The leading broker's files in the run folder: broker.json, events.jsonl, and with Snapshots the two reports."""
+"""The leading broker's files in the run folder: broker.json, events.jsonl, ledger.json and status.json."""
 
+import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from broker.contract import BrokerEvent
-from broker.journal.open_state import Memory
+from broker.delivery.state import DeliveryState
+from broker.journal.recovery import Memory
 from broker.journal.redis_store.leading import Leading
-from broker.journal.status_files import Snapshots
 from broker.journal.store import StoreFenced
 from common.process.event_file import EventFile
 from common.process.files import move_aside
-from common.process.run_dir import BrokerFile, RunDir, write_atomic
+from common.process.run_dir import AtomicFile, BrokerFile, RunDir, write_atomic
+
+logger = logging.getLogger(__name__)
 
 REMEMBER_S = 1.0
+STATUS_S = 5.0  # between two writings, but for commits
+STATUS_SHARE = 200  # writing takes at most one part of so many of the time
+PART_S = 0.02  # time for it in one turn of the broker's loop
+LINES = 500  # between two looks at the clock
 
 
 class RunFolder:
@@ -29,7 +37,7 @@ class RunFolder:
         self.path, self._leading = path, leading
         self._events = EventFile(RunDir(path).events, "broker")
         self._unwritten: list[BrokerEvent] = []
-        self._snapshots: Snapshots | None = None
+        self._status_files: StatusFiles | None = None
         self._memory: Memory | None = None
         self._address = ""
         self._remember_at = 0.0
@@ -49,7 +57,7 @@ class RunFolder:
         if not self._may_write():
             raise StoreFenced(f"the term of the broker of {address} has ended before it served")
         self._memory, self._address = memory, address
-        self._snapshots = Snapshots(self.path, memory.state)
+        self._status_files = StatusFiles(self.path, memory.state)
         if not memory.recovered:
             keep_former_ledger(self.path)
         write_atomic(RunDir(self.path).broker_json, msgspec.json.encode(BrokerFile(os.getpid(), address, time.time())))
@@ -58,15 +66,15 @@ class RunFolder:
 
     def tick(self) -> None:
         """Called in every turn of the broker's loop."""
-        if self._snapshots is not None and self._may_write():
-            self._snapshots.tick()
+        if self._status_files is not None and self._may_write():
+            self._status_files.tick()
             self._remember()
 
     def finish(self) -> None:
         """The broker no longer listens."""
-        if self._snapshots is not None and self._may_write():
+        if self._status_files is not None and self._may_write():
             RunDir(self.path).broker_json.unlink(missing_ok=True)
-            self._snapshots.write()
+            self._status_files.write()
             self._remember_at = 0.0
             self._remember()
 
@@ -75,7 +83,7 @@ class RunFolder:
         self._events.close()
 
     def _may_write(self) -> bool:
-        return self._leading is None or not self._leading.lapsed
+        return self._leading is None or not self._leading.term.lapsed
 
     def _remember(self) -> None:
         now = time.monotonic()
@@ -83,6 +91,74 @@ class RunFolder:
             return
         self._remember_at = now + REMEMBER_S
         self._leading.remember(self._address, self._memory.journal.acknowledged)
+
+
+class StatusFiles:
+    """Writes RUN/ledger.json and RUN/status.json every few seconds and at commits, so that they outlive the broker.
+
+    They are written in parts, so that requests do not wait for a long ledger. A line shows its task when the line was
+    written; only a ledger of one part shows a single moment. After a commit the files of a killed broker lack only
+    steps that the next learner trains again. A ledger grows with the run, so each of the two kinds of writing uses at
+    most half a percent of the time. When commits come faster, only the newest is written, as soon as the time allows.
+    """
+
+    def __init__(self, run_dir: Path, state: DeliveryState, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run_dir, self._state, self._clock = run_dir, state, clock
+        self._next_at = 0.0  # monotonic seconds
+        self._next_commit_at = 0.0
+        self._committed_step = state.committed_step
+        self._file: AtomicFile | None = None  # the ledger that is being written
+        self._serial = 0  # the serial number of its next line
+        self._used_s = 0.0  # by this writing so far
+        self._for_commit = False
+
+    def tick(self) -> None:
+        """Write, or go on writing, when it is time again or something was committed."""
+        started = self._clock()
+        committed = self._committed_step != self._state.committed_step
+        if self._file is None:
+            if started < (self._next_commit_at if committed else self._next_at):
+                return
+            self._for_commit, self._used_s = committed, 0.0
+            self._committed_step = self._state.committed_step
+        ended = self.go_on(started + PART_S)
+        now = self._clock()
+        self._used_s += now - started
+        if ended:
+            pause_s = STATUS_SHARE * self._used_s
+            self._next_at = now + max(STATUS_S, pause_s)
+            if self._for_commit:
+                self._next_commit_at = now + pause_s
+
+    def write(self) -> None:
+        """Write both now, whatever it takes; a failure is logged, since serving matters more."""
+        if self._file is not None:
+            self._file.discard()
+            self._file = None
+        self.go_on(float("inf"), sync=True)
+
+    def go_on(self, until: float, sync: bool = False) -> bool:
+        """Write lines until `until`, monotonic seconds; returns whether both files are complete, or given up."""
+        try:
+            if self._file is None:
+                self._file, self._serial = AtomicFile(self._run_dir / "ledger.json"), 0
+            tasks, end = self._state.tasks, self._state.tasks.next_serial
+            while self._serial < end:
+                last = min(end, self._serial + LINES)
+                lines = msgspec.json.encode([tasks.line(serial) for serial in range(self._serial, last)])
+                self._file.write((b"," if self._serial else b"[") + lines[1:-1])
+                self._serial = last
+                if self._clock() >= until and last < end:
+                    return False
+            self._file.write(b"]" if self._serial else b"[]")
+            self._file.finish(sync)
+            write_atomic(self._run_dir / "status.json", msgspec.json.encode(self._state.status()), sync=sync)
+        except OSError as error:
+            logger.error("status not written: %s", error)
+            if self._file is not None:
+                self._file.discard()
+        self._file = None
+        return True
 
 
 def keep_former_ledger(run_dir: Path) -> None:

@@ -4,9 +4,10 @@ A store keeps a log of records and the payloads of groups. The log begins with a
 by a new snapshot. The history of finished tasks only grows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -52,24 +53,29 @@ class Record:
     stored: StoredPayload | None = None
 
 
-class Compaction(NamedTuple):
+class Compaction(ABC):
     """The replacement of the log. The store's thread makes it from values that the broker's loop has captured.
 
     Attributes:
         seq: the snapshot's sequence number.
-        finished: tasks that ended since the last one, as a record of the history; None when none did.
-        snapshot: the snapshot's body, given the size of the history with `finished`.
-        wanted: payloads that may still be read; all others are deleted.
-        whole: the store may lack records and history; `finished` has all finished tasks.
-        payloads: groups that the store has lost and the broker still has.
+        rewritten: groups to write again, because the store may lack records and history; None when it lacks nothing.
+            `finished` then has all finished tasks.
     """
 
     seq: int
-    finished: Callable[[], bytes | None]
-    snapshot: Callable[[int], bytes]
-    wanted: Callable[[], Collection[Location]]
-    whole: bool = False
-    payloads: Sequence[Record] = ()
+    rewritten: Sequence[Record] | None
+
+    @abstractmethod
+    def finished(self) -> bytes | None:
+        """The tasks that ended since the last compaction, as a record of the history; None when none did."""
+
+    @abstractmethod
+    def snapshot(self, history: int) -> bytes:
+        """The snapshot's body, given the size of the history with `finished`. All records before it are written."""
+
+    @abstractmethod
+    def wanted(self) -> Collection[Location]:
+        """Payloads that may still be read; all others are deleted."""
 
 
 class StoredRecord(NamedTuple):
@@ -92,7 +98,7 @@ class Loaded(NamedTuple):
     torn: str = ""
 
 
-class Store(Protocol):
+class Store(ABC):
     """One thread writes; any thread may read payloads.
 
     Attributes:
@@ -104,29 +110,30 @@ class Store(Protocol):
 
     name: str
     store_id: str
-    address: str
-    idle_s: float | None
+    address: str = ""
+    idle_s: float | None = None
 
     def listens_at(self, address: str) -> None:
         """Remember where the broker listens."""
-        ...
+        self.address = address
 
+    @abstractmethod
     def load(self) -> Loaded:
         """The log. Raises StoreCorrupt when something that had been synced is damaged."""
-        ...
 
+    @abstractmethod
     def history(self, size: int) -> Iterator[bytes]:
         """Records of the first `size` units of the history. Raises StoreCorrupt."""
-        ...
 
+    @abstractmethod
     def read(self, location: Location) -> bytes:
         """A payload. Raises PayloadUnreadable; PayloadLost when the store no longer has it."""
-        ...
 
     def missing(self, locations: Collection[Location]) -> set[Location]:
-        """Those whose payload is lost. Raises StoreUnavailable."""
-        ...
+        """Those whose payload is lost, where that can be known without reading them. Raises StoreUnavailable."""
+        return set()
 
+    @abstractmethod
     def append(self, batch: Sequence[Record], *, synced: int, sync: bool) -> None:
         """Write records that follow the last ones.
 
@@ -139,31 +146,30 @@ class Store(Protocol):
             StoreBehind: the store has lost records.
             StoreFenced: another broker leads.
         """
-        ...
 
     def idle(self) -> None:
         """Called while there is nothing to write. Raises as `append`."""
-        ...
+        return
 
     def sync(self) -> None:
-        """Make durable what was appended. Raises StoreUnavailable."""
-        ...
+        """Make durable what was appended, where `append` has not done it. Raises StoreUnavailable."""
+        return
 
+    @abstractmethod
     def compact(self, compaction: Compaction, history: int) -> int:
         """Replace the log, durably. `history` is the size of the history; returns its new size.
 
         Raises:
             StoreUnavailable: nothing changed; it may be tried again.
         """
-        ...
 
+    @abstractmethod
     def size_bytes(self) -> int:
         """Bytes that the store takes."""
-        ...
 
     def close(self) -> None:
         """Let another broker open the store."""
-        ...
+        return
 
 
 class StoreCorrupt(UsageError):

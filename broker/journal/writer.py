@@ -22,51 +22,59 @@ BATCH_BYTES = 32 << 20
 
 
 class Writer:
-    """Writes what `put` was given, in order.
+    """Writes what `put` was given, in order of the sequence numbers.
 
     Args:
-        store: loaded.
+        store: open.
         sync: when records count as durable.
-        seq: the last record's sequence number in the store.
-        history: size of the store's history.
         notify: called after every change of the attributes.
 
     Attributes:
         acknowledged: sequence number up to which records are as durable as `sync` promises.
         synced: sequence number up to which they are synced.
         stuck: why nothing can be written at the moment, '' when it can.
-        behind: the store has lost records; nothing is written until `rewrite`.
         failure: why nothing will be written any more.
         sync_s: how long syncing took lately, on average.
     """
 
-    def __init__(self, store: Store, sync: Sync, seq: int, history: int, notify: Callable[[], None]) -> None:
-        self.acknowledged = self.synced = seq
+    def __init__(self, store: Store, sync: Sync, notify: Callable[[], None]) -> None:
+        self.acknowledged = self.synced = 0
         self.stuck = ""
-        self.behind = False
         self.failure: Exception | None = None
         self.sync_s = 0.0
-        self._store, self._history, self._notify = store, history, notify
+        self._store, self._notify = store, notify
         self._sync: Sync = sync
+        self._history = 0
         self._queue: deque[Record | Compaction] = deque()
+        self._rewritten = 0  # a rewrite has replaced everything before this sequence number
+        self._lacking = -1  # the item at which the store was found to be behind
         self._wake = threading.Event()
         self._closing = False
         self._next_sync = 0.0
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
 
-    def start(self) -> None:
-        """Begin to write."""
+    def start(self, seq: int, history: int) -> None:
+        """Begin to write behind `seq`, the store's last record; `history` is the size of the store's history."""
+        self.acknowledged = self.synced = seq
+        self._history = history
         self._thread.start()
 
     def put(self, item: Record | Compaction) -> None:
         """Queue an item; it is written after the next `kick`, or sooner."""
         self._queue.append(item)
 
+    @property
+    def behind(self) -> bool:
+        """Whether the store has lost records; nothing is written until `rewrite`, unless it has them again."""
+        return self._lacking >= self._rewritten
+
     def rewrite(self, compaction: Compaction) -> None:
-        """Write this whole compaction in place of everything that was queued, because the store is behind."""
-        self._queue.clear()
+        """Write this whole compaction in place of everything that was queued before, because the store is behind.
+
+        The thread may be taking items from the queue at this moment, so it drops the former ones itself.
+        """
         self._queue.append(compaction)
-        self.behind = False
+        self._rewritten = compaction.seq
         self._wake.set()
 
     def kick(self) -> None:
@@ -92,7 +100,7 @@ class Writer:
                     idle = not self._wake.wait(wait_s)
                 self._wake.clear()
                 if idle and not unsynced:
-                    self._patiently(self._store.idle)
+                    self._patiently(self._store.idle, self.acknowledged)
                 self._step()
         except Exception as error:
             self.failure = error
@@ -108,25 +116,25 @@ class Writer:
             size += len(item.payload or b"")
             self._queue.popleft()
         if batch:
-            self._patiently(lambda: self._write(batch))
+            self._patiently(lambda: self._write(batch), batch[-1].seq)
             self._notify()
         elif self._queue:
             item = self._queue.popleft()
             assert isinstance(item, Compaction)
-            self._patiently(self._sync_now)
-            self._patiently(lambda: self._compact(item))
+            self._patiently(self._sync_now, self.acknowledged)
+            self._patiently(lambda: self._compact(item), item.seq)
             self._notify()
         if self.synced != self.acknowledged and (self._closing or time.monotonic() >= self._next_sync):
-            self._patiently(self._sync_now)
+            self._patiently(self._sync_now, self.acknowledged)
             self._next_sync = time.monotonic() + SYNC_EVERY_S
 
-    def _patiently(self, work: Callable[[], None]) -> None:
-        """Repeat `work` until the store takes it, or until a rewrite makes it superfluous."""
-        while True:
+    def _patiently(self, work: Callable[[], None], seq: int) -> None:
+        """Repeat the work on item `seq` until the store takes it, or a rewrite replaces it."""
+        while seq >= self._rewritten:
             try:
                 work()
             except (StoreUnavailable, StoreBehind) as error:
-                self.behind = isinstance(error, StoreBehind)
+                self._lacking = seq if isinstance(error, StoreBehind) else -1
                 if not self.stuck:
                     self.stuck = str(error)
                     logger.error("the store cannot be written: %s; nothing is acknowledged until it can", error)
@@ -134,12 +142,10 @@ class Writer:
                 if self._closing:
                     raise
                 time.sleep(RETRY_S)
-                if isinstance(error, StoreBehind) and not self.behind:
-                    return
             else:
                 if self.stuck:
                     logger.warning("the store can be written again")
-                self.stuck, self.behind = "", False  # the server that has every record may have come back
+                self.stuck, self._lacking = "", -1  # the server that has every record may have come back
                 return
 
     def _write(self, batch: list[Record]) -> None:

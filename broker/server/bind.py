@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from broker.journal.open_state import Memory
+from broker.journal.recovery import Memory
 from broker.server.server import BrokerServer
 from common.config.schema import BrokerConfig
 from common.errors import UsageError

@@ -119,11 +119,15 @@ class BrokerServer:
             self._finish_journal()
             self._outbox.flush()
         finally:
-            self._router.close(linger=FLUSH_MS)
-            self._gate.close()
-            self._context.term()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            self.close()
+
+    def close(self) -> None:
+        """Close the sockets; `run` does it at its end."""
+        self._router.close(linger=FLUSH_MS)
+        self._gate.close()
+        self._context.term()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
 
     def _turn(self) -> None:
         drained = self._read_all()

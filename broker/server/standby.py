@@ -103,6 +103,11 @@ class Standby:
             self._router.close(linger=FLUSH_MS)
             self._close()
 
+    def release(self) -> None:
+        """Let other processes have the address, once this one neither stands by nor leads."""
+        if self._lock is not None:
+            self._lock.close()
+
     def _answer_all(self, leader: str) -> None:
         """Answer what arrives until it is time to ask Redis again."""
         self._router.poll(POLL_MS)

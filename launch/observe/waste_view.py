@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from broker.contract import WASTE_REASONS, BrokerStatus, Waste
-from broker.delivery import waste
+from broker.delivery.nodes import merged_waste, wasted_tokens
 from common.process.run_dir import RunDir
 from launch.observe.metrics_tail import MetricsTail
 
@@ -22,7 +22,7 @@ SHOWN_NODES = 16
 def whole(status: BrokerStatus) -> dict[str, Waste]:
     """The waste of all nodes and of the learner, by reason."""
     learner = status.learner.waste if status.learner is not None else {}
-    return waste.merged((status.waste, learner))
+    return merged_waste((status.waste, learner))
 
 
 def as_json(wasted: Mapping[str, Waste]) -> dict[str, dict[str, float]]:
@@ -34,7 +34,7 @@ def as_json(wasted: Mapping[str, Waste]) -> dict[str, dict[str, float]]:
 def sentence(status: BrokerStatus) -> str:
     """'1,200 tokens (8% of those generated): 1,000 filtered, 200 lost'; '' when nothing was lost."""
     wasted = whole(status)
-    tokens = waste.tokens(wasted)
+    tokens = wasted_tokens(wasted)
     if not tokens:
         return ""
     generated = status.tokens_generated_total
@@ -47,7 +47,7 @@ def table(status: BrokerStatus) -> RenderableType:
     """Tokens and seconds by reason for the run, and for each node that wasted something."""
     rows = [("all", whole(status))]
     rows += [(node.report.node_id, node.waste) for node in status.nodes if any(map(_counts, node.waste.values()))]
-    if status.learner is not None and waste.tokens(status.learner.waste):
+    if status.learner is not None and wasted_tokens(status.learner.waste):
         rows.append(("learner", status.learner.waste))
     shown = [reason for reason in WASTE_REASONS if _counts(rows[0][1].get(reason, Waste()))]
     if not shown:

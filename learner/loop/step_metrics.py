@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from broker.contract import BrokerStatus, Waste
-from broker.delivery import waste
+from broker.delivery.nodes import merged_waste, wasted_tokens
 from common.errors import SlipstreamError
 from common.metrics import StepMetrics
 from learner.backend_protocol import StepResult
@@ -164,7 +164,7 @@ def step_metrics(done: Step, incarnation: int, fleet: FleetFigures) -> StepMetri
     step, result, statistics, totals = done.batch.step, done.result, done.batch.statistics, done.totals
     broker, publisher = fleet.broker, fleet.publisher
     samples = statistics.samples - statistics.samples_failed
-    wasted = waste.merged((broker.waste, totals.waste()))
+    wasted = merged_waste((broker.waste, totals.waste()))
     return StepMetrics(
         step=step,
         policy_version=step + 1,
@@ -186,7 +186,7 @@ def step_metrics(done: Step, incarnation: int, fleet: FleetFigures) -> StepMetri
         generation_stall_s=fleet.generation_stall_s,
         tokens_generated_total=broker.tokens_generated_total,
         tokens_trained_total=totals.tokens_trained,
-        tokens_wasted_total=waste.tokens(wasted),
+        tokens_wasted_total=wasted_tokens(wasted),
         **waste_metrics(wasted),
         groups_ready=broker.groups_ready,
         groups_leased=broker.groups_leased,

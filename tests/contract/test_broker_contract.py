@@ -13,10 +13,9 @@ import msgspec
 import pytest
 
 from broker.contract import LearnerBroker, LearnerReport, NodeBroker, NodeReport, RunInfo, Waste
-from broker.delivery import waste
-from broker.delivery.event_log import EventLog
 from broker.delivery.in_process import MemoryBroker
 from broker.delivery.leasing import ALONE
+from broker.delivery.nodes import wasted_tokens
 from broker.delivery.state import DeliveryState
 from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import Journal
@@ -87,8 +86,7 @@ def memory(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
 
 
 def zeromq(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
-    state = DeliveryState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog())
-    yield from served(BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20), runner)
+    yield from served(BrokerServer(DeliveryState(run), "tcp://127.0.0.1:0", 1 << 20), runner)
 
 
 def zeromq_files(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
@@ -98,17 +96,14 @@ def zeromq_files(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
 
 def zeromq_redis(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
     term = leading(redis_server(), f"test {secrets.token_hex(4)}")
-    yield from durable(RedisStore(term, run.run_dir), run, runner)
+    yield from durable(RedisStore(term), run, runner)
 
 
 def durable(store: Store, run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
     """Acknowledged only after a sync; the segments are so small that snapshots are taken all the time."""
     journal = Journal(store, "fsync", segment_bytes=1 << 12)
-
-    def make_state(recorder: Journal) -> DeliveryState:
-        return DeliveryState(run, time.monotonic, lambda: secrets.token_hex(8), EventLog(), recorder, 2)
-
-    state, _ = recover(journal, make_state)
+    state = DeliveryState(run, recorder=journal, retain_steps=2)
+    recover(journal, state)
     yield from served(BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, journal=journal), runner)
 
 
@@ -803,7 +798,7 @@ def wasted(backend: Backend, node_id: str | None = None) -> dict[str, Waste]:
     """By reason, of the run or of a node; without reasons under which nothing was lost."""
     status = backend.learner.status()
     found = status.waste if node_id is None else {n.report.node_id: n.waste for n in status.nodes}[node_id]
-    assert status.tokens_wasted_total == waste.tokens(status.waste)
+    assert status.tokens_wasted_total == wasted_tokens(status.waste)
     return {reason: spent for reason, spent in found.items() if spent != Waste()}
 
 

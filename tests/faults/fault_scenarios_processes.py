@@ -8,7 +8,8 @@ from fault_scenario import scenario
 from fault_storm import rage
 
 from broker.contract import LedgerEntry
-from broker.journal.recorded_groups import recorded_steps
+from broker.journal.recording import existing_file_store, recorded
+from common.process.run_dir import RunDir
 from common.rollouts import decode_group
 
 LONG_STOP_S = 2.5 * LEASE_S
@@ -192,12 +193,12 @@ def _kill_brokers(rig: Rig) -> float:
 
 def _check_recorded(rig: Rig, ledger: list[LedgerEntry]) -> None:
     """What the store kept of committed steps, for `slipstream replay`, is what the ledger says."""
-    recorded = recorded_steps(rig.run_dir)
+    steps = recorded(existing_file_store(RunDir(rig.run_dir)), groups_per_step=1).steps
     in_steps = {e.serial: e.step for e in ledger if e.state == "committed"}
-    assert len(recorded) > 0
-    for step, groups in recorded.items():
+    assert steps
+    for step, groups in steps.items():
         assert [in_steps[group.serial] for group in groups] == [step] * len(groups)
-        assert [decode_group(group.payload).serial for group in groups] == [group.serial for group in groups]
+        assert [decode_group(group.stored.read()).serial for group in groups] == [group.serial for group in groups]
 
 
 @scenario(

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ from broker.journal.file_store.folder import StoreFolder, new_info
 from broker.journal.file_store.store import FileStore
 from broker.journal.journal import Journal
 from broker.journal.recovery import Recovered, recover
-from broker.journal.store import StoredPayload
+from broker.journal.store import Store, StoredPayload
 from tests.property.test_delivery_state import Delivery
 
 RETAIN_STEPS = 2
@@ -78,13 +78,13 @@ class DurableDelivery(Delivery):
     def open(self) -> DeliveryState:
         self.store = StoreFolder(self.folder)
         self.store.lock()
-        self.journal = Journal(FileStore(self.store, self.info), "everysec", segment_bytes=1 << 12)
+        return self.recovered(FileStore(self.store, self.info), "everysec")
 
-        def make(journal: Journal) -> DeliveryState:
-            events = EventLog(wall_clock=lambda: 0)
-            return DeliveryState(self.run, lambda: self.now, self.new_token, events, journal, RETAIN_STEPS)
-
-        self.durable, self.found = recover(self.journal, make)
+    def recovered(self, store: Store, sync: Literal["fsync", "everysec"]) -> DeliveryState:
+        """The state in the store, as a broker that starts finds it; snapshots are taken all the time."""
+        self.journal, events = Journal(store, sync, segment_bytes=1 << 12), EventLog(wall_clock=lambda: 0)
+        self.durable = DeliveryState(self.run, lambda: self.now, self.new_token, events, self.journal, RETAIN_STEPS)
+        self.found = recover(self.journal, self.durable)
         return self.durable
 
     @rule(good_order=st.booleans())

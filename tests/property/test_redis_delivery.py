@@ -6,13 +6,10 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from broker.delivery.event_log import EventLog
 from broker.delivery.state import DeliveryState
-from broker.journal.journal import Journal
-from broker.journal.recovery import recover
 from broker.journal.redis_store.store import RedisStore
 from broker.journal.redis_store.term import Term
-from tests.property.test_durable_delivery import RETAIN_STEPS, DurableDelivery
+from tests.property.test_durable_delivery import DurableDelivery
 from tests.redis_server import redis_server
 
 
@@ -25,18 +22,11 @@ class RedisDelivery(DurableDelivery):
 
     def open(self) -> DeliveryState:
         self.server.ask("DEL", f"slipstream:{{{self.name}}}:leader")  # the term of the broker that died is over
-        term = Term(self.server.client(), self.server.address, self.name, "/nowhere", "tcp://127.0.0.1:1")
-        assert term.take(0) is None
+        term = Term(self.server.client(), self.server.address, self.name, "/nowhere")
+        assert term.take("tcp://127.0.0.1:1") is None
         self.terms += 1
         assert term.number == self.terms
-        self.journal = Journal(RedisStore(term, "/nowhere"), "fsync", segment_bytes=1 << 12)
-
-        def make(journal: Journal) -> DeliveryState:
-            events = EventLog(wall_clock=lambda: 0)
-            return DeliveryState(self.run, lambda: self.now, self.new_token, events, journal, RETAIN_STEPS)
-
-        self.durable, self.found = recover(self.journal, make)
-        return self.durable
+        return self.recovered(RedisStore(term), "fsync")
 
     @rule(good_order=st.booleans())
     def the_broker_dies_and_comes_back(self, good_order: bool) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import os
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ from broker.journal.store import (
     Location,
     PayloadUnreadable,
     Record,
+    Store,
     StoredPayload,
     StoredRecord,
     StoreUnavailable,
@@ -26,10 +27,8 @@ from common.process.files import sync
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class FileStore:
+class FileStore(Store):
     """See Store. Only the process with the folder's lock may write."""
-
-    idle_s: float | None = None
 
     def __init__(self, folder: StoreFolder, info: StoreInfo) -> None:
         self.folder, self.info = folder, info
@@ -78,13 +77,6 @@ class FileStore:
                 "Restore the file from a copy, or start another run from the last checkpoint"
             )
         return data
-
-    def missing(self, locations: Collection[Location]) -> set[Location]:
-        """See Store; files are checked when they are read."""
-        return set()
-
-    def idle(self) -> None:
-        """See Store."""
 
     def append(self, batch: Sequence[Record], *, synced: int, sync: bool) -> None:
         """See Store. One write, and one sync."""

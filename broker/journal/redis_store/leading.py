@@ -2,14 +2,13 @@
 
 import logging
 import time
-from contextlib import AbstractContextManager
 
 import msgspec
 
 from broker.journal.redis_store.checks import check_server
 from broker.journal.redis_store.connection import open_client
 from broker.journal.redis_store.keys import Leader
-from broker.journal.redis_store.store import RedisStore, about_run, other_folder
+from broker.journal.redis_store.store import RedisStore
 from broker.journal.redis_store.term import TERM_S, Term
 from broker.journal.store import StoreUnavailable
 from common.config.schema import Config
@@ -44,11 +43,10 @@ class Leading:
     def __init__(self, config: Config, run_dir: str) -> None:
         at = parse_redis(config.broker.redis or "")
         self.server = f"unix://{at.path}" if at.scheme == "unix" else f"{at.scheme}://{at.host}:{at.port}/{at.db}"
-        self._config, self._run_dir = config, run_dir
+        self._config = config
         self._client = open_client(config.broker.redis or "", config.broker.credentials)
+        self.term = Term(self._client, self.server, config.run.name, run_dir)
         self._file = RunDir(config.run.dir).redis_json
-        self._term: Term | None = None
-        self.store: RedisStore | None = None
         self.lost = ""
         self._former: Leader | None = None  # the last other broker that led
         self._wait_until = 0.0  # it may go on until then
@@ -92,10 +90,8 @@ class Leading:
             StoreUnavailable: Redis cannot be asked, or a living leader has a moment to write what Redis has lost.
             BrokerError: Redis refuses.
         """
-        if self._term is None:
-            self._term = Term(self._client, self.server, self._config.run.name, self._run_dir, address)
         try:
-            about, seq = about_run(self._term, self._run_dir)
+            about, seq = self.term.about()
         except StoreUnavailable:
             if self._former is not None:
                 self._wait_until = time.monotonic() + TERM_S
@@ -104,12 +100,10 @@ class Leading:
         behind = seen.seq > 0 and (about is None or about.store != seen.store or seq < seen.seq)
         if behind and not self._wait_until:
             self._wait_until = time.monotonic() + TERM_S
-        if time.monotonic() < self._wait_until and self._term.leader() is None:
+        if time.monotonic() < self._wait_until and self.term.leader() is None:
             why = f"lacks records up to {seen.seq}" if behind else "was away"
             raise StoreUnavailable(f"Redis at {self.server} {why}; its former leader has {TERM_S:g} s to go on")
-        self._former = self._term.take(seen.term)
-        if self._former is not None and self._former.run_dir != self._run_dir:
-            raise other_folder(self.server, self._former.run_dir, self._run_dir)
+        self._former = self.term.take(address, seen.term)
         if not behind:
             self._wait_until = 0.0
         return self._former
@@ -119,12 +113,13 @@ class Leading:
 
         Raises:
             UsageError: the server has a run of that name that is another folder's, or an earlier one's.
+            StoreFenced: another broker leads by now.
+            StoreUnavailable, BrokerError: Redis cannot be asked.
         """
-        assert self._term is not None
-        seen, store = self.seen, RedisStore(self._term, self._run_dir)
+        seen, store = self.seen, RedisStore(self.term)
         if not store.is_new and store.store_id not in (seen.store, seen.former):
             raise UsageError(
-                f"run.dir: the Redis server has a run of {self._run_dir} with the store {store.store_id}, but "
+                f"run.dir: the Redis server has a run of {self.term.run_dir} with the store {store.store_id}, but "
                 f"{self._file} names {seen.store or 'none'}. Was the folder emptied after an earlier run? Its "
                 "keys are never deleted here: delete them as docs/redis.md says, or choose another run.name"
             )
@@ -137,8 +132,8 @@ class Leading:
             store.begin_anew()
         if self.lost:
             logger.error("Redis at %s: %s; an empty store takes its place", self.server, self.lost)
-        self._see(Seen(store.store_id, former, store.last_seq, self._term.number, seen.address))
-        self.store = store
+        self.term.renew()  # a broker that was stopped until now must not overwrite its successor's note
+        self._see(Seen(store.store_id, former, store.last_seq, self.term.number, seen.address))
         return store
 
     def without_leading(self) -> RedisStore:
@@ -148,11 +143,11 @@ class Leading:
             UsageError: this folder has no store on the server, or a broker leads the run.
             StoreUnavailable, BrokerError: Redis cannot be asked.
         """
-        term = Term(self._client, self.server, self._config.run.name, self._run_dir, "")
-        store, leader = RedisStore(term, self._run_dir), term.leader()
+        store, leader = RedisStore(self.term), self.term.leader()
         if leader is not None:
             raise UsageError(
-                f"{self._run_dir} is running: the broker of {leader.address} leads; stop the job before it is replayed"
+                f"{self.term.run_dir} is running: the broker of {leader.address} leads; stop the job before it is "
+                "replayed"
             )
         if store.is_new or store.store_id != self.seen.store:
             raise UsageError(f"{self._file}: expected the store of a run in Redis at {self.server}, found none")
@@ -160,23 +155,7 @@ class Leading:
 
     def remember(self, address: str, seq: int) -> None:
         """Note in RUN/redis.json where the broker listens, and how far the store was seen to come."""
-        seen = self.seen
-        self._see(msgspec.structs.replace(seen, address=address, seq=seq))
-
-    @property
-    def lapsed(self) -> bool:
-        """Whether another broker may lead by now."""
-        return self._term is None or self._term.lapsed
-
-    def resign(self) -> None:
-        """Let another broker lead now."""
-        if self._term is not None:
-            self._term.resign()
-
-    def renewing(self) -> AbstractContextManager[None]:
-        """While active, the term is renewed although nothing is written."""
-        assert self._term is not None
-        return self._term.renewing()
+        self._see(msgspec.structs.replace(self.seen, address=address, seq=seq))
 
     def _see(self, seen: Seen) -> None:
         write_atomic(self._file, msgspec.json.encode(seen), sync=False)

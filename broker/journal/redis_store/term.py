@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from broker.journal.redis_store.connection import raise_for
-from broker.journal.redis_store.keys import Leader, run_prefix
+from broker.journal.redis_store.keys import About, Leader, run_prefix
 from broker.journal.store import StoreBehind, StoreFenced, StoreUnavailable
-from common.errors import BrokerError
+from common.errors import BrokerError, UsageError
 from common.process.lifecycle import alive
 
 logger = logging.getLogger(__name__)
@@ -36,30 +36,44 @@ class Term:
         name: the server's name, for people.
         run: name of the run.
         run_dir: its folder.
-        address: where this broker's clients connect.
 
     Attributes:
         number: the term's number; 0 while another broker leads.
         ends: when another broker may take the term, monotonic seconds. The clock also runs while a process is stopped.
     """
 
-    def __init__(self, client: Any, name: str, run: str, run_dir: str, address: str) -> None:
-        self.client, self.name, self.prefix = client, name, run_prefix(run)
+    def __init__(self, client: Any, name: str, run: str, run_dir: str) -> None:
+        self.client, self.name, self.run_dir, self.prefix = client, name, run_dir, run_prefix(run)
         machine = f"{_read('/proc/sys/kernel/random/boot_id')} {os.stat('/proc/self/ns/pid').st_ino}"
-        self._me = Leader(secrets.token_hex(8), address, run_dir, socket.gethostname(), os.getpid(), machine)
-        self._caller = msgspec.json.encode(self._me)
+        self._me = Leader(secrets.token_hex(8), "", run_dir, socket.gethostname(), os.getpid(), machine)
         self._keys = [f"{self.prefix}head", f"{self.prefix}leader"]
         self.number, self.ends = 0, 0.0
 
-    def take(self, known: int) -> Leader | None:
+    def about(self) -> tuple[About | None, int]:
+        """Which store the run has, None on a server that does not know the run; and the number of its last record.
+
+        Raises:
+            UsageError: the run of that name belongs to another folder.
+            StoreUnavailable, BrokerError: see `raise_for`.
+        """
+        found, seq = self.run([("HMGET", self._keys[0], "about", "seq")])[0]
+        about = None if found is None else msgspec.json.decode(found, type=About)
+        if about is not None:
+            self._check_folder(about.run_dir)
+        return about, int(seq or 0)
+
+    def take(self, address: str, known: int = 0) -> Leader | None:
         """Begin a term, unless another broker leads: returns that one.
 
         Args:
+            address: where this broker's clients connect.
             known: the highest term that was ever seen; the new one is higher.
 
         Raises:
+            UsageError: the run of that name belongs to another folder.
             StoreUnavailable, BrokerError: see `raise_for`.
         """
+        self._me = msgspec.structs.replace(self._me, address=address)
         ended = ""
         while True:
             status, term, leader, _ = self._run([], self._keys, "take", known, ended)
@@ -68,6 +82,7 @@ class Term:
                 return None
             other = msgspec.json.decode(leader, type=Leader)
             if ended or other.machine != self._me.machine or alive(other.pid):
+                self._check_folder(other.run_dir)
                 return other
             ended = leader  # it was killed on this machine: its term need not run out
 
@@ -139,7 +154,7 @@ class Term:
         self, before: Sequence[Command], keys: Sequence[str], operation: str, term: int, *rest: bytes | str | int
     ) -> tuple[bytes, int, bytes, bytes]:
         begun = time.monotonic()
-        arguments = (operation, self._caller, term, round(TERM_S * 1000), *rest)
+        arguments = (operation, msgspec.json.encode(self._me), term, round(TERM_S * 1000), *rest)
         replies = self.run([*before, ("EVAL", SCRIPT, 4, *self._keys, *keys, *arguments)])
         if replies[-1][0] == b"ok":
             self.ends = begun + TERM_S
@@ -159,6 +174,14 @@ class Term:
             if isinstance(reply, Exception):
                 raise_for(reply, self.name)
         return replies
+
+    def _check_folder(self, theirs: str) -> None:
+        if theirs != self.run_dir:
+            raise UsageError(
+                f"run.name: the Redis server at {self.name} has a run of this name in the folder {theirs}, and this "
+                f"one is {self.run_dir}. Choose another run.name or another database. Keys are never deleted here: "
+                "docs/redis.md says how to do it"
+            )
 
 
 def _read(path: str) -> str:

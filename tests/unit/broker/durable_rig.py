@@ -1,6 +1,5 @@
 """A durable state in a folder, for tests that write a store, break it and read it again."""
 
-import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from broker.delivery.event_log import EventLog
 from broker.delivery.state import DeliveryState
 from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import SEGMENT_BYTES, Journal
-from broker.journal.recovery import Recovered, recover
+from broker.journal.recovery import recover
 from common.rollouts import GroupMeta, Task
 
 RUN = RunInfo("rig", "/nowhere", 2, 3, 3, 10.0, 1 << 30)
@@ -35,17 +34,11 @@ class Rig:
         self.folder, self.info, self.store_id = store.folder, store.info, store.store_id
         self.events = EventLog()
         self.journal = Journal(store, sync, segment_bytes)
-        numbers = itertools.count(time.monotonic_ns())
-
-        def token() -> str:
-            return f"t{next(numbers)}"
-
-        def make(journal: Journal) -> DeliveryState:
-            return DeliveryState(RUN, time.monotonic, token, self.events, journal, retain_steps, store_id=self.store_id)
-
-        self.found: Recovered
+        self.state = DeliveryState(
+            RUN, events=self.events, recorder=self.journal, retain_steps=retain_steps, store_id=self.store_id
+        )
         try:
-            self.state, self.found = recover(self.journal, make)
+            self.found = recover(self.journal, self.state)
         except BaseException:
             store.close()
             raise

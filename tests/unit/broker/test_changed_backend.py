@@ -11,7 +11,7 @@ import pytest
 
 from broker.contract import LearnerReport
 from broker.journal.file_store.folder import StoreFolder
-from broker.journal.open_state import Memory, open_memory
+from broker.journal.recovery import Memory, open_memory
 from broker.journal.redis_store.leading import Leading
 from broker.main import run_info
 from common.config.schema import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
@@ -51,7 +51,7 @@ def in_redis(server: RedisServer, folder: Path) -> None:
     try:
         open_memory(config, run_info(config, b""), lambda event: None, leading).close()
     finally:
-        leading.resign()
+        leading.term.resign()
 
 
 def test_a_run_that_went_on_in_redis_does_not_take_up_its_former_store_again(

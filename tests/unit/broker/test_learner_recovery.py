@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from broker.contract import LEARNER_ENDED, LearnerReport, NodeReport, Waste
-from broker.journal.open_state import Memory, open_memory
+from broker.journal.recovery import Memory, open_memory
 from broker.main import run_info
 from common.config.schema import Config, ModelConfig, RunConfig, TasksConfig
 from common.errors import BrokerError

@@ -13,8 +13,7 @@ import pytest
 
 from broker import main
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport
-from broker.journal.run_folder import keep_former_ledger
-from broker.journal.status_files import Snapshots
+from broker.journal.run_folder import StatusFiles, keep_former_ledger
 from broker.messaging.sync_client import BrokerClient
 from broker.server import bind
 from broker.server.server import BrokerServer
@@ -76,7 +75,7 @@ def test_a_run_directory_tells_where_the_broker_is_and_what_it_saw(tmp_path: Pat
 def test_what_was_committed_is_on_disk_at_once(tmp_path: Path) -> None:
     run = main.run_info(job(tmp_path), b"")
     state = new_state(run)
-    snapshots = Snapshots(tmp_path, state)
+    snapshots = StatusFiles(tmp_path, state)
     state.offer([Task(serial, b"{}", 0, 4) for serial in range(run.groups_per_step)])
     state.register(NodeReport("n0", 1, "host", "generating", 0))
     for lease in state.lease("n0", 0, run.groups_per_step):
@@ -92,7 +91,7 @@ def test_what_was_committed_is_on_disk_at_once(tmp_path: Path) -> None:
 def test_the_cost_of_snapshots_does_not_grow_with_the_number_of_commits(tmp_path: Path) -> None:
     now_s, written_at = 0.0, list[float]()
 
-    class Slow(Snapshots):
+    class Slow(StatusFiles):
         def go_on(self, until: float, sync: bool = False) -> bool:
             nonlocal now_s
             written_at.append(now_s)

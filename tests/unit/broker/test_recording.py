@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from broker.contract import NodeReport
-from broker.journal.open_state import Memory, open_memory
+from broker.delivery.task_table import Entry
 from broker.journal.recording import Recording, open_recording
+from broker.journal.recovery import Memory, open_memory
 from broker.main import run_info
 from common.config.schema import Config
 from common.errors import UsageError
@@ -41,6 +42,11 @@ def generate(memory: Memory, serials: range) -> None:
         assert state.complete("n0", lease.token, GroupMeta(0, 1, 0.5, 8), payload, len(payload))
 
 
+def payload(group: Entry) -> bytes:
+    assert group.stored is not None
+    return group.stored.read()
+
+
 def serials(recording: Recording) -> dict[int, list[int]]:
     return {step: [group.task.serial for group in groups] for step, groups in recording.steps.items()}
 
@@ -60,8 +66,8 @@ def test_committed_and_taken_steps_come_back_in_their_order_with_payloads_and_ma
     assert [group.filtered for group in found.steps[0]] == [False, True, False]
     for groups in found.steps.values():
         for group in groups:
-            assert group.stored.read() == b"group %d" % group.task.serial
-            assert (group.node_id, group.meta) == ("n0", GroupMeta(0, 1, 0.5, 8))
+            assert payload(group) == b"group %d" % group.task.serial
+            assert (group.nodes[-1], group.meta) == ("n0", GroupMeta(0, 1, 0.5, 8))
 
 
 def test_what_is_retained_at_least_comes_back_and_no_step_that_lacks_groups(tmp_path: Path) -> None:
@@ -75,4 +81,4 @@ def test_what_is_retained_at_least_comes_back_and_no_step_that_lacks_groups(tmp_
 
     found = recorded(job(tmp_path / "run", retain_steps=2), work)
     assert list(found.steps)[-3:] == [2, 3, 4]
-    assert found.steps[2][0].stored.read() == b"group 4"
+    assert payload(found.steps[2][0]) == b"group 4"

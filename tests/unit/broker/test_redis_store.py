@@ -1,6 +1,5 @@
 """The Redis store: settings of the server, its ACL line, lost records, and what belongs to which run."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from broker.contract import LearnerReport, NodeReport, RunInfo
 from broker.delivery.event_log import EventLog
 from broker.delivery.state import DeliveryState
 from broker.journal.journal import Journal
-from broker.journal.open_state import Memory
-from broker.journal.recovery import recover
+from broker.journal.recovery import Memory, recover
 from broker.journal.redis_store.checks import check_server
 from broker.journal.redis_store.connection import open_client
 from broker.journal.redis_store.keys import acl_line
@@ -41,9 +39,9 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 def new_store(server: RedisServer, client: Any) -> RedisStore:
     """The store of the run NAME of the folder /run, led for a new term."""
-    term = Term(client, server.address, "NAME", "/run", "tcp://127.0.0.1:1")
-    assert term.take(0) is None
-    return RedisStore(term, "/run")
+    term = Term(client, server.address, "NAME", "/run")
+    assert term.take("tcp://127.0.0.1:1") is None
+    return RedisStore(term)
 
 
 def lead(server: RedisServer, run_dir: Path) -> Leading:
@@ -73,16 +71,11 @@ class Broker:
         store = store or new_store(server, server.client())
         self.term = store.term
         self.events = EventLog()
-        numbers = iter(range(1 << 20))
         run = RunInfo("NAME", "/run", 2, 3, 3, 1000.0, 1 << 30)
 
-        def make(journal: Journal) -> DeliveryState:
-            return DeliveryState(
-                run, time.monotonic, lambda: f"{self.term.number}.{next(numbers)}", self.events, journal, 2
-            )
-
         self.journal = Journal(store, "fsync")
-        self.state, _ = recover(self.journal, make)
+        self.state = DeliveryState(run, events=self.events, recorder=self.journal, retain_steps=2)
+        recover(self.journal, self.state)
 
     def settle(self) -> None:
         last = self.journal.end_turn()
@@ -138,7 +131,7 @@ def test_the_acl_line_suffices_for_a_broker_and_keeps_it_to_its_run(server: Redi
     assert broker.journal.close()
     broker.term.resign()
     with pytest.raises(BrokerError, match="refuses the broker"):
-        Term(client, server.address, "OTHER", "/run", "tcp://127.0.0.1:1").take(0)
+        Term(client, server.address, "OTHER", "/run").take("tcp://127.0.0.1:1")
 
 
 def test_a_wrong_password_is_said_and_not_shown(server: RedisServer, tmp_path: Path) -> None:
@@ -201,14 +194,14 @@ def test_a_new_leader_says_what_redis_has_lost_and_begins_an_empty_store(server:
     assert first.take("tcp://127.0.0.1:1") is None
     store = first.open()
     first.remember("tcp://127.0.0.1:1", 7)
-    first.resign()
+    first.term.resign()
     second = lead(server, tmp_path)
     with pytest.raises(StoreUnavailable, match="lacks records up to 7; its former leader has 6 s to go on"):
         second.take("tcp://127.0.0.1:1")
     until(lambda: takes(second), "the time of the former leader")
     assert second.open().store_id != store.store_id
     assert second.lost == f"store {store.store_id} is gone, with all its records up to 7"
-    second.resign()
+    second.term.resign()
 
 
 def test_a_standby_leaves_an_emptied_server_to_the_leader_that_is_alive(server: RedisServer, tmp_path: Path) -> None:
@@ -229,17 +222,32 @@ def test_a_standby_leaves_an_emptied_server_to_the_leader_that_is_alive(server: 
     found = standby.take("tcp://127.0.0.1:2")
     assert found is not None and found.address == "tcp://127.0.0.1:1"
     assert broker.journal.close()
-    first.resign()
+    first.term.resign()
+
+
+def test_a_leader_that_was_stopped_while_it_opened_its_store_leaves_the_note_of_its_successor(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    first, second = lead(server, tmp_path), lead(server, tmp_path)
+    assert first.take("tcp://127.0.0.1:1") is None
+    server.ask("DEL", "slipstream:{NAME}:leader")  # its term runs out
+    assert second.take("tcp://127.0.0.1:2") is None
+    second.open()
+    note = (tmp_path / "redis.json").read_bytes()
+    with pytest.raises(StoreFenced, match=r"the broker of tcp://127\.0\.0\.1:2 .* leads in term 2"):
+        first.open()
+    assert (tmp_path / "redis.json").read_bytes() == note
+    second.term.resign()
 
 
 def test_a_term_is_renewed_while_a_store_is_read(server: RedisServer, tmp_path: Path) -> None:
     leading = lead(server, tmp_path)
     assert leading.take("tcp://127.0.0.1:1") is None
     lasts_ms = server.ask("PTTL", "slipstream:{NAME}:leader")
-    with leading.renewing():
+    with leading.term.renewing():
         until(lambda: server.ask("PTTL", "slipstream:{NAME}:leader") < lasts_ms - 500, "half a second of the term")
         until(lambda: server.ask("PTTL", "slipstream:{NAME}:leader") > lasts_ms - 250, "a longer term")
-    leading.resign()
+    leading.term.resign()
 
 
 def test_a_second_run_of_the_same_name_is_refused_while_the_first_begins(server: RedisServer, tmp_path: Path) -> None:
@@ -249,7 +257,7 @@ def test_a_second_run_of_the_same_name_is_refused_while_the_first_begins(server:
     second = lead(server, tmp_path / "b")
     with pytest.raises(UsageError, match=rf"run\.name: .* in the folder {tmp_path}/a, and this one is {tmp_path}/b"):
         second.take("tcp://127.0.0.1:2")
-    first.resign()
+    first.term.resign()
 
 
 def test_a_run_of_another_folder_takes_no_term(server: RedisServer, tmp_path: Path) -> None:
@@ -266,7 +274,7 @@ def test_a_broker_whose_term_ended_before_it_served_writes_nothing(server: Redis
     leading = lead(server, tmp_path)
     assert leading.take("tcp://127.0.0.1:1") is None
     memory = Memory(Broker(server, leading.open()).state)
-    leading.resign()
+    leading.term.resign()
     with pytest.raises(StoreFenced, match="has ended before it served"):
         RunFolder(tmp_path, leading).begin(memory, "tcp://127.0.0.1:1")
     assert not (tmp_path / "broker.json").exists()
@@ -276,5 +284,5 @@ def test_a_run_of_another_folder_keeps_its_name(server: RedisServer) -> None:
     broker = Broker(server)
     broker.settle()
     with pytest.raises(UsageError, match=r"run\.name: .* in the folder /run"):
-        RedisStore(broker.term, "/elsewhere")
+        RedisStore(Term(server.client(), server.address, "NAME", "/elsewhere"))
     broker.journal.close()

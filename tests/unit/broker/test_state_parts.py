@@ -8,10 +8,11 @@ import pytest
 from broker.contract import LOST_AFTER_S, BrokerEvent, LearnerReport, LedgerEntry
 from broker.delivery.deadlines import Deadlines
 from broker.delivery.event_log import RING_EVENTS, EventLog
-from broker.delivery.finished_tasks import History
 from broker.delivery.learner_fencing import LearnerRecord
 from broker.delivery.nodes import FORGET_AFTER_S, Fleet
 from broker.delivery.state import DeliveryState
+from broker.delivery.tables import POOL_TOKENS, TOKEN_BYTES, random_tokens
+from broker.delivery.task_table import History
 from broker.journal import records
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
@@ -63,6 +64,15 @@ def test_a_deadline_that_moves_forward_in_time_is_noticed() -> None:
     deadlines.add("a", 1.0)
     assert list(deadlines.passed(1.0, lambda key: 1.0)) == ["a"]
     assert list(deadlines.passed(20.0, lambda key: 1.0)) == []
+
+
+def test_lease_tokens_are_random_hexadecimal_and_never_the_same() -> None:
+    first, second = random_tokens(), random_tokens()
+    made = [next(source) for _ in range(3 * POOL_TOKENS) for source in (first, second)]
+    assert len(set(made)) == len(made)
+    assert {len(bytes.fromhex(token)) for token in made} == {TOKEN_BYTES}
+    ones = sum(bin(int(token, 16)).count("1") for token in made) / len(made)
+    assert abs(ones - 4 * TOKEN_BYTES) < 1, "half of the bits of random tokens are ones"
 
 
 def test_the_event_ring_is_bounded_and_the_sink_sees_everything() -> None:

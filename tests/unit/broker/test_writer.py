@@ -1,35 +1,104 @@
 """The thread that writes to the store, with a store that a test controls."""
 
+import threading
+from collections.abc import Collection
 from typing import Any
 
-from broker.journal.store import Record, StoreBehind
+from broker.journal.store import Compaction, Location, Record, StoreBehind
 from broker.journal.writer import Writer
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
+
+
+class Rewrite(Compaction):
+    """A snapshot that replaces everything before it."""
+
+    rewritten = ()
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+
+    def finished(self) -> None:
+        return None
+
+    def snapshot(self, history: int) -> bytes:
+        return b"all of it"
+
+    def wanted(self) -> Collection[Location]:
+        return ()
 
 
 class Failover:
-    """A store that lacks records at its first write; before the second one the server that has them is back."""
+    """A store that lacks records at its first `behind` writes; after them the server that has every record is back."""
 
     idle_s = None
 
-    def __init__(self) -> None:
+    def __init__(self, behind: int) -> None:
         self.written: list[int] = []
-        self._first = True
+        self._behind = behind
 
     def append(self, batch: list[Record], **_: Any) -> None:
-        if self._first:
-            self._first = False
+        if self._behind:
+            self._behind -= 1
             raise StoreBehind("the replica lacks records")
         self.written += [record.seq for record in batch]
 
+    def compact(self, compaction: Compaction, history: int) -> int:
+        self.written.append(compaction.seq)
+        return history
+
+
+def started(store: Failover) -> Writer:
+    writer = Writer(store, "fsync", lambda: None)  # type: ignore[arg-type]
+    writer.start(0, 0)
+    return writer
+
 
 def test_a_store_that_has_every_record_again_needs_no_rewrite() -> None:
-    store = Failover()
-    writer = Writer(store, "fsync", 0, 0, lambda: None)  # type: ignore[arg-type]
-    writer.start()
+    store = Failover(behind=1)
+    writer = started(store)
     writer.put(Record(1, b"a move"))
     writer.kick()
     until(lambda: writer.acknowledged == 1, "the record to be acknowledged")
     assert store.written == [1]
     assert not writer.behind
-    assert writer.close(60.0)
+    assert writer.close(LIMIT_S)
+
+
+def test_a_rewrite_replaces_the_batch_that_the_store_refuses_and_all_that_was_queued_before() -> None:
+    store = Failover(behind=1 << 30)
+    writer = started(store)
+    writer.put(Record(1, b"a move"))
+    writer.kick()
+    until(lambda: writer.behind, "a store that lacks records")
+    writer.put(Record(2, b"a move"))
+    writer.rewrite(Rewrite(3))
+    assert not writer.behind
+    until(lambda: writer.acknowledged == 3, "the rewrite")
+    assert writer.close(LIMIT_S)
+    assert (store.written, writer.stuck) == ([3], "")
+
+
+class PausingPayload(bytes):
+    """Its size is asked for while the thread takes the record from the queue, which then waits."""
+
+    def __init__(self) -> None:
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        self.asked.set()
+        assert self.go_on.wait(LIMIT_S), "the rewrite was queued"
+        return 0
+
+
+def test_a_rewrite_is_written_although_it_comes_while_the_thread_takes_from_the_queue() -> None:
+    """The server that has every record came back just before, so the thread goes on with the queue."""
+    store, payload = Failover(behind=0), PausingPayload()
+    writer = started(store)
+    writer.put(Record(1, b"a move", payload))
+    writer.kick()
+    assert payload.asked.wait(LIMIT_S), "the thread takes the record"
+    writer.rewrite(Rewrite(2))
+    payload.go_on.set()
+    assert writer.close(LIMIT_S)
+    assert store.written[-1] == 2
+    assert writer.acknowledged == 2

@@ -7,8 +7,8 @@ import pytest
 
 from broker.contract import LearnerReport, RunInfo
 from broker.delivery.in_process import MemoryLearner
+from broker.delivery.task_table import Entry
 from broker.journal.file_store.folder import StoreFolder, new_info
-from broker.journal.recorded_groups import RecordedGroup
 from broker.journal.recording import Recording, open_recording, preloaded
 from common.config.loading import load_config
 from common.config.schema import Config
@@ -29,10 +29,13 @@ RUN_INFO = RunInfo("demo", "/runs/demo", 2, 1, 3, 60.0, 1 << 20)
 class Payload:
     """As a payload in a store; MemoryLearner hands it on."""
 
+    def read(self) -> bytes:
+        return b""
 
-def group(serial: int, filtered: bool = False) -> RecordedGroup:
+
+def group(serial: int, filtered: bool = False) -> Entry:
     meta = GroupMeta(0, 0, 0.5, 8)
-    return RecordedGroup(Task(serial, b"{}", serial, 2), "node-0", meta, filtered, Payload())  # type: ignore[arg-type]
+    return Entry(Task(serial, b"{}", serial, 2), nodes=["node-0"], meta=meta, filtered=filtered, stored=Payload())
 
 
 def recording(*steps: int) -> Recording:

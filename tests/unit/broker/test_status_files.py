@@ -1,4 +1,4 @@
-"""Snapshots of a long ledger: in parts, whole on the disk, and the broker's memory of deadlines that matter no more."""
+"""The ledger and the status in the run folder: in parts, whole on the disk; and deadlines that matter no more."""
 
 import os
 from pathlib import Path
@@ -9,8 +9,8 @@ import pytest
 from broker.contract import BrokerStatus, LedgerEntry, NodeReport
 from broker.delivery.deadlines import HEAP_SLACK, Deadlines
 from broker.delivery.state import DeliveryState
-from broker.journal import status_files
-from broker.journal.status_files import LINES, Snapshots
+from broker.journal import run_folder
+from broker.journal.run_folder import LINES, StatusFiles
 from common.rollouts import GroupMeta, Task
 from tests.broker_rig import new_state, numbered_state, run_info
 
@@ -50,20 +50,20 @@ def ledger_in(folder: Path) -> list[LedgerEntry]:
 @pytest.mark.parametrize("tasks", [STEP + 50, LINES, LINES + 1, 5 * LINES + 3])
 def test_a_ledger_in_parts_is_the_whole_ledger(tmp_path: Path, tasks: int) -> None:
     state = state_with(tasks)
-    Snapshots(tmp_path, state).write()
+    StatusFiles(tmp_path, state).write()
     assert ledger_in(tmp_path) == state.ledger()
     assert msgspec.json.decode((tmp_path / "status.json").read_bytes(), type=BrokerStatus) == state.status()
     assert sorted(os.listdir(tmp_path)) == ["ledger.json", "status.json"]
 
 
 def test_an_empty_ledger_is_an_empty_list(tmp_path: Path) -> None:
-    Snapshots(tmp_path, new_state()).write()
+    StatusFiles(tmp_path, new_state()).write()
     assert ledger_in(tmp_path) == []
 
 
 def test_a_long_ledger_keeps_no_turn_of_the_loop_for_longer_than_a_part(tmp_path: Path) -> None:
     state = state_with(20 * LINES)
-    taken = Snapshots(tmp_path, state, Clock(status_files.PART_S / 4))
+    taken = StatusFiles(tmp_path, state, Clock(run_folder.PART_S / 4))
     ticks = 0
     while not (tmp_path / "ledger.json").exists():
         taken.tick()
@@ -75,7 +75,7 @@ def test_a_long_ledger_keeps_no_turn_of_the_loop_for_longer_than_a_part(tmp_path
 
 def test_the_former_ledger_stays_until_the_next_is_complete_and_the_last_one_waits_for_nothing(tmp_path: Path) -> None:
     state = state_with(4 * LINES)
-    taken = Snapshots(tmp_path, state, Clock(status_files.PART_S))
+    taken = StatusFiles(tmp_path, state, Clock(run_folder.PART_S))
     (tmp_path / "ledger.json").write_text("[]")
     taken.tick()
     assert ledger_in(tmp_path) == []
@@ -88,13 +88,13 @@ def test_a_disk_that_takes_no_snapshot_stops_nobody_and_the_next_one_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock(1e-6)
-    taken = Snapshots(tmp_path, state_with(2 * LINES), clock)
+    taken = StatusFiles(tmp_path, state_with(2 * LINES), clock)
     with monkeypatch.context() as patch:
-        patch.setattr(status_files.AtomicFile, "write", lambda self, data: (_ for _ in ()).throw(OSError(28, "full")))
+        patch.setattr(run_folder.AtomicFile, "write", lambda self, data: (_ for _ in ()).throw(OSError(28, "full")))
         taken.tick()
-    assert "snapshot not written" in caplog.text
+    assert "status not written" in caplog.text
     assert os.listdir(tmp_path) == []
-    clock.now_s += 2 * status_files.SNAPSHOT_S
+    clock.now_s += 2 * run_folder.STATUS_S
     taken.tick()
     assert len(ledger_in(tmp_path)) == 2 * LINES
 
