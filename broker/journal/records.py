@@ -7,6 +7,7 @@ and have defaults. SCHEMA changes when an older reader would misread a store.
 
 import zlib
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 
 import msgspec
 
@@ -44,27 +45,27 @@ class SavedNode(msgspec.Struct, frozen=True):
     has_leased: bool = False
 
 
-class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
+_RENAMED = {"freed_by_step": "replaced", "freed": "passed", "freed_earlier": "passed_gone", "retained": "kept"}
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", rename=_RENAMED):
     """The state without finished tasks, which are the first `history_bytes` of the history file.
 
+    TaskTable and Tables explain the attributes of the same names.
+
     Attributes:
-        steps: serials that each uncommitted step took, in the order given out.
-        replaced: TaskTable.freed_by_step.
-        passed, passed_gone: TaskTable.freed, TaskTable.freed_earlier.
         accepted: (token, node) of accepted results, oldest first.
-        kept: TaskTable.retained.
-        owners: public key of the credential that speaks for each node id.
     """
 
     schema: int
     next_serial: int
     tasks: list[SavedTask]
     steps: dict[int, list[int]]
-    replaced: dict[int, int]
-    passed: list[int]
+    freed_by_step: dict[int, int]
+    freed: list[int]
     filtered: int
     accepted: list[tuple[str, str]]
-    kept: dict[int, list[KeptGroup]]
+    retained: dict[int, list[KeptGroup]]
     learner: LearnerReport | None
     nodes: list[SavedNode]
     marks: Marks
@@ -75,7 +76,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     accepted_groups: int = 0
     accepted_bytes: int = 0
     owners: dict[str, str] = {}
-    passed_gone: int = 0
+    freed_earlier: int = 0
 
 
 class FinishedTasks(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -92,6 +93,9 @@ _decoder = msgspec.msgpack.Decoder(AnyRecord)
 _finished = msgspec.msgpack.Decoder(FinishedTasks)
 _entries = msgspec.msgpack.Decoder(list[LedgerEntry])
 _SURVIVING = TaskRecord.__struct_fields__
+_OF_TABLE = (
+    "next_serial", "steps", "freed_by_step", "freed", "freed_earlier", "filtered", "accepted_groups", "accepted_bytes",
+)  # fmt: skip
 
 
 def encode(record: Move | Snapshot) -> bytes:
@@ -135,24 +139,17 @@ class Captured(Compaction):
         tasks.finished = []
         self._base = Snapshot(
             schema=SCHEMA,
-            next_serial=tasks.next_serial,
+            **{name: deepcopy(getattr(tasks, name)) for name in _OF_TABLE},
             tasks=[task for task, _ in self._tasks],
-            steps={step: list(serials) for step, serials in tasks.steps.items()},
-            replaced=dict(tasks.freed_by_step),
-            passed=list(tasks.freed),
-            filtered=tasks.filtered,
             accepted=list(state.accepted.items()),
-            kept={},
+            retained={},
             learner=state.learner.report,
             replaced_learners=sorted(state.learner.replaced),
             job_ended=state.learner.job_ended,
             nodes=[SavedNode(n.report, n.has_leased) for n in state.fleet.nodes.values()],
             marks=Marks(state.first_step, state.committed_step),
             statistics=Statistics.of(state),
-            accepted_groups=tasks.accepted_groups,
-            accepted_bytes=tasks.accepted_bytes,
             owners=dict(state.owners),
-            passed_gone=tasks.freed_earlier,
         )
 
     def finished(self) -> bytes | None:
@@ -163,8 +160,8 @@ class Captured(Compaction):
         """See Compaction."""
         for task, stored in self._tasks:
             task.location = None if stored is None else _location(stored)
-        kept = {step: [_kept(entry) for entry in entries] for step, entries in self._retained.items()}
-        return encode(msgspec.structs.replace(self._base, kept=kept, history_bytes=history))
+        retained = {step: [_kept(entry) for entry in entries] for step, entries in self._retained.items()}
+        return encode(msgspec.structs.replace(self._base, retained=retained, history_bytes=history))
 
     def wanted(self) -> list[Location]:
         """See Compaction."""
@@ -175,11 +172,6 @@ class Captured(Compaction):
 def restore(state: DeliveryState, snapshot: Snapshot, read: Callable[[Location], bytes]) -> None:
     """Fill an empty state, except for its history; `read` gives the payload at a place of the store."""
     tasks = state.tasks
-    tasks.next_serial = snapshot.next_serial
-    tasks.steps = {step: list(serials) for step, serials in snapshot.steps.items()}
-    tasks.freed_by_step = dict(snapshot.replaced)
-    tasks.filtered = snapshot.filtered
-    tasks.freed, tasks.freed_earlier = list(snapshot.passed), snapshot.passed_gone
     for node in snapshot.nodes:
         state.fleet.join(node.report, state.clock()).has_leased = node.has_leased
     for task in snapshot.tasks:
@@ -192,7 +184,8 @@ def restore(state: DeliveryState, snapshot: Snapshot, read: Callable[[Location],
             tasks.leased[entry.token] = entry
             if entry.node in state.fleet.nodes:
                 state.fleet.nodes[entry.node].tokens.add(entry.token)
-    tasks.accepted_groups, tasks.accepted_bytes = snapshot.accepted_groups, snapshot.accepted_bytes
+    for name in _OF_TABLE:
+        setattr(tasks, name, getattr(snapshot, name))
     tasks.pending = sorted(s for s, e in tasks.living.items() if e.state == PENDING)  # a sorted list is a heap
     tasks.ready = sorted(s for s, e in tasks.living.items() if e.state == READY)
     tasks.retained = {
@@ -208,7 +201,7 @@ def restore(state: DeliveryState, snapshot: Snapshot, read: Callable[[Location],
             )
             for group in groups
         ]
-        for step, groups in snapshot.kept.items()
+        for step, groups in snapshot.retained.items()
     }
     state.accepted.update(snapshot.accepted)
     state.owners.update(snapshot.owners)
