@@ -1,17 +1,12 @@
-"""RUN/store: its lock, its identity, its segments and the history of finished tasks."""
+"""RUN/store: its lock, its identity and its files."""
 
-import mmap
-import os
 import secrets
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
-from broker.journal.file_store.frames import HEAD_BYTES, Buffer, Scan, head, read_frame, scan
-from broker.journal.store import StoreCorrupt
 from common.errors import UsageError
 from common.process.lock_file import AlreadyLocked, take_lock
 from common.process.run_dir import write_atomic
@@ -89,68 +84,7 @@ class StoreFolder:
         """The file of a segment."""
         return self.path / f"{number:08d}.log"
 
-    def keep_only(self, numbers: set[int]) -> None:
-        """Remove all other segments."""
-        for number in self.segments():
-            if number not in numbers:
-                self.segment(number).unlink(missing_ok=True)
-
-    def scan_segment(self, number: int, seed: int) -> Scan:
-        """Frames of a segment; raises StoreCorrupt when something that was synced is damaged."""
-        path = self.segment(number)
-        with path.open("rb") as file:
-            found = scan(mapped(file), seed)
-        if found.damaged:
-            raise StoreCorrupt(f"{path}: byte {found.end}", found.torn)
-        return found
-
-    def read_history(self, size: int, seed: int) -> Iterator[bytes]:
-        """Bodies of the records in the first `size` bytes of the history; raises StoreCorrupt."""
-        if not size:
-            return
-        with self.history.open("rb") as file:
-            data = mapped(file)
-        offset = 0
-        while offset < size:
-            frame = read_frame(data, offset, seed)
-            if frame is None:
-                where = f"{self.history}: byte {offset}"
-                raise StoreCorrupt(where, "a record of finished tasks is cut off or damaged")
-            yield frame.body
-            offset = frame.end
-
-    def append_history(self, size: int, body: bytes, seed: int) -> int:
-        """Put one record behind the first `size` bytes, durably; returns the new size. May be repeated."""
-        handle = os.open(self.history, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        try:
-            os.ftruncate(handle, size)
-            data = head(0, 0, body, 0, 0, seed) + body
-            done = 0
-            while done < len(data):
-                done += os.pwrite(handle, data[done:], size + done)
-            os.fdatasync(handle)
-        finally:
-            os.close(handle)
-        return size + HEAD_BYTES + len(body)
-
-    def size_bytes(self) -> int:
-        """The size of all files on the disk."""
-        sizes = 0
-        for path in self.path.iterdir():
-            try:
-                sizes += path.stat().st_blocks * 512
-            except FileNotFoundError:
-                continue
-        return sizes
-
 
 def new_info(run_name: str) -> StoreInfo:
     """The identity of a store that begins now."""
     return StoreInfo(secrets.token_hex(8), run_name, time.time(), secrets.randbits(63))
-
-
-def mapped(file: IO[bytes]) -> Buffer:
-    """A file's content without reading it all."""
-    if os.fstat(file.fileno()).st_size == 0:
-        return b""
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -80,10 +80,11 @@ def read_frame(data: Buffer, offset: int, seed: int) -> Frame | None:
     return Frame(offset, seq, synced, body, start + body_bytes, payload_bytes, payload_checksum)
 
 
-def scan(data: Buffer, seed: int, first_seq: int | None = None) -> Scan:
+def scan(data: Buffer, seed: int) -> Scan:
     """All frames in order; payloads that were not known to be synced are checked too."""
     frames: list[Frame] = []
-    offset, expected, torn = 0, first_seq, ""
+    offset, torn = 0, ""
+    expected: int | None = None
     while offset < len(data):
         frame = read_frame(data, offset, seed)
         if frame is not None and expected in (None, frame.seq):
@@ -94,15 +95,14 @@ def scan(data: Buffer, seed: int, first_seq: int | None = None) -> Scan:
         if block != offset and not any(data[offset : min(block, len(data))]):
             offset = block
             continue
-        following = next((f for f in find_frames(data, offset, seed)), None)
+        following = next(find_frames(data, offset, seed), None)
         if following is not None and following.seq == expected:
             offset = following.offset  # only what fills a block up is damaged
             continue
         torn = _reason(data, offset, frame, expected)
         break
-    return _without_bad_payloads(
-        data, seed, Scan(frames, offset, torn, _was_synced(data, offset, seed, expected, torn))
-    )
+    damaged = bool(torn) and any(f.synced >= (expected or 0) for f in find_frames(data, offset, seed))
+    return _without_bad_payloads(data, seed, Scan(frames, offset, torn, damaged))
 
 
 def find_frames(data: Buffer, start: int, seed: int) -> Iterator[Frame]:
@@ -114,12 +114,6 @@ def find_frames(data: Buffer, start: int, seed: int) -> Iterator[Frame]:
         if frame is not None:
             yield frame
         position = whole.find(MAGIC, position + 1 if frame is None else frame.end)
-
-
-def _was_synced(data: Buffer, offset: int, seed: int, expected: int | None, torn: str) -> bool:
-    if not torn:
-        return False
-    return any(f.synced >= (expected or 0) for f in find_frames(data, offset, seed))
 
 
 def _without_bad_payloads(data: Buffer, seed: int, found: Scan) -> Scan:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import mmap
 import os
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from broker.journal.file_store.folder import StoreFolder, StoreInfo, new_info
-from broker.journal.file_store.frames import HEAD_BYTES, Frame, checksum, head
+from broker.journal.file_store.frames import HEAD_BYTES, Buffer, Frame, checksum, head, read_frame, scan
 from broker.journal.file_store.segment_file import SegmentFile, new_stage
 from broker.journal.store import (
     Compaction,
@@ -18,6 +19,7 @@ from broker.journal.store import (
     PayloadUnreadable,
     Record,
     Store,
+    StoreCorrupt,
     StoredPayload,
     StoredRecord,
     StoreUnavailable,
@@ -47,7 +49,10 @@ class FileStore(Store):
         """The newest segment whose snapshot is whole; one without was being begun when the broker died."""
         torn = ""
         for number in reversed(self.folder.segments()):
-            path, found = self.folder.segment(number), self.folder.scan_segment(number, self.info.seed)
+            path = self.folder.segment(number)
+            found = scan(_mapped(path), self.info.seed)
+            if found.damaged:
+                raise StoreCorrupt(f"{path}: byte {found.end}", found.torn)
             if not found.frames:
                 torn = torn or f"{path}: byte 0: {found.torn or 'empty'}"
                 continue
@@ -61,7 +66,15 @@ class FileStore(Store):
 
     def history(self, size: int) -> Iterator[bytes]:
         """See Store; the size is in bytes."""
-        return self.folder.read_history(size, self.info.seed)
+        data = _mapped(self.folder.history) if size else b""
+        offset = 0
+        while offset < size:
+            frame = read_frame(data, offset, self.info.seed)
+            if frame is None:
+                where = f"{self.folder.history}: byte {offset}"
+                raise StoreCorrupt(where, "a record of finished tasks is cut off or damaged")
+            yield frame.body
+            offset = frame.end
 
     def read(self, location: Location) -> bytes:
         """See Store."""
@@ -107,7 +120,7 @@ class FileStore(Store):
         with self._when_full():
             finished = compaction.finished()
             if finished is not None:
-                history = self.folder.append_history(history, finished, self.info.seed)
+                history = self._append_history(history, finished)
             body, seq = compaction.snapshot(history), compaction.seq
             file = SegmentFile(self.folder.segment(number), self._stage)
             try:
@@ -121,12 +134,19 @@ class FileStore(Store):
         if self._file is not None:
             self._file.close()
         self._file, self._number = file, number
-        self.folder.keep_only({location.segment for location in compaction.wanted()} | {number})
+        wanted = {location.segment for location in compaction.wanted()} | {number}
+        for former in self.folder.segments():
+            if former not in wanted:
+                self.folder.segment(former).unlink(missing_ok=True)
         return history
 
     def size_bytes(self) -> int:
         """See Store."""
-        return self.folder.size_bytes()
+        sizes = 0
+        for path in self.folder.path.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                sizes += path.stat().st_blocks * 512
+        return sizes
 
     def close(self) -> None:
         """See Store."""
@@ -134,6 +154,20 @@ class FileStore(Store):
             self._file.close()
             self._file = None
         self.folder.unlock()
+
+    def _append_history(self, size: int, body: bytes) -> int:
+        """Put one record behind the first `size` bytes, durably; returns the new size. May be repeated."""
+        data = head(0, 0, body, 0, 0, self.info.seed) + body
+        handle = os.open(self.folder.history, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            os.ftruncate(handle, size)
+            done = 0
+            while done < len(data):
+                done += os.pwrite(handle, data[done:], size + done)
+            os.fdatasync(handle)
+        finally:
+            os.close(handle)
+        return size + len(data)
 
     def _frames(
         self, batch: Sequence[Record], offset: int, synced: int, locations: list[tuple[StoredPayload, Location]]
@@ -180,6 +214,14 @@ def open_file_store(path: Path, run_name: str) -> FileStore:
         folder.unlock()
         raise
     return FileStore(folder, info)
+
+
+def _mapped(path: Path) -> Buffer:
+    """A file's content without reading it all."""
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return b""
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _location(number: int, frame: Frame) -> Location | None:

@@ -48,7 +48,7 @@ def test_what_is_retained_outlives_snapshots_and_what_is_not_is_removed(tmp_path
         last = rig.step(step, size=1000)
         rig.state.commit(step - 1)
         rig.settle()
-        sizes.append(rig.folder.size_bytes())
+        sizes.append(rig.journal.store.size_bytes())
     assert max(sizes[20:]) < 4 * max(sizes[:20]), "the store does not grow with the run"
     rig.close()
     found = recording_in(tmp_path)
