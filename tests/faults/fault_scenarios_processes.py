@@ -192,7 +192,7 @@ def _kill_brokers(rig: Rig) -> float:
 
 
 def _check_recorded(rig: Rig, ledger: list[LedgerEntry]) -> None:
-    """What the store kept of committed steps, for `slipstream replay`, is what the ledger says."""
+    """The store kept the committed steps for `slipstream replay` as the ledger says."""
     steps = recorded(existing_file_store(RunDir(rig.run_dir)), groups_per_step=1).steps
     in_steps = {e.serial: e.step for e in ledger if e.state == "committed"}
     assert steps

@@ -18,7 +18,7 @@ from tests.broker_rig import job
 
 
 def recorded(config: Config, work: Callable[[Memory], None]) -> Recording:
-    """What a recording holds, with its payloads still readable afterwards, of a broker that did `work` and ended."""
+    """The recording of a broker that did `work` and ended; its payloads can still be read afterwards."""
     run = run_info(config, b"")
     memory = open_memory(config, run, lambda event: None)
     work(memory)

@@ -91,7 +91,7 @@ class PausingPayload(bytes):
 
 
 def test_a_rewrite_is_written_although_it_comes_while_the_thread_takes_from_the_queue() -> None:
-    """The server that has every record came back just before, so the thread goes on with the queue."""
+    """The server that has every record came back just before, so the thread continues with the queue."""
     store, payload = Failover(behind=0), PausingPayload()
     writer = started(store)
     writer.put(Record(1, b"a move", payload))
