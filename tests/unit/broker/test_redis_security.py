@@ -191,7 +191,7 @@ def test_a_broker_leads_and_writes_over_tls_with_certificates_on_both_sides(
     second = leading("NAME", front.address, credentials, tmp_path)
     assert second.take(LEADER) is None
     assert second.seen.term == 1, "the first broker's term was kept"
-    second.resign()
+    second.term.resign()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # redis-py leaves such sockets open
