@@ -22,7 +22,7 @@ import tailed_environment
 from common.config.loading import load_config
 from common.config.schema import Config
 from launch.roles import thread_environment
-from rollout_fleet.episode.concurrency import AdaptiveLimit, Slots, pressure
+from rollout_fleet.episode.concurrency import AdaptiveLimit, Slots
 
 NAME = "adaptive_concurrency"
 FIXED = (8, 32, 128)
@@ -94,8 +94,7 @@ class Arm:
     def _look(self) -> None:
         self._looks.append(self._slots.limit)
         if self._adapt is not None:
-            now = pressure(self._engine.counters, time.perf_counter())
-            self._slots.resize(self._adapt.look(now, self._slots.taken))
+            self._slots.resize(self._adapt.look(self._engine.counters, time.perf_counter(), self._slots.taken))
 
 
 def same_lengths(kind: str, turn: int) -> Iterator[int]:

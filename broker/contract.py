@@ -101,8 +101,8 @@ class GroupWork(msgspec.Struct, frozen=True):
         tokens: sampled for it by calls of the model that ended.
         turns, episode_tokens: those of the unfinished episode that has been in its state longest. Tokens count when
             their call ends, as above, because the engine hands a call over at its end.
-        place: the episode's state: room (it waits for a slot), engine, or environment.
-        place_s: how long it has been there.
+        state: the episode's: queued (it waits for a slot), engine, or environment.
+        state_s: how long it has been in that state.
     """
 
     serial: Tally
@@ -112,8 +112,8 @@ class GroupWork(msgspec.Struct, frozen=True):
     tokens: Tally = 0
     turns: Tally = 0
     episode_tokens: Tally = 0
-    place: Text = "room"
-    place_s: Finite = 0.0
+    state: Text = "queued"
+    state_s: Finite = 0.0
 
 
 class LearnerReport(msgspec.Struct, frozen=True):

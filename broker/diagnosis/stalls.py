@@ -245,7 +245,7 @@ def _gone(status: BrokerStatus) -> Iterator[Stall]:
 
 _ENDS = {
     "environment": "it answers, or rollout.sample_timeout_s ends the episode",
-    "room": "an episode before it ends",
+    "queued": "an episode before it ends",
     "engine": "they end, or reach rollout.max_tokens or rollout.sample_timeout_s",
 }
 
@@ -259,8 +259,8 @@ class _Late(NamedTuple):
 
     @property
     def since_s(self) -> float:
-        in_environment = self.group.place == "environment"
-        return (self.group.place_s if in_environment else self.group.age_s) + self.last_seen_s
+        in_environment = self.group.state == "environment"
+        return (self.group.state_s if in_environment else self.group.age_s) + self.last_seen_s
 
     @property
     def missing(self) -> int:
@@ -274,28 +274,28 @@ def _groups(status: BrokerStatus) -> list[Stall]:
     for node in _alive(status):
         for group in node.report.groups:
             overtaken = group.serial // status.run.groups_per_step < step
-            stuck = group.place == "environment" and group.place_s + node.last_seen_s > SLOW_ENVIRONMENT_S
+            stuck = group.state == "environment" and group.state_s + node.last_seen_s > SLOW_ENVIRONMENT_S
             if overtaken or stuck:
-                place = group.place if group.place in _ENDS else "engine"
+                state = group.state if group.state in _ENDS else "engine"
                 late = _Late(node.report.node_id, group, node.last_seen_s)
-                merged.setdefault((place, overtaken), []).append(late)
-    return [_straggler(place, overtaken, groups) for (place, overtaken), groups in merged.items()]
+                merged.setdefault((state, overtaken), []).append(late)
+    return [_straggler(state, overtaken, groups) for (state, overtaken), groups in merged.items()]
 
 
-def _straggler(place: str, overtaken: bool, groups: list[_Late]) -> Stall:
+def _straggler(state: str, overtaken: bool, groups: list[_Late]) -> Stall:
     longest = max(groups, key=lambda late: late.since_s)
     samples = sum(late.group.samples for late in groups)
     at = f"{sum(late.missing for late in groups)} of {samples} samples on {named(sorted({g.node_id for g in groups}))}"
     first = f"task {longest.group.serial}: " if len(groups) > 1 else ""
     # A node counts tokens when a call to the engine returns, so a running call adds none.
-    known = f"{longest.group.episode_tokens:,} tokens" + (" before it" if place == "engine" else "")
-    episode = f"{first}turn {longest.group.turns}, {known}, {longest.group.place_s + longest.last_seen_s:.0f} s there"
+    known = f"{longest.group.episode_tokens:,} tokens" + (" before it" if state == "engine" else "")
+    episode = f"{first}turn {longest.group.turns}, {known}, {longest.group.state_s + longest.last_seen_s:.0f} s there"
     waits = {
         "environment": f"its environment ({at}; {episode})",
-        "room": f"a free slot in the engine ({at})",
+        "queued": f"a free slot in the engine ({at})",
         "engine": f"the engine ({at}; {episode})",
-    }[place]
+    }[state]
     names = named(str(serial) for serial in sorted(late.group.serial for late in groups))
     who = f"task{'s' if len(groups) > 1 else ''} {names}" + (", which later ones have overtaken" if overtaken else "")
-    kind = "environment" if place == "environment" else "straggler"
-    return Stall(kind, who, waits, longest.since_s, _ENDS[place])
+    kind = "environment" if state == "environment" else "straggler"
+    return Stall(kind, who, waits, longest.since_s, _ENDS[state])

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import replace
 
 from rollout_fleet.episode.sampler_protocol import EngineCounters
 
@@ -61,32 +61,6 @@ class Slots:
                 slot.set_result(None)
 
 
-@dataclass(frozen=True)
-class Pressure:
-    """The engine at one look.
-
-    Attributes:
-        at_s: when, on any clock.
-        kv_cache_usage: share of the KV cache in use.
-        running: requests that the engine computes.
-        waiting: requests that the engine has not let in, for want of KV cache or of room in its batch.
-        ended: requests that came to their end so far.
-        lost_s: engine time spent on computing preempted requests again, so far.
-    """
-
-    at_s: float
-    kv_cache_usage: float
-    running: int
-    waiting: int
-    ended: int
-    lost_s: float
-
-
-def pressure(seen: EngineCounters, at_s: float) -> Pressure:
-    """The engine's load at `at_s`, from its counters."""
-    return Pressure(at_s, seen.kv_cache_usage, seen.running, seen.waiting, seen.requests, seen.recompute_s)
-
-
 class AdaptiveLimit:
     """As many slots as fill the engine, but no more than fit its KV cache without much lost time.
 
@@ -101,37 +75,37 @@ class AdaptiveLimit:
         self._low, self._high, self._step = low, max(low, high), step
         self.limit = min(self._high, max(low, 4 * step, holds))
         self._doubling = True
-        self._ended: int | None = None  # at the last look
         self._credit = 0.0  # slots earned by requests that ended
-        self._looks: deque[Pressure] = deque(maxlen=LOOKS + 1)
+        self._requests: int | None = None  # that had ended at the last look
+        self._looks: deque[tuple[float, EngineCounters]] = deque(maxlen=LOOKS + 1)  # with the time of each
 
-    def look(self, pressure: Pressure, taken: int) -> int:
-        """The limit from now on, after a look at the engine while `taken` slots were taken."""
-        ended = 0 if self._ended is None else pressure.ended - self._ended
-        self._ended = pressure.ended
-        self._looks.append(pressure)
+    def look(self, now: EngineCounters, at_s: float, taken: int) -> int:
+        """The limit from now on, after a look at the engine at `at_s`, on any clock, while `taken` slots were taken."""
+        ended = 0 if self._requests is None else now.requests - self._requests
+        self._requests = now.requests
+        self._looks.append((at_s, replace(now)))
         lost, enough = self._lost(), QUEUE * self._step
         settled = len(self._looks) > LOOKS and taken <= self.limit
-        spare = min(look.waiting for look in self._looks) - enough
+        spare = min(look.waiting for _, look in self._looks) - enough
         if lost > COSTLY and settled:
             self._shrink(lost)
-        elif pressure.waiting >= enough:
+        elif now.waiting >= enough:
             self._doubling = False
             if settled and spare > 0:
                 self._lower(self.limit - spare, f"{enough + spare} requests wait in front of the engine")
         elif taken >= self.limit and lost <= CHEAP:
-            self._grow(pressure, ended)
+            self._grow(now, ended)
         return self.limit
 
     def _lost(self) -> float:
         """Share of the time since the oldest look."""
-        first, last = self._looks[0], self._looks[-1]
-        return (last.lost_s - first.lost_s) / (last.at_s - first.at_s) if last.at_s > first.at_s else 0.0
+        (began_s, first), (at_s, last) = self._looks[0], self._looks[-1]
+        return (last.recompute_s - first.recompute_s) / (at_s - began_s) if at_s > began_s else 0.0
 
     def _shrink(self, lost: float) -> None:
         """Lower the limit to the share of its requests that the engine ran."""
-        running = sum(look.running for look in self._looks)
-        share = running / max(1, running + sum(look.waiting for look in self._looks))
+        running = sum(look.running for _, look in self._looks)
+        share = running / max(1, running + sum(look.waiting for _, look in self._looks))
         limit = int(self.limit * min(SHRINK, max(HALF, share)))
         self._lower(limit, f"{lost:.0%} of the engine's time goes into computing preempted requests again")
         self._doubling = False
@@ -140,12 +114,12 @@ class AdaptiveLimit:
         self._change(max(self._low, limit), why)
         self._looks.clear()
 
-    def _grow(self, pressure: Pressure, ended: int) -> None:
-        self._doubling &= pressure.kv_cache_usage <= STEADY_USAGE and not pressure.waiting
+    def _grow(self, now: EngineCounters, ended: int) -> None:
+        self._doubling &= now.kv_cache_usage <= STEADY_USAGE and not now.waiting
         self._credit += ended if self._doubling else GROWTH * ended
         earned = min(self.limit, int(self._credit))
         self._credit %= 1
-        self._change(min(self._high, self.limit + earned), f"{pressure.kv_cache_usage:.0%} of the KV cache is in use")
+        self._change(min(self._high, self.limit + earned), f"{now.kv_cache_usage:.0%} of the KV cache is in use")
 
     def _change(self, limit: int, why: str) -> None:
         if limit != self.limit:

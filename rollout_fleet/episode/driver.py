@@ -12,8 +12,9 @@ import asyncio
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -78,30 +79,18 @@ class Progress:
     Attributes:
         sampled_tokens: by calls of the model that ended.
         turns: calls of the model that began.
-        place: room (not started), engine, environment, or done.
-        since: when it came there, monotonic seconds.
+        state: queued (for a slot), engine, environment, or done.
+        since: when this state began, monotonic seconds.
     """
 
     sampled_tokens: int = 0
     turns: int = 0
-    place: str = "room"
+    state: str = "queued"
     since: float = field(default_factory=time.monotonic)
 
-    def at(self, place: str) -> None:
-        """It is in `place` from now on."""
-        self.place, self.since = place, time.monotonic()
-
-
-class Driver(Protocol):
-    """Runs episodes; safe to call concurrently."""
-
-    async def run(
-        self, problem: dict[str, Any], seed: int, progress: Progress | None = None, group_seed: int | None = None
-    ) -> Sample: ...
-
-    async def close(self) -> None:
-        """Release the resources that the episodes shared."""
-        ...
+    def at(self, state: str) -> None:
+        """Enter a state."""
+        self.state, self.since = state, time.monotonic()
 
 
 class EpisodeFailed(Exception):
@@ -116,19 +105,27 @@ class _Refused(Exception):
     """The environment said something that the driver cannot use."""
 
 
-class EpisodeDriver:
-    """Runs episodes of one environment class against a sampler; safe to call concurrently."""
+class Episode(Protocol):
+    """One episode. `record` is what its sample has so far; `play` raises EpisodeFailed for a fault of the sample's."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        renderer: Renderer,
-        stage: Stage,
-        rules: EpisodeRules,
-    ) -> None:
-        self._sampler, self._renderer, self._stage, self._rules = sampler, renderer, stage, rules
-        self._tool_format = format_of(renderer.template)
+    @property
+    def record(self) -> TokenRecord: ...
+
+    async def play(self) -> StopReason: ...
+
+    async def close(self) -> None: ...
+
+
+class Driver(ABC):
+    """Runs episodes of one kind against a sampler; safe to call concurrently."""
+
+    def __init__(self, sampler: Sampler, renderer: Renderer, stage: Stage, rules: EpisodeRules) -> None:
+        self.sampler, self.renderer, self.stage, self.rules = sampler, renderer, stage, rules
         self._slots = rules.slots()
+
+    @abstractmethod
+    async def begin(self, problem: dict[str, Any], seed: int, group_seed: int, progress: Progress) -> Episode:
+        """A new episode, not played yet."""
 
     async def run(
         self, problem: dict[str, Any], seed: int, progress: Progress | None = None, group_seed: int | None = None
@@ -148,42 +145,57 @@ class EpisodeDriver:
             SlipstreamError: the engine failed, which is not the sample's fault.
             asyncio.CancelledError: the caller gave the episode up.
         """
-        record = TokenRecord()
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._slots)
-            seat = self._stage.seat(problem, seed, seed if group_seed is None else group_seed)
-            stack.push_async_callback(seat.close)
+        async with self._slots:
+            shared_seed = seed if group_seed is None else group_seed
+            episode = await self.begin(problem, seed, shared_seed, progress or Progress())
             try:
-                async with asyncio.timeout(self._rules.timeout_s):
-                    reason = await self._play(record, seat, progress or Progress())
+                async with asyncio.timeout(self.rules.timeout_s):
+                    reason = await episode.play()
+                return episode.record.sample(reason)
             except TimeoutError:
-                what = "the environment or the engine did not answer"
-                return record.sample(
-                    StopReason.TIMEOUT, f"{what} within {self._rules.timeout_s:g} s (turn {record.turns})"
-                )
+                late = f"the episode was not done within {self.rules.timeout_s:g} s (turn {episode.record.turns})"
+                return episode.record.sample(StopReason.TIMEOUT, late)
             except EpisodeFailed as failure:
                 if failure.reason is not StopReason.CANCELLED:
-                    logger.warning("%s on turn %d of seed %d: %s", failure.reason.value, record.turns, seed, failure)
-                return record.sample(failure.reason, str(failure))
-            return record.sample(reason)
+                    turn = episode.record.turns
+                    logger.warning("%s on turn %d of seed %d: %s", failure.reason.value, turn, seed, failure)
+                return episode.record.sample(failure.reason, str(failure))
+            finally:
+                await episode.close()
 
-    async def close(self) -> None:
-        """Nothing is shared."""
+    async def close(self) -> None:  # noqa: B027
+        """Release the resources that the episodes shared."""
 
-    async def _play(self, record: TokenRecord, seat: Seat, progress: Progress) -> StopReason:
-        progress.at("environment")
-        observation = await self._reset(seat)
+
+class EpisodeDriver(Driver):
+    """Runs episodes of one environment class."""
+
+    async def begin(self, problem: dict[str, Any], seed: int, group_seed: int, progress: Progress) -> Episode:
+        return _EnvironmentEpisode(self, self.stage.seat(problem, seed, group_seed), progress)
+
+
+class _EnvironmentEpisode:
+    """The policy and an environment take turns."""
+
+    def __init__(self, driver: Driver, seat: Seat, progress: Progress) -> None:
+        self._sampler, self._renderer, self._rules = driver.sampler, driver.renderer, driver.rules
+        self._seat, self._progress, self.record = seat, progress, TokenRecord()
+
+    async def play(self) -> StopReason:
+        self._progress.at("environment")
+        record, budget, limits = self.record, self._rules.budget, self._rules.limits
+        async with self._bounded("reset", limits.reset_s):
+            observation = await self._seat.reset()
         ids = self._ids(observation)
-        tools = isinstance(observation, Chat) and bool(observation.tools)
-        budget = self._rules.budget
+        kind = format_of(self._renderer.template) if isinstance(observation, Chat) and observation.tools else None
         while True:
             record.observe(ids)
             room = min(budget.max_tokens - record.sampled, budget.max_context - len(record.tokens))
             if room <= 0:
-                return self._no_room(record, len(ids))
-            generation = await generate(self._sampler, record, room, self._rules.sampling, progress)
+                return self._no_room(len(ids))
+            generation = await generate(self._sampler, record, room, self._rules.sampling, self._progress)
             ended = generation.finish_reason == "stop"
-            result = await self._step(seat, self._action(generation, ended, tools), record)
+            result = await self._step(self._action(generation, ended, kind))
             if not result.trained:
                 record.untrain(len(generation.tokens))
             if not ended:
@@ -194,17 +206,15 @@ class EpisodeDriver:
                 return StopReason.TURN_LIMIT
             ids = self._ids(result.observation, generation.tokens[-1])
 
-    async def _reset(self, seat: Seat) -> Observation:
-        async with self._bounded("reset", self._rules.limits.reset_s):
-            return await seat.reset()
+    async def close(self) -> None:
+        await self._seat.close()
 
-    async def _step(self, seat: Seat, action: Action, record: TokenRecord) -> StepResult:
+    async def _step(self, action: Action) -> StepResult:
         async with self._bounded("step", self._rules.limits.step_s):
-            result = await seat.step(action)
-            reward = finite(result.reward)
-            metrics = checked_metrics(result.metrics)
-        record.turn_rewards.append(reward)
-        record.metrics = {**record.metrics, **metrics}
+            result = await self._seat.step(action)
+            reward, metrics = finite(result.reward), checked_metrics(result.metrics)
+        self.record.turn_rewards.append(reward)
+        self.record.metrics = {**self.record.metrics, **metrics}
         return result
 
     @asynccontextmanager
@@ -224,31 +234,29 @@ class EpisodeDriver:
 
     def _ids(self, observation: Observation, end_token: int | None = None) -> list[int]:
         """Token ids of an observation; `end_token` None: it is the first one."""
+        most = self._rules.limits.observation_chars
         try:
-            sized = self._sized(observation)
-            return self._renderer.first(sized) if end_token is None else self._renderer.later(sized, end_token)
+            size = sum(len(c) for _, c in observation.messages) if isinstance(observation, Chat) else len(observation)
+            if size > most:
+                raise Flood(f"{size} characters or tokens, the limit is {most}")
+            if end_token is None:
+                return self._renderer.first(observation)
+            return self._renderer.later(observation, end_token)
         except Exception as error:
             raise failure(error, "observation") from error
 
-    def _sized(self, observation: Observation) -> Observation:
-        size = sum(len(c) for _, c in observation.messages) if isinstance(observation, Chat) else len(observation)
-        if size > self._rules.limits.observation_chars:
-            raise Flood(f"{size} characters or tokens, the limit is {self._rules.limits.observation_chars}")
-        return observation
-
-    def _no_room(self, record: TokenRecord, observed: int) -> StopReason:
-        if record.turns:
-            record.retract(observed)
+    def _no_room(self, observed: int) -> StopReason:
+        if self.record.turns:
+            self.record.retract(observed)
             return StopReason.LENGTH
-        raise EpisodeFailed(
-            f"the prompt has {len(record.tokens)} tokens, the context has {self._rules.budget.max_context}"
-        )
+        prompt, context = len(self.record.tokens), self._rules.budget.max_context
+        raise EpisodeFailed(f"the prompt has {prompt} tokens, the context has {context}")
 
-    def _action(self, generation: Generation, ended: bool, tools: bool) -> Action:
+    def _action(self, generation: Generation, ended: bool, tool_format: str | None) -> Action:
         text = self._renderer.text(generation.tokens[:-1] if ended else generation.tokens)
-        if not tools or not ended:
+        if tool_format is None or not ended:
             return Action(text, tuple(generation.tokens), ended)
-        said = parse(text, self._tool_format)
+        said = parse(text, tool_format)
         return Action(text, tuple(generation.tokens), ended, said.calls, said.malformed)
 
 

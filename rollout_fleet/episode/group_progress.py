@@ -37,12 +37,12 @@ class GroupProgress:
     @property
     def finished(self) -> int:
         """Episodes that ended."""
-        return sum(episode.place == "done" for episode in self.episodes)
+        return sum(episode.state == "done" for episode in self.episodes)
 
     @property
     def starting(self) -> int:
         """Episodes whose environment has not given its first observation."""
-        return sum(episode.place == "environment" and not episode.turns for episode in self.episodes)
+        return sum(episode.state == "environment" and not episode.turns for episode in self.episodes)
 
     def seconds(self) -> float:
         """Since its first episode began; 0 before."""
@@ -54,8 +54,8 @@ class GroupProgress:
         It describes the episode that has been for longest in the engine or in its environment. Only when none has
         begun, it describes one that waits for a slot.
         """
-        left = [e for e in self.episodes if e.place != "done"]
-        oldest = min([e for e in left if e.place != "room"] or left, key=lambda e: e.since, default=None)
+        left = [e for e in self.episodes if e.state != "done"]
+        oldest = min([e for e in left if e.state != "queued"] or left, key=lambda e: e.since, default=None)
         return GroupWork(
             serial=self.task.serial,
             samples=self.task.group_size,
@@ -64,8 +64,8 @@ class GroupProgress:
             tokens=self.sampled_tokens,
             turns=oldest.turns if oldest else 0,
             episode_tokens=oldest.sampled_tokens if oldest else 0,
-            place=oldest.place if oldest else "room",
-            place_s=max(0.0, now - oldest.since) if oldest else 0.0,
+            state=oldest.state if oldest else "queued",
+            state_s=max(0.0, now - oldest.since) if oldest else 0.0,
         )
 
 

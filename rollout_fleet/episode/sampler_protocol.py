@@ -4,7 +4,7 @@ rollout_fleet/engine/engine.py and rollout_fleet/weights/weight_client.py are th
 package sees them through these protocols, so that no other module imports vllm.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -110,4 +110,3 @@ class EngineCounters:
     tokens_recomputed: int = 0  # tokens of their prompts and answers that were computed again
     recompute_s: float = 0.0  # seconds that engine steps took longer than usual for it
     tokens_sampled: int = 0  # by the engine so far, also for requests that still run
-    extra: dict[str, float] = field(default_factory=dict)

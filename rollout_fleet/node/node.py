@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from broker.contract import HeartbeatReply, Lease, RunInfo
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
-from rollout_fleet.episode.concurrency import AdaptiveLimit, pressure
+from rollout_fleet.episode.concurrency import AdaptiveLimit
 from rollout_fleet.episode.group_progress import oldest_groups
 from rollout_fleet.node.broker_timeout import RETRY_S
 from rollout_fleet.node.node_status import explain
@@ -241,7 +241,7 @@ class Node:
         if adapt is None or now < self._adapt_at:
             return
         self._adapt_at = now + ADAPT_S
-        limit = adapt.look(pressure(self._parts.counters(), now), slots.taken)
+        limit = adapt.look(self._parts.counters(), now, slots.taken)
         if limit != slots.limit:
             slots.resize(limit)
             self._room.set()

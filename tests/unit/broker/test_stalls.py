@@ -23,7 +23,7 @@ LEARNER = LearnerReport(
     11, 0, "waiting", 7, "groups for step 7", 4.0, "tcp://127.0.0.1:5", 7, groups_missing=4
 )  # step 7 of 4 groups a step, window of 2: with version 7 tasks below 40 may be leased
 TRAINING = msgspec.structs.replace(LEARNER, state="training", groups_missing=0)
-WORK = GroupWork(30, 8, finished=6, age_s=12.0, tokens=1500, turns=1, episode_tokens=0, place="engine", place_s=11.0)
+WORK = GroupWork(30, 8, finished=6, age_s=12.0, tokens=1500, turns=1, episode_tokens=0, state="engine", state_s=11.0)
 NODE = NodeReport("n0", 12, "here", "generating", 7, since_s=1.0, groups=[WORK])
 WAITING = msgspec.structs.replace(NODE, state="waiting", waiting_on="task window: version 7", since_s=9.0, groups=[])
 
@@ -308,7 +308,7 @@ CASES: dict[str, tuple[BrokerStatus, Stall]] = {
         ),
     ),
     "an environment does not answer": (
-        status_of(node(groups=[msgspec.structs.replace(WORK, place="environment", place_s=40.0, turns=3)])),
+        status_of(node(groups=[msgspec.structs.replace(WORK, state="environment", state_s=40.0, turns=3)])),
         Stall(
             "environment",
             "task 30",
@@ -328,7 +328,7 @@ CASES: dict[str, tuple[BrokerStatus, Stall]] = {
         ),
     ),
     "a late group waits for a slot": (
-        status_of(node(groups=[msgspec.structs.replace(WORK, serial=20, place="room", finished=0)])),
+        status_of(node(groups=[msgspec.structs.replace(WORK, serial=20, state="queued", finished=0)])),
         Stall(
             "straggler",
             "task 20, which later ones have overtaken",
@@ -348,8 +348,8 @@ def test_a_stall_is_explained(name: str) -> None:
 
 def test_groups_that_wait_for_the_same_share_one_line() -> None:
     late = [msgspec.structs.replace(WORK, serial=serial, age_s=serial) for serial in range(18, 26)]
-    queued = msgspec.structs.replace(WORK, serial=26, place="room", finished=0)
-    second = node(node_id="n1", groups=[msgspec.structs.replace(WORK, serial=27, place="environment", place_s=40.0)])
+    queued = msgspec.structs.replace(WORK, serial=26, state="queued", finished=0)
+    second = node(node_id="n1", groups=[msgspec.structs.replace(WORK, serial=27, state="environment", state_s=40.0)])
     stalls = [s for s in explain(status_of(node(groups=[*late, queued]), second)) if "overtaken" in s.who]
     assert [(s.kind, s.who, s.waits_for, s.since_s) for s in stalls] == [
         (

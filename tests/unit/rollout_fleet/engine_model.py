@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollout_fleet.engine.scheduler_stats import StepClock
-from rollout_fleet.episode.concurrency import AdaptiveLimit, Pressure
+from rollout_fleet.episode.concurrency import AdaptiveLimit
+from rollout_fleet.episode.sampler_protocol import EngineCounters
 
 STEP_S, REQUEST_S, TOKEN_S = 2.3e-3, 8.5e-5, 8.5e-5
 BLOCK, MOST, BATCH = 128, 128, 8192  # tokens; requests and prompt tokens of one step
@@ -34,7 +35,7 @@ class ModelEngine:
 
     def __init__(self, blocks: int, lengths: Iterator[tuple[int, int]]) -> None:
         self.blocks = self.free = blocks
-        self.now, self.sampled, self.ended, self.lost_s = 0.0, 0, 0, 0.0
+        self.now, self.sampled, self.counters = 0.0, 0, EngineCounters()
         self._lengths = lengths
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
@@ -53,9 +54,9 @@ class ModelEngine:
             nonlocal due
             if self.now >= due:
                 due = next(looks)
-                running, waiting = len(self._running), len(self._waiting)
-                usage = 1 - self.free / self.blocks
-                adapt.look(Pressure(self.now, usage, running, waiting, self.ended, self.lost_s), running + waiting)
+                self.counters.running, self.counters.waiting = len(self._running), len(self._waiting)
+                self.counters.kv_cache_usage = 1 - self.free / self.blocks
+                adapt.look(self.counters, self.now, len(self._running) + len(self._waiting))
             return adapt.limit
 
         return self._run(seconds, limit)
@@ -81,8 +82,8 @@ class ModelEngine:
         for request in [r for r in self._running if r.done >= r.answer]:
             self._running.remove(request)
             self._give_back(request)
-            self.ended += 1
-        self.lost_s += self._clock.step(len(self._running), again)
+            self.counters.requests += 1
+        self.counters.recompute_s += self._clock.step(len(self._running), again)
 
     def _make_room(self) -> bool:
         """A block more for who needs one; whether somebody was thrown out for it."""

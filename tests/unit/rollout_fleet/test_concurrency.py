@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from engine_model import ModelEngine
 
-from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit, Pressure, Slots
+from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit, Slots
+from rollout_fleet.episode.sampler_protocol import EngineCounters
 
 
 class Looker:
@@ -15,15 +16,17 @@ class Looker:
 
     def __init__(self, limit: AdaptiveLimit) -> None:
         self.limit = limit
-        self._seen = Pressure(0.0, 0.0, 0, 0, 0, 0.0)
+        self._seen, self._at_s = EngineCounters(), 0.0
 
     def look(
         self, *, usage: float = 0.3, waiting: int = 0, ended: int = 0, lost: float = 0.0, taken: int | None = None
     ) -> int:
         seen, taken = self._seen, self.limit.limit if taken is None else taken
-        running = taken - waiting
-        self._seen = Pressure(seen.at_s + 1, usage, running, waiting, seen.ended + ended, seen.lost_s + lost)
-        return self.limit.look(self._seen, taken)
+        seen.kv_cache_usage, seen.running, seen.waiting = usage, taken - waiting, waiting
+        seen.requests += ended
+        seen.recompute_s += lost
+        self._at_s += 1
+        return self.limit.look(seen, self._at_s, taken)
 
 
 async def hold(slots: Slots, name: str, order: list[str], until: asyncio.Event) -> None:

@@ -16,13 +16,13 @@ def test_the_episode_that_waits_for_longest_is_told_about() -> None:
     )
     found = one.report(110.0)
     assert (found.serial, found.samples, found.finished, found.age_s, found.tokens) == (7, 3, 1, 10.0, 59)
-    assert (found.turns, found.episode_tokens, found.place, found.place_s) == (3, 30, "environment", 9.0)
+    assert (found.turns, found.episode_tokens, found.state, found.state_s) == (3, 30, "environment", 9.0)
 
 
-def test_a_group_without_a_place_says_so() -> None:
+def test_a_group_whose_episodes_wait_for_slots_says_so() -> None:
     found = working(7, 100.0, *(Progress(since=100.0) for _ in range(3))).report(110.0)
-    assert (found.place, found.place_s, found.finished, found.turns) == ("room", 10.0, 0, 0)
-    assert working(7, 100.0).report(110.0).place == "room"
+    assert (found.state, found.state_s, found.finished, found.turns) == ("queued", 10.0, 0, 0)
+    assert working(7, 100.0).report(110.0).state == "queued"
 
 
 def test_the_oldest_groups_are_told_about() -> None:

@@ -117,10 +117,10 @@ async def test_progress_says_where_every_episode_is() -> None:
     group = asyncio.create_task(runner.run(progress))
     while not sampler.calls:
         await asyncio.sleep(0.005)
-    assert [(e.place, e.turns, e.sampled_tokens) for e in progress.episodes] == [("engine", 1, 0), ("room", 0, 0)]
+    assert [(e.state, e.turns, e.sampled_tokens) for e in progress.episodes] == [("engine", 1, 0), ("queued", 0, 0)]
     assert progress.finished == 0
     sampler.gate.set()
     await group
-    assert [(e.place, e.turns) for e in progress.episodes] == [("done", 1), ("done", 1)]
+    assert [(e.state, e.turns) for e in progress.episodes] == [("done", 1), ("done", 1)]
     assert progress.finished == 2
     assert progress.sampled_tokens == sampler.counters.tokens_generated

@@ -190,7 +190,7 @@ async def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engin
         # four groups with one long episode each use the four slots; counted by groups, two would have filled it
         await until_async(lambda: [g.finished for g in site.status.report().groups][:4] == [1, 1, 1, 0])
         work = site.status.report().groups[0]
-        assert (work.serial, work.samples, work.place) == (0, 2, "engine")
+        assert (work.serial, work.samples, work.state) == (0, 2, "engine")
         first.set()
         await until_async(lambda: site.states() == ["ready"] * 8)
 
