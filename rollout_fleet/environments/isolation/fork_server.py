@@ -31,7 +31,6 @@ from rollout_fleet.environments.isolation.ipc_frames import pack
 MOST_PROCESSES = 64  # an episode with more is ended; the kernel refuses twice as many
 FIRST_UID = 1_000_000_000  # real users of episodes, where the node runs as root
 LOOK_S = 0.05
-FILE_BYTES = 64 << 20
 OPEN_FILES = 256
 
 
@@ -156,7 +155,7 @@ def _become_worker(request: dict[str, Any], fd: int, folder: str, uid: int, alon
         tempfile.tempdir = folder
         namespaces.no_new_privileges()
         cpu_s, memory = request["cpu_s"], request["memory_mib"] << 20
-        file_bytes = min(request.get("file_bytes", FILE_BYTES), FILE_BYTES)
+        file_bytes = request["file_bytes"]
         for what, soft, hard in (
             (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
             (resource.RLIMIT_AS, memory, memory),
@@ -177,7 +176,7 @@ def _become_worker(request: dict[str, Any], fd: int, folder: str, uid: int, alon
 
 def _close_all_but(fd: int) -> None:
     os.closerange(3, fd)
-    os.closerange(fd + 1, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 20 else 1 << 20)
+    os.closerange(fd + 1, min(os.sysconf("SC_OPEN_MAX"), 1 << 20))
 
 
 if __name__ == "__main__":

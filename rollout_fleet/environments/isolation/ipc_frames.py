@@ -5,6 +5,7 @@ Standard library only: these modules also run under another interpreter (`python
 
 import json
 from asyncio import IncompleteReadError, StreamReader
+from dataclasses import is_dataclass
 from typing import Any
 
 from rollout_fleet.environments.isolation.placement import EnvironmentDied, Flood
@@ -17,7 +18,7 @@ CHAR_BYTES = 8  # upper bound for the JSON of one character
 
 def pack(message: dict[str, Any]) -> bytes:
     """One frame."""
-    body = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    body = json.dumps(message, ensure_ascii=False, default=_plain).encode("utf-8", "surrogatepass")
     return len(body).to_bytes(HEAD_BYTES, "little") + body
 
 
@@ -41,19 +42,8 @@ async def read(reader: StreamReader, limit_bytes: int) -> dict[str, Any]:
     return message
 
 
-def observation_json(observation: Observation) -> Any:
-    """Text as text, token ids as a list, a Chat as an object; raises TypeError for anything else."""
-    if isinstance(observation, Chat):
-        return {"messages": observation.messages, "options": observation.options, "tools": observation.tools}
-    if isinstance(observation, str):
-        return observation
-    if isinstance(observation, list):
-        return [int(token) for token in observation]
-    raise TypeError(f"an observation is text, token ids or a Chat, not {type(observation).__name__}")
-
-
 def observation_of(found: Any) -> Observation:
-    """The inverse; raises ValueError or TypeError for an invalid object."""
+    """An observation from its JSON; raises LookupError, ValueError or TypeError for anything else."""
     if isinstance(found, dict):
         messages = tuple((str(role), str(content)) for role, content in found["messages"])
         options = tuple((str(name), value) for name, value in found["options"])
@@ -61,35 +51,18 @@ def observation_of(found: Any) -> Observation:
     return found if isinstance(found, str) else [int(token) for token in found]
 
 
-def result_json(result: StepResult) -> dict[str, Any]:
-    """A StepResult as an object; the observation of a done episode is left out, because it is never read."""
-    return {
-        "observation": "" if result.done else observation_json(result.observation),
-        "reward": float(result.reward),
-        "done": bool(result.done),
-        "metrics": {str(name): float(value) for name, value in result.metrics.items()},
-        "trained": bool(result.trained),
-    }
-
-
-def result_of(found: dict[str, Any]) -> StepResult:
-    """The inverse; raises KeyError, ValueError or TypeError for an invalid object."""
-    return StepResult(
-        observation=observation_of(found["observation"]),
-        reward=float(found["reward"]),
-        done=bool(found["done"]),
-        metrics={str(name): float(value) for name, value in found["metrics"].items()},
-        trained=bool(found["trained"]),
-    )
-
-
-def action_json(action: Action) -> dict[str, Any]:
-    """An Action as an object."""
-    calls = [(call.name, call.arguments) for call in action.calls]
-    return {**vars(action), "calls": calls}
+def result_of(found: Any) -> StepResult:
+    """A StepResult from its JSON; the driver checks reward and metrics. Raises as observation_of."""
+    observation = observation_of(found["observation"])
+    return StepResult(observation, found["reward"], bool(found["done"]), found["metrics"], bool(found["trained"]))
 
 
 def action_of(found: dict[str, Any]) -> Action:
-    """The inverse."""
-    calls = tuple(ToolCall(name, arguments) for name, arguments in found["calls"])
-    return Action(found["text"], tuple(found["tokens"]), found["ended"], calls, found["malformed"])
+    """An Action from its JSON."""
+    calls = tuple(ToolCall(**call) for call in found["calls"])
+    return Action(**{**found, "tokens": tuple(found["tokens"]), "calls": calls})
+
+
+def _plain(found: Any) -> Any:
+    """Dataclasses as objects, and numbers of other libraries as numbers."""
+    return vars(found) if is_dataclass(found) else float(found)

@@ -1,4 +1,4 @@
-"""Where an episode's environment lives: on the environments' thread, or in a process of its own (processes.py).
+"""Where an episode's environment lives: on the environments' thread, or in a process of its own (process_host.py).
 
 The driver sees a Seat and does not know which it is.
 """
@@ -6,13 +6,15 @@ The driver sees a Seat and does not know which it is.
 import asyncio
 import contextlib
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from common.errors import SlipstreamError
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
-from rollout_fleet.environments.protocol import Action, Environment, Observation, StepResult
+from rollout_fleet.environments.protocol import Action, Observation, StepResult
 
 CLOSE_S = 10.0
 
@@ -33,81 +35,99 @@ class Flood(Exception):
     """An environment said more than its limit allows."""
 
 
-class Seat(Protocol):
-    """One episode's environment."""
+class World:
+    """The environment of one episode."""
 
-    async def reset(self) -> Observation:
-        """Build the environment and get its first observation; raises whatever it raises."""
-        ...
+    def __init__(self) -> None:
+        self._environment: Any = None
+
+    async def reset(self, build: Callable[[], Any]) -> Observation:
+        """Build the environment and get its first observation."""
+        self._environment = build()
+        return await self._environment.reset()
 
     async def step(self, action: Action) -> StepResult:
-        """One turn; raises whatever the environment raises."""
-        ...
+        """One turn."""
+        return await self._environment.step(action)
+
+    @property
+    def closes(self) -> bool:
+        """Whether the environment has something to close."""
+        return hasattr(self._environment, "close")
 
     async def close(self) -> None:
+        """Close the environment, if it can be closed."""
+        if self.closes:
+            await awaited(self._environment.close())
+
+
+async def awaited(result: Any) -> Any:
+    """`result`, or what it resolves to."""
+    return await result if inspect.isawaitable(result) else result
+
+
+class Seat(ABC):
+    """One episode's environment; `reset` and `step` raise whatever it raises."""
+
+    @abstractmethod
+    async def reset(self) -> Observation:
+        """Build the environment and get its first observation."""
+
+    @abstractmethod
+    async def step(self, action: Action) -> StepResult:
+        """One turn."""
+
+    @abstractmethod
+    async def close(self) -> None:
         """The episode is over, however it ended; never raises."""
-        ...
 
 
-class Stage(Protocol):
+class Stage(ABC):
     """Where the environments or the agents of one kind live."""
 
+    def __init__(self, options: dict[str, Any], shares_seed: bool) -> None:
+        self._options, self._shares_seed = options, shares_seed
+
+    def keywords(self, seed: int, group_seed: int) -> dict[str, Any]:
+        """Arguments of the constructor beside the problem."""
+        return {"seed": seed, **({"group_seed": group_seed} if self._shares_seed else {}), **self._options}
+
+    @abstractmethod
     def seat(self, problem: dict[str, Any], seed: int, group_seed: int) -> Seat:
         """The place of one episode's environment."""
-        ...
 
+    @abstractmethod
     async def call(self, problem: dict[str, Any], seed: int, group_seed: int, **access: str) -> Any:
         """Run an agent to its end; cancelling it ends the agent. Raises what the agent raises."""
-        ...
 
 
-class ThreadStage:
+class ThreadStage(Stage):
     """Environments or agents on the environments' thread."""
 
     def __init__(self, kind: Callable[..., Any], options: dict[str, Any], host: EnvironmentHost) -> None:
-        self._kind, self._options, self._host = kind, options, host
-        self._shares_seed = registry.takes_group_seed(kind)
+        super().__init__(options, registry.takes_group_seed(kind))
+        self._kind, self._host = kind, host
 
     def seat(self, problem: dict[str, Any], seed: int, group_seed: int) -> Seat:
-        """See Stage."""
-        return _ThreadSeat(self._host, lambda: self._made(problem, seed, group_seed))
+        return _ThreadSeat(self._host, partial(self._kind, problem, **self.keywords(seed, group_seed)))
 
     async def call(self, problem: dict[str, Any], seed: int, group_seed: int, **access: str) -> Any:
-        """See Stage."""
-        return await self._host.call(lambda: self._made(problem, seed, group_seed, **access))
-
-    def _made(self, problem: dict[str, Any], seed: int, group_seed: int, **access: str) -> Any:
-        shared = {"group_seed": group_seed} if self._shares_seed else {}
-        return self._kind(problem, seed=seed, **shared, **access, **self._options)
+        keywords = {**access, **self.keywords(seed, group_seed)}
+        return await self._host.call(lambda: self._kind(problem, **keywords))
 
 
-class _ThreadSeat:
-    def __init__(self, host: EnvironmentHost, build: Callable[[], Environment]) -> None:
-        self._host, self._build = host, build
-        self._environment: Environment | None = None
+class _ThreadSeat(Seat):
+    def __init__(self, host: EnvironmentHost, build: Callable[[], Any]) -> None:
+        self._host, self._build, self._world = host, build, World()
 
     async def reset(self) -> Observation:
-        async def start() -> Observation:
-            self._environment = self._build()
-            return await self._environment.reset()
-
-        return await self._host.call(start)
+        return await self._host.call(lambda: self._world.reset(self._build))
 
     async def step(self, action: Action) -> StepResult:
-        environment = self._environment
-        assert environment is not None
-        return await self._host.call(lambda: environment.step(action))
+        return await self._host.call(lambda: self._world.step(action))
 
     async def close(self) -> None:
-        close = getattr(self._environment, "close", None)
-        if close is None:
-            return
-
-        async def end() -> None:
-            ended = close()
-            if inspect.isawaitable(ended):
-                await ended
-
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(CLOSE_S):
-                await self._host.call(end)
+        if self._world.closes:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._host.call(self._world.close)

@@ -24,8 +24,8 @@ from rollout_fleet.environments.isolation.placement import (
     CLOSE_S,
     EnvironmentDied,
     EnvironmentRaised,
-    Flood,
     Seat,
+    Stage,
     StageFailed,
 )
 from rollout_fleet.environments.protocol import Action, Limits, Observation, StepResult
@@ -222,15 +222,13 @@ class Channel:
         """
         self.idle = False
         try:
-            self._writer.write(ipc_frames.pack({**request, "limit_bytes": limit_bytes}))
+            self._writer.write(ipc_frames.pack(request))
             await self._writer.drain()
         except ConnectionError as error:
             raise EnvironmentDied("its process has ended") from error
         said = await ipc_frames.read(self._reader, max(limit_bytes, ipc_frames.SMALL_BYTES))
         if "died" in said:
             raise EnvironmentDied(str(said["died"])[:200])
-        if "flood" in said:
-            raise Flood(str(said["flood"])[:200])
         self.idle = True
         if "error" in said:
             raise EnvironmentRaised(str(said["error"]))
@@ -241,7 +239,7 @@ class Channel:
         self._writer.close()
 
 
-class ProcessStage:
+class ProcessStage(Stage):
     """Each environment or agent in a process of its own."""
 
     def __init__(
@@ -253,31 +251,25 @@ class ProcessStage:
         host: ProcessHost,
         shares_seed: bool = False,
     ) -> None:
-        self._path, self._options, self._limits = path, options, limits
-        self._wall_s, self._host, self._shares_seed = timeout_s + SPARE_S, host, shares_seed
+        super().__init__(options, shares_seed)
+        self._path, self._limits, self._wall_s, self._host = path, limits, timeout_s + SPARE_S, host
 
     def seat(self, problem: dict[str, Any], seed: int, group_seed: int) -> Seat:
-        """See Stage."""
-        keywords = self._keywords(seed, group_seed)
-        request = {"path": self._path, "problem": problem, "keywords": keywords}
+        request = {"path": self._path, "problem": problem, "keywords": self.keywords(seed, group_seed)}
         return _ProcessSeat(self._host, self._limits, self._wall_s, request)
 
     async def call(self, problem: dict[str, Any], seed: int, group_seed: int, **access: str) -> Any:
-        """See Stage."""
         channel = await self._host.open(self._limits, self._wall_s)
         try:
-            keywords = {"problem": problem, **self._keywords(seed, group_seed), **access}
+            keywords = {"problem": problem, **self.keywords(seed, group_seed), **access}
             said = await channel.ask(ipc_frames.SMALL_BYTES, do="call", path=self._path, keywords=keywords)
             await self._host.learn(channel)
             return said
         finally:
             channel.close()
 
-    def _keywords(self, seed: int, group_seed: int) -> dict[str, Any]:
-        return {"seed": seed, **({"group_seed": group_seed} if self._shares_seed else {}), **self._options}
 
-
-class _ProcessSeat:
+class _ProcessSeat(Seat):
     def __init__(self, host: ProcessHost, limits: Limits, wall_s: float, request: dict[str, Any]) -> None:
         self._host, self._limits, self._wall_s, self._request = host, limits, wall_s, request
         self._limit_bytes = limits.observation_chars * ipc_frames.CHAR_BYTES + ipc_frames.SMALL_BYTES
@@ -291,8 +283,7 @@ class _ProcessSeat:
 
     async def step(self, action: Action) -> StepResult:
         assert self._channel is not None
-        answer = await self._channel.ask(self._limit_bytes, do="step", action=ipc_frames.action_json(action))
-        return ipc_frames.result_of(answer)
+        return ipc_frames.result_of(await self._channel.ask(self._limit_bytes, do="step", action=action))
 
     async def close(self) -> None:
         if self._channel is None:

@@ -1,6 +1,6 @@
 """Runs Python that a model wrote: a process of its own per call, with limits, without network, gone afterwards.
 
-See processes.py for what that contains and what not.
+process_host.py says which faults that contains.
 """
 
 import ast

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -92,7 +91,9 @@ class EnvironmentHost:
 
     def _renew(self) -> None:
         """Start a thread; it gets crossings of its own, each used by one thread on either side."""
-        self._loop, self._thread = _start()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_serve, args=(self._loop,), name="environments", daemon=True)
+        self._thread.start()
         self._there: _Crossing[_Call] = _Crossing(self._loop, _begin)
         self._back: _Crossing[_Call] | None = None
 
@@ -151,23 +152,12 @@ def _begin(calls: list[_Call]) -> None:
         if call.given_up:
             continue
         call.task = asyncio.get_running_loop().create_task(call.run())
-        call.task.add_done_callback(partial(_answer, call))
-
-
-def _answer(call: _Call, _: asyncio.Task[Any]) -> None:
-    call.back.post(call)
+        call.task.add_done_callback(lambda _, call=call: call.back.post(call))
 
 
 def _deliver(calls: list[_Call]) -> None:
     for call in calls:
         call.deliver()
-
-
-def _start() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=_serve, args=(loop,), name="environments", daemon=True)
-    thread.start()
-    return loop, thread
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

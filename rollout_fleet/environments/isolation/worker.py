@@ -2,12 +2,14 @@
 
 import asyncio
 import importlib
-import inspect
 import socket
 import sys
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rollout_fleet.environments.isolation import ipc_frames
+from rollout_fleet.environments.isolation.placement import EnvironmentDied, World, awaited
 
 REQUEST_BYTES = 1 << 30
 MOST_IMPORTS = 8192  # names of modules that are told to the node
@@ -20,56 +22,41 @@ def serve(connection: socket.socket) -> None:
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
-    world = _World()
+    world, before = World(), set(sys.modules)
     while True:
         try:
             request = await ipc_frames.read(reader, REQUEST_BYTES)
-        except ipc_frames.EnvironmentDied:
+        except EnvironmentDied:
             return  # the node has closed its end
         try:
-            answer = ipc_frames.pack({"answer": await world.do(request)})
+            answer = ipc_frames.pack({"answer": await _answer(world, before, **request)})
         except (KeyboardInterrupt, SystemExit) as error:
             answer = ipc_frames.pack({"error": f"raised {type(error).__name__}"})
         except Exception as error:
             answer = ipc_frames.pack({"error": f"raised {type(error).__name__}: {error}"[:2000]})
-        limit = request["limit_bytes"]
-        if len(answer) > limit + ipc_frames.HEAD_BYTES:
-            answer = ipc_frames.pack({"flood": f"an answer of {len(answer)} bytes, the limit is {limit}"})
         writer.write(answer)
         await writer.drain()
 
 
-class _World:
-    """The environment of this process, if it has one."""
+async def _answer(world: World, before: set[str], do: str, path: str = "", action: Any = None, **given: Any) -> Any:
+    """What the node asked for; `before` are the modules that were here when this process began."""
+    if do == "reset":
+        return await world.reset(partial(load(path), given["problem"], **given["keywords"]))
+    if do == "step":
+        result = await world.step(ipc_frames.action_of(action))
+        return replace(result, observation="") if result.done else result  # nobody reads it
+    if do == "close":
+        return await world.close()
+    if do == "call":
+        return await awaited(load(path)(**given["keywords"]))
+    return _imports(before)
 
-    def __init__(self) -> None:
-        self._environment: Any = None
-        self._before = set(sys.modules)
 
-    async def do(self, request: dict[str, Any]) -> Any:
-        operation = request["do"]
-        if operation == "reset":
-            build = load(request["path"])
-            self._environment = build(request["problem"], **request["keywords"])
-            return ipc_frames.observation_json(await self._environment.reset())
-        if operation == "step":
-            return ipc_frames.result_json(await self._environment.step(ipc_frames.action_of(request["action"])))
-        if operation == "close":
-            close = getattr(self._environment, "close", None)
-            ended = close() if close is not None else None
-            return await ended if inspect.isawaitable(ended) else None
-        if operation == "call":
-            result = load(request["path"])(**request["keywords"])
-            return await result if inspect.isawaitable(result) else result
-        if operation == "imports":
-            return self._imports()
-        raise ValueError(f"unknown request {operation!r}")
-
-    def _imports(self) -> list[str]:
-        """Modules that are here since this process began, without those of the standard library, in order."""
-        new = [name for name, module in list(sys.modules.items()) if getattr(module, "__spec__", None) is not None]
-        own = [name for name in new if name.partition(".")[0] not in sys.stdlib_module_names]
-        return [name for name in own if name not in self._before][:MOST_IMPORTS]
+def _imports(before: set[str]) -> list[str]:
+    """Modules that are here since this process began, without those of the standard library, in order."""
+    new = [name for name, module in list(sys.modules.items()) if getattr(module, "__spec__", None) is not None]
+    own = [name for name in new if name.partition(".")[0] not in sys.stdlib_module_names]
+    return [name for name in own if name not in before][:MOST_IMPORTS]
 
 
 def load(path: str) -> Any:
