@@ -1,10 +1,13 @@
 """The part of OpenAI's API that agents use: requests checked, answers built. Plain JSON, no client library."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
 
 from rollout_fleet.agents.parameters import BadRequest, check_parameters
 from rollout_fleet.environments.protocol import ToolCall
@@ -12,6 +15,12 @@ from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.episode.rendering import Message
 
 MODEL = "policy"  # the only one that is served
+_BLAMED = re.compile(r"`(?:\$\.)?(\w+)[^`]*`$")  # the parameter in msgspec's message, whose last word it is
+_HINTS = {
+    "messages": "at least one message; contents are text: images, audio and files are not served",
+    "prompt": "one text or one list of token ids",
+    "logprobs": "log-probabilities are recorded of the sampled tokens only: true in a chat, 0 in a completion",
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,74 @@ class Answer:
     logprobs: list[float]
 
 
+class _Part(msgspec.Struct, tag_field="type", tag="text"):
+    text: str = ""
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.arguments, str):
+            self.arguments = json.loads(self.arguments)
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
+class _Said(msgspec.Struct, omit_defaults=True):
+    """A message as chat templates want it: its content as text, arguments of calls as objects."""
+
+    role: str
+    content: str | list[_Part] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    tool_calls: list[_Call] | None = None
+
+    def __post_init__(self) -> None:
+        found = self.content or ""
+        self.content = found if isinstance(found, str) else "".join(part.text for part in found)
+
+
+class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+
+
+class _Body(msgspec.Struct):
+    """The parameters that chats and completions share."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+    def form(self) -> dict[str, bool]:
+        """The wishes for the answer, as fields of Request."""
+        usage = self.stream_options is not None and bool(self.stream_options.include_usage)
+        return {"stream": bool(self.stream), "usage": usage, "token_ids": bool(self.return_token_ids)}
+
+
+class _Chat(_Body, kw_only=True):
+    messages: Annotated[list[_Said], msgspec.Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    logprobs: bool | None = None
+    tools: Any = None
+    tool_choice: Any = None
+
+
+class _Completion(_Body, kw_only=True):
+    prompt: str | list[Annotated[int, msgspec.Meta(ge=0)]]
+    logprobs: Literal[0] | None = None
+
+
+_B = TypeVar("_B", bound=_Body)
+
+
 def read_chat(body: Any, job: Sampling) -> Request:
     """The body of a chat completion.
 
@@ -68,91 +145,40 @@ def read_chat(body: Any, job: Sampling) -> Request:
     Raises:
         BadRequest: it asks for something that cannot be recorded exactly, or is none.
     """
-    messages = body.get("messages") if isinstance(body, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("'messages' must be a list with at least one message", "messages")
-    check_parameters(body, job, chat=True)
-    _check_model(body)
-    tools = body.get("tools") if body.get("tool_choice") != "none" else None
+    found = _read(body, _Chat, job)
     return Request(
-        messages=[_message(message) for message in messages],
-        tools=json.dumps(tools) if tools else "",
-        max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
-        logprobs=bool(body.get("logprobs")),
-        **_form(body),
+        messages=[msgspec.to_builtins(message) for message in found.messages],
+        tools=json.dumps(found.tools) if found.tools and found.tool_choice != "none" else "",
+        max_tokens=found.max_completion_tokens or found.max_tokens,
+        logprobs=bool(found.logprobs),
+        **found.form(),
     )
 
 
 def read_completion(body: Any, job: Sampling) -> Request:
     """The body of a completion; as read_chat."""
-    prompt = body.get("prompt") if isinstance(body, dict) else None
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        prompt = prompt[0]
-    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(map(_is_token, prompt))):
-        raise BadRequest("'prompt' must be one text or one list of token ids", "prompt")
-    check_parameters(body, job, chat=False)
-    _check_model(body)
-    return Request(
-        prompt=prompt,
-        max_tokens=body.get("max_tokens"),
-        logprobs=body.get("logprobs") is not None,
-        **_form(body),
-    )
+    if isinstance(body, dict) and isinstance(body.get("prompt"), list) and len(body["prompt"]) == 1:
+        (only,) = body["prompt"]  # one text may come as a list
+        body = {**body, "prompt": only if isinstance(only, str) else [only]}
+    found = _read(body, _Completion, job)
+    logprobs = found.logprobs is not None
+    return Request(prompt=found.prompt, max_tokens=found.max_tokens, logprobs=logprobs, **found.form())
 
 
-def _form(body: dict[str, Any]) -> dict[str, bool]:
-    """The wishes for the answer that chats and completions share, as fields of Request."""
-    return {
-        "stream": bool(body.get("stream")),
-        "usage": bool((body.get("stream_options") or {}).get("include_usage")),
-        "token_ids": bool(body.get("return_token_ids")),
-    }
-
-
-def _is_token(found: object) -> bool:
-    return isinstance(found, int) and not isinstance(found, bool) and found >= 0
-
-
-def _check_model(body: dict[str, Any]) -> None:
-    if body.get("model") not in (None, MODEL):
-        message = (
-            f"'model' must be '{MODEL}', found {str(body['model'])[:80]!r}: the policy answers, and no other model"
-        )
-        raise BadRequest(message, "model", "model_not_found", 404)
-
-
-def _message(message: Any) -> Message:
-    """A message as chat templates want it: contents as text, arguments of calls as objects."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadRequest("every message needs a 'role'")
-    found: Message = {"role": message["role"], "content": _content(message.get("content"))}
-    for key in ("tool_call_id", "name"):
-        if message.get(key):
-            found[key] = message[key]
-    calls = message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list):
-            raise BadRequest(f"'tool_calls' must be a list, found {type(calls).__name__}")
-        found["tool_calls"] = [_call(call) for call in calls]
-    return found
-
-
-def _content(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    raise BadRequest("contents are text here; images, audio and files are not served")
-
-
-def _call(call: Any) -> dict[str, Any]:
+def _read(body: Any, kind: type[_B], job: Sampling) -> _B:
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body must be a JSON object, found {type(body).__name__}")
+    check_parameters(body, job, kind.__struct_fields__)
     try:
-        function = call["function"]
-        arguments = function["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return {"id": call.get("id", ""), "type": "function", "function": {**function, "arguments": arguments}}
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadRequest(f"a tool call that cannot be read: {error}") from error
+        found = msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        (name,) = _BLAMED.findall(str(error))
+        hint = _HINTS.get(name)
+        raise BadRequest(f"'{name}' cannot be read: {error}" + (f" ({hint})" if hint else ""), name) from error
+    if found.model not in (None, MODEL):
+        message = f"'model' must be '{MODEL}', found {found.model[:80]!r}: the policy answers, and no other model"
+        raise BadRequest(message, "model", "model_not_found", 404)
+    return found
 
 
 def identity(message: Message) -> tuple[str, str, str]:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import secrets
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -87,8 +88,8 @@ class Endpoint:
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=BODY_BYTES)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._completion)
+        app.router.add_post("/v1/chat/completions", partial(self._serve, chat=True))
+        app.router.add_post("/v1/completions", partial(self._serve, chat=False))
         app.router.add_get("/v1/models", self._models)
         # a request is cancelled when its agent disconnects or its episode ends
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -102,12 +103,6 @@ class Endpoint:
         if self._session(request) is None:
             return _denied()
         return web.json_response({"object": "list", "data": [{"id": api.MODEL, "object": "model", "owned_by": "job"}]})
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, chat=True)
-
-    async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, chat=False)
 
     async def _serve(self, request: web.Request, chat: bool) -> web.StreamResponse:
         session = self._session(request)
@@ -132,9 +127,9 @@ class Endpoint:
             return _error(str(error), "server_error", 500)
         name = f"turn-{len(session.conversation.turns)}"
         body = (api.chat_body if chat else api.completion_body)(answer, asked, name, api.MODEL)
-        return (
-            await _streamed(request, api.chat_chunks(body, asked) if chat else [body]) if asked.stream else _json(body)
-        )
+        if not asked.stream:
+            return web.json_response(body)
+        return await _streamed(request, api.chat_chunks(body, asked) if chat else [body])
 
     def _session(self, request: web.Request) -> Session | None:
         return self._sessions.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
@@ -150,13 +145,10 @@ async def _streamed(request: web.Request, chunks: list[dict[str, Any]]) -> web.S
     return response
 
 
-def _json(body: dict[str, Any], status: int = 200) -> web.Response:
-    return web.json_response(body, status=status)
-
-
 def _error(message: str, code: str, status: int, parameter: str = "") -> web.Response:
     kind = code if status in (401, 500) else CODE
-    return _json({"error": {"message": message, "type": kind, "param": parameter or None, "code": code}}, status)
+    error = {"message": message, "type": kind, "param": parameter or None, "code": code}
+    return web.json_response({"error": error}, status=status)
 
 
 def _denied() -> web.Response:

@@ -6,6 +6,7 @@ request that asks for one gets an error. null stands for the default.
 """
 
 import difflib
+from collections.abc import Collection
 from typing import Any
 
 from rollout_fleet.episode.driver import Sampling
@@ -20,13 +21,6 @@ SHOWN = "the chat template renders every request alike"
 ONLY_SAMPLED = "log-probabilities are recorded of the sampled tokens only"
 UNKNOWN = "this endpoint does not know it, and it might change what is sampled"
 
-_SERVED = frozenset(
-    {"logprobs", "max_tokens", "model", "return_token_ids", "stream", "stream_options", "temperature", "top_p"}
-)
-SERVED = {
-    True: _SERVED | {"max_completion_tokens", "messages", "tools"},  # for chats
-    False: _SERVED | {"prompt"},  # for completions
-}
 # bookkeeping: neither tokens nor answer depend on it
 WITHOUT_EFFECT = frozenset(
     {
@@ -96,13 +90,13 @@ class BadRequest(Exception):
         super().__init__(message)
 
 
-def check_parameters(body: dict[str, Any], job: Sampling, chat: bool) -> None:
+def check_parameters(body: dict[str, Any], job: Sampling, served: Collection[str]) -> None:
     """Refuse what `body` asks for and would not get.
 
     Args:
         body: the request's body as sent.
         job: the sampling distribution that a request may name.
-        chat: a chat completion, or a completion.
+        served: names of further parameters, which the caller honours.
 
     Raises:
         BadRequest: naming the parameter, what was expected, what was found and why.
@@ -115,11 +109,10 @@ def check_parameters(body: dict[str, Any], job: Sampling, chat: bool) -> None:
         elif name in NEUTRAL:
             expected, why = NEUTRAL[name]
             _expect(name, found, expected, why)
-        elif name not in SERVED[chat]:
-            near = difflib.get_close_matches(name, [*SERVED[chat], *NEUTRAL], 1)
+        elif name not in served:
+            near = difflib.get_close_matches(name, [*served, *NEUTRAL], 1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
             raise BadRequest(f"'{name}' is not served: {UNKNOWN}{hint}", name, "unsupported_parameter")
-    _check_shapes(body, chat)
 
 
 def _expect(name: str, found: Any, expected: tuple[Any, ...], why: str) -> None:
@@ -129,27 +122,3 @@ def _expect(name: str, found: Any, expected: tuple[Any, ...], why: str) -> None:
         raise BadRequest(f"'{name}' is not served: {why}", name, "unsupported_parameter")
     wanted = " or ".join(f"{value!r}" for value in expected)
     raise BadRequest(f"'{name}' must be {wanted}, found {str(found)[:80]!r}: {why}", name, "unsupported_value")
-
-
-def _check_shapes(body: dict[str, Any], chat: bool) -> None:
-    """Check the types of parameters whose wrong type would change their meaning."""
-    for name in ("max_completion_tokens", "max_tokens"):
-        found = body.get(name)
-        if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
-            raise BadRequest(f"'{name}' must be a positive integer, found {found!r}", name)
-    for name in ("stream", "return_token_ids"):
-        _check_flag(name, body.get(name))
-    logprobs, options = body.get("logprobs"), body.get("stream_options")
-    if chat:
-        _check_flag("logprobs", logprobs)
-    if not chat and logprobs is not None and (logprobs != 0 or isinstance(logprobs, bool)):
-        raise BadRequest(f"'logprobs' must be 0, found {logprobs!r}: {ONLY_SAMPLED}", "logprobs", "unsupported_value")
-    if options is not None and (not isinstance(options, dict) or set(options) - {"include_usage"}):
-        raise BadRequest(f"'stream_options' may have include_usage only, found {options!r}", "stream_options")
-    if options:
-        _check_flag("stream_options", options.get("include_usage"))
-
-
-def _check_flag(name: str, found: Any) -> None:
-    if not isinstance(found, bool | None):
-        raise BadRequest(f"'{name}' must be true or false, found {str(found)[:80]!r}", name)

@@ -193,13 +193,13 @@ def test_a_request_beyond_the_budget_is_refused_and_remembered(budget: Budget, r
     [
         ({}, "'messages'"),
         ({"messages": []}, "'messages'"),
-        ({"messages": [{"content": "x"}]}, "'role'"),
+        ({"messages": [{"content": "x"}]}, "`role`"),
         ({"messages": [user("x")], "n": 2}, "'n' must be 1"),
         ({"messages": [user("x")], "stop": ["\n"]}, "'stop' must be"),
         ({"messages": [user("x")], "response_format": {"type": "json_object"}}, "'response_format'"),
         ({"messages": [user("x")], "max_tokens": -1}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "contents are text"),
-        ({"messages": [assistant("", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])]}, "tool call"),
+        ({"messages": [assistant("", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])]}, "tool_calls"),
     ],
 )
 def test_what_could_not_be_recorded_exactly_is_refused_with_the_reason(body: Any, why: str) -> None:

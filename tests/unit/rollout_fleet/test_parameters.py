@@ -7,10 +7,12 @@ import pytest
 from openai.resources.chat.completions import Completions as Chats
 from openai.resources.completions import Completions
 
-from rollout_fleet.agents.parameters import NEUTRAL, SERVED, WITHOUT_EFFECT, BadRequest, check_parameters
+from rollout_fleet.agents.api import read_chat, read_completion
+from rollout_fleet.agents.parameters import NEUTRAL, UNKNOWN, BadRequest
 from rollout_fleet.episode.driver import Sampling
 
 JOB = Sampling(temperature=0.7)
+HI = [{"role": "user", "content": "hi"}]
 NAMED = {"type": "function", "function": {"name": "add"}}
 
 
@@ -57,31 +59,39 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 )
 def test_what_would_change_tokens_or_answer_is_refused_by_name(name: str, found: Any) -> None:
     with pytest.raises(BadRequest, match=f"'{name}'") as refused:
-        check_parameters({"messages": [], name: found}, JOB, chat=True)
+        read_chat({"messages": HI, name: found}, JOB)
     assert (refused.value.parameter, refused.value.status) == (name, 400)
 
 
 def test_log_probabilities_of_a_completion_are_those_of_the_sampled_tokens() -> None:
-    check_parameters({"prompt": "x", "logprobs": 0}, JOB, chat=False)
+    assert read_completion({"prompt": "x", "logprobs": 0}, JOB).logprobs
     for found in (1, True):
-        with pytest.raises(BadRequest, match="'logprobs' must be 0"):
-            check_parameters({"prompt": "x", "logprobs": found}, JOB, chat=False)
+        with pytest.raises(BadRequest, match=r"'logprobs' .* 0 in a completion"):
+            read_completion({"prompt": "x", "logprobs": found}, JOB)
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:
     asked = {name: values[0] for name, (values, _) in NEUTRAL.items() if values}
-    check_parameters({**asked, "temperature": 0.7, "top_p": 1, "logprobs": True, "max_tokens": 5}, JOB, chat=True)
-    check_parameters(dict.fromkeys([*NEUTRAL, *SERVED[True], "anything"]), JOB, chat=True)
+    found = read_chat({**asked, "messages": HI, "temperature": 0.7, "top_p": 1, "logprobs": True, "max_tokens": 5}, JOB)
+    assert (found.max_tokens, found.logprobs) == (5, True)
+    read_chat({**dict.fromkeys([*NEUTRAL, "tools", "stream", "max_tokens", "anything"]), "messages": HI}, JOB)
 
 
 def test_an_unknown_parameter_is_refused_with_the_nearest_known_one() -> None:
     with pytest.raises(BadRequest, match=r"'max_token' is not served: .* did you mean 'max_tokens'") as refused:
-        check_parameters({"prompt": "x", "max_token": 5}, JOB, chat=False)
+        read_completion({"prompt": "x", "max_token": 5}, JOB)
     assert (refused.value.parameter, refused.value.code) == ("max_token", "unsupported_parameter")
 
 
-@pytest.mark.parametrize(("create", "chat"), [(Chats.create, True), (Completions.create, False)])
-def test_every_parameter_of_openai_s_client_is_decided_on(create: Any, chat: bool) -> None:
+@pytest.mark.parametrize(
+    ("create", "read", "body"),
+    [(Chats.create, read_chat, {"messages": HI}), (Completions.create, read_completion, {"prompt": "x"})],
+    ids=["chat", "completion"],
+)
+def test_every_parameter_of_openai_s_client_is_decided_on(create: Any, read: Any, body: Any) -> None:
     of_the_client = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
-    named = set(inspect.signature(create).parameters) - of_the_client
-    assert named <= SERVED[chat] | WITHOUT_EFFECT | set(NEUTRAL)
+    for name in set(inspect.signature(create).parameters) - of_the_client:
+        try:
+            read({**body, name: "some value"}, JOB)
+        except BadRequest as refused:
+            assert UNKNOWN not in str(refused), name
