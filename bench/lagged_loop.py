@@ -107,7 +107,8 @@ def train(overrides: list[str], lag: int) -> dict:
     from learner.batch.batch import assemble
     from learner.batch.packing import microbatches_for
     from learner.loop.step_metrics import LossFigures
-    from learner.loop.task_source import read_rows, shuffled
+    from common.config.dataset import read_rows
+    from learner.loop.task_source import shuffled
     from learner.loss.losses import policy_loss
     from learner.megatron.backend import MegatronBackend
 

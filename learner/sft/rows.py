@@ -16,9 +16,10 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from common.config.dataset import read_rows
 from common.errors import UsageError
 from learner.batch.packing import Document
-from learner.loop.task_source import read_rows, shuffled
+from learner.loop.task_source import shuffled
 from learner.sft.chat import Chat, ChatTemplate, ChatTokenizer, check_messages
 
 KEY = "tasks.dataset"

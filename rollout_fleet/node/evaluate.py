@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
+from common.config.dataset import read_rows
 from common.config.schema import Config
-from common.errors import ConfigError, UsageError
+from common.errors import UsageError
 from common.rollouts import Sample
 from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
@@ -48,7 +49,8 @@ def run_eval(config: Config, model_path: Path, limit: int | None = None) -> Eval
     """
     if config.tasks.eval_dataset is None:
         raise UsageError("tasks.eval_dataset names no held-out problems")
-    problems = read_problems(Path(config.tasks.eval_dataset), "tasks.eval_dataset")[:limit]
+    rows = read_rows(Path(config.tasks.eval_dataset), "tasks.eval_dataset")[:limit]
+    problems = [msgspec.json.decode(row) for _, row in rows]
     if not (model_path / "config.json").is_file():
         raise UsageError(f"{model_path} is not a model folder: it has no config.json")
     model = msgspec.structs.replace(config.model, path=str(model_path))
@@ -93,22 +95,3 @@ async def evaluate(
 def accuracy(samples: list[Sample]) -> float:
     """Mean reward, failed samples counting 0; NaN of none."""
     return sum(s.reward for s in samples if s.error is None) / len(samples) if samples else float("nan")
-
-
-def read_problems(path: Path, key: str) -> list[dict[str, Any]]:
-    """Rows of a JSONL file; raises ConfigError naming `key`, file and line."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError("config", key, "a JSONL file", f"{path}: {error.strerror}") from error
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(msgspec.json.decode(line, type=dict[str, Any]))
-        except msgspec.DecodeError as error:
-            raise ConfigError("config", key, "a JSON object per line", f"{path} line {number}: {error}") from error
-    if not rows:
-        raise ConfigError("config", key, "at least one problem", f"{path}, which has none")
-    return rows

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -20,61 +20,23 @@ PROBE_S = 5.0
 CLOSE_S = 1.0
 
 
-class _Crossing(Generic[T]):
-    """Hands items from the event loop that posts them to another, all of one turn together."""
+class _Crossing:
+    """Runs callbacks in another thread's event loop, all of one turn of the posting loop together."""
 
-    def __init__(self, target: asyncio.AbstractEventLoop, receive: Callable[[list[T]], None]) -> None:
-        self.target, self._receive = target, receive
-        self._waiting: list[T] = []
+    def __init__(self, target: asyncio.AbstractEventLoop) -> None:
+        self.target = target
+        self._waiting: list[Callable[[], None]] = []
 
-    def post(self, item: T) -> None:
-        """From the source loop's thread only."""
+    def post(self, callback: Callable[[], None]) -> None:
+        """From one thread only."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._waiting.append(item)
+        self._waiting.append(callback)
 
     def _flush(self) -> None:
-        items, self._waiting = self._waiting, []
+        callbacks, self._waiting = self._waiting, []
         if not self.target.is_closed():
-            self.target.call_soon_threadsafe(self._receive, items)
-
-
-class _Call:
-    """One call on its way to the environment thread; `task` is set and used there only."""
-
-    def __init__(self, function: Callable[[], Awaitable[Any]], back: "_Crossing[_Call]", answer: Any) -> None:
-        self.function, self.back, self.answer = function, back, answer
-        self.task: asyncio.Task[Any] | None = None
-        self.given_up = False
-
-    async def run(self) -> Any:
-        try:
-            return await self.function()
-        except asyncio.CancelledError:
-            if self.task is not None and self.task.cancelling():  # the caller gave up, or the thread ends
-                raise
-            raise RuntimeError("the environment cancelled itself") from None
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise RuntimeError(f"the environment raised {type(error).__name__}") from error
-
-    def cancel(self) -> None:
-        """On the environment thread: the caller gave up."""
-        self.given_up = True
-        if self.task is not None:
-            self.task.cancel()
-
-    def deliver(self) -> None:
-        """On the caller's thread: settle its future with the task's result or error."""
-        assert self.task is not None
-        error = None if self.task.cancelled() else self.task.exception()  # looked at, also when no caller waits
-        if self.answer.done():
-            return
-        if self.task.cancelled():
-            self.answer.cancel()
-        elif error is not None:
-            self.answer.set_exception(error)
-        else:
-            self.answer.set_result(self.task.result())
+            self.target.call_soon_threadsafe(lambda: [callback() for callback in callbacks])
 
 
 class EnvironmentHost:
@@ -94,8 +56,7 @@ class EnvironmentHost:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_serve, args=(self._loop,), name="environments", daemon=True)
         self._thread.start()
-        self._there: _Crossing[_Call] = _Crossing(self._loop, _begin)
-        self._back: _Crossing[_Call] | None = None
+        self._there, self._back = _Crossing(self._loop), _Crossing(self._loop)
 
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Call `function` and await what it returns, both on the environment thread.
@@ -108,15 +69,22 @@ class EnvironmentHost:
         if self._loop.is_closed():
             raise RuntimeError("the environment thread has ended")
         here, there = asyncio.get_running_loop(), self._loop
-        if self._back is None or self._back.target is not here:
-            self._back = _Crossing(here, _deliver)
-        call = _Call(function, self._back, here.create_future())
-        self._there.post(call)
+        if self._back.target is not here:
+            self._back = _Crossing(here)
+        back, answer = self._back, here.create_future()
+        begun: list[asyncio.Task[T]] = []  # of the environment thread
+
+        def begin() -> None:
+            if not answer.cancelled():
+                begun.append(there.create_task(_contained(function)))
+                begun[0].add_done_callback(lambda task: back.post(lambda: _settle(answer, task)))
+
+        self._there.post(begin)
         try:
-            return await call.answer
+            return await answer
         except asyncio.CancelledError:
             if not there.is_closed():
-                there.call_soon_threadsafe(call.cancel)
+                there.call_soon_threadsafe(lambda: [task.cancel() for task in begun])
             self._probe()
             raise
 
@@ -146,18 +114,30 @@ class EnvironmentHost:
             self._at_close.pop()()
 
 
-def _begin(calls: list[_Call]) -> None:
-    """On the environment thread: start the calls; each answers when it is done."""
-    for call in calls:
-        if call.given_up:
-            continue
-        call.task = asyncio.get_running_loop().create_task(call.run())
-        call.task.add_done_callback(lambda _, call=call: call.back.post(call))
+def _settle(answer: asyncio.Future[T], task: asyncio.Task[T]) -> None:
+    """On the caller's thread: give it the task's result or error."""
+    error = None if task.cancelled() else task.exception()  # looked at, also when no caller waits
+    if answer.done():
+        return
+    if task.cancelled():
+        answer.cancel()
+    elif error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(task.result())
 
 
-def _deliver(calls: list[_Call]) -> None:
-    for call in calls:
-        call.deliver()
+async def _contained(function: Callable[[], Awaitable[T]]) -> T:
+    """On the environment thread: what would end the thread or the task becomes an error of the environment."""
+    try:
+        return await function()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # the caller gave up, or the thread ends
+            raise
+        raise RuntimeError("the environment cancelled itself") from None
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"the environment raised {type(error).__name__}") from error
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from common.config.dataset import read_rows
 from common.errors import UsageError
-from learner.loop.task_source import TaskSource, read_rows
+from learner.loop.task_source import TaskSource
 
 
 def dataset(folder: Path, rows: int = 10) -> Path:

@@ -7,7 +7,7 @@ import pytest
 from fleet_fakes import ScriptedSampler, add, make_driver, new_host, run, say
 
 from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
-from common.errors import ConfigError, UsageError
+from common.errors import UsageError
 from common.rollouts import Sample
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.episode.driver import Sampling
@@ -59,20 +59,6 @@ def test_failed_episodes_count_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None
     sampler = ScriptedSampler(lambda p: add(p) if "3+" not in p else ValueError("no"))
     samples, _ = evaluated(monkeypatch, sampler, greedy=True)
     assert module.accuracy(samples) == 0.9
-
-
-def test_problems_are_objects_one_per_line(tmp_path: Path) -> None:
-    path = tmp_path / "held_out.jsonl"
-    path.write_text('{"a": 1}\n\n{"a": 2}\n')
-    assert module.read_problems(path, "tasks.eval_dataset") == [{"a": 1}, {"a": 2}]
-    path.write_text('{"a": 1}\n[2]\n')
-    with pytest.raises(ConfigError, match=r"held_out\.jsonl line 2"):
-        module.read_problems(path, "tasks.eval_dataset")
-    path.write_text("\n")
-    with pytest.raises(ConfigError, match="has none"):
-        module.read_problems(path, "tasks.eval_dataset")
-    with pytest.raises(ConfigError, match="No such file"):
-        module.read_problems(tmp_path / "absent", "tasks.eval_dataset")
 
 
 def test_evaluation_needs_held_out_problems_and_a_model(tmp_path: Path) -> None:
