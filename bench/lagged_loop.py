@@ -104,10 +104,10 @@ def train(overrides: list[str], lag: int) -> dict:
     torch.set_num_threads(1)
     config = load_config(Path("configs/quickstart.yaml"), [*overrides, f"staleness.max={lag}"], Config)
     sampler = Sampler(config)
+    from common.config.dataset import read_rows
     from learner.batch.batch import assemble
     from learner.batch.packing import microbatches_for
     from learner.loop.step_metrics import LossFigures
-    from common.config.dataset import read_rows
     from learner.loop.task_source import shuffled
     from learner.loss.losses import policy_loss
     from learner.megatron.backend import MegatronBackend

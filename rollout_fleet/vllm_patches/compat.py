@@ -6,6 +6,7 @@ error when it does not find the code it expects: a half-patched engine would sil
 
 import logging
 import multiprocessing
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -25,3 +26,10 @@ def check_version() -> None:
 
     if not vllm.__version__.startswith(TESTED):
         logger.warning("vLLM %s is untested; the patches here were read against %s*", vllm.__version__, TESTED)
+
+
+def require(owner: Any, *names: str) -> None:
+    """Raise RuntimeError when this vLLM's class or module lacks what a patch replaces or calls."""
+    for name in names:
+        if not hasattr(owner, name):
+            raise RuntimeError(f"this vLLM's {owner.__name__} has no {name}: adapt rollout_fleet/vllm_patches")

@@ -1,6 +1,11 @@
 """The experts that a token was routed to, also from the CPU's model runner."""
 
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
+
+from rollout_fleet.vllm_patches.compat import require
 
 
 def return_routed_experts_on_cpu() -> None:
@@ -13,8 +18,7 @@ def return_routed_experts_on_cpu() -> None:
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    if not hasattr(VllmConfig, "_verify_aux_output_compatibility"):
-        raise RuntimeError("this vLLM's VllmConfig has no _verify_aux_output_compatibility: routing needs a new look")
+    require(VllmConfig, "_verify_aux_output_compatibility")
     initialize, execute, sample = (
         CPUModelRunner.initialize_kv_cache,
         CPUModelRunner.execute_model,
@@ -45,8 +49,6 @@ def return_routed_experts_on_cpu() -> None:
         output = sample(runner, *rest, **options)
         routed = runner.__dict__.pop("slipstream_routed", None)
         if routed is not None:
-            import numpy as np
-
             sampled = np.array([len(ids) for ids in output.sampled_token_ids])
             routed.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
             output.aux_output_connector_output = routed.process_output()
@@ -60,10 +62,6 @@ def return_routed_experts_on_cpu() -> None:
 
 def _batch_of(batch: Any, scheduled: Any) -> Any:
     """The three attributes of the second model runner's batch that its routing connector reads."""
-    from types import SimpleNamespace
-
-    import numpy as np
-
     counts = [scheduled.num_scheduled_tokens[request_id] for request_id in batch.req_ids]
     return SimpleNamespace(
         req_ids=list(batch.req_ids),

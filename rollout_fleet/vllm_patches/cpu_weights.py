@@ -2,6 +2,13 @@
 
 from typing import Any
 
+import torch
+from torch.nn import functional as F
+
+from rollout_fleet.vllm_patches.compat import require
+
+FEW_ROWS = 16  # below, the overhead of a call dominates, and torch's own linear is faster
+
 
 def keep_cpu_linear_weights_live() -> None:
     """CPU linear layers compute with their parameters, not with a packed copy.
@@ -10,18 +17,37 @@ def keep_cpu_linear_weights_live() -> None:
     raises. With tied embeddings lm_head silently keeps the old packed weights after a layerwise reload. Reading the
     parameters costs little and makes in-place updates, checksums and the proof after a flip possible.
     """
-    import torch
     from vllm.model_executor.layers import utils
 
-    from rollout_fleet.vllm_patches.unpacked_linear import linear
-
-    if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
-        raise RuntimeError("this vLLM has no dispatch_cpu_unquantized_gemm: live weights on CPU need a new look")
+    require(utils, "dispatch_cpu_unquantized_gemm")
 
     def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = linear
 
     utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + b from the parameter, about as fast as from a packed copy; [rows, in] x [out, in] -> [rows, out].
+
+    In float32 torch's linear uses MKL, which takes twice as long as oneDNN on processors that are not Intel's. In
+    bfloat16 it misses oneDNN's best kernels. The operator that torch's compiler emits takes weights as they are.
+    """
+    if x.dim() != 2 or len(x) < FEW_ROWS or x.dtype not in _DTYPES or torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _supported() -> frozenset[torch.dtype]:
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return frozenset()
+    found = {torch.float32}
+    if hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        found.add(torch.bfloat16)
+    return frozenset(found)
+
+
+_DTYPES = _supported()
 
 
 def keep_cpu_expert_weights_live() -> None:
@@ -32,9 +58,7 @@ def keep_cpu_expert_weights_live() -> None:
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    for name in ("process_weights_after_loading", "apply"):
-        if name not in vars(CPUUnquantizedExperts):
-            raise RuntimeError(f"this vLLM's CPUUnquantizedExperts has no {name}: live experts on CPU need a new look")
+    require(CPUUnquantizedExperts, "process_weights_after_loading", "apply")
 
     def nothing(experts: Any, layer: Any) -> None: ...
 
@@ -57,8 +81,6 @@ def _apply_experts(
     **_: Any,
 ) -> None:
     """output [T, H] = sum over a token's experts of weight * w2 (act(gate x) * up x); w1 [E, 2 I, H], w2 [E, H, I]."""
-    import torch
-    from torch.nn import functional as F
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     functions = {

@@ -2,6 +2,10 @@
 
 from typing import Any
 
+import numpy as np
+
+from rollout_fleet.vllm_patches.compat import require
+
 
 def send_only_finished_outputs() -> None:
     """The engine process hands over a request when it ends, not token by token, if only its end was asked for.
@@ -12,9 +16,8 @@ def send_only_finished_outputs() -> None:
     """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    for cls, name in ((EngineCore, "_attach_weight_version"), (EngineCoreProc, "_send_finish_outputs_to_client")):
-        if not hasattr(cls, name):
-            raise RuntimeError(f"this vLLM's {cls.__name__} has no {name}; finished_outputs.py must be adapted")
+    require(EngineCore, "_attach_weight_version")
+    require(EngineCoreProc, "_send_finish_outputs_to_client")
     attach, finish, abort = (
         EngineCore._attach_weight_version,
         EngineCoreProc._send_finish_outputs_to_client,
@@ -71,8 +74,6 @@ class _Held:
 
     def joined(self) -> Any:
         """LogprobsLists of all tokens, [n, 1] each; the sampled token is the only candidate of each place."""
-        import numpy as np
-
         if not self.logprobs:
             return None
         sample = self.logprobs[0]
@@ -84,8 +85,6 @@ class _Held:
 
     def joined_routing(self) -> Any:
         """The experts of all delayed outputs, [tokens, layers, experts per token], or None."""
-        import numpy as np
-
         return np.concatenate(self.routed) if self.routed else None
 
 

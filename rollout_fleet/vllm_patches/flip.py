@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from rollout_fleet.vllm_patches.compat import require
 from rollout_fleet.vllm_patches.finished_outputs import release_held
 from rollout_fleet.vllm_patches.prefix_cache import resalt_waiting
 
@@ -16,9 +17,7 @@ def flip_in_one_call() -> None:
     """
     from vllm.v1.engine.core import EngineCore
 
-    for name in ("set_weight_version", "_reset_caches", "collective_rpc", "pause_scheduler"):
-        if not hasattr(EngineCore, name):
-            raise RuntimeError(f"this vLLM's EngineCore has no {name}: the flip needs a new look")
+    require(EngineCore, "set_weight_version", "_reset_caches", "collective_rpc", "pause_scheduler")
     EngineCore.slipstream_flip = _flip  # type: ignore[attr-defined]
 
 

@@ -7,6 +7,8 @@ decides the salt.
 
 from typing import Any
 
+from rollout_fleet.vllm_patches.compat import require
+
 SEPARATOR = "#"  # behind the version: what else keeps a request to itself
 
 
@@ -25,9 +27,9 @@ def salt_by_version() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request
 
-    for cls, name in ((EngineCore, "add_request"), (Request, "update_block_hashes"), (Scheduler, "_preempt_request")):
-        if not hasattr(cls, name):
-            raise RuntimeError(f"this vLLM's {cls.__name__} has no {name}: salting by version needs a new look")
+    require(EngineCore, "add_request")
+    require(Request, "update_block_hashes")
+    require(Scheduler, "_preempt_request")
     add = EngineCore.add_request
 
     def add_salted(engine: Any, request: Any, request_wave: int = 0) -> None:
