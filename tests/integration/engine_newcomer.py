@@ -3,13 +3,12 @@
 import asyncio
 from typing import Any
 
-from engine_rig import logprobs
-
 from common.errors import SlipstreamError
 from common.weights import messages, packing
 from common.weights.receiver import Receiver
 from rollout_fleet.weights.staging_poll import StagingFailed
 from rollout_fleet.weights.weight_client import Flip
+from tests.integration.engine_rig import logprobs
 
 
 class Buffer:

@@ -2,15 +2,16 @@
 
 import asyncio
 import gc
-import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import psutil
 import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -30,7 +31,7 @@ from common.weights.messages import Canary
 from learner.publish.publisher import WeightPublisher
 from rollout_fleet.engine.engine import Engine
 from rollout_fleet.weights.weight_client import WeightClient
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until_async
 
 T = TypeVar("T")
 VOCABULARY = 100  # not a multiple of 64: vLLM pads the embedding
@@ -75,11 +76,42 @@ def job(folder: Path) -> Config:
     )
 
 
+def prompt(i: int) -> list[int]:
+    return [(i * 7 + j * 3) % 90 + 4 for j in range(12)]
+
+
+def worst(got: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(got, expected, strict=True))
+
+
 class RigEngine(Engine):
     """The engine whose worker can also be told to damage what it loads."""
 
     def _arguments(self, on_cpu: bool) -> dict[str, Any]:
-        return {**super()._arguments(on_cpu), "worker_extension_cls": "engine_rig_extension.DamagingExtension"}
+        extension = "tests.integration.engine_rig_extension.DamagingExtension"
+        return {**super()._arguments(on_cpu), "worker_extension_cls": extension}
+
+    @contextmanager
+    def stopping_at(self, *tokens: int) -> Iterator[None]:
+        """Meanwhile these tokens end a generation; without any, each runs to its last token."""
+        usual, self._stop_token_ids = self._stop_token_ids, list(tokens)
+        self._params.clear()
+        yield
+        self._stop_token_ids = usual
+        self._params.clear()
+
+    async def damage_next_load(self, part: str) -> None:
+        """See DamagingExtension."""
+        await self._llm.collective_rpc("damage_next_load", args=(part,))
+
+    async def damage_next_bucket(self, number: int) -> None:
+        """See DamagingExtension."""
+        await self._llm.collective_rpc("damage_next_bucket", args=(number,))
+
+    @property
+    def unfinished(self) -> int:
+        """Requests in the engine."""
+        return self._llm.output_processor.get_num_unfinished_requests()
 
 
 class Rig:
@@ -90,8 +122,6 @@ class Rig:
         moe: MoeConfig | None = None,
         tensor_parallel: int = 1,
     ) -> None:
-        here = str(Path(__file__).resolve().parent)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
         first = make(0)
         config = first.config
         config.architectures = [type(first).__name__]
@@ -109,6 +139,7 @@ class Rig:
         self.publisher = WeightPublisher(
             0, "float32", WeightsConfig(timeout_s=60.0, encoding="delta", anchor_every=0), bucket_bytes=16 << 10
         )
+        self.address = self.publisher.start()
         self.engine = RigEngine(self.config)
         self.make, self.models = make, {}
         started = time.perf_counter()
@@ -118,8 +149,14 @@ class Rig:
 
     async def _client(self) -> WeightClient:
         client = WeightClient("rig", self.engine.weights)
-        client.follow(self.publisher.start(), 0)
+        client.follow(self.address, 0)
         return client
+
+    @property
+    def core(self) -> psutil.Process:
+        """The engine's process."""
+        (found,) = [child for child in psutil.Process().children() if "EngineCore" in "".join(child.cmdline())]
+        return found
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = LIMIT_S) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
@@ -128,6 +165,20 @@ class Rig:
         """Version v is the model of seed v, or `model`."""
         self.models[version] = self.make(version) if model is None else model
         self.publisher.publish(version, exported(self.models[version]), canary)
+
+    def put(self, version: int, canary: Canary | None = None, model: Any = None) -> None:
+        """Publish, and wait until the engine runs it or is quarantined."""
+        self.publish(version, canary, model)
+        self.run(self.active(version))
+
+    async def put_async(self, version: int) -> None:
+        """`put`, from within the rig's loop."""
+        await asyncio.to_thread(self.publish, version)
+        await self.active(version)
+
+    async def sampling(self, requests: int) -> None:
+        """Wait until the engine samples so many requests at once."""
+        await until_async(lambda: self.engine.counters.running >= requests, f"{requests} requests in the engine")
 
     async def active(self, version: int) -> None:
         while self.client.state.version != version and self.client.state.quarantined is None:

@@ -4,23 +4,18 @@ One engine per architecture; tests run in order and the last one breaks it.
 """
 
 import asyncio
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from engine_rig import END, VOCABULARY, Rig, logprobs
-
 from common.config.schema import MoeConfig
 from common.errors import SlipstreamError
 from common.weights.messages import Canary
 from rollout_fleet.episode.sampler_protocol import Generation
+from tests.integration.engine_rig import END, VOCABULARY, Rig, logprobs, prompt, worst
 
 TOLERANCE = 3e-5
 
@@ -78,18 +73,9 @@ def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     made.close()
 
 
-def prompt(i: int) -> list[int]:
-    return [(i * 7 + j * 3) % 90 + 4 for j in range(12)]
-
-
-def worst(got: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(got, expected, strict=True))
-
-
 def test_the_first_version_of_all_experts_is_proven_and_its_canary_agrees(rig: Rig) -> None:
     tokens = [(i * 11) % 90 + 4 for i in range(32)]
-    rig.publish(1, Canary(tokens, logprobs(qwen3_moe(1), tokens), tolerance=1e-4))
-    rig.run(rig.active(1))
+    rig.put(1, Canary(tokens, logprobs(qwen3_moe(1), tokens), tolerance=1e-4))
     state = rig.client.state
     assert state.quarantined is None and state.version == 1
     assert 0 < state.canary_max_difference < 1e-4
@@ -98,8 +84,7 @@ def test_the_first_version_of_all_experts_is_proven_and_its_canary_agrees(rig: R
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_engine_samples_with_the_published_experts(rig: Rig, version: int) -> None:
     if version > 1:
-        rig.publish(version)
-        rig.run(rig.active(version))
+        rig.put(version)
     for i in range(4):
         got = rig.run(rig.engine.generate(prompt(i), 40))
         whole = prompt(i) + got.tokens
@@ -149,14 +134,12 @@ def test_a_flip_in_flight_leaves_the_routing_that_each_token_was_sampled_with(ri
 
     async def flipped() -> list[Generation]:
         tasks = [asyncio.create_task(rig.engine.generate(prompt(i), 400)) for i in range(8)]
-        await asyncio.sleep(0.3)
-        await asyncio.to_thread(rig.publish, new)
-        await rig.active(new)
+        await rig.sampling(8)
+        await rig.put_async(new)
         return await asyncio.gather(*tasks)
 
-    rig.engine._stop_token_ids = []
-    rig.engine._params.clear()
-    done = rig.run(flipped())
+    with rig.engine.stopping_at():
+        done = rig.run(flipped())
     rig.engine.weights.recompute = False
     across = [(i, got) for i, got in enumerate(done) if len(got.version_runs) == 2]
     assert across, "the flip came after the end of every request"
@@ -173,9 +156,8 @@ def test_a_flip_in_flight_leaves_the_routing_that_each_token_was_sampled_with(ri
 
 def test_one_damaged_element_of_one_expert_is_caught_by_the_proof(rig: Rig) -> None:
     async def damaged() -> None:
-        await rig.engine._llm.collective_rpc("damage_next_load", args=("w2_weight",))
-        await asyncio.to_thread(rig.publish, 5)
-        await rig.active(5)
+        await rig.engine.damage_next_load("w2_weight")
+        await rig.put_async(5)
 
     rig.run(damaged())
     state = rig.client.state
@@ -186,8 +168,7 @@ def test_one_damaged_element_of_one_expert_is_caught_by_the_proof(rig: Rig) -> N
 
 
 def test_other_mixtures_are_published_proven_and_sampled_from_too(other: Rig) -> None:
-    other.publish(1)
-    other.run(other.active(1))
+    other.put(1)
     assert other.client.state.quarantined is None
     got = other.run(other.engine.generate(prompt(1), 40))
     assert worst(got.logprobs, logprobs(other.models[1], prompt(1) + got.tokens)[11:]) < TOLERANCE

@@ -1,15 +1,11 @@
 """The end of an engine that still generates: requests hear of it, and nobody takes it for a death."""
 
 import asyncio
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from engine_rig import job, make_model
 
 from common.errors import SlipstreamError
 from rollout_fleet.engine.engine import Engine
+from tests.integration.engine_rig import job, make_model
 from tests.waiting import LIMIT_S
 
 

@@ -12,7 +12,7 @@ from common.rollouts import Sample, Task, VersionRun
 from rollout_fleet.environments.isolation.placement import ThreadStage
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.environments.protocol import Action, Budget, Limits, StepResult
-from rollout_fleet.episode.driver import Driver, EpisodeDriver, EpisodeRules, Progress, Sampling
+from rollout_fleet.episode.driver import Driver, EpisodeDriver, EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
 from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, WeightsState
 from tests.waiting import LIMIT_S
@@ -55,7 +55,7 @@ class ScriptedSampler:
     """Answers each call with `respond(text of the prompt)`, after `delay_s` and after `gate` opened."""
 
     def __init__(self, respond: Callable[[str], Generation | Exception], delay_s: float = 0.0) -> None:
-        self._respond, self._delay_s = respond, delay_s
+        self.respond, self._delay_s = respond, delay_s
         self.gate = asyncio.Event()
         self.gate.set()
         self.calls: list[Call] = []
@@ -73,7 +73,7 @@ class ScriptedSampler:
         try:
             await asyncio.sleep(self._delay_s)
             await self.gate.wait()
-            answer = self._respond("".join(map(chr, prompt_ids)))
+            answer = self.respond("".join(map(chr, prompt_ids)))
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -104,9 +104,9 @@ class Base:
         return StepResult(reward=1.0)
 
 
-def play(driver: Driver, problem: dict[str, Any], seed: int = 7, progress: Progress | None = None) -> Sample:
+def play(driver: Driver, problem: dict[str, Any], seed: int = 7, group_seed: int | None = None) -> Sample:
     """One episode in an event loop of its own."""
-    return asyncio.run(driver.run(problem, seed, progress))
+    return asyncio.run(driver.run(problem, seed, group_seed=group_seed))
 
 
 def text_of(sample: Sample, trained: int) -> str:

@@ -116,10 +116,10 @@ def test_a_request_that_the_engine_refuses_leaves_the_conversation_as_it_was() -
     talk = Talk("one", "two")
     first = talk.say([user("hi")])
     history = [user("hi"), assistant(first.text), user("more")]
-    respond, talk.sampler._respond = talk.sampler._respond, lambda _: ValueError("too long")
+    respond, talk.sampler.respond = talk.sampler.respond, lambda _: ValueError("too long")
     with pytest.raises(EpisodeFailed, match="too long"):
         talk.say(history)
-    talk.sampler._respond = respond
+    talk.sampler.respond = respond
     prompts = talk.prompts()
     assert talk.say(history).prompt_tokens == prompts[1]
 

@@ -230,7 +230,7 @@ async def test_cancelling_an_episode_cancels_its_request_and_the_progress_stays_
         sampler.gate.clear()
         return answers(prompt)
 
-    sampler._respond = second
+    sampler.respond = second
     episode = asyncio.create_task(driver.run({"number": 20}, 0, progress))
     while len(sampler.calls) < 2:
         await asyncio.sleep(0.005)

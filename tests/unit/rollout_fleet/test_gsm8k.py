@@ -5,13 +5,12 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from fleet_fakes import CharacterTokenizer, ScriptedSampler, in_turn, make_driver, play, say, text_of
+from chat_tokenizers import qwen, speaker
+from fleet_fakes import ScriptedSampler, in_turn, make_driver, play, say, text_of
 
-from common.rollouts import Sample
 from rollout_fleet.environments.builtin.gsm8k import PROMPT, Gsm8k, final_number, gold_number
-from rollout_fleet.environments.protocol import Action, Chat, StepResult
+from rollout_fleet.environments.protocol import Action, StepResult
 from rollout_fleet.environments.registry import resolve
-from rollout_fleet.episode.rendering import Renderer
 
 ROW = {
     "question": "Natalia sold clips to 48 friends in April, and half as many in May. How many altogether?",
@@ -70,43 +69,19 @@ def test_it_is_built_in() -> None:
     assert resolve("gsm8k", {"thinking": True}) is Gsm8k
 
 
-class ChatTokenizer(CharacterTokenizer):
-    """A chat model's, with a template in the manner of Qwen3."""
-
-    chat_template = "a template"
-
-    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool, **options: Any) -> str:
-        assert not tokenize
-        assert add_generation_prompt
-        turns = "".join(f"<{m['role']}>{m['content']}</>" for m in messages)
-        return turns + "<assistant>" + ("" if options["enable_thinking"] else "<think></think>")
-
-
-def answered(tokenizer: CharacterTokenizer) -> Sample:
-    return play(make_driver(ScriptedSampler(in_turn(say("#### 72"))), Gsm8k, tokenizer=tokenizer), ROW)
-
-
 def test_the_prompt_goes_through_the_chat_template() -> None:
-    sample = answered(ChatTokenizer())
+    tokenizer = qwen()
+    sampler = speaker(tokenizer, "#### 72")
+    sample = play(make_driver(sampler, Gsm8k, tokenizer=tokenizer), ROW)
     question = PROMPT.replace("{question}", ROW["question"])
-    assert text_of(sample, 0) == f"<user>{question}</><assistant><think></think>"
+    asked = tokenizer.decode(sampler.calls[0].prompt)
+    assert asked == f"<|im_start|>user\n{question}<eos>\n<|im_start|>assistant\n<think></think>"
     assert sample.reward == 1.0
 
 
-def test_the_tokenizer_of_transformers_takes_the_chat() -> None:
-    from launch.quickstart.assets import build_tokenizer
-
-    tokenizer: Any = build_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}{% if not enable_thinking %}!{% endif %}"
-    )
-    ids = Renderer(tokenizer).first(Chat((("user", "2?"),), (("enable_thinking", False),)))
-    assert tokenizer.decode(ids) == "[user]2?[assistant]!"
-
-
 def test_without_a_chat_template_the_prompt_is_plain_text() -> None:
-    assert text_of(answered(CharacterTokenizer()), 0) == PROMPT.replace("{question}", ROW["question"])
+    sample = play(make_driver(ScriptedSampler(in_turn(say("#### 72"))), Gsm8k), ROW)
+    assert text_of(sample, 0) == PROMPT.replace("{question}", ROW["question"])
 
 
 def test_a_question_with_braces_is_left_as_it_is() -> None:

@@ -272,23 +272,26 @@ def test_an_interpreter_that_is_not_there_is_the_node_s_fault_and_no_sample_s() 
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_an_episode_that_is_given_up_while_processes_start_hands_over_no_other_connection(host: ProcessHost) -> None:
-    play(host, "talk")
+def test_an_episode_that_is_given_up_while_processes_start_hands_over_no_other_connection(
+    folder: Path, modules: tuple[str, str]
+) -> None:
+    (folder / "slow_library.py").write_text("import time; time.sleep(1)\n")
+    host, before = ProcessHost((*modules, "slow_library")), len(left_over())
 
     async def given_up() -> list[tuple[socket.socket, socket.socket]]:
-        loop = asyncio.get_running_loop()
-        with host._lock:  # as while the fork server starts
-            opening = asyncio.create_task(host.open(LIMITS, 60.0))
-            await asyncio.sleep(0.2)
-            opening.cancel()
-            await asyncio.wait([opening])
-            others = [socket.socketpair() for _ in range(4)]  # they would get the numbers that have become free
-        await loop.run_in_executor(None, lambda: host._lock.acquire(timeout=30) and host._lock.release())
-        await asyncio.sleep(0.2)
+        opening = asyncio.create_task(host.open(LIMITS, 60.0))
+        await until_async(lambda: len(left_over()) > before, "the fork server, which starts")
+        opening.cancel()
+        await asyncio.wait([opening])
+        others = [socket.socketpair() for _ in range(4)]  # they would get the numbers that have become free
+        (await host.open(LIMITS, 60.0)).close()  # by now the first request was handed over
         return others
 
-    for mine, theirs in asyncio.run(given_up()):
-        with mine:
-            theirs.close()
-            mine.settimeout(10)
-            assert mine.recv(1) == b""  # nobody else holds the other end
+    try:
+        for mine, theirs in asyncio.run(given_up()):
+            with mine:
+                theirs.close()
+                mine.settimeout(10)
+                assert mine.recv(1) == b""  # nobody else holds the other end
+    finally:
+        host.close()
