@@ -109,14 +109,7 @@ class Engine:
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> Generation:
-        """Continue `prompt_ids` by at most `max_tokens` tokens; temperature 0 is greedy.
-
-        A cancelled call aborts its request in the engine.
-
-        Raises:
-            SlipstreamError: no weights yet, quarantined, or the engine is dead.
-            ValueError: the engine refused this request, for example for a token outside the vocabulary.
-        """
+        """As Sampler.generate; SlipstreamError also when there are no weights yet or they are quarantined."""
         self.weights.check_usable()
         self._check_tokens(prompt_ids)
         request_id = str(next(self._numbers))

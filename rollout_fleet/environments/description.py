@@ -11,17 +11,16 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.isolation.process_host import child_variables
-from rollout_fleet.environments.limits import limits_of, own_limits
 from rollout_fleet.environments.protocol import Limits
 
 if TYPE_CHECKING:
-    from common.config.schema import TasksConfig
+    from common.config.schema import LimitsConfig, TasksConfig
 
 CHECK_S = 300.0  # for the other interpreter to import the environment
 PYTHON_KEY = "tasks.limits.python"
@@ -93,6 +92,18 @@ def _facts(found: object) -> dict[str, Any]:
         "preload": list(getattr(found, "PRELOAD", ())),
         "several_turns": registry.plays_several_turns(found),
     }
+
+
+def own_limits(environment: object) -> Limits:
+    """The `LIMITS` of the class, or the defaults."""
+    return getattr(environment, "LIMITS", Limits())
+
+
+def limits_of(own: Limits, overrides: "LimitsConfig") -> Limits:
+    """`own` with every key that tasks.limits sets. Another interpreter needs a process of its own."""
+    said = {f.name: getattr(overrides, f.name) for f in fields(Limits)}
+    found = replace(own, **{name: value for name, value in said.items() if value is not None})
+    return replace(found, process=found.process or bool(found.python))
 
 
 def _ask(python: str, name: str, options: dict[str, Any], file: str) -> dict[str, Any]:

@@ -239,9 +239,7 @@ class _EnvironmentEpisode:
             size = sum(len(c) for _, c in observation.messages) if isinstance(observation, Chat) else len(observation)
             if size > most:
                 raise Flood(f"{size} characters or tokens, the limit is {most}")
-            if end_token is None:
-                return self._renderer.first(observation)
-            return self._renderer.later(observation, end_token)
+            return self._renderer.ids(observation, end_token)
         except Exception as error:
             raise failure(error, "observation") from error
 

@@ -43,22 +43,16 @@ class Renderer:
         found = getattr(self._tokenizer, "chat_template", None)
         return found if isinstance(found, str) else "" if found is None else json.dumps(found)
 
-    def first(self, observation: Observation) -> list[int]:
-        """Token ids of an episode's prompt: of a chat, up to where the assistant begins."""
-        return self._ids(self.prompt(observation) if isinstance(observation, Chat) else observation)
-
-    def later(self, observation: Observation, end_token: int) -> list[int]:
-        """Token ids of the environment's messages after a turn that the policy ended with `end_token`."""
-        text = self.reply(observation, end_token) if isinstance(observation, Chat) else observation
-        return self._ids(text)
-
-    def prompt(self, chat: Chat) -> str:
-        """The conversation so far, up to where the assistant begins."""
-        return self.conversation(_messages(chat), chat.tools, dict(chat.options))
-
-    def reply(self, chat: Chat, end_token: int) -> str:
-        """The template's text between the assistant's end token and the beginning of its next turn."""
-        return self.continuation(_messages(chat), end_token, chat.tools, dict(chat.options))
+    def ids(self, observation: Observation, end_token: int | None = None) -> list[int]:
+        """Token ids of an observation: of the prompt, or of what follows a turn that ended with `end_token`."""
+        if isinstance(observation, Chat):
+            messages: list[Message] = [{"role": role, "content": content} for role, content in observation.messages]
+            tools, options = observation.tools, dict(observation.options)
+            if end_token is None:
+                observation = self.conversation(messages, tools, options)
+            else:
+                observation = self.continuation(messages, end_token, tools, options)
+        return self.encode(observation) if isinstance(observation, str) else [int(token) for token in observation]
 
     def conversation(self, messages: list[Message], tools: str = "", options: Message | None = None) -> str:
         """A whole conversation, up to where the assistant begins; messages as chat templates want them."""
@@ -87,9 +81,6 @@ class Renderer:
         """Text as tokens, none added."""
         return list(self._cached(text)) if len(text) <= CACHED_CHARS else list(self._encode(text))
 
-    def _ids(self, said: str | list[int]) -> list[int]:
-        return self.encode(said) if isinstance(said, str) else [int(token) for token in said]
-
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
@@ -98,7 +89,3 @@ class Renderer:
         if tools:
             options = {**options, "tools": json.loads(tools)}
         return template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-
-
-def _messages(chat: Chat) -> list[Message]:
-    return [{"role": role, "content": content} for role, content in chat.messages]

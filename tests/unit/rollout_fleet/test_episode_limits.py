@@ -9,7 +9,7 @@ from fleet_fakes import EOS, Base, ScriptedSampler, addition_task, in_turn, make
 
 from common.config.schema import LimitsConfig
 from common.rollouts import Sample
-from rollout_fleet.environments.limits import limits_of, own_limits
+from rollout_fleet.environments.description import limits_of, own_limits
 from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
 from rollout_fleet.episode.group_progress import GroupProgress
 from rollout_fleet.episode.group_runner import GroupRunner

@@ -67,25 +67,25 @@ def test_a_turn_that_ended_with_another_token_gets_the_template_s_end_as_well() 
     tokenizer = with_template(LLAMA, "<eos>")
     renderer = Renderer(tokenizer)
     chat = Chat((("user", "go on"),))
-    assert renderer.reply(chat, tokenizer.eos_token_id) == "<|user|>\n\ngo on<eos><|assistant|>\n\n"
-    assert renderer.reply(chat, tokenizer.pad_token_id) == "<eos><|user|>\n\ngo on<eos><|assistant|>\n\n"
+    assert tokenizer.decode(renderer.ids(chat, tokenizer.eos_token_id)) == "<|user|>\n\ngo on<eos><|assistant|>\n\n"
+    assert tokenizer.decode(renderer.ids(chat, tokenizer.pad_token_id)) == "<eos><|user|>\n\ngo on<eos><|assistant|>\n\n"
 
 
 def test_options_reach_the_template_of_later_turns_too() -> None:
-    renderer = Renderer(qwen())
+    tokenizer = qwen()
     chat = Chat((("user", "go on"),), (("enable_thinking", False),))
-    assert renderer.reply(chat, 1).endswith("assistant\n<think></think>")
+    assert tokenizer.decode(Renderer(tokenizer).ids(chat, 1)).endswith("assistant\n<think></think>")
 
 
 def test_tools_reach_the_template_of_the_prompt() -> None:
-    renderer = Renderer(qwen())
-    assert '"name": "add"' in renderer.prompt(Chat((("user", "hi"),), tools=TOOLS))
+    tokenizer = qwen()
+    assert '"name": "add"' in tokenizer.decode(Renderer(tokenizer).ids(Chat((("user", "hi"),), tools=TOOLS)))
 
 
 def test_an_environment_that_says_the_mark_itself_does_not_move_the_seam() -> None:
     renderer = Renderer(with_template(LLAMA, "<eos>"))
     with pytest.raises(ValueError, match="exactly once"):
-        renderer.reply(Chat((("user", MARK),)), 1)
+        renderer.ids(Chat((("user", MARK),)), 1)
 
 
 def test_a_template_that_refuses_fails_the_sample_and_nothing_else() -> None:
