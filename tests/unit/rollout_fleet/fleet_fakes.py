@@ -9,7 +9,7 @@ from typing import Any
 
 from broker.contract import HeartbeatReply, LearnerReport, NodeBroker, NodeReport, RunInfo
 from common.rollouts import Sample, Task, VersionRun
-from rollout_fleet.environments.isolation.placement import ThreadStage
+from rollout_fleet.environments.isolation.placement import Stage, ThreadStage
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.environments.protocol import Action, Budget, Limits, StepResult
 from rollout_fleet.episode.driver import Driver, EpisodeDriver, EpisodeRules, Sampling
@@ -130,7 +130,7 @@ def new_host() -> EnvironmentHost:
 
 def make_driver(
     sampler: ScriptedSampler,
-    environment: type,
+    environment: type | Stage,
     options: dict[str, object] | None = None,
     budget: Budget | None = None,
     timeout_s: float = 5.0,
@@ -138,15 +138,12 @@ def make_driver(
     tokenizer: Tokenizer | None = None,
     limits: Limits | None = None,
 ) -> EpisodeDriver:
-    """A driver over the scripted sampler."""
-    return EpisodeDriver(
-        sampler,
-        Renderer(tokenizer or CharacterTokenizer()),
-        ThreadStage(environment, options or {}, host or new_host()),
-        EpisodeRules(
-            budget or Budget(max_turns=8, max_tokens=100, max_context=1000), Sampling(), timeout_s, limits or Limits()
-        ),
-    )
+    """A driver over the scripted sampler, for an environment on a thread or for a stage."""
+    staged = isinstance(environment, Stage)
+    stage = environment if staged else ThreadStage(environment, options or {}, host or new_host())
+    budget = budget or Budget(max_turns=8, max_tokens=100, max_context=1000)
+    rules = EpisodeRules(budget, Sampling(), timeout_s, limits or Limits())
+    return EpisodeDriver(sampler, Renderer(tokenizer or CharacterTokenizer()), stage, rules)
 
 
 @dataclass
@@ -182,6 +179,7 @@ class InOwnerLoop:
     def __init__(self, broker: NodeBroker) -> None:
         self._broker, self._loop = broker, asyncio.get_running_loop()
         self.threads: set[str] = set()
+        self.beats = 0
 
     async def __aenter__(self) -> "InOwnerLoop":
         return self
@@ -192,7 +190,9 @@ class InOwnerLoop:
     async def heartbeat(self, report: NodeReport, tokens: list[str]) -> HeartbeatReply:
         self.threads.add(threading.current_thread().name)
         call = self._broker.heartbeat(report, tokens)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))  # type: ignore[arg-type]
+        reply = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))  # type: ignore[arg-type]
+        self.beats += 1
+        return reply
 
 
 def run_info(groups_per_step: int = 4, max_staleness: int = 1, lease_s: float = 30.0) -> RunInfo:

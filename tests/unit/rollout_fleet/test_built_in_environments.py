@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from fleet_fakes import CharacterTokenizer, ScriptedSampler, in_turn, make_driver, prompts_of, say
+from fleet_fakes import ScriptedSampler, in_turn, make_driver, prompts_of, say
 
 from common.rollouts import Sample
 from rollout_fleet.environments.adapters.gymnasium_text import FrozenLake, GymnasiumText
@@ -12,8 +12,6 @@ from rollout_fleet.environments.builtin.math_problem import MathProblem, judge
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.environments.registry import takes_group_seed
-from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules
-from rollout_fleet.episode.rendering import Renderer
 
 
 def play(environment: type, said: list[str], problem: dict[str, Any], **options: Any) -> tuple[Sample, list[str]]:
@@ -58,8 +56,7 @@ def test_math_is_judged_in_a_process_of_its_own_where_an_endless_answer_ends() -
     path = "rollout_fleet.environments.builtin.math_problem:MathProblem"
     stage = ProcessStage(path, {}, MathProblem.LIMITS, 60.0, host, shares_seed=False)
     sampler = ScriptedSampler(in_turn(say("\\boxed{9^{9^{9^{9}}}}"), say("\\boxed{\\frac{3}{6}}")))
-    rules = EpisodeRules(Budget(1, 100, 1000), timeout_s=60.0, limits=MathProblem.LIMITS)
-    driver = EpisodeDriver(sampler, Renderer(CharacterTokenizer()), stage, rules)
+    driver = make_driver(sampler, stage, None, Budget(1, 100, 1000), 60.0, limits=MathProblem.LIMITS)
 
     async def both() -> list[Sample]:
         return [await driver.run({"question": "?", "answer": "1/2"}, seed) for seed in range(2)]

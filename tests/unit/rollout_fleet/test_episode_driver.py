@@ -1,6 +1,7 @@
 """The episode driver: masks, versions, budgets, and environments that misbehave."""
 
 import asyncio
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 from rollout_fleet.environments.protocol import Action, Budget, StepResult
 from rollout_fleet.episode.driver import Progress
 from rollout_fleet.episode.sampler_protocol import Generation
+from tests.waiting import LIMIT_S, until_async
 
 SUM = {"question": "1+2", "answer": "3"}
 
@@ -180,24 +182,18 @@ def test_a_hanging_environment_times_out_and_keeps_what_was_sampled() -> None:
 
 
 async def test_a_blocking_environment_does_not_stop_the_event_loop() -> None:
+    began, release = threading.Event(), threading.Event()
+
     class Blocks(Base):
         async def step(self, action: Action) -> StepResult:
-            time.sleep(1.0)
-            return StepResult()
+            began.set()
+            return StepResult(reward=float(release.wait(LIMIT_S)))
 
-    ticks = 0
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.01)
-            ticks += 1
-
-    ticking = asyncio.create_task(tick())
-    driver = make_driver(ScriptedSampler(in_turn(say("x"))), Blocks, timeout_s=0.3)
-    assert (await driver.run({}, 0)).stop_reason == "timeout"
-    ticking.cancel()
-    assert ticks >= 10
+    driver = make_driver(ScriptedSampler(in_turn(say("x"))), Blocks, timeout_s=LIMIT_S)
+    episode = asyncio.create_task(driver.run({}, 0))
+    await until_async(began.is_set)
+    release.set()
+    assert (await episode).reward == 1.0
 
 
 def test_an_aborted_request_is_a_cancelled_sample() -> None:

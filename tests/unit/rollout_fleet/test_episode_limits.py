@@ -98,10 +98,10 @@ async def test_no_more_episodes_of_a_class_run_at_once_than_it_allows() -> None:
 
 async def test_waiting_for_a_place_does_not_count_against_the_episode_s_time() -> None:
     driver = make_driver(
-        ScriptedSampler(lambda _: say("x"), delay_s=0.3), Base, limits=Limits(max_concurrent=1), timeout_s=0.8
+        ScriptedSampler(lambda _: say("x"), delay_s=0.2), Base, limits=Limits(max_concurrent=1), timeout_s=2.0
     )
-    samples = await asyncio.gather(*(driver.run({}, n) for n in range(4)))
-    assert [s.stop_reason for s in samples] == ["stop"] * 4
+    samples = await asyncio.gather(*(driver.run({}, n) for n in range(11)))
+    assert [s.stop_reason for s in samples] == ["stop"] * 11
 
 
 async def test_samples_of_a_group_share_the_group_seed_and_differ_in_their_own() -> None:

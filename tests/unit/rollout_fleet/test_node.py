@@ -41,7 +41,6 @@ class Site:
         self,
         concurrency: int = 4,
         drain_s: float = 2.0,
-        lease_s: float = 30.0,
         wrap: Callable[[Any], Any] = lambda broker: broker,
         respond: Callable[[str], Any] = add,
         patience_s: float = 30.0,
@@ -50,7 +49,7 @@ class Site:
         play: Callable[..., Any] | None = None,
         adapt: AdaptiveLimit | None = None,
     ) -> None:
-        self.info = run_info(lease_s=lease_s)
+        self.info = run_info()
         self.broker = broker or MemoryBroker(self.info)
         self.learner = self.broker.learner()
         self.sampler = ScriptedSampler(respond)
@@ -248,11 +247,15 @@ async def test_a_node_whose_id_was_taken_by_another_process_stops() -> None:
 
 
 async def test_heartbeats_come_from_a_thread_of_their_own_and_keep_leases() -> None:
-    async with Site(lease_s=0.4) as site:
+    now = [0.0]
+    async with Site(broker=MemoryBroker(run_info(lease_s=30.0), lambda: now[0])) as site:
         site.sampler.gate.clear()
         site.attach(tasks=1)
-        await until_async(lambda: site.states() == ["leased"])
-        await asyncio.sleep(1.0)
+        await until_async(lambda: len(site.status.leases) == 1)
+        for _ in range(3):
+            now[0] += 20.0
+            enough = site.link.beats + 2  # one may have begun before
+            await until_async(lambda enough=enough: site.link.beats >= enough, "heartbeats")
         assert site.states() == ["leased"]
         assert site.learner.status().lease_expiries == 0
         assert site.link.threads == {"heartbeat"}

@@ -10,19 +10,16 @@ from typing import Any
 
 import psutil
 import pytest
-from fleet_fakes import CharacterTokenizer, ScriptedSampler, say
+from fleet_fakes import CharacterTokenizer, ScriptedSampler, make_driver, say
 
 from common.rollouts import Sample
 from rollout_fleet.environments.isolation.placement import StageFailed
 from rollout_fleet.environments.isolation.process_host import Channel, ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Limits
-from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules
-from rollout_fleet.episode.rendering import Renderer
 from tests.waiting import until, until_async
 
 LIMITS = Limits(process=True, reset_s=60.0, step_s=30.0, cpu_s=1, memory_mib=512, observation_chars=10_000)
-
-
+BUDGET = Budget(4, 100, 20_000)
 MARK = f"fork_server_of_{os.getpid()}"  # a module's name: it stands in the command line of what this test starts
 
 LIBRARY = """
@@ -62,12 +59,7 @@ def play(host: ProcessHost, how: str, limits: Limits = LIMITS, count: int = 1) -
     stage = ProcessStage("wild_environments:Wild", {}, limits, 60.0, host, shares_seed=True)
 
     async def once() -> list[Sample]:
-        driver = EpisodeDriver(
-            ScriptedSampler(lambda _: say("x")),
-            Renderer(CharacterTokenizer()),
-            stage,
-            EpisodeRules(Budget(4, 100, 20_000), timeout_s=60.0, limits=limits),
-        )
+        driver = make_driver(ScriptedSampler(lambda _: say("x")), stage, None, BUDGET, 60.0, limits=limits)
         return await asyncio.gather(*(driver.run({"how": how}, 3 + i, group_seed=3) for i in range(count)))
 
     return asyncio.run(once())
@@ -107,7 +99,7 @@ def test_a_chat_crosses_whole(host: ProcessHost) -> None:
 
     stage = ProcessStage("wild_environments:Wild", {}, LIMITS, 60.0, host, shares_seed=True)
     sampler = ScriptedSampler(lambda _: say("x"))
-    driver = EpisodeDriver(sampler, Renderer(Template()), stage, EpisodeRules(Budget(4, 100, 20_000), limits=LIMITS))
+    driver = make_driver(sampler, stage, None, BUDGET, 60.0, tokenizer=Template(), limits=LIMITS)
     assert asyncio.run(driver.run({"how": "talk"}, 0)).error is None
     assert "".join(map(chr, sampler.calls[0].prompt)) == "hi False []"
 

@@ -2,13 +2,12 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 from fleet_fakes import new_host
 
 from rollout_fleet.environments.isolation import thread_host as host_module
-from tests.waiting import until_async
+from tests.waiting import LIMIT_S, until_async
 
 
 async def thread_name() -> str:
@@ -58,20 +57,18 @@ async def test_a_blocked_thread_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
     release = threading.Event()
 
     async def blocks() -> None:
-        release.wait(30)
+        release.wait(LIMIT_S)
 
-    host = new_host()
+    host, threads = new_host(), threading.active_count()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(host.call(blocks), 0.05)
-    await asyncio.sleep(0.2)
-    started = time.monotonic()
-    assert await asyncio.wait_for(host.call(thread_name), 5) == "environments"
-    assert time.monotonic() - started < 2
+    await until_async(lambda: threading.active_count() > threads, "a new thread")
+    assert await host.call(thread_name) == "environments"
     release.set()
 
 
 async def test_a_slow_call_on_a_healthy_thread_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "PROBE_S", 0.05)
+    monkeypatch.setattr(host_module, "PROBE_S", 0.5)
 
     async def identity() -> int:
         return threading.get_ident()
@@ -80,5 +77,5 @@ async def test_a_slow_call_on_a_healthy_thread_is_not_replaced(monkeypatch: pyte
     before = await host.call(identity)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(host.call(lambda: asyncio.sleep(60)), 0.05)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.6)
     assert await host.call(identity) == before
