@@ -72,7 +72,7 @@ class EnvironmentHost:
         if self._back.target is not here:
             self._back = _Crossing(here)
         back, answer = self._back, here.create_future()
-        begun: list[asyncio.Task[T]] = []  # of the environment thread
+        begun: list[asyncio.Task[T]] = []  # used on the environment thread
 
         def begin() -> None:
             if not answer.cancelled():

@@ -39,12 +39,12 @@ async def _serve(connection: socket.socket) -> None:
 
 
 async def _answer(world: World, before: set[str], do: str, path: str = "", action: Any = None, **given: Any) -> Any:
-    """What the node asked for; `before` are the modules that were here when this process began."""
+    """The answer to a request; `before` are the modules that were imported when this process began."""
     if do == "reset":
         return await world.reset(partial(load(path), given["problem"], **given["keywords"]))
     if do == "step":
         result = await world.step(ipc_frames.action_of(action))
-        return replace(result, observation="") if result.done else result  # nobody reads it
+        return replace(result, observation="") if result.done else result  # no code reads it
     if do == "close":
         return await world.close()
     if do == "call":
