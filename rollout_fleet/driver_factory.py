@@ -20,16 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def build_driver(config: Config, sampler: Sampler, host: EnvironmentHost, sampling: Sampling | None = None) -> Driver:
-    """The driver of the config's environment and budgets.
+    """The driver of the config's environment and budgets, over an engine that may start later.
 
-    Args:
-        config: the job's config.
-        sampler: an engine, started or not.
-        host: where the environments live.
-        sampling: None: rollout.temperature and rollout.top_p.
-
-    Raises:
-        ConfigError: environment, options or tokenizer cannot be used.
+    `sampling` None stands for the config's. Raises ConfigError when environment, options or tokenizer cannot be used.
     """
     rollout = config.rollout
     found = check_environment(config.tasks)

@@ -39,19 +39,14 @@ BROKER_TIMEOUT_S = 60.0
 
 
 def run_node(config: Config, broker_address: str, node_id: str | None = None) -> int:
-    """Serve the job at `broker_address` until it is done or SIGTERM or SIGINT asks for a drain.
-
-    Args:
-        config: the job's config.
-        broker_address: tcp://HOST:PORT.
-        node_id: unique in the job; None: host and process id.
+    """Serve the job at `broker_address` (tcp://HOST:PORT) until it is done or SIGTERM or SIGINT asks for a drain.
 
     Returns:
         0 after a drain; 1 when this node was quarantined.
 
     Raises:
         UsageError: no broker answers at the address, or the environment cannot be used.
-        SlipstreamError: the engine or the broker was lost; the message says why.
+        SlipstreamError: the engine or the broker was lost.
     """
     keep_freed_memory()
     return asyncio.run(_serve(config, broker_address, node_id or f"{socket.gethostname()}-{os.getpid()}"))

@@ -136,14 +136,9 @@ _B = TypeVar("_B", bound=_Body)
 
 
 def read_chat(body: Any, job: Sampling) -> Request:
-    """The body of a chat completion.
+    """The body of a chat completion; it may name the sampling distribution `job`.
 
-    Args:
-        body: as sent.
-        job: the sampling distribution that a request may name.
-
-    Raises:
-        BadRequest: it asks for something that cannot be recorded exactly, or is none.
+    Raises BadRequest for a body that cannot be read, or that asks for tokens which could not be recorded exactly.
     """
     found = _read(body, _Chat, job)
     return Request(

@@ -91,15 +91,9 @@ class BadRequest(Exception):
 
 
 def check_parameters(body: dict[str, Any], job: Sampling, served: Collection[str]) -> None:
-    """Refuse what `body` asks for and would not get.
+    """Raise BadRequest when `body` asks for what it would not get.
 
-    Args:
-        body: the request's body as sent.
-        job: the sampling distribution that a request may name.
-        served: names of further parameters, which the caller honours.
-
-    Raises:
-        BadRequest: naming the parameter, what was expected, what was found and why.
+    A request may name the sampling distribution `job`. The caller honours the parameters in `served`.
     """
     for name, found in body.items():
         if found is None or name in WITHOUT_EFFECT:

@@ -144,11 +144,7 @@ class Engine:
             await loop.run_in_executor(None, creator.shutdown)
 
     def _check_tokens(self, prompt_ids: list[int]) -> None:
-        """vLLM checks them with its tokenizer only, which is not loaded here; others would end the engine.
-
-        Raises:
-            ValueError: the model has no such token.
-        """
+        """Raise ValueError for a token that the model does not have: without its tokenizer, vLLM would end there."""
         lowest, highest = min(prompt_ids, default=0), max(prompt_ids, default=0)
         if lowest < 0 or highest >= self._vocabulary:
             strange = lowest if lowest < 0 else highest
@@ -266,14 +262,9 @@ async def _stop_listening(llm: Any) -> None:
 
 
 def to_generation(output: Any, moe_layers: list[int] | None = None) -> Generation:
-    """vLLM's final RequestOutput in our terms.
+    """vLLM's final RequestOutput in our terms; the routing of `moe_layers`, or none.
 
-    Args:
-        output: vLLM's output for one request.
-        moe_layers: the layers whose routing the engine records; None: it records none.
-
-    Raises:
-        SlipstreamError: tokens without log-probability, without a version, or without the routing that is recorded.
+    Raises SlipstreamError for tokens without log-probability, without a version, or without their routing.
     """
     completion = output.outputs[0]
     tokens = list(completion.token_ids)
@@ -310,11 +301,7 @@ def version_of(label: str) -> int:
 
 
 def end_tokens(folder: Path) -> list[int]:
-    """End-of-sequence ids of a Hugging Face folder: generation_config.json's, else config.json's.
-
-    Raises:
-        UsageError: the folder has no readable config.json.
-    """
+    """End-of-sequence ids of a Hugging Face folder: generation_config.json's, else config.json's; raises UsageError."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if not path.is_file():

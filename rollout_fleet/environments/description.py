@@ -55,13 +55,8 @@ class Description:
 def check_environment(tasks: "TasksConfig", file: str = "config", libraries: bool = True) -> Description:
     """Check tasks.environment and tasks.options under the interpreter that will run the episodes.
 
-    Args:
-        tasks: the config's section.
-        file: config file, for messages.
-        libraries: False on a machine that runs no episodes, where this interpreter may lack the environment's `NEEDS`.
-
-    Raises:
-        ConfigError: naming the key, what was expected and found, and the nearest valid name.
+    `libraries` is False on a machine that runs no episodes, where this interpreter may lack the environment's `NEEDS`.
+    Raises ConfigError for a name or options that do not fit, with the nearest valid name.
     """
     name, options, python = tasks.environment, dict(tasks.options), tasks.limits.python
     if python is None:

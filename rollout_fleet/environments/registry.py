@@ -33,17 +33,10 @@ EXPECTED = "a built-in environment or 'module:Class'"
 
 
 def resolve(name: str, options: Mapping[str, Any] | None = None, file: str = "config") -> type[Environment]:
-    """The class that `tasks.environment` names, with `tasks.options` checked against its constructor.
+    """The class that `tasks.environment` names, with `tasks.options` checked against its constructor, unless None.
 
-    The working directory is searched as well, so that an environment may live beside the config's job.
-
-    Args:
-        name: value of tasks.environment.
-        options: value of tasks.options; None skips that check.
-        file: config file, for messages.
-
-    Raises:
-        ConfigError: naming tasks.environment or tasks.options, what was found and the nearest built-in name.
+    The working directory is searched as well, so that an environment may live beside the config's job. Raises
+    ConfigError for a name or options that do not fit, with the nearest valid name.
     """
     path = BUILT_IN.get(name, name)
     if ":" not in path:
@@ -66,16 +59,7 @@ def path_of(name: str) -> str:
 
 
 def check_libraries(found: object, name: str, file: str = "config") -> None:
-    """Refuse an environment whose libraries (`NEEDS`) this interpreter lacks.
-
-    Args:
-        found: the result of `resolve`.
-        name: value of tasks.environment.
-        file: config file, for messages.
-
-    Raises:
-        ConfigError: naming tasks.environment and the libraries.
-    """
+    """Raise ConfigError when this interpreter lacks libraries (`NEEDS`) of the environment that `resolve` found."""
     needs: tuple[str, ...] = getattr(found, "NEEDS", ())
     lacks = [library for library in needs if importlib.util.find_spec(library) is None]
     if lacks:

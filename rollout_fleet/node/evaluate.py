@@ -36,12 +36,7 @@ class EvalResult(msgspec.Struct, frozen=True):
 
 
 def run_eval(config: Config, model_path: Path, limit: int | None = None) -> EvalResult:
-    """Evaluate a Hugging Face folder on tasks.eval_dataset.
-
-    Args:
-        config: a job's config; its model.path is not used.
-        model_path: the folder, with tokenizer.
-        limit: only the first so many problems.
+    """Evaluate a Hugging Face folder with its tokenizer on the first `limit` problems of tasks.eval_dataset.
 
     Raises:
         UsageError: no eval dataset, no model folder, or an environment that cannot be used.

@@ -121,13 +121,8 @@ def explain(
 ) -> tuple[str, str]:
     """(state, waiting_on) of a node that is neither starting nor leaving.
 
-    Args:
-        weights: the state of the engine's weights.
-        learner_incarnation: that of the attached learner; None while there is none.
-        episodes: running now.
-        starting: those of them whose environment has not given its first observation.
-        leased_before: whether this node ever got a task.
-        run: the job, for its window.
+    Of the running `episodes`, `starting` ones wait for their environment's first observation. `leased_before` is
+    whether this node ever got a task.
     """
     if weights.quarantined is not None:
         return "quarantined", weights.quarantined
