@@ -121,8 +121,8 @@ def explain(
 ) -> tuple[str, str]:
     """(state, waiting_on) of a node that is neither starting nor leaving.
 
-    Of the running `episodes`, `starting` ones wait for their environment's first observation. `leased_before` is
-    whether this node ever got a task.
+    `starting` counts those of the running `episodes` whose environment has not given its first observation.
+    `leased_before` is whether this node ever got a task.
     """
     if weights.quarantined is not None:
         return "quarantined", weights.quarantined
