@@ -27,6 +27,8 @@ def app() -> Any:
             return Hint(done=False, reward=None, hint="guess 0-9")
 
         def step(self, action: Any, **_: Any) -> Any:
+            if action.guess == 13:
+                raise RuntimeError("unlucky")
             if action.guess == self.number:
                 return Hint(done=True, reward=1.0, hint="right")
             return Hint(done=False, reward=0.0, hint="higher" if action.guess < self.number else "lower")

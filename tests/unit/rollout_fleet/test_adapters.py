@@ -2,7 +2,7 @@
 
 Both libraries ask for packages that do not fit vLLM's, so neither is in the test environment: interpreters that have
 them are named by SLIPSTREAM_OPENENV_PYTHON and SLIPSTREAM_VERIFIERS_PYTHON. launch/test.sh builds one for both
-(launch/setup.sh adapters). OpenEnv is tested against the words recorded from openenv-core 0.3.0 as well.
+(launch/setup.sh adapters).
 """
 
 import asyncio
@@ -11,16 +11,13 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from aiohttp import WSMsgType, web
 from chat_tokenizers import qwen, speaker
 from fleet_fakes import ScriptedSampler, in_turn, make_driver, new_host, prompts_of, say
 
@@ -33,112 +30,9 @@ from rollout_fleet.environments.isolation.process_host import ProcessHost, Proce
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
+from tests.waiting import until
 
 HERE = Path(__file__).parent
-INT_PARSING = {
-    "type": "int_parsing",
-    "loc": ["guess"],
-    "msg": "Input should be a valid integer, unable to parse string as an integer",
-    "input": "x",
-    "url": "https://errors.pydantic.dev/2.14/v/int_parsing",
-}
-
-
-def hint(text: str, reward: float | None, done: bool) -> dict[str, Any]:
-    return {"type": "observation", "data": {"observation": {"hint": text}, "reward": reward, "done": done}}
-
-
-class RecordedServer:
-    """Answers as openenv-core 0.3.0 answered for the game of openenv_game.py."""
-
-    def __init__(self) -> None:
-        self.heard: list[Any] = []
-
-    async def serve(self, request: web.Request) -> web.WebSocketResponse:
-        session = web.WebSocketResponse()
-        await session.prepare(request)
-        number = 0
-        async for message in session:
-            if message.type is not WSMsgType.TEXT:
-                break
-            asked = json.loads(message.data)
-            self.heard.append(asked)
-            if asked["type"] == "close":
-                break
-            if asked["type"] == "reset":
-                number = asked["data"]["seed"] % 10
-                await session.send_str(json.dumps(hint("guess 0-9", None, False)))
-                continue
-            await session.send_str(json.dumps(self.step(asked["data"], number)))
-        return session
-
-    def step(self, action: dict[str, Any], number: int) -> dict[str, Any]:
-        said = str(action.get("guess"))
-        if said == "crash":
-            return {"type": "error", "data": {"message": "boom", "code": "EXECUTION_ERROR"}}
-        if not said.isdigit():
-            data = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": [INT_PARSING]}
-            return {"type": "error", "data": data}
-        if int(said) == number:
-            return hint("right", 1.0, True)
-        return hint("higher" if int(said) < number else "lower", 0.0, False)
-
-
-def play_recorded(said: list[str], options: dict[str, Any] | None = None) -> tuple[Sample, list[str], list[Any]]:
-    server = RecordedServer()
-
-    async def once() -> tuple[Sample, list[str]]:
-        app = web.Application()
-        app.router.add_get("/ws", server.serve)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            return await play(f"http://127.0.0.1:{runner.addresses[0][1]}", said, options)
-        finally:
-            await runner.cleanup()
-
-    return (*asyncio.run(once()), server.heard)
-
-
-async def play(url: str, said: list[str], options: dict[str, Any] | None = None) -> tuple[Sample, list[str]]:
-    sampler = ScriptedSampler(in_turn(*map(say, said)))
-    found = {"url": url, "action": "guess", "observation": "hint", **(options or {})}
-    sample = await make_driver(sampler, OpenEnv, found).run({}, 12, group_seed=7)
-    return sample, prompts_of(sampler)
-
-
-def check_game(sample: Sample, prompts: list[str]) -> None:
-    """What 3, x, 7 come to in the game, whoever serves it."""
-    assert (sample.error, sample.reward, sample.turn_rewards) == (None, 1.0, [0.0, 0.0, 1.0])
-    assert (sample.stop_reason, sample.metrics) == ("environment_done", {"malformed": 1.0})
-    assert prompts[0] == "guess 0-9"
-    assert prompts[1].endswith("\n\nhigher\n\n")
-    assert "error: Input should be a valid integer" in prompts[2]
-
-
-def test_a_session_of_openenv_is_an_episode() -> None:
-    sample, prompts, heard = play_recorded(["3", "x", " 7 "])
-    check_game(sample, prompts)
-    assert [message["type"] for message in heard] == ["reset", "step", "step", "step", "close"]
-    assert heard[0]["data"] == {"seed": 7} and heard[3]["data"] == {"guess": "7"}
-
-
-def test_whole_actions_and_observations_are_json() -> None:
-    sample, prompts, heard = play_recorded(['{"guess": 7}'], {"action": "", "observation": ""})
-    assert (sample.reward, prompts[0]) == (1.0, '{"hint": "guess 0-9"}')
-    assert heard[1]["data"] == {"guess": 7}
-
-
-def test_an_error_of_the_server_fails_the_sample_with_its_words() -> None:
-    sample, _, heard = play_recorded(["crash"])
-    assert sample.stop_reason == "environment_error" and "EXECUTION_ERROR: boom" in str(sample.error)
-    assert heard[-1]["type"] == "close"
-
-
-def test_a_server_that_is_not_there_fails_the_sample() -> None:
-    sample, _ = asyncio.run(play("http://127.0.0.1:9", ["x"]))
-    assert sample.stop_reason == "environment_error" and "127.0.0.1" in str(sample.error)
 
 
 def interpreter(variable: str, library: str) -> str:
@@ -148,30 +42,59 @@ def interpreter(variable: str, library: str) -> str:
     return found
 
 
-@contextmanager
-def real_openenv() -> Iterator[str]:
+@pytest.fixture(scope="module")
+def openenv() -> Iterator[str]:
+    """The address of a real OpenEnv server with the game of openenv_game.py."""
     python = interpreter("SLIPSTREAM_OPENENV_PYTHON", "openenv-core")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = subprocess.Popen([python, str(HERE / "openenv_game.py"), str(port)])
+
+    def listens() -> bool:
+        assert server.poll() is None, "the OpenEnv server ended"
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
     try:
-        deadline = time.monotonic() + 120
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert server.poll() is None and time.monotonic() < deadline, "the OpenEnv server did not start"
-            time.sleep(0.2)
+        until(listens, every_s=0.2)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.kill()
         server.wait()
 
 
-def test_the_real_openenv_server_is_spoken_to_in_the_same_words() -> None:
-    with real_openenv() as url:
-        check_game(*asyncio.run(play(url, ["3", "x", "7"])))
+def play(url: str, said: list[str], **options: str) -> tuple[Sample, list[str]]:
+    sampler = ScriptedSampler(in_turn(*map(say, said)))
+    driver = make_driver(
+        sampler, OpenEnv, {"url": url, "action": "guess", "observation": "hint", **options}, None, 60.0
+    )
+    return asyncio.run(driver.run({}, 12, group_seed=7)), prompts_of(sampler)
+
+
+def test_a_session_of_openenv_is_an_episode_whose_samples_share_a_seed(openenv: str) -> None:
+    sample, prompts = play(openenv, ["3", "x", " 7 "])
+    assert (sample.error, sample.reward, sample.turn_rewards) == (None, 1.0, [0.0, 0.0, 1.0])
+    assert (sample.stop_reason, sample.metrics) == ("environment_done", {"malformed": 1.0})
+    assert prompts[0] == "guess 0-9"
+    assert prompts[1].endswith("\n\nhigher\n\n")
+    assert "error: Input should be a valid integer" in prompts[2]
+
+
+def test_whole_actions_and_observations_are_json(openenv: str) -> None:
+    sample, prompts = play(openenv, ['{"guess": 7}'], action="", observation="")
+    assert (sample.reward, json.loads(prompts[0])["hint"]) == (1.0, "guess 0-9")
+
+
+def test_an_error_of_the_server_fails_the_sample_with_its_words_and_sessions_end(openenv: str) -> None:
+    for _ in range(10):  # more than the server serves at once
+        sample, _ = play(openenv, ["13"])
+        assert sample.stop_reason == "environment_error" and "EXECUTION_ERROR: unlucky" in str(sample.error)
+
+
+def test_a_server_that_is_not_there_fails_the_sample() -> None:
+    sample, _ = play("http://127.0.0.1:9", ["x"])
+    assert sample.stop_reason == "environment_error" and "127.0.0.1" in str(sample.error)
 
 
 # ---------------------------------------------------------------- verifiers
