@@ -13,7 +13,6 @@ Heartbeats are a price per node and second, not per group. Writes bench/results/
 import argparse
 import asyncio
 import multiprocessing
-import multiprocessing.process
 import os
 import random
 import statistics
@@ -31,7 +30,7 @@ from broker_embedded import HEARTBEAT_S, PROBLEM, Times, broker_process, wait_fo
 from broker_ways import cpu_s
 
 from broker.connect import Access, connect
-from broker.contract import Lease, NodeReport
+from broker.contract import LearnerBroker, Lease, NodeReport
 from broker.messaging.async_client import AsyncBrokerClient
 from common.rollouts import Task, encode_group
 
@@ -40,9 +39,6 @@ GROUPS_PER_STEP = 100
 SETTLE_S = 3.0
 LEASE_WAIT_S = 30.0
 LEASE_AT_ONCE = 4  # as a node asks
-
-
-Process = tuple[multiprocessing.process.BaseProcess, Connection]
 
 
 class Plan(NamedTuple):
@@ -70,23 +66,22 @@ class Fleet:
     async def run(self, pipe: Connection) -> None:
         """Say when all have joined, then work until told to stop."""
         plan = self._plan
-        clients = [AsyncBrokerClient(plan.address, deadline_s=60) for _ in range(plan.nodes)]
-        names = [f"n{plan.first + i}" for i in range(plan.nodes)]
-        reports = [NodeReport(name, os.getpid(), "host", "generating", 1 << 20) for name in names]
-        for client, report in zip(clients, reports, strict=True):
-            await client.register(report)
-        work = [asyncio.create_task(self._beat(c, r)) for c, r in zip(clients, reports, strict=True)]
-        work += [asyncio.create_task(self._work(c, name)) for c, name in zip(clients, names, strict=True)]
+        clients = {f"n{plan.first + i}": AsyncBrokerClient(plan.address, deadline_s=60) for i in range(plan.nodes)}
+        reports = {name: NodeReport(name, os.getpid(), "host", "generating", 1 << 20) for name in clients}
+        for name, client in clients.items():
+            await client.register(reports[name])
+        work = [asyncio.create_task(self._beat(client, reports[name])) for name, client in clients.items()]
+        work += [asyncio.create_task(self._work(client, name)) for name, client in clients.items()]
         pipe.send("joined")
         while (word := await asyncio.to_thread(pipe.recv)) != "stop":
             self.measuring = word == "measure"
         for task in work:
             task.cancel()
-        failed = [x for x in await asyncio.gather(*work, return_exceptions=True) if isinstance(x, Exception)]
-        for client in clients:
+        ends = await asyncio.gather(*work, return_exceptions=True)
+        for client in clients.values():
             await client.close()
-        if failed:
-            raise failed[0]
+        for failure in filter(lambda end: isinstance(end, Exception), ends):
+            raise failure
 
     async def _beat(self, client: AsyncBrokerClient, report: NodeReport) -> None:
         await asyncio.sleep(self._random.uniform(0, HEARTBEAT_S))
@@ -132,13 +127,13 @@ def play(plan: Plan, pipe: Connection) -> None:
 class Learner:
     """Offers ahead of the nodes and takes what is ready, a step at a time."""
 
-    def __init__(self, address: str) -> None:
-        self._client = connect(Access(address=address, role="learner"))
+    def __init__(self, client: LearnerBroker) -> None:
+        self._client = client
         self._offered = self._step = 0
 
     def offer(self, count: int) -> None:
-        tasks = [Task(self._offered + i, PROBLEM, i, broker_groups.SAMPLES) for i in range(count)]
-        self._client.offer(tasks)
+        serials = range(self._offered, self._offered + count)
+        self._client.offer([Task(serial, PROBLEM, serial, broker_groups.SAMPLES) for serial in serials])
         self._offered += count
 
     def work(self, seconds: float) -> int:
@@ -153,9 +148,6 @@ class Learner:
                 groups += len(taken)
         return groups
 
-    def close(self) -> None:
-        self._client.close()
-
 
 def measure(nodes: int, options: argparse.Namespace) -> dict[str, object]:
     """Figures of one broker under `nodes` nodes."""
@@ -163,21 +155,19 @@ def measure(nodes: int, options: argparse.Namespace) -> dict[str, object]:
         address, broker = wait_for_address(Path(folder)), psutil.Process(pid)
         rss_before = broker.memory_info().rss
         fleets = start_fleets(address, nodes, options)
-        learner = Learner(address)
-        try:
-            idle_s, _ = cpu_of(broker, lambda: time.sleep(options.seconds / 2))
-            rss_nodes = broker.memory_info().rss
-            learner.offer(2 * options.leases)
-            learner.work(options.think * 1.5 + SETTLE_S)
-            tell(fleets, "measure")
-            busy_s, groups = cpu_of(broker, lambda: learner.work(options.seconds))
-            tell(fleets, "pause")
-        finally:
-            tell(fleets, "stop")
-            learner.close()
-        measured = [pipe.recv() for _, pipe in fleets]
-        for process, _ in fleets:
-            process.join(60)
+        with connect(Access(address=address, role="learner")) as client:
+            learner = Learner(client)
+            try:
+                idle_s, _ = cpu_of(broker, lambda: time.sleep(options.seconds / 2))
+                rss_nodes = broker.memory_info().rss
+                learner.offer(2 * options.leases)
+                learner.work(options.think * 1.5 + SETTLE_S)
+                tell(fleets, "measure")
+                busy_s, groups = cpu_of(broker, lambda: learner.work(options.seconds))
+                tell(fleets, "pause")
+            finally:
+                tell(fleets, "stop")
+        measured = [pipe.recv() for pipe in fleets]
     idle_share = idle_s / (options.seconds / 2)
     return {
         "nodes": nodes,
@@ -192,24 +182,23 @@ def measure(nodes: int, options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def start_fleets(address: str, nodes: int, options: argparse.Namespace) -> list[Process]:
-    """Processes whose nodes have joined."""
-    context, fleets = multiprocessing.get_context("spawn"), []
+def start_fleets(address: str, nodes: int, options: argparse.Namespace) -> list[Connection]:
+    """Pipes to processes whose nodes have joined; each ends after it has sent what it measured."""
+    context, fleets = multiprocessing.get_context("spawn"), list[Connection]()
     processes = min(nodes, NODE_PROCESSES)
     for i in range(processes):
         first, last = nodes * i // processes, nodes * (i + 1) // processes
         plan = Plan(address, first, last - first, options.leases // nodes, options.think, options.size)
         ours, theirs = context.Pipe()
-        process = context.Process(target=play, args=(plan, theirs))
-        process.start()
-        fleets.append((process, ours))
-    for _, pipe in fleets:
+        context.Process(target=play, args=(plan, theirs)).start()
+        fleets.append(ours)
+    for pipe in fleets:
         assert pipe.poll(120) and pipe.recv() == "joined"
     return fleets
 
 
-def tell(fleets: list[Process], word: str) -> None:
-    for _, pipe in fleets:
+def tell(fleets: list[Connection], word: str) -> None:
+    for pipe in fleets:
         pipe.send(word)
 
 
@@ -235,14 +224,13 @@ def main() -> None:
     options = harness.parser(
         __doc__, nodes=[1, 100, 1000], leases=1000, think=5.0, seconds=20.0, size="1k"
     ).parse_args()
-    runs = [measure(nodes, options) for nodes in options.nodes]
     figures = {
         "rounds": 1,
         "think_s": options.think,
         "groups_under_way": options.leases,
         "heartbeat_s": HEARTBEAT_S,
         "group": options.size,
-        "runs": runs,
+        "runs": [measure(nodes, options) for nodes in options.nodes],
     }
     harness.save("broker_scale", options, figures, ("pyzmq", "msgspec"))
 

@@ -74,7 +74,7 @@ def compared(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> dict:
     full = new.numel()
     return {
         "changed": float((a != b).float().mean()),
-        "steps_of_one": float((steps == 1).float().mean()) if steps is not None else 0.0,
+        "steps_of_one": float((steps == 1).float().mean()) if steps is not None else None,
         "share": stream.numel() / full,
         "encode_s": encode_s,
         "apply_s": apply_s,
@@ -101,13 +101,20 @@ def measured(rate: float, steps: int, dtypes: list[str]) -> list[dict]:
             held[dtype] = now
     rows = []
     for dtype, pairs in found.items():
-        row = {name: statistics.median(pair[name] for pair in pairs) for name in pairs[0]}
+        row = {name: statistics.median(pair[name] for pair in pairs) for name, x in pairs[0].items() if x is not None}
         full = held[dtype].numel()
         # Sending `share` of the bytes pays where a link carries fewer bytes per second than this.
         worth = full * (1 - row["share"]) / (row["encode_s"] + row["apply_s"] + row["verify_s"])
         rounded = {name: float(f"{value:.3g}") for name, value in row.items()}
         rows.append(
-            {"lr": rate, "dtype": dtype, "full_bytes": full, **rounded, "pays_below_mb_per_s": round(worth / 1e6)}
+            {
+                "lr": rate,
+                "dtype": dtype,
+                "full_bytes": full,
+                "steps_of_one": None,
+                **rounded,
+                "pays_below_mb_per_s": round(worth / 1e6),
+            }
         )
         print(rows[-1], flush=True)
     return rows
@@ -119,7 +126,8 @@ def main() -> None:
     rows = []
     for rate in RATES:
         rows += measured(rate, options.steps, ["bfloat16", "float32"] if rate == RATES[0] else ["bfloat16"])
-    figures = {"rounds": options.steps, "bucket_bytes": delta.BUCKET_BYTES, "steps": options.steps, "rows": rows}
+    figures = {"rounds": options.steps, "bucket_bytes": delta.BUCKET_BYTES, "rows": rows}
+    figures["parameters"] = rows[0]["full_bytes"] // 2  # the first row's are bfloat16
     harness.save("delta", options, figures)
 
 

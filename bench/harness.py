@@ -1,6 +1,7 @@
 """Shared by all scripts of this folder: provenance of a result, jobs, and ways measured in turns."""
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -26,10 +27,8 @@ def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """Processor, cores, memory, Python and the versions of `packages` that are installed."""
     versions = {}
     for name in packages:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = next((line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")), "")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -65,11 +64,13 @@ def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
     return made
 
 
-def save(
-    name: str, options: argparse.Namespace | None, figures: dict[str, Any], packages: Iterable[str] = PACKAGES
-) -> None:
-    """Write bench/results/NAME.json with commit, arguments, machine and load; with `--dry` print it instead."""
-    arguments = {k: v for k, v in vars(options).items() if k != "dry"} if options else {}
+def save(name: str, options: argparse.Namespace, figures: dict[str, Any], packages: Iterable[str] = PACKAGES) -> None:
+    """Write bench/results/NAME.json with commit, arguments, machine and load; with `--dry` print it instead.
+
+    `figures` must have `rounds`, so that every result says how often it was measured.
+    """
+    assert "rounds" in figures
+    arguments = {k: v for k, v in vars(options).items() if k != "dry"}
     result = {
         "commit": commit(),
         "arguments": arguments,
@@ -78,7 +79,7 @@ def save(
         **figures,
     }
     text = json.dumps(result, indent=1, default=str) + "\n"
-    if options is not None and options.dry:
+    if options.dry:
         print(text, end="")
         return
     path = RESULTS / f"{name}.json"
@@ -142,25 +143,17 @@ class Job:
     def rewards(self) -> list[float]:
         return [line["reward_mean"] for line in self.lines]
 
-    def steps_to_reward(self, level: float) -> int | None:
-        """Steps until the smoothed reward reaches `level`; None if never."""
-        return steps_to(self.rewards, level)
-
-    def seconds_to_reward(self, level: float) -> float | None:
-        """Seconds from `began_s` until the smoothed reward reaches `level`; None if never."""
-        steps = self.steps_to_reward(level)
-        return None if steps is None else self.lines[steps - 1]["time_s"] - self.began_s
-
     def reward(self, steps: slice) -> float:
         """The mean reward of `steps`."""
         return round(statistics.mean(self.rewards[steps]), 4)
 
     def progress(self, level: float) -> dict[str, Any]:
         """Reward over time, and staleness, as every comparison of jobs needs them."""
+        steps = steps_to(self.rewards, level)
         return {
             "wall_s": round(self.wall_s, 2),
-            f"seconds_to_{level}": self.seconds_to_reward(level),
-            f"steps_to_{level}": self.steps_to_reward(level),
+            f"seconds_to_{level}": None if steps is None else self.lines[steps - 1]["time_s"] - self.began_s,
+            f"steps_to_{level}": steps,
             "reward_first_5": self.reward(slice(5)),
             "reward_last_10": self.reward(slice(-10, None)),
             "staleness_mean": round(self.mean("staleness_mean"), 3),

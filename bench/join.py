@@ -8,13 +8,13 @@ bench/results/join.json.
 """
 
 import argparse
+import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,15 +28,29 @@ from launch.quickstart.assets import main as build_assets
 
 T = TypeVar("T")
 WAIT_S = 120.0
+STAGES = {  # field of JoinTimes: its name in the result
+    "registered": "registered",
+    "engine": "engine",
+    "staged": "staged",
+    "active": "active",
+    "leased": "lease",
+    "delivered": "first_group",
+}
 WARM_STEPS = 5  # trained before the first node is added
 
 
-def slipstream(log: Path, *words: str) -> "subprocess.Popen[bytes]":
-    """A `slipstream` command in the background."""
+@contextlib.contextmanager
+def slipstream(log: Path, *words: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A `slipstream` command in the background, which is told to stop at the end."""
     environment = {**os.environ, "PYTHONPATH": str(harness.ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "launch.cli", *words]
     with log.open("wb") as file:
-        command = [sys.executable, "-m", "launch.cli", *words]
-        return subprocess.Popen(command, cwd=harness.ROOT, stdout=file, stderr=file, env=environment)
+        process = subprocess.Popen(command, cwd=harness.ROOT, stdout=file, stderr=file, env=environment)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(WAIT_S)
 
 
 def until(what: str, found: Callable[[], T | None], process: "subprocess.Popen[bytes]", log: Path) -> T:
@@ -50,11 +64,6 @@ def until(what: str, found: Callable[[], T | None], process: "subprocess.Popen[b
     raise RuntimeError(f"no {what}; the end of {log}:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def stop(process: "subprocess.Popen[bytes]") -> None:
-    process.send_signal(signal.SIGTERM)
-    process.wait(WAIT_S)
-
-
 def times_of(run: RunDir, node_id: str) -> JoinTimes | None:
     """The times of a node that has delivered its first group; None before."""
     try:
@@ -66,16 +75,10 @@ def times_of(run: RunDir, node_id: str) -> JoinTimes | None:
 
 def stages(times: JoinTimes) -> dict[str, float]:
     """Seconds of each stage, and of the two ways that people ask for."""
-    figures = {
-        "registered_s": times.registered,
-        "engine_s": times.engine - times.registered,
-        "staged_s": times.staged - times.engine,
-        "active_s": times.active - times.staged,
-        "lease_s": times.leased - times.active,
-        "first_group_s": times.delivered - times.leased,
-        "engine_to_first_group_s": times.delivered - times.engine,
-        "process_to_first_group_s": times.delivered,
-    }
+    ends = [getattr(times, stage) for stage in STAGES]
+    figures = {f"{name}_s": end - begin for name, begin, end in zip(STAGES.values(), [0.0, *ends], ends, strict=False)}
+    figures["engine_to_first_group_s"] = times.delivered - times.engine
+    figures["process_to_first_group_s"] = times.delivered
     return {name: round(value, 3) for name, value in figures.items()}
 
 
@@ -83,12 +86,8 @@ def join(run: RunDir, node_id: str) -> dict[str, float]:
     """Add one node, wait for its first group, let it leave."""
     address = observe(run).status.address
     log = run.path / f"{node_id}.out"
-    node = slipstream(log, "rollout", "--join", address, "--node-id", node_id)
-    try:
-        times = until("first group", lambda: times_of(run, node_id), node, log)
-        return stages(times)
-    finally:
-        stop(node)
+    with slipstream(log, "rollout", "--join", address, "--node-id", node_id) as node:
+        return stages(until("first group", lambda: times_of(run, node_id), node, log))
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
@@ -103,19 +102,16 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float
         "tasks.eval_dataset": "null",
     }
     words = [*(f"{key}={value}" for key, value in settings.items()), *arguments.overrides]
-    job = slipstream(log, "up", arguments.config, *words, "--plain")
-    try:
+    rows: list[dict[str, float]] = []
+    with slipstream(log, "up", arguments.config, *words, "--plain") as job:
         until("training", lambda: trained(run) >= WARM_STEPS or None, job, log)
-        rows: list[dict[str, float]] = []
         for i in range(arguments.joins):
             before = trained(run), time.monotonic()
-            row: dict[str, float] = join(run, f"newcomer-{i}")
+            row = join(run, f"newcomer-{i}")
             row["step_s"] = round((time.monotonic() - before[1]) / max(1, trained(run) - before[0]), 3)
             rows.append(row)
             print(row, flush=True)
-        return rows
-    finally:
-        stop(job)
+    return rows
 
 
 def trained(run: RunDir) -> int:

@@ -1,10 +1,19 @@
 """Which parallel layouts are proven: python bench/layouts.py.
 
-Runs tests/integration/test_megatron_parity.py, whose last test writes bench/results/layouts.json.
+Runs tests/integration/test_megatron_parity.py and writes what its last test found to bench/results/layouts.json.
 """
+
+import json
 
 import harness
 
+
+def main() -> None:
+    options = harness.parser(__doc__).parse_args()
+    rows = harness.scratch() / "layouts.json"
+    harness.python("-m", "pytest", "-q", "tests/integration/test_megatron_parity.py", SLIPSTREAM_LAYOUTS=str(rows))
+    harness.save("layouts", options, {"rounds": 1, "rows": json.loads(rows.read_text())})
+
+
 if __name__ == "__main__":
-    results = str(harness.RESULTS / "layouts.json")
-    harness.python("-m", "pytest", "-q", "tests/integration/test_megatron_parity.py", SLIPSTREAM_LAYOUTS=results)
+    main()

@@ -67,7 +67,7 @@ class Harmed:
         wait()
         self.left -= 1
         if self.harm and self.payloads == 2 and self.left == 0:
-            self.pipe.send_bytes(msgspec.json.encode(["harmed", time.time()]))
+            self.pipe.send(("harmed", time.time()))
             os.kill(os.getpid(), self.harm)
 
 
@@ -128,26 +128,26 @@ def node(name: str, pipe: Connection, harm: int, transport: str, core: int | Non
         plain[0].post(torch.zeros(1, dtype=torch.uint8), 60.0)()  # all are ready
         for buffer in buffers:
             plain[0].post(buffer, 60.0)()
-        pipe.send_bytes(msgspec.json.encode(["through", time.time()]))
+        pipe.send(("through", time.time()))
 
     async def obey(client: WeightClient) -> None:
         while True:
-            order = msgspec.json.decode(await asyncio.to_thread(pipe.recv_bytes))
-            if order[0] == "follow":
-                client.follow(order[1], 0)
-            elif order[0] == "broadcast":
-                await asyncio.to_thread(broadcasts, msgspec.convert(order[1], Epoch), order[2])
+            match await asyncio.to_thread(pipe.recv):
+                case "follow", address:
+                    client.follow(address, 0)
+                case "broadcast", epoch, sizes:
+                    await asyncio.to_thread(broadcasts, epoch, sizes)
 
     async def main() -> None:
         client = WeightClient(name, Target(harm, pipe), None, receivable(transport))
-        pipe.send_bytes(msgspec.json.encode(["up", time.time()]))
+        pipe.send(("up", time.time()))
         obeying = asyncio.create_task(obey(client))
         version = -1
         while not obeying.done():
             state = await client.wait_change(1.0)
             if state.version != version:
                 version = state.version
-                pipe.send_bytes(msgspec.json.encode(["active", time.time(), version]))
+                pipe.send(("active", time.time(), version))
 
     asyncio.run(main())
 
@@ -163,14 +163,14 @@ class Node:
         self.hear("up")
 
     def order(self, *words: Any) -> None:
-        self.pipe.send_bytes(msgspec.json.encode(words))
+        self.pipe.send(words)
 
     def hear(self, kind: str, version: int | None = None) -> float:
         """When it said that; unix seconds."""
         while True:
             if not self.pipe.poll(120):
                 raise SystemExit(f"a node did not say {kind} within 120 s")
-            said = msgspec.json.decode(self.pipe.recv_bytes())
+            said = self.pipe.recv()
             if said[0] == kind and (version is None or said[2] == version):
                 return said[1]
 
@@ -209,15 +209,13 @@ class Plain:
 
     def __init__(self, nodes: list[Node]) -> None:
         self.nodes = nodes
-        store = Store("127.0.0.1")
-        self.store, self.group = store, None
+        self.store, self.group = (store := Store("127.0.0.1")), None
         self.epoch = Epoch(1, 0, len(nodes) + 1, store.host, store.port, 60.0)
 
     def seconds(self, parts: list[torch.Tensor]) -> float:
         """From the moment when all are ready until the last node has the last of `parts`."""
         for rank, one in enumerate(self.nodes, start=1):
-            epoch = msgspec.structs.replace(self.epoch, rank=rank)
-            one.order("broadcast", msgspec.to_builtins(epoch), [len(p) for p in parts])
+            one.order("broadcast", msgspec.structs.replace(self.epoch, rank=rank), [len(p) for p in parts])
         if self.group is None:
             self.group = GlooGroup(self.epoch)
         self.group.post(torch.zeros(1, dtype=torch.uint8), 60.0)()
