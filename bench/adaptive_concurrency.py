@@ -21,7 +21,7 @@ import tailed_environment
 
 from common.config.loading import load_config
 from common.config.schema import Config
-from launch.roles import thread_environment
+from launch.up.roles import thread_environment
 from rollout_fleet.episode.concurrency import AdaptiveLimit, Slots
 
 NAME = "adaptive_concurrency"

@@ -17,8 +17,8 @@ import psutil
 from simulate import Node, Speeds
 
 from common.config.schema import Config
-from launch.roles import thread_environment
 from launch.up.core_pinning import CorePlan, available_cores, plan_cores
+from launch.up.roles import thread_environment
 from launch.up.supervisor import pin
 from rollout_fleet.engine.engine import Engine
 

@@ -23,19 +23,19 @@ In the repository docs/README.md lists the pages, docs/config.md every key."""
 
 HANDLERS = {
     "up": "launch.up.up:command",
-    "broker": "launch.roles:broker",
-    "learner": "launch.roles:learner",
-    "rollout": "launch.roles:rollout",
-    "sft": "launch.roles:sft",
+    "broker": "launch.up.roles:broker",
+    "learner": "launch.up.roles:learner",
+    "rollout": "launch.up.roles:rollout",
+    "sft": "launch.up.roles:sft",
     "plan": "launch.plan.plan:command",
-    "eval": "launch.roles:evaluate",
+    "eval": "launch.up.roles:evaluate",
     "doctor": "launch.doctor.doctor:command",
     "status": "launch.observe.status:command",
     "top": "launch.observe.status:top",
-    "report": "launch.report.report:command",
+    "report": "launch.results.report:command",
     "ledger": "launch.observe.ledger:command",
-    "export": "launch.export:command",
-    "replay": "launch.replay.replay:command",
+    "export": "launch.results.export:command",
+    "replay": "launch.results.replay:command",
     "keys": "launch.keys:command",
 }
 

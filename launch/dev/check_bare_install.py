@@ -11,7 +11,7 @@ from pathlib import Path
 LIMIT_S = 1.0
 ATTEMPTS = 3
 ABSENT = ("torch", "vllm", "megatron", "transformers", "matplotlib", "redis")
-NEEDS_EXTRA = {"launch.report.plots", "launch.dev.check_bare_install"}  # matplotlib; this script
+NEEDS_EXTRA = {"launch.results.plots", "launch.dev.check_bare_install"}  # matplotlib; this script
 NEEDS_TORCH = ("common.weights",)
 
 

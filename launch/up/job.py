@@ -23,8 +23,8 @@ from common.process.run_dir import RunDir
 from launch.observe.display import Display, open_display
 from launch.observe.metrics_tail import MetricsTail, mean
 from launch.observe.observation import observe
-from launch.roles import role_command, thread_environment
 from launch.up.core_pinning import available_cores, plan_cores
+from launch.up.roles import role_command, thread_environment
 from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit, end_text
 from learner.loop.learner_record import read_record
 

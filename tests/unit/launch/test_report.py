@@ -9,7 +9,7 @@ from common.config.schema import Config, StalenessConfig
 from common.errors import EXIT_FAILED, EXIT_USAGE
 from common.process.run_dir import RunDir, write_json
 from launch.cli import main
-from launch.report.report import first_above, format_figure
+from launch.results.report import first_above, format_figure
 from tests.launch_rig import config_of
 
 STEPS = 20
@@ -74,7 +74,7 @@ def test_plots_are_png_files_that_show_something(run):
 
 
 def points_of(name: str, lines: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    from launch.report.plots import PLOTS, drawn_points
+    from launch.results.plots import PLOTS, drawn_points
 
     return dict(drawn_points(next(plot for plot in PLOTS if plot.name == name), lines))
 
@@ -97,7 +97,7 @@ def test_the_half_way_ratio_is_called_the_median():
 
 @pytest.mark.parametrize("count", range(1, 12))
 def test_the_overview_has_no_empty_cell(count: int):
-    from launch.report.plots import cells
+    from launch.results.plots import cells
 
     taken = sorted((row, column) for row, columns in cells(count) for column in range(columns.start, columns.stop))
     assert taken == [(row, column) for row in range(-(-count // 3)) for column in range(6)]

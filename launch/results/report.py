@@ -41,7 +41,7 @@ def command(args: argparse.Namespace) -> int:
     warm = warm_start_of(run)
     summary = summarise_warm_start(warm, tail) if warm else summarise(run, tail)
     write_json(run.report / "summary.json", summary)
-    from launch.report.plots import draw_all, draw_warm_start
+    from launch.results.plots import draw_all, draw_warm_start
 
     written = draw_warm_start(tail, run.report) if warm else draw_all(tail, config_of(run), run.report)
     show(summary, written)
