@@ -1,7 +1,6 @@
 """The shape of a decoder as its Hugging Face config.json gives it, in one form for all architectures."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import cast
 
 import msgspec
@@ -71,6 +70,30 @@ class UnknownArchitecture(ValueError):
     """A config.json that the planner cannot count; says why."""
 
 
+class _Traits(msgspec.Struct, frozen=True):
+    """What config.json of a model_type leaves out; `experts` are its keys for their number and their size."""
+
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = True  # attention_bias is one of the output projection too
+    latent: bool = False
+    experts: tuple[str, str] | None = None
+    selection_bias: bool = False
+
+
+_ROUTED = ("n_routed_experts", "moe_intermediate_size")
+READERS = {
+    "qwen2": _Traits(qkv_bias=True),
+    "qwen3": _Traits(qk_norm=True),
+    "llama": _Traits(),
+    "mistral": _Traits(),
+    "mixtral": _Traits(experts=("num_local_experts", "intermediate_size")),
+    "qwen3_moe": _Traits(qk_norm=True, experts=("num_experts", "moe_intermediate_size")),
+    "deepseek_v3": _Traits(latent=True, experts=_ROUTED, selection_bias=True),
+    "glm4_moe": _Traits(output_bias=False, experts=_ROUTED, selection_bias=True),
+}
+
+
 def read_architecture(config: Document) -> Architecture:
     """The shape that a config.json describes.
 
@@ -80,28 +103,41 @@ def read_architecture(config: Document) -> Architecture:
     kind = config.get("model_type")
     if kind not in READERS:
         raise UnknownArchitecture(f"model_type {kind!r}; the planner counts {', '.join(READERS)}")
-    return READERS[cast("str", kind)](config)
+    traits = READERS[cast("str", kind)]
+    layers = _number(config, "num_hidden_layers")
+    first, every = _number(config, "first_k_dense_replace", 0), _positive(config, "decoder_sparse_step", 1)
+    dense = {*range(first), *cast("list[int]", config.get("mlp_only_layers") or [])}
+    has_experts = traits.experts is not None
+    return Architecture(
+        kind=cast("str", kind),
+        layers=layers,
+        hidden=_number(config, "hidden_size"),
+        ffn=_number(config, "intermediate_size"),
+        vocabulary=_number(config, "vocab_size"),
+        tied=_flag(config, "tie_word_embeddings"),
+        positions=_number(config, "max_position_embeddings"),
+        attention=_latent_attention(config) if traits.latent else _attention(config, traits),
+        experts=_experts(config, traits),
+        moe_layers=tuple(has_experts and n not in dense and (n + 1) % every == 0 for n in range(layers)),
+        mlp_bias=_flag(config, "mlp_bias"),
+    )
 
 
-def _dense(config: Document, qk_norm: bool = False, qkv_bias: bool = False) -> Architecture:
-    return _architecture(config, _attention(config, qk_norm, qkv_bias), None, lambda _: False)
+def _attention(config: Document, traits: _Traits) -> Attention:
+    heads = _positive(config, "num_attention_heads")
+    bias = _flag(config, "attention_bias")
+    return Attention(
+        heads=heads,
+        kv_heads=_positive(config, "num_key_value_heads", heads),
+        head_dim=_number(config, "head_dim", _number(config, "hidden_size") // heads),
+        qk_norm=traits.qk_norm or _flag(config, "use_qk_norm"),
+        qkv_bias=traits.qkv_bias or bias,
+        output_bias=traits.output_bias and bias,
+    )
 
 
-def _mixtral(config: Document) -> Architecture:
-    experts = _experts(config, "num_local_experts", "intermediate_size", mixtral_names=True)
-    return _architecture(config, _attention(config), experts, lambda _: True)
-
-
-def _qwen3_moe(config: Document) -> Architecture:
-    dense = cast("list[int]", config.get("mlp_only_layers") or [])
-    every = _positive(config, "decoder_sparse_step", 1)
-    experts = _experts(config, "num_experts", "moe_intermediate_size")
-    attention = _attention(config, qk_norm=True)
-    return _architecture(config, attention, experts, lambda n: n not in dense and (n + 1) % every == 0)
-
-
-def _deepseek_v3(config: Document) -> Architecture:
-    attention = LatentAttention(
+def _latent_attention(config: Document) -> LatentAttention:
+    return LatentAttention(
         heads=_number(config, "num_attention_heads"),
         q_rank=None if config.get("q_lora_rank") is None else _number(config, "q_lora_rank"),
         kv_rank=_number(config, "kv_lora_rank"),
@@ -109,77 +145,21 @@ def _deepseek_v3(config: Document) -> Architecture:
         rope_dim=_number(config, "qk_rope_head_dim"),
         value_dim=_number(config, "v_head_dim"),
     )
-    return _with_shared_experts(config, attention)
 
 
-def _glm4_moe(config: Document) -> Architecture:
-    attention = _attention(config, qk_norm=_flag(config, "use_qk_norm"))
-    return _with_shared_experts(config, msgspec.structs.replace(attention, output_bias=False))
-
-
-def _with_shared_experts(config: Document, attention: Attention | LatentAttention) -> Architecture:
-    """A decoder whose first layers are dense, with shared experts and a selection bias in the others."""
-    experts = _experts(config, "n_routed_experts", "moe_intermediate_size", selection_bias=True)
-    shared_ffn = experts.ffn * _number(config, "n_shared_experts", 0)
-    dense = _number(config, "first_k_dense_replace", 0)
-    experts = msgspec.structs.replace(experts, shared_ffn=shared_ffn)
-    return _architecture(config, attention, experts, lambda n: n >= dense)
-
-
-READERS: dict[str, Callable[[Document], Architecture]] = {
-    "qwen2": partial(_dense, qkv_bias=True),
-    "qwen3": partial(_dense, qk_norm=True),
-    "llama": _dense,
-    "mistral": _dense,
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
-    "deepseek_v3": _deepseek_v3,
-    "glm4_moe": _glm4_moe,
-}
-
-
-def _attention(config: Document, qk_norm: bool = False, qkv_bias: bool = False) -> Attention:
-    heads = _positive(config, "num_attention_heads")
-    both = _flag(config, "attention_bias")
-    return Attention(
-        heads=heads,
-        kv_heads=_positive(config, "num_key_value_heads", heads),
-        head_dim=_number(config, "head_dim", _number(config, "hidden_size") // heads),
-        qk_norm=qk_norm,
-        qkv_bias=qkv_bias or both,
-        output_bias=both,
-    )
-
-
-def _experts(config: Document, count: str, ffn: str, **traits: bool) -> Experts:
-    """Routed experts; `count` and `ffn` are names in config.json, where transformers 5 may say num_local_experts."""
+def _experts(config: Document, traits: _Traits) -> Experts | None:
+    """Routed and shared experts; transformers 5 may say num_local_experts in place of the model's own key."""
+    if traits.experts is None:
+        return None
+    count, size = traits.experts
+    ffn = _number(config, size)
     return Experts(
         count=_number(config, count if count in config else "num_local_experts"),
         per_token=_number(config, "num_experts_per_tok"),
-        ffn=_number(config, ffn),
-        **traits,
-    )
-
-
-def _architecture(
-    config: Document,
-    attention: Attention | LatentAttention,
-    experts: Experts | None,
-    is_moe: Callable[[int], bool],
-) -> Architecture:
-    layers = _number(config, "num_hidden_layers")
-    return Architecture(
-        kind=cast("str", config["model_type"]),
-        layers=layers,
-        hidden=_number(config, "hidden_size"),
-        ffn=_number(config, "intermediate_size"),
-        vocabulary=_number(config, "vocab_size"),
-        tied=_flag(config, "tie_word_embeddings"),
-        positions=_number(config, "max_position_embeddings"),
-        attention=attention,
-        experts=experts,
-        moe_layers=tuple(is_moe(n) for n in range(layers)),
-        mlp_bias=_flag(config, "mlp_bias"),
+        ffn=ffn,
+        shared_ffn=ffn * _number(config, "n_shared_experts", 0),
+        selection_bias=traits.selection_bias,
+        mixtral_names=count == "num_local_experts",
     )
 
 
