@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir
-from launch import export
+from launch.results import export
 from tests.checkpoint_files import write_checkpoint
 
 
