@@ -71,7 +71,7 @@ class UnknownArchitecture(ValueError):
 
 
 class _Traits(msgspec.Struct, frozen=True):
-    """What config.json of a model_type leaves out; `experts` are its keys for their number and their size."""
+    """Facts that config.json of a model_type leaves out; `experts` are its keys for their number and their size."""
 
     qk_norm: bool = False
     qkv_bias: bool = False
