@@ -72,8 +72,8 @@ class Bench:
         receipt = await asyncio.to_thread(publisher.publish, self.version, list(self.weights.items()), None)
         while client.state.version != self.version:
             await client.wait_change(5)
-            if client.state.quarantined:
-                raise SystemExit(client.state.quarantined)
+            if client.state.excluded:
+                raise SystemExit(client.state.excluded)
         seconds = time.perf_counter() - started
         return {
             "stall_ms": 1000 * (client.state.stall_s - stalled),

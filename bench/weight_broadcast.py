@@ -108,7 +108,7 @@ class Target:
     async def canary(self, tokens: list[int]) -> list[float]:
         return []
 
-    async def quarantine(self, reason: str) -> None:
+    async def exclude(self, reason: str) -> None:
         raise RuntimeError(reason)
 
 

@@ -177,7 +177,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     node_id: Name
     pid: int
     host: Text
-    state: Text  # starting | joining | environments | generating | waiting | flipping | quarantined | draining
+    state: Text  # starting | joining | environments | generating | waiting | flipping | excluded | draining
     policy_version: Version  # -1 before the first weights
     waiting_on: Text = ""
     since_s: Finite = 0.0

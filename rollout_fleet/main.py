@@ -42,7 +42,7 @@ def run_node(config: Config, broker_address: str, node_id: str | None = None) ->
     """Serve the job at `broker_address` (tcp://HOST:PORT) until it is done or SIGTERM or SIGINT asks for a drain.
 
     Returns:
-        0 after a drain; 1 when this node was quarantined.
+        0 after a drain; 1 when this node was excluded.
 
     Raises:
         UsageError: no broker answers at the address, or the environment cannot be used.

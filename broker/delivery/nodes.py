@@ -11,7 +11,7 @@ from common.errors import BrokerError
 from common.wire_types import SECONDS_MAX, TALLY_MAX
 
 MOST_NODES = 1 << 14  # including dead ones that are not forgotten yet
-NOT_WORKING = ("quarantined", "draining")  # states in which a node takes no tasks
+NOT_WORKING = ("excluded", "draining")  # states in which a node takes no tasks
 FORGET_AFTER_S = 600.0  # a dead node stays in the status for at least this long
 
 

@@ -191,8 +191,8 @@ def _reason(status: BrokerStatus, node: NodeStatus) -> tuple[str, str, str] | No
     """(kind, waits for, release) of a living node; None while it generates or is about to."""
     report, learner = node.report, status.learner
     on = report.waiting_on
-    if report.state == "quarantined":
-        return "quarantined", f"nobody: it may not generate ({on})", "it is started again and proves its weights"
+    if report.state == "excluded":
+        return "excluded", f"nobody: it may not generate ({on})", "it is started again and proves its weights"
     if report.state in ("starting", "draining"):
         release = {"starting": "the engine is up", "draining": "its groups are finished or given back"}[report.state]
         return report.state, on or report.state, release

@@ -19,12 +19,13 @@ def sync(path: Path) -> None:
 def replace_folder(new: Path, path: Path) -> None:
     """Rename `new` to `path`; a folder that has this name already loses it first, and its files last. Raises OSError.
 
-    A process that is killed in the middle leaves nothing torn under the name `path`.
+    A process that is killed in the middle leaves nothing torn under the name `path`. The next call removes what it
+    had set aside.
     """
-    aside = _set_aside(path) if path.exists() else None
+    if path.exists():
+        _set_aside(path)
     os.rename(new, path)
-    if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(_aside(path), ignore_errors=True)
 
 
 def remove_folder(path: Path) -> None:
@@ -33,9 +34,12 @@ def remove_folder(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    aside = path.with_name(f".{path.name}.removed.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    return path.rename(aside)
+    shutil.rmtree(_aside(path), ignore_errors=True)
+    return path.rename(_aside(path))
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.removed.tmp")
 
 
 def pretty_json(value: object) -> bytes:

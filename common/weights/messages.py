@@ -70,7 +70,7 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     incarnation: int
     version: Version
     reason: Text
-    fatal: bool = False  # the node quarantines itself (proof failed); False: the transfer failed, retry
+    fatal: bool = False  # the node excludes itself (proof failed); False: the transfer failed, retry
     epoch: int = -1  # as in Staged
 
 

@@ -35,7 +35,7 @@ ADVICE = {
     "groups": "more nodes, a larger rollout.concurrency, a smaller rollout.max_tokens; `status` has the advisor's line",
     "broadcast": "look at the node that is named: stopped, swapping, or cut off; it is ejected by itself",
     "window": "a larger staleness.max or fewer nodes: the learner is what is slow; `status` has the advisor's line",
-    "quarantined": "the node's log; memory errors of the machine; learner and node from the same release",
+    "excluded": "the node's log; memory errors of the machine; learner and node from the same release",
     "node_gone": "the node's log; dmesg for the out-of-memory killer; the network between node and broker",
     "starting": "the node's log; the first start of an engine compiles",
     "flipping": "the node's log",

@@ -24,7 +24,7 @@ COLOURS = {
     "yellow": (
         "waiting", "starting", "joining", "flipping", "replaying", "draining", "drained", "environments", "unreachable",
     ),
-    "red": ("silent", "lost", "gone", "failed", "quarantined", "absent"),
+    "red": ("silent", "lost", "gone", "failed", "excluded", "absent"),
     "dim": ("ended",),
 }  # fmt: skip
 COLOUR_OF = {state: colour for colour, states in COLOURS.items() for state in states}

@@ -109,7 +109,7 @@ class Engine:
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> Generation:
-        """As Sampler.generate; SlipstreamError also when there are no weights yet or they are quarantined."""
+        """As Sampler.generate; SlipstreamError also when there are no weights yet or they are excluded."""
         self.weights.check_usable()
         self._check_tokens(prompt_ids)
         request_id = str(next(self._numbers))

@@ -59,7 +59,7 @@ class WeightsState:
         version, incarnation: those of the engine's weights; -1 before the first.
         flipping: a flip is running.
         waiting_on: the reason why the node has no usable weights; '' when it has them.
-        quarantined: why this node must not generate any more (a proof failed), or None.
+        excluded: why this node must not generate any more (a proof failed), or None.
         flips, stall_s: flips so far, and seconds that generation stood still for them in all.
         canary_max_difference: largest |log-probability difference| of the last canary.
     """
@@ -68,7 +68,7 @@ class WeightsState:
     incarnation: int = -1
     flipping: bool = False
     waiting_on: str = "weights from learner"
-    quarantined: str | None = None
+    excluded: str | None = None
     flips: int = 0
     stall_s: float = 0.0
     canary_max_difference: float = 0.0

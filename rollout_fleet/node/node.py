@@ -106,7 +106,7 @@ class Node:
     # ---------------------------------------------------------------- the loop
 
     async def run(self) -> int:
-        """Work until drained (0) or quarantined (1).
+        """Work until drained (0) or excluded (1).
 
         Raises:
             SlipstreamError: the engine died, or the broker stayed away too long.
@@ -119,11 +119,11 @@ class Node:
         self._parts.beat_now()  # the answer has the learner's address
         watcher = asyncio.create_task(self._watch())
         try:
-            while self._drain_reason is None and self._parts.feed.state.quarantined is None:
+            while self._drain_reason is None and self._parts.feed.state.excluded is None:
                 await self._raise_fatal()
                 await self._turn()
-            reason = self._parts.feed.state.quarantined
-            return await (self._quarantine(reason) if reason is not None else self._drain())
+            reason = self._parts.feed.state.excluded
+            return await (self._exclude(reason) if reason is not None else self._drain())
         finally:
             watcher.cancel()
             await self._groups.end(self._drain_s)
@@ -196,10 +196,10 @@ class Node:
         await self._groups.give_back()
         return EXIT_DONE
 
-    async def _quarantine(self, reason: str) -> int:
+    async def _exclude(self, reason: str) -> int:
         """The engine may not generate any more: stop, give everything back, say why."""
-        logger.error("quarantined: %s", reason)
-        self._parts.status.show("quarantined", reason)
+        logger.error("excluded: %s", reason)
+        self._parts.status.show("excluded", reason)
         await self._groups.give_back()
         self._parts.beat_now()
         await asyncio.sleep(RETRY_S)  # a heartbeat carries the reason before the node leaves
@@ -208,9 +208,9 @@ class Node:
     async def _raise_fatal(self) -> None:
         if self._fatal is not None:
             state = self._parts.feed.state
-            if state.quarantined is None:  # an engine that refuses may do so because its proof just failed
+            if state.excluded is None:  # an engine that refuses may do so because its proof just failed
                 state = await self._parts.feed.wait_change(RETRY_S)
-            if state.quarantined is None:
+            if state.excluded is None:
                 raise self._fatal
 
     # ---------------------------------------------------------------- watching

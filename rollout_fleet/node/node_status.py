@@ -124,8 +124,8 @@ def explain(
     `starting` counts those of the running `episodes` whose environment has not given its first observation.
     `leased_before` is whether this node ever got a task.
     """
-    if weights.quarantined is not None:
-        return "quarantined", weights.quarantined
+    if weights.excluded is not None:
+        return "excluded", weights.excluded
     if weights.flipping:
         return "flipping", ""
     if episodes:

@@ -124,7 +124,7 @@ class EngineWeights:
                         f"version {version}: the engine has checksum {checksum}, published was {expected_checksum}"
                     )
             except BaseException as error:
-                await self.quarantine(str(error) or type(error).__name__)
+                await self.exclude(str(error) or type(error).__name__)
                 raise
             self._proven.set()
             return Flip(stall_s, checksum)
@@ -154,10 +154,10 @@ class EngineWeights:
         rows = (await _answered(finished(), "canary")).prompt_logprobs[1:]
         return [row[token].logprob for row, token in zip(rows, tokens[1:], strict=True)]
 
-    async def quarantine(self, reason: str) -> None:
+    async def exclude(self, reason: str) -> None:
         """Generate nothing any more: the engine is paused and every request ends with the reason."""
         if self._broken is None:
-            self._broken = f"quarantined: {reason}"
+            self._broken = f"excluded: {reason}"
         self._proven.set()
         if self._llm is not None:
             try:

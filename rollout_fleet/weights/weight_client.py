@@ -74,7 +74,7 @@ class WeightTarget(Protocol):
         """[len(tokens) - 1] log-probabilities of `tokens[1:]` at temperature 1 under the current weights."""
         ...
 
-    async def quarantine(self, reason: str) -> None:
+    async def exclude(self, reason: str) -> None:
         """Generate nothing any more."""
         ...
 
@@ -116,7 +116,7 @@ class WeightClient:
 
     def follow(self, address: str, incarnation: int) -> None:
         """The learner's control endpoint, from every heartbeat reply; '' while no learner is attached. Idempotent."""
-        if self._closed or self._state.quarantined is not None or not address or incarnation < self._incarnation:
+        if self._closed or self._state.excluded is not None or not address or incarnation < self._incarnation:
             return
         if (address, incarnation) == (self._address, self._incarnation):
             return
@@ -174,7 +174,7 @@ class WeightClient:
 
     async def _join(self) -> None:
         held = self._state
-        if held.quarantined is None:
+        if held.excluded is None:
             await self._send(
                 messages.Join(self._node_id, os.getpid(), held.incarnation, held.version, self._transports)
             )
@@ -216,10 +216,10 @@ class WeightClient:
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # an engine that fails to flip must not be used, and the learner must hear it
-                await self._quarantine(message, f"{type(error).__name__}: {error}")
+                await self._exclude(message, f"{type(error).__name__}: {error}")
 
     async def _do(self, message: messages.LearnerMessage, data: bytes) -> None:
-        if self._state.quarantined is not None:
+        if self._state.excluded is not None:
             return
         if isinstance(message, messages.Welcome):
             self._cancel_staging()
@@ -273,7 +273,7 @@ class WeightClient:
             flip = await self._target.flip(publish.incarnation, publish.version, publish.checksum)
             difference = await self._compare(publish.canary) if publish.canary is not None else None
         except ProofFailed as error:
-            await self._quarantine(message, str(error))
+            await self._exclude(message, str(error))
             return
         state = self._state
         self._joining.reached("active")
@@ -305,11 +305,11 @@ class WeightClient:
             raise ProofFailed(f"canary differs from the learner's by {difference:.4g}, tolerance {canary.tolerance:g}")
         return difference
 
-    async def _quarantine(self, message: messages.LearnerMessage, reason: str) -> None:
+    async def _exclude(self, message: messages.LearnerMessage, reason: str) -> None:
         logger.error("this node stops generating: %s", reason)
         with contextlib.suppress(Exception):  # the engine may be what is broken
-            await self._target.quarantine(reason)
-        await self._change(quarantined=reason, flipping=False, waiting_on=reason)
+            await self._target.exclude(reason)
+        await self._change(excluded=reason, flipping=False, waiting_on=reason)
         incarnation, version = getattr(message, "incarnation", self._incarnation), getattr(message, "version", -1)
         await self._send(messages.Rejected(self._node_id, incarnation, version, reason, fatal=True))
 

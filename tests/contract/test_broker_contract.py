@@ -464,7 +464,7 @@ def test_a_node_that_is_restarted_again_and_again_kills_no_task_while_another_on
     assert backend.complete(backend.lease(1, "good")[0], "good")
 
 
-@pytest.mark.parametrize("second", ["fails it too", "leaves", "has no weights", "is quarantined"])
+@pytest.mark.parametrize("second", ["fails it too", "leaves", "has no weights", "is excluded"])
 def test_a_task_that_one_node_failed_often_dies_when_no_other_may_succeed(backend: Backend, second: str) -> None:
     backend.learner.offer(tasks(0))
     backend.join("n0")
@@ -475,8 +475,8 @@ def test_a_task_that_one_node_failed_often_dies_when_no_other_may_succeed(backen
     else:
         if second == "leaves":
             backend.run(backend.node.leave("n1"))
-        if second == "is quarantined":
-            told = msgspec.structs.replace(node_report("n1"), state="quarantined")
+        if second == "is excluded":
+            told = msgspec.structs.replace(node_report("n1"), state="excluded")
             backend.run(backend.node.heartbeat(told, []))
         fail_oldest(backend, "n0")
     entry = backend.learner.ledger()[0]

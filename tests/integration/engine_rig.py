@@ -181,7 +181,7 @@ class Rig:
         await until_async(lambda: self.engine.counters.running >= requests, f"{requests} requests in the engine")
 
     async def active(self, version: int) -> None:
-        while self.client.state.version != version and self.client.state.quarantined is None:
+        while self.client.state.version != version and self.client.state.excluded is None:
             await self.client.wait_change(1)
 
     def close(self) -> None:

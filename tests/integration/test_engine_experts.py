@@ -77,7 +77,7 @@ def test_the_first_version_of_all_experts_is_proven_and_its_canary_agrees(rig: R
     tokens = [(i * 11) % 90 + 4 for i in range(32)]
     rig.put(1, Canary(tokens, logprobs(qwen3_moe(1), tokens), tolerance=1e-4))
     state = rig.client.state
-    assert state.quarantined is None and state.version == 1
+    assert state.excluded is None and state.version == 1
     assert 0 < state.canary_max_difference < 1e-4
 
 
@@ -161,15 +161,15 @@ def test_one_damaged_element_of_one_expert_is_caught_by_the_proof(rig: Rig) -> N
 
     rig.run(damaged())
     state = rig.client.state
-    assert state.quarantined is not None and "published" in state.quarantined
+    assert state.excluded is not None and "published" in state.excluded
     assert state.version == 4, "the node never says that it runs the damaged version"
-    with pytest.raises(SlipstreamError, match="quarantined"):
+    with pytest.raises(SlipstreamError, match="excluded"):
         rig.run(rig.engine.generate([5, 6], 4))
 
 
 def test_other_mixtures_are_published_proven_and_sampled_from_too(other: Rig) -> None:
     other.put(1)
-    assert other.client.state.quarantined is None
+    assert other.client.state.excluded is None
     got = other.run(other.engine.generate(prompt(1), 40))
     assert worst(got.logprobs, logprobs(other.models[1], prompt(1) + got.tokens)[11:]) < TOLERANCE
     assert agrees(other, got, prompt(1), 1)

@@ -38,7 +38,7 @@ def recorded() -> list[str]:
 def test_both_workers_get_load_and_prove_their_shards_and_the_canary_agrees(rig: Rig) -> None:
     tokens = [(i * 11) % 90 + 4 for i in range(32)]
     rig.put(1, Canary(tokens, logprobs(make_model(1), tokens), tolerance=1e-4))
-    assert rig.client.state.quarantined is None and rig.client.state.version == 1
+    assert rig.client.state.excluded is None and rig.client.state.version == 1
     assert 0 < rig.client.state.canary_max_difference < 1e-4
 
 
@@ -70,6 +70,6 @@ def test_one_element_damaged_in_one_shard_is_caught_and_stops_the_engine(rig: Ri
         await rig.put_async(3)
 
     rig.run(damaged())
-    assert "of 2 has another shard of model.layers.0.mlp.down_proj.weight" in (rig.client.state.quarantined or "")
-    with pytest.raises(SlipstreamError, match="quarantined"):
+    assert "of 2 has another shard of model.layers.0.mlp.down_proj.weight" in (rig.client.state.excluded or "")
+    with pytest.raises(SlipstreamError, match="excluded"):
         rig.run(rig.engine.generate([5, 6], 4))

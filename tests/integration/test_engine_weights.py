@@ -72,7 +72,7 @@ def test_the_first_version_is_proven_and_its_canary_agrees(rig: Rig) -> None:
     tokens = [(i * 11) % 90 + 4 for i in range(32)]
     rig.put(1, Canary(tokens, logprobs(make_model(1), tokens), tolerance=1e-4))
     state = rig.client.state
-    assert state.quarantined is None and state.version == rig.engine.version == 1
+    assert state.excluded is None and state.version == rig.engine.version == 1
     assert 0 < state.canary_max_difference < 1e-4
     print(f"start {rig.start_s:.1f} s, canary {state.canary_max_difference:.2e}, stall {1e3 * state.stall_s:.1f} ms")
 
@@ -284,7 +284,7 @@ def test_a_flip_whose_caller_goes_away_is_finished_and_proven(rig: Rig, monkeypa
         await rig.active(9)  # sent again: the learner never heard that it was active
 
     rig.run(abandoned())
-    assert rig.client.state.quarantined is None
+    assert rig.client.state.excluded is None
     got = rig.run(rig.engine.generate(prompt(9), 8))
     assert worst(got.logprobs, logprobs(rig.models[9], prompt(9) + got.tokens)[11:]) < TOLERANCE
 
@@ -327,7 +327,7 @@ def test_one_element_damaged_on_its_way_is_rejected_sent_again_and_never_flipped
     got = rig.run(rig.engine.generate(prompt(2), 8))
     assert [run.version for run in got.version_runs] == [10]
     assert worst(got.logprobs, logprobs(rig.models[10], prompt(2) + got.tokens)[11:]) < TOLERANCE
-    assert rig.client.state.quarantined is None and rig.publisher.stats().fatal is None
+    assert rig.client.state.excluded is None and rig.publisher.stats().fatal is None
 
 
 def nudged(model: Any) -> Any:
@@ -352,7 +352,7 @@ def test_a_small_step_arrives_as_a_delta_and_a_damaged_one_comes_again_whole(rig
     assert rig.publisher.stats().publish_bytes >= whole, "the second attempt is the whole version"
     got = rig.run(rig.engine.generate(prompt(6), 8))
     assert worst(got.logprobs, logprobs(rig.models[12], prompt(6) + got.tokens)[11:]) < TOLERANCE
-    assert rig.client.state.quarantined is None
+    assert rig.client.state.excluded is None
 
 
 def test_an_agent_s_tokens_and_log_probabilities_are_those_of_the_engine_version_by_version(rig: Rig) -> None:
@@ -416,17 +416,17 @@ def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: Ri
     with rig.engine.stopping_at():
         results = rig.run(damaged())
     state = rig.client.state
-    assert state.quarantined is not None and "published" in state.quarantined
+    assert state.excluded is not None and "published" in state.excluded
     assert state.version == 15, "the node never says that it runs the damaged version"
     assert all(isinstance(r, SlipstreamError) for r in results), "nothing that was sampled meanwhile gets out"
-    with pytest.raises(SlipstreamError, match="quarantined"):
+    with pytest.raises(SlipstreamError, match="excluded"):
         rig.run(rig.engine.generate([5, 6], 4))
     until(lambda: rig.publisher.stats().fatal is not None)
     assert "published" in (rig.publisher.stats().fatal or "")
 
 
 def test_an_engine_that_hangs_in_a_flip_is_given_up_with_a_reason(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After all others: it leaves the engine as it found it, quarantined."""
+    """After all others: it leaves the engine as it found it, excluded."""
     monkeypatch.setattr(engine_weights, "ENGINE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(engine_weights, "PAUSE_TIMEOUT_S", 0.5)
     core = rig.core
@@ -437,7 +437,7 @@ def test_an_engine_that_hangs_in_a_flip_is_given_up_with_a_reason(rig: Rig, monk
         try:
             await weights.flip(0, 99, "")
         finally:
-            with pytest.raises(SlipstreamError, match="quarantined: flip to version 99"):
+            with pytest.raises(SlipstreamError, match="excluded: flip to version 99"):
                 weights.check_usable()
 
     core.suspend()

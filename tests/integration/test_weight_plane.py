@@ -196,14 +196,14 @@ def test_a_node_that_joins_again_gets_the_next_version_whole_beside_the_delta_of
     assert node.wait("active", version=2)["value"] == 2.0
 
 
-def test_a_node_whose_weights_do_not_prove_is_quarantined_and_said_to_be(plane: Plane) -> None:
+def test_a_node_whose_weights_do_not_prove_is_excluded_and_said_to_be(plane: Plane) -> None:
     publisher = plane.publisher()
     (node,) = plane.nodes("n0", arguments=("--break-load",))
     node.wait("up")
     node.follow(publisher.start())
     until(lambda: publisher.stats().nodes == 1)
     publisher.publish(1, weights(1), None)
-    assert "published" in str(node.wait("quarantined")["reason"])
+    assert "published" in str(node.wait("excluded")["reason"])
     until(lambda: publisher.stats().fatal is not None)
     assert publisher.stats().nodes == 0 and publisher.stats().version_sent == -1
 
@@ -214,7 +214,7 @@ def test_a_canary_out_of_tolerance_stops_the_node(plane: Plane) -> None:
     node.wait("up")
     node.follow(publisher.start())
     publisher.publish(1, weights(1), Canary([1, 2], [float("nan")], tolerance=10.0))
-    assert "canary" in str(node.wait("quarantined")["reason"])
+    assert "canary" in str(node.wait("excluded")["reason"])
     until(lambda: "canary" in (publisher.stats().fatal or ""))
     node.close()
     time.sleep(2.5)  # pings find the closed connection; a learner that looks only then must still hear why

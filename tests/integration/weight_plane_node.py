@@ -117,8 +117,8 @@ class BufferTarget:
     async def canary(self, tokens: list[int]) -> list[float]:
         return [-0.5] * (len(tokens) - 1)
 
-    async def quarantine(self, reason: str) -> None:
-        say("quarantined", reason=reason)
+    async def exclude(self, reason: str) -> None:
+        say("excluded", reason=reason)
 
 
 async def main(words: list[str], orders: int) -> None:

@@ -270,9 +270,9 @@ CASES: dict[str, tuple[BrokerStatus, Stall]] = {
         Stall("starting", "n0", "the engine's start", 8.5, "the engine is up"),
     ),
     "a node may not generate": (
-        status_of(node(state="quarantined", waiting_on="its checksum is another one", since_s=30.0)),
+        status_of(node(state="excluded", waiting_on="its checksum is another one", since_s=30.0)),
         Stall(
-            "quarantined",
+            "excluded",
             "n0",
             "nobody: it may not generate (its checksum is another one)",
             30.5,

@@ -352,23 +352,23 @@ async def test_a_finished_learner_drains_the_node_without_waiting() -> None:
         assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_DONE
 
 
-async def test_a_quarantined_node_gives_everything_back_says_why_and_fails() -> None:
+async def test_an_excluded_node_gives_everything_back_says_why_and_fails() -> None:
     async with Site() as site:
         site.sampler.gate.clear()
         site.attach(tasks=4)
         await until_async(lambda: len(site.sampler.calls) == 4)
-        site.feed.set(quarantined="canary differs by 3.2")
+        site.feed.set(excluded="canary differs by 3.2")
         assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_FAILED
         assert site.states() == ["pending"] * 4
         told = site.learner.status().nodes[0].report
-        assert (told.state, told.waiting_on) == ("quarantined", "canary differs by 3.2")
+        assert (told.state, told.waiting_on) == ("excluded", "canary differs by 3.2")
 
 
-async def test_an_engine_that_refuses_because_of_its_quarantine_counts_as_quarantined() -> None:
-    async with Site(respond=lambda _: SlipstreamError("quarantined: bad sum")) as site:
+async def test_an_engine_that_refuses_because_it_is_excluded_counts_as_excluded() -> None:
+    async with Site(respond=lambda _: SlipstreamError("excluded: bad sum")) as site:
         site.attach(tasks=1)
         await until_async(lambda: bool(site.sampler.calls))
-        site.feed.set(quarantined="bad sum")
+        site.feed.set(excluded="bad sum")
         assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_FAILED
 
 
