@@ -37,8 +37,8 @@ from common.weights.receiver import Receiver, StagingStatus
 from common.weights.transports.gloo import GlooGroup
 from common.weights.transports.registry import open_group, receivable
 from learner.publish.publisher import WeightPublisher
-from rollout_fleet.weights.staging_poll import until_staged
-from rollout_fleet.weights.weight_client import Flip, WeightClient
+from rollout_fleet.weights.engine_weights import Flip, until_staged
+from rollout_fleet.weights.weight_client import WeightClient
 
 TIMEOUT_S = 20.0  # the default of weights.timeout_s
 BUCKET = 8 << 20  # and of weights.bucket_mib
@@ -47,17 +47,11 @@ CONTEXT = get_context("forkserver")
 
 
 class Harmed:
-    """A group whose process comes to harm after so many buckets of its second publish."""
+    """A group whose process comes to harm at the second bucket of its second publish."""
 
-    def __init__(self, epoch: Epoch, harm: int, pipe: Connection) -> None:
+    def __init__(self, epoch: Epoch, target: "Target") -> None:
         self.group: Group = open_group(epoch)
-        self.close, self.harm, self.pipe = self.group.close, harm, pipe
-        self.payloads = 0
-
-    def begin(self, payload_bytes: int) -> None:
-        self.payloads += 1
-        self.left = 2
-        self.group.begin(payload_bytes)
+        self.close, self.target = self.group.close, target
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         wait = self.group.post(bucket, timeout_s)
@@ -65,37 +59,27 @@ class Harmed:
 
     def _arrived(self, wait: Callable[[], None]) -> None:
         wait()
-        self.left -= 1
-        if self.harm and self.payloads == 2 and self.left == 0:
-            self.pipe.send(("harmed", time.time()))
-            os.kill(os.getpid(), self.harm)
+        target = self.target
+        target.buckets += 1
+        if target.harm and (target.publishes, target.buckets) == (2, 2):
+            target.pipe.send(("harmed", time.time()))
+            os.kill(os.getpid(), target.harm)
 
 
 class Target:
-    """WeightTarget whose engine is the staging buffer itself."""
+    """EngineWeights whose engine is the staging buffer itself."""
 
     def __init__(self, harm: int, pipe: Connection) -> None:
-        self.receiver = Receiver(lambda epoch: Harmed(epoch, harm, pipe))
+        self.receiver = Receiver(lambda epoch: Harmed(epoch, self))
+        self.harm, self.pipe, self.publishes, self.buckets = harm, pipe, 0, 0
 
-    async def set_layout(self, incarnation: int, welcome: bytes) -> None:
-        message = messages.decode_from_learner(welcome)
-        assert isinstance(message, messages.Welcome)
-        self.receiver.set_layout(message.layout)
-
-    async def set_epoch(self, epoch: bytes) -> None:
-        message = messages.decode_from_learner(epoch)
-        assert isinstance(message, Epoch)
-        self.receiver.set_epoch(message)
-
-    async def serve(self, serve: bytes, node_id: str) -> bytes:
-        message = messages.decode_from_learner(serve)
-        assert isinstance(message, messages.Serve)
-        return messages.encode(self.receiver.serve(message, node_id))
+    async def tell(self, message: bytes, node_id: str) -> bytes:
+        answer = self.receiver.obey(messages.decode_from_learner(message), node_id)
+        return b"" if answer is None else messages.encode(answer)
 
     async def stage(self, publish: bytes) -> float:
-        message = messages.decode_from_learner(publish)
-        assert isinstance(message, messages.Publish)
-        self.receiver.start(message)
+        self.publishes, self.buckets = self.publishes + 1, 0
+        await self.tell(publish, "")
         return await until_staged(self._status)
 
     async def _status(self) -> StagingStatus:

@@ -40,10 +40,6 @@ class Group(Protocol):
         """
         ...
 
-    def begin(self, payload_bytes: int) -> None:
-        """A payload of so many bytes begins with the next post; every member calls it first."""
-        ...
-
     def close(self) -> None:
         """Give up at once; any thread may call it, also while another one waits."""
         ...

@@ -68,11 +68,6 @@ def sha256(data: torch.Tensor) -> str:
     return hashlib.sha256(memoryview(data_bytes)).hexdigest()
 
 
-def bucket_checksums(payload: torch.Tensor, bucket_bytes: int) -> list[str]:
-    """Checksum of every bucket of a payload [n] uint8."""
-    return [checksum(payload[a:b]) for a, b in ranges(payload.numel(), bucket_bytes)]
-
-
 def all_checksums(flat: torch.Tensor, bucket_bytes: int) -> tuple[list[str], str]:
     """(checksum of every bucket, checksum of `flat` [n] uint8); both while a block is in the cache."""
     data_bytes: Any = flat.numpy()

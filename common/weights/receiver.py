@@ -1,25 +1,27 @@
 """The receiving side of a publish: a thread writes buckets into a staging buffer and verifies each of them.
 
 One Receiver serves one process that has a copy of the weights. It never blocks its caller. A new epoch or a new
-publish abandons the running receive. Its group is then closed, and its thread touches only its own buffer. After a flip
-the staging buffer still contains the version, and other nodes may fetch it until the next version comes.
+publish abandons the running transfer. Its group is then closed, and its thread touches only its own buffer. After a
+flip the staging buffer still contains the version, and other nodes may fetch it until the next version comes.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 import torch
+import zmq
 
 from common.weights import delta, packing
-from common.weights.collectives import Group, GroupFactory, bucket_timeout, in_turn, reason_of
+from common.weights.collectives import Group, GroupFactory, bucket_timeout, in_turn, local_address, reason_of
 from common.weights.layout import Layout, ranges
-from common.weights.messages import Epoch, Publish, Serve, Serving
-from common.weights.peer_server import PeerServer
+from common.weights.messages import Epoch, LearnerMessage, Publish, Serve, Serving, Welcome
 from common.weights.transports.registry import open_group
+from common.weights.transports.relay import RelayServer
 
 logger = logging.getLogger(__name__)
 
@@ -40,27 +42,44 @@ class StagingStatus(msgspec.Struct, frozen=True):
     share: float = 0.0
 
 
+@dataclass(eq=False)
+class _Transfer:
+    """One publish on its way here. Its thread discards its result when it is not the receiver's newest any more."""
+
+    publish: Publish
+    layout: Layout
+    epoch: Epoch
+    group: Group | None  # None until it is formed
+    buffer: torch.Tensor | None  # to be written; with the base of a delta in it
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def is_delta(self) -> bool:
+        return self.publish.encoding == "delta"
+
+    def status(self, state: State, receive_s: float = 0.0, error: str = "", share: float = 0.0) -> StagingStatus:
+        return StagingStatus(state, self.publish.incarnation, self.publish.version, receive_s, error, share)
+
+
 class Receiver:
     """Stages the publishes of one learner incarnation after another."""
 
     def __init__(
-        self, group_factory: GroupFactory = open_group, allocate: Callable[[int], torch.Tensor] | None = None
+        self, group_factory: GroupFactory = open_group, allocate: Callable[[int], torch.Tensor] = packing.buffer
     ) -> None:
-        """`allocate(n)` gives a zeroed [n] uint8 buffer; None: memory of this process."""
-        self._group_factory = group_factory
-        self._allocate = allocate if allocate is not None else packing.buffer
+        """`allocate(n)` gives a zeroed [n] uint8 buffer."""
+        self._group_factory, self._allocate = group_factory, allocate
         self._lock = threading.Lock()
         self._layout: Layout | None = None
         self._epoch: Epoch | None = None
-        self._group: Group | None = None  # the group of self._epoch after a receive that succeeded
-        self._busy: Group | None = None  # the group that the newest thread receives over
+        self._group: Group | None = None  # the group of self._epoch between two transfers
+        self._transfer: _Transfer | None = None  # the newest
         self._buffer: torch.Tensor | None = None  # free for reuse: no thread writes into it
         self._staged: tuple[Publish, torch.Tensor] | None = None
         self._taken: tuple[int, int] | None = None  # (incarnation, version) of the buffer that `take` gave away
         self._contents: tuple[int, int] | None = None  # likewise of self._buffer, if whole and proven
-        self._peers = PeerServer()
+        self._server: RelayServer | None = None  # of the staging buffer, once the learner has asked for it
         self._status = StagingStatus()
-        self._generation = 0  # a thread with an older generation discards its result
 
     @property
     def layout(self) -> Layout | None:
@@ -71,27 +90,51 @@ class Receiver:
         with self._lock:
             return self._status
 
+    def obey(self, message: LearnerMessage, node_id: str = "") -> Serving | None:
+        """Do what the learner asks for with a Welcome, an Epoch, a Publish or a Serve; the last has an answer.
+
+        Raises:
+            ValueError: it is another message, or a publish that does not fit what was announced.
+        """
+        match message:
+            case Welcome():
+                self.set_layout(message.layout)
+            case Epoch():
+                self.set_epoch(message)
+            case Publish():
+                self.start(message)
+            case Serve():
+                return self.serve(message, node_id)
+            case _:
+                raise ValueError(f"{type(message).__name__} is nothing for a receiver of weights")
+        return None
+
     def set_layout(self, layout: Layout) -> None:
         """Weights follow `layout` from now on; an earlier staged version is discarded."""
         with self._lock:
-            self._generation += 1
-            self._peers.withdraw()
-            self._contents = self._taken = None
+            self._abandon()
+            self._withdraw()
+            self._taken = None
             self._layout, self._buffer, self._staged, self._status = layout, None, None, StagingStatus()
 
     def set_epoch(self, epoch: Epoch) -> None:
         """The next publish arrives over the group of `epoch`."""
         with self._lock:
+            self._abandon()
             self._epoch = epoch
-        self._drop_groups()
 
-    def _drop_groups(self) -> None:
-        with self._lock:
-            self._generation += 1
-            dropped, self._group, self._busy = (self._group, self._busy), None, None
-        for group in dropped:
+    def _abandon(self) -> None:
+        """Give up the transfer that is under way, and drop the group."""
+        for group in (self._group, self._transfer and self._transfer.group):
             if group is not None:
                 group.close()
+        self._group = self._transfer = None
+
+    def _withdraw(self) -> None:
+        """The buffer is about to be written: its contents count no more, and nobody may fetch them."""
+        self._contents = None
+        if self._server is not None:
+            self._server.withdraw()
 
     def start(self, publish: Publish) -> None:
         """Begin to receive `publish` in the background.
@@ -106,24 +149,22 @@ class Receiver:
                 raise ValueError(
                     f"version {publish.version} is sent to epoch {publish.epoch}, which this node is not in"
                 )
-            is_delta = self._check_encoding(publish, self._layout)
-            self._generation += 1
-            generation, layout, epoch = self._generation, self._layout, self._epoch
-            group, self._group = self._group, None  # the thread owns it until it succeeds
-            self._peers.withdraw()
-            self._contents = None  # this buffer is going to be written
+            self._check_encoding(publish, self._layout)
+            self._withdraw()
+            group, self._group = self._group, None  # the thread owns group and buffer until it succeeds
             buffer, self._buffer = self._buffer, None
             if buffer is None and self._staged is not None:
                 buffer = self._staged[1]  # a newer version supersedes one that was never applied
             self._staged = None
-            self._status = StagingStatus("receiving", publish.incarnation, publish.version)
-        given = (generation, publish, layout, epoch, group, buffer, is_delta)
-        threading.Thread(target=self._receive, args=given, daemon=True, name="receive-weights").start()
+            self._abandon()
+            self._transfer = _Transfer(publish, self._layout, self._epoch, group, buffer)
+            self._status = self._transfer.status("receiving")
+            threading.Thread(target=self._receive, args=(self._transfer,), daemon=True, name="receive-weights").start()
 
-    def _check_encoding(self, publish: Publish, layout: Layout) -> bool:
-        """Whether `publish` is a delta; raises ValueError when the buffer does not contain its base."""
+    def _check_encoding(self, publish: Publish, layout: Layout) -> None:
+        """Raises ValueError when it is unknown, or a delta to a base that the buffer does not contain."""
         if publish.encoding == "full":
-            return False
+            return
         if publish.encoding != "delta":
             raise ValueError(f"version {publish.version} comes as {publish.encoding!r}, which is not known here")
         base = (publish.incarnation, publish.base_version)
@@ -133,7 +174,6 @@ class Receiver:
             )
         if not 0 < publish.payload_bytes <= delta.largest(layout.total_bytes, delta.BUCKET_BYTES):
             raise ValueError(f"a delta of {publish.payload_bytes} bytes to {layout.total_bytes}")
-        return True
 
     def take(self, incarnation: int, version: int) -> torch.Tensor:
         """The verified [total_bytes] uint8 buffer, yours until `give_back`; raises ValueError when it is not staged."""
@@ -159,74 +199,71 @@ class Receiver:
         with self._lock:
             if self._buffer is None or self._contents != (serve.incarnation, serve.version):
                 return Serving(node_id, serve.key, reason=f"version {serve.version} is not in the staging buffer")
-            return self._peers.offer(serve, self._buffer, node_id)
+            try:
+                if self._server is None:
+                    host, _, port = serve.reach.rpartition(":")
+                    interface = local_address(host.strip("[]"), int(port))
+                    self._server = RelayServer(interface, secured=bool(serve.client_public))
+            except (OSError, ValueError, zmq.ZMQError) as error:
+                logger.warning("this node cannot serve weights to others: %s", error)
+                return Serving(node_id, serve.key, reason=str(error)[:500])
+            self._server.offer(serve.key, self._buffer, serve.timeout_s, serve.client_public)
+            return Serving(node_id, serve.key, self._server.address, self._server.public)
 
     def close(self) -> None:
         """Drop the group, abandon what is under way, and stop serving other nodes."""
         with self._lock:
+            self._abandon()
             self._epoch = None
-            self._peers.close()
-        self._drop_groups()
+            if self._server is not None:
+                self._server.close()
 
-    def _receive(
-        self,
-        generation: int,
-        publish: Publish,
-        layout: Layout,
-        epoch: Epoch,
-        group: Group | None,
-        buffer: torch.Tensor | None,
-        is_delta: bool,
-    ) -> None:
-        started = time.perf_counter()
-        base = buffer if is_delta else None  # None as soon as it is changed
+    def _receive(self, transfer: _Transfer) -> None:
+        publish = transfer.publish
+        base = transfer.buffer if transfer.is_delta else None  # None as soon as it is changed
         try:
-            group = group if group is not None else self._group_factory(epoch)
-            self._note_busy(generation, group)
+            group = transfer.group if transfer.group is not None else self._group_factory(transfer.epoch)
+            self._use(transfer, group)
             # Zeros, not empty: a bucket that never arrives must not be able to look like an older version.
-            flat = buffer if buffer is not None else self._allocate(layout.total_bytes)
-            payload = torch.zeros(publish.payload_bytes, dtype=torch.uint8) if is_delta else flat
-            receive_buckets(group, payload, publish, lambda share: self._note_share(generation, publish, share))
-            if is_delta:
+            flat = transfer.buffer if transfer.buffer is not None else self._allocate(transfer.layout.total_bytes)
+            payload = torch.zeros(publish.payload_bytes, dtype=torch.uint8) if transfer.is_delta else flat
+            receive_buckets(group, payload, publish, lambda share: self._note_share(transfer, share))
+            if transfer.is_delta:
                 base = None
                 apply_delta(payload, flat, publish)
         except Exception as error:  # any failure means that the version did not arrive; the learner gets the reason
-            self._fail(generation, publish, group, reason_of(error), base)
+            self._fail(transfer, reason_of(error), base)
             return
         with self._lock:
-            current = generation == self._generation
-            if current:
-                self._group, self._busy, self._staged = group, None, (publish, flat)
-                took = time.perf_counter() - started
-                self._status = StagingStatus("staged", publish.incarnation, publish.version, took)
-        if not current:
-            group.close()
+            if transfer is not self._transfer or transfer.epoch.source is not None:
+                group.close()  # nobody needs it again; a source has one payload
+            if transfer is self._transfer:
+                self._group = group if transfer.epoch.source is None else None
+                self._transfer, self._staged = None, (publish, flat)
+                self._status = transfer.status("staged", time.perf_counter() - transfer.started)
 
-    def _note_share(self, generation: int, publish: Publish, share: float) -> None:
+    def _note_share(self, transfer: _Transfer, share: float) -> None:
         with self._lock:
-            if generation == self._generation:
-                self._status = StagingStatus("receiving", publish.incarnation, publish.version, share=share)
+            if transfer is self._transfer:
+                self._status = transfer.status("receiving", share=share)
 
-    def _note_busy(self, generation: int, group: Group) -> None:
-        """Let later calls close this thread's group; raises RuntimeError when one came already."""
+    def _use(self, transfer: _Transfer, group: Group) -> None:
+        """Let later calls close this transfer's group; raises RuntimeError when one came already."""
         with self._lock:
-            if generation != self._generation:
+            transfer.group = group
+            if transfer is not self._transfer:
                 raise RuntimeError("given up for another transfer")
-            self._busy = group
 
-    def _fail(
-        self, generation: int, publish: Publish, group: Group | None, reason: str, base: torch.Tensor | None
-    ) -> None:
+    def _fail(self, transfer: _Transfer, reason: str, base: torch.Tensor | None) -> None:
+        logger.warning("version %d did not arrive: %s", transfer.publish.version, reason)
         with self._lock:
-            if generation == self._generation:
+            if transfer is self._transfer:
                 if base is not None:
-                    self._buffer, self._contents = base, (publish.incarnation, publish.base_version)
-                self._status = StagingStatus(
-                    "failed", publish.incarnation, publish.version, error=reason.split("\n")[0]
-                )
-        logger.warning("version %d did not arrive: %s", publish.version, reason)
-        if group is not None:
-            group.close()
+                    self._buffer = base
+                    self._contents = (transfer.publish.incarnation, transfer.publish.base_version)
+                self._transfer, self._status = None, transfer.status("failed", error=reason.split("\n")[0])
+            if transfer.group is not None:
+                transfer.group.close()
 
 
 def apply_delta(stream: torch.Tensor, flat: torch.Tensor, publish: Publish) -> None:
@@ -259,7 +296,6 @@ def receive_buckets(
     if len(buckets) != len(publish.bucket_checksums):
         raise ValueError(f"{len(publish.bucket_checksums)} checksums for {len(buckets)} buckets")
     bad: list[int] = []
-    group.begin(len(flat))
     arriving = in_turn(group, (flat[start:end] for start, end in buckets), timeout_s)
     for i, (bucket, expected) in enumerate(zip(arriving, publish.bucket_checksums, strict=True)):
         if packing.checksum(bucket) != expected:

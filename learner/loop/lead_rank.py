@@ -20,7 +20,7 @@ from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import Reporter
 from learner.loop.step_metrics import FleetFigures, Totals
 from learner.loop.task_stream import TaskStream
-from learner.publish.protocol import Publisher
+from learner.publish.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Lead:
         self,
         config: Config,
         broker: LeadBroker,
-        publisher: Publisher,
+        publisher: WeightPublisher,
         tasks: TaskStream,
         files: RunFiles,
         reporter: Reporter,

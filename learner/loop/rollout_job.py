@@ -14,7 +14,7 @@ from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import Reporter
 from learner.loop.task_source import TaskSource
 from learner.loop.task_stream import TaskStream
-from learner.publish.protocol import Publisher
+from learner.publish.publisher import WeightPublisher
 from learner.rank_process import RankProcess
 
 BROKER_WAIT_S = 30.0
@@ -67,7 +67,7 @@ class RolloutJob:
     def __init__(self, config: Config, run_dir: RunDir, process: RankProcess, broker_address: str | None) -> None:
         self._config, self._run_dir, self._process, self._address = config, run_dir, process, broker_address
         self._parts: LeadParts | None = None
-        self._publisher: Publisher | None = None
+        self._publisher: WeightPublisher | None = None
 
     @property
     def files(self) -> RunFiles | None:

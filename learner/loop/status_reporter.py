@@ -12,7 +12,7 @@ import msgspec
 
 from broker.contract import LEARNER_ENDED, Delivery, LearnerReport, Waste
 from common.errors import SlipstreamError
-from learner.publish.protocol import Undelivered
+from learner.publish.figures import Undelivered
 
 logger = logging.getLogger(__name__)
 

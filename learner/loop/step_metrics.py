@@ -13,7 +13,7 @@ from common.metrics import StepMetrics
 from learner.backend_protocol import StepResult
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.loss.token_diagnostics import AGE_CLASSES, ratio_quantile
-from learner.publish.protocol import PublishStats
+from learner.publish.figures import PublishStats
 
 
 @dataclass

@@ -1,5 +1,6 @@
-"""One attempt to bring one version to one set of nodes, and the thread that broadcasts it."""
+"""One attempt to bring one version to one set of nodes, the thread that broadcasts it, and the groups for that."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.weights.collectives import Group, GroupFactory, bucket_timeout, in_turn, reason_of
+from common.weights.collectives import Group, GroupFactory, Store, bucket_timeout, in_turn, reason_of
 from common.weights.layout import ranges
 from common.weights.messages import Epoch, Publish
 from learner.publish.snapshot import Payload, Snapshot
@@ -26,13 +27,12 @@ class Broadcast:
         attempt: "Attempt",
         group: Group | None,
         factory: GroupFactory,
-        report: Callable[["Sent"], None],
+        report: Callable[["Attempt", Group | None, str], None],
     ) -> None:
         """Send over `group`, or over a new group of the attempt's epoch.
 
         At its end the thread reports the attempt, with the usable group or with None and the reason.
         """
-        snapshot = attempt.snapshot.retain()
 
         def run() -> None:
             formed, error = group, ""
@@ -40,7 +40,6 @@ class Broadcast:
                 formed = formed if formed is not None else factory(attempt.epoch)
                 self.use(formed)
                 flat, timeout_s = attempt.payload.flat, bucket_timeout(attempt.epoch.timeout_s)
-                formed.begin(flat.numel())
                 parts = (flat[a:b] for a, b in ranges(flat.numel(), attempt.publish.bucket_bytes))
                 for _ in in_turn(formed, parts, timeout_s):
                     pass  # only receivers look at the buckets
@@ -51,8 +50,7 @@ class Broadcast:
                 formed = None
             finally:
                 self.use(None)
-                snapshot.release()
-            report((attempt, formed, error))
+            report(attempt, formed, error)
 
         threading.Thread(target=run, daemon=True, name=f"send-weights-{attempt.version}").start()
 
@@ -83,6 +81,7 @@ class Attempt:
         deadline: when every member must have staged, perf_counter seconds.
         probation: the member that is in the group on trial, if any.
         failed: a member or the sender reported trouble.
+        lost: a member left or joined anew, so the group cannot be used again.
         done: the sending thread has ended; a fetch has none.
         group: the formed group after a successful broadcast.
         last_staged: when the newest Staged came, perf_counter seconds.
@@ -98,6 +97,7 @@ class Attempt:
     deadline: float
     probation: bytes | None = None
     failed: bool = False
+    lost: bool = False
     done: bool = False
     group: Group | None = None
     last_staged: float = 0.0
@@ -115,9 +115,6 @@ class Attempt:
     def from_peer(self) -> Publish:
         """The announcement for a fetch from another node; it has the SHA-256, which that node cannot forge."""
         return msgspec.structs.replace(self.publish, sha256=self.snapshot.sha256)
-
-
-Sent = tuple[Attempt, Group | None, str]  # the outcome of a broadcast: its group, or why there is none
 
 
 def new_attempt(
@@ -146,8 +143,56 @@ def new_attempt(
     )
     now = time.perf_counter()
     snapshot.sent = True
-    made = Attempt(
-        snapshot.retain(), payload, epoch, publish, frozenset(members), newcomers, now, now + epoch.timeout_s
-    )
+    made = Attempt(snapshot, payload, epoch, publish, frozenset(members), newcomers, now, now + epoch.timeout_s)
     made.done = made.relayed
     return made
+
+
+class Groups:
+    """The collective groups: their epochs, their store, and the one of the last broadcast, kept for its members.
+
+    Used by the control thread.
+    """
+
+    def __init__(self, address: str, transport: str, timeout_s: float) -> None:
+        """Host the store on `address`, unless `transport` needs none; raises OSError when it cannot be bound."""
+        self._transport, self._timeout_s = transport, timeout_s
+        self._store = Store(address) if transport != "relay" else None
+        self._numbers = itertools.count(1)
+        self._kept: tuple[frozenset[bytes], Epoch, Group] | None = None
+
+    def relay_epoch(self) -> Epoch:
+        """A new epoch of one node that fetches; its source is added later."""
+        return Epoch(next(self._numbers), 1, 2, "", 0, self._timeout_s, "relay")
+
+    def take(self, members: list[bytes]) -> tuple[Epoch, Group | None]:
+        """(epoch as rank 0, the kept group of exactly these members); None: a new group must be formed."""
+        assert self._store is not None
+        if self._kept is not None and self._kept[0] == frozenset(members):
+            _, epoch, group = self._kept
+            self._kept = None
+            return epoch, group
+        self.drop()
+        store, size = self._store, len(members) + 1
+        epoch = Epoch(next(self._numbers), 0, size, store.host, store.port, self._timeout_s, self._transport)
+        return epoch, None
+
+    def give_back(self, attempt: Attempt) -> None:
+        """The attempt is over: keep its group if that can be used again."""
+        if attempt.group is None:
+            return
+        if attempt.failed or attempt.lost:
+            attempt.group.close()
+        else:
+            self._kept = (attempt.members, attempt.epoch, attempt.group)
+
+    def left(self, member: bytes) -> None:
+        """A node is gone, so its group cannot be used again."""
+        if self._kept is not None and member in self._kept[0]:
+            self.drop()
+
+    def drop(self) -> None:
+        """Keep no group."""
+        if self._kept is not None:
+            self._kept[2].close()
+            self._kept = None

@@ -9,16 +9,16 @@
 
 import logging
 import time
+from functools import partial
 
 import msgspec
 import zmq
 
 from common.config.schema import WeightsConfig
 from common.weights import messages
-from common.weights.collectives import GroupFactory
+from common.weights.collectives import Group, GroupFactory
 from common.weights.transports.registry import open_group
-from learner.publish.attempt import Attempt, Sent, new_attempt
-from learner.publish.collective_groups import Groups
+from learner.publish.attempt import Attempt, Groups, new_attempt
 from learner.publish.control_socket import Endpoint
 from learner.publish.figures import Figures
 from learner.publish.receiver_state import (
@@ -70,35 +70,31 @@ class PublishControl:
         self._incarnation, self._bucket_bytes, self._group_factory = incarnation, bucket_bytes, group_factory
         self._timeout_s, self._transport = weights.timeout_s, weights.transport
         self._groups = Groups(weights.address, weights.transport, weights.timeout_s)
-        self._endpoint: Endpoint[Snapshot | Sent | None] = Endpoint(weights.address, credentials)
+        self._endpoint = Endpoint(weights.address, credentials)
         self.address = self._endpoint.address
         self._relays = Relays(weights.address, credentials is not None, self.address.removeprefix("tcp://"))
         self._receivers: dict[bytes, Receiver] = {}
         self._attempts: list[Attempt] = []
         self._current: Snapshot | None = None
         self._pinged = 0.0
-        self._stopping = False
+        self._stopping, self._give_up = False, float("inf")  # when to cut what is under way, perf_counter seconds
 
     def offer(self, snapshot: Snapshot) -> None:
-        """A sealed version to send; takes over the caller's reference. Any thread may call it."""
-        self._endpoint.post(snapshot)
+        """A sealed version to send. Any thread may call it."""
+        self._endpoint.post(partial(self._offered, snapshot))
 
     def stop(self) -> None:
         """Let `run` return when no attempt is under way. Any thread may call it."""
-        self._endpoint.post(None)
+        self._endpoint.post(self._stopped)
 
     def run(self) -> None:
         """Serve until `stop`; an attempt that is under way then is cut after weights.timeout_s."""
-        give_up = float("inf")
         try:
-            while not (self._stopping and (not self._attempts or time.perf_counter() > give_up)):
+            while not (self._stopping and (not self._attempts or time.perf_counter() > self._give_up)):
                 self._endpoint.wait(50 if self._attempts else 250)
                 for identity, message in self._endpoint.received():
                     self._handle(identity, message)
-                for item in self._endpoint.items():
-                    self._take_in(item)
-                if self._stopping and give_up == float("inf"):
-                    give_up = time.perf_counter() + self._timeout_s
+                self._endpoint.make_calls()
                 self._tick(time.perf_counter())
                 self._settle()
                 self._start_attempts()
@@ -114,23 +110,25 @@ class PublishControl:
 
     # ---- events
 
-    def _take_in(self, item: "Snapshot | Sent | None") -> None:
-        if item is None:
-            self._stopping = True
-        elif isinstance(item, Snapshot):
-            if self._current is not None:
-                self._current.release()
-            self._current = item
-            self.figures.offered(item)
-        else:
-            attempt, group, error = item
-            attempt.done = True
-            if error:
-                self._fail(attempt, error)
-            elif attempt in self._attempts:
-                attempt.group = group
-            elif group is not None:
-                group.close()  # the attempt was given up in the meantime
+    def _stopped(self) -> None:
+        self._stopping, self._give_up = True, time.perf_counter() + self._timeout_s
+
+    def _offered(self, snapshot: Snapshot) -> None:
+        self._current = snapshot
+        self.figures.offered(snapshot)
+
+    def _report(self, attempt: Attempt, group: Group | None, error: str) -> None:
+        self._endpoint.post(partial(self._sent, attempt, group, error))
+
+    def _sent(self, attempt: Attempt, group: Group | None, error: str) -> None:
+        """The thread of a broadcast has ended, with its group or with the reason why there is none."""
+        attempt.done = True
+        if error:
+            self._fail(attempt, error)
+        elif attempt in self._attempts:
+            attempt.group = group
+        elif group is not None:
+            group.close()  # the attempt was given up in the meantime
 
     def _handle(self, identity: bytes, message: messages.NodeMessage) -> None:
         if isinstance(message, messages.Join):
@@ -203,6 +201,8 @@ class PublishControl:
         if receiver.attempt is not None and not receiver.attempt.done:
             self._fail(receiver.attempt, f"node {receiver.node_id} left")
         self._groups.left(receiver.identity)
+        for attempt in self._attempts:
+            attempt.lost |= receiver.identity in attempt.members
         if drop.ejected:
             self.figures.change(ejections=self.figures.now.ejections + 1)
             self._endpoint.send(receiver.identity, messages.Eject(drop.why))
@@ -259,9 +259,7 @@ class PublishControl:
     def _end(self, attempt: Attempt) -> None:
         self._attempts.remove(attempt)
         self._relays.over(attempt)
-        whole = not attempt.failed and all(m in self._receivers for m in attempt.members)
-        self._groups.give_back(attempt, usable=whole)
-        attempt.snapshot.release()
+        self._groups.give_back(attempt)
 
     def _start_attempts(self) -> None:
         current = self._current
@@ -286,7 +284,7 @@ class PublishControl:
         self._attempts.append(attempt)
         for rank, identity in enumerate(identities, start=1):
             self._feed(identity, Begin(attempt, snapshot.layout, rank if group is None else 0))
-        attempt.broadcast.start(attempt, group, self._group_factory, self._endpoint.post)
+        attempt.broadcast.start(attempt, group, self._group_factory, self._report)
 
     def _start_fetch(self, snapshot: Snapshot, receiver: Receiver) -> None:
         payload, epoch = snapshot.payload_for({receiver.base}), self._groups.relay_epoch()

@@ -4,8 +4,7 @@ import contextlib
 import logging
 import queue
 import socket
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
 
 import zmq
 
@@ -21,10 +20,8 @@ WAITING_MESSAGES = 32  # unread messages of one node here; more wait at the node
 BATCH_MESSAGES = 512
 MALFORMED_LOGGED = 100
 
-Item = TypeVar("Item")
 
-
-class Endpoint(Generic[Item]):
+class Endpoint:
     """Used by one thread, except `post`."""
 
     def __init__(self, address: str, credentials: str | None = None) -> None:
@@ -49,7 +46,7 @@ class Endpoint(Generic[Item]):
         self._router.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
         self.address = bind_free_port(self._router, address)
         self.malformed = 0
-        self._inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -57,14 +54,14 @@ class Endpoint(Generic[Item]):
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake_out.fileno(), zmq.POLLIN)
 
-    def post(self, item: Item) -> None:
-        """Hand `item` to the endpoint's thread and wake it; callable from any thread."""
-        self._inbox.put(item)
+    def post(self, call: Callable[[], None]) -> None:
+        """Let the endpoint's thread make this call, and wake it; callable from any thread."""
+        self._inbox.put(call)
         with contextlib.suppress(OSError):  # a wake-up is pending already, or the thread has ended
             self._wake_in.send(b"!")
 
     def wait(self, timeout_ms: int) -> None:
-        """Return when a message or an item has come, or after the timeout."""
+        """Return when a message or a call has come, or after the timeout."""
         if self._curve is not None:
             self._curve.ring.refresh()
         self._poller.poll(timeout_ms)
@@ -72,10 +69,10 @@ class Endpoint(Generic[Item]):
             while self._wake_out.recv(4096):
                 pass
 
-    def items(self) -> Iterator[Item]:
-        """The items that were posted."""
+    def make_calls(self) -> None:
+        """Make the calls that were posted."""
         while not self._inbox.empty():
-            yield self._inbox.get()
+            self._inbox.get()()
 
     def received(self) -> Iterator[tuple[bytes, messages.NodeMessage]]:
         """(connection, message) of the nodes. A malformed message is counted, and its sender is told the reason."""
@@ -104,9 +101,7 @@ class Endpoint(Generic[Item]):
         try:
             self._router.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
-            logger.warning(
-                "a node does not read its messages"
-            )  # the kernel keeps the connection; the silence of the node will end it
+            logger.warning("a node does not read its messages")  # the kernel keeps the connection; its silence ends it
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

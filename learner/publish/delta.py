@@ -23,14 +23,9 @@ class Deltas:
     def __init__(self, encoding: str, anchor_every: int) -> None:
         """`encoding` is weights.encoding; every `anchor_every`th version travels whole in any case (0: none does)."""
         self._enabled, self._anchor_every = encoding == "delta", anchor_every
-        self._kept: list[Snapshot] = []  # oldest first, each retained
+        self._kept: list[Snapshot] = []  # oldest first
         self._versions = 0
         self._threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 4))
-
-    @property
-    def kept_bytes(self) -> int:
-        """Host memory of the versions that are kept to encode against."""
-        return sum(s.flat.numel() for s in self._kept)
 
     def encode(self, snapshot: Snapshot, bucket_bytes: int) -> None:
         """Give a sealed `snapshot` its deltas, and keep it as a base of those to come."""
@@ -43,25 +38,13 @@ class Deltas:
             started = time.perf_counter()
             stream = delta.encode(base.flat, snapshot.flat, delta.BUCKET_BYTES, self._threads)
             if stream.numel() < snapshot.flat.numel():
-                checksums = packing.bucket_checksums(stream, bucket_bytes)
+                checksums, _ = packing.all_checksums(stream, bucket_bytes)
                 snapshot.deltas[base.version] = Payload(stream, checksums, "delta", base.version)
             took, share = time.perf_counter() - started, stream.numel() / snapshot.flat.numel()
             logger.info("version %d from %d: %.1f %% in %.3f s", snapshot.version, base.version, 100 * share, took)
-        keep = [*bases[:1], snapshot] if bases and bases[0].sent else [snapshot]
-        for old in self._kept:
-            if old not in keep:
-                old.release()
-        if snapshot not in self._kept:
-            snapshot.retain()
-        self._kept = keep
+        self._kept = [*bases[:1], snapshot] if bases and bases[0].sent else [snapshot]
 
     def _bases(self) -> list[Snapshot]:
         """The newest that began to travel, then the newest of all if that is another one."""
         sent = [s for s in self._kept if s.sent][-1:]
         return sent + [s for s in self._kept[-1:] if s not in sent]
-
-    def close(self) -> None:
-        """Keep nothing."""
-        for snapshot in self._kept:
-            snapshot.release()
-        self._kept = []

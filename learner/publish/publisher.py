@@ -1,9 +1,13 @@
-"""The learner's side of the weight plane: copy a version, return to training, let a thread bring it to the nodes."""
+"""The learner's side of the weight plane: copy a version, return to training, let a thread bring it to the nodes.
+
+It lives on the lead rank and never blocks on a slow node. learner/publish/control.py has its rules.
+"""
 
 import logging
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,14 +18,29 @@ from common.weights.messages import Canary
 from common.weights.transports.registry import open_group, require
 from learner.publish.control import PublishControl
 from learner.publish.delta import Deltas
-from learner.publish.protocol import Publisher, PublishReceipt, PublishStats
+from learner.publish.figures import PublishStats
 from learner.publish.snapshot import Snapshot, SnapshotMaker
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class PublishReceipt:
+    """A version was copied into the flat buffer; the parameters may change again.
+
+    Attributes:
+        version: policy version of the snapshot.
+        payload_bytes: size of the flat buffer, what one node receives.
+        snapshot_s: seconds that `publish` took in the training loop, the wait for an earlier publish included.
+    """
+
+    version: int
+    payload_bytes: int
+    snapshot_s: float
+
+
 class WeightPublisher:
-    """The implementation of Publisher; learner/publish/control.py has its rules."""
+    """Sends policy versions to the nodes."""
 
     def __init__(
         self,
@@ -58,7 +77,9 @@ class WeightPublisher:
     def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
         """Copy `named` (Hugging Face name, full tensor) into the flat buffer, return, and send in the background.
 
-        Without `weights.overlap` it also waits until the version is active on every node, at most `timeout_s`.
+        It consumes `named` to its end, because every rank must take part in producing it. It may wait for an earlier
+        publish to be sealed. Without `weights.overlap` it also waits until the version is active on every node, at
+        most `timeout_s`.
 
         Raises:
             RuntimeError: before `start` or after `close`.
@@ -90,7 +111,6 @@ class WeightPublisher:
         if self._sealing is not None:
             self._sealing.join()
         self._control.stop()
-        self._deltas.close()
         self._thread.join(self._weights.timeout_s + 5)
         if self._thread.is_alive():
             logger.warning("the weight plane did not stop in time")
@@ -101,7 +121,7 @@ class WeightPublisher:
         control.offer(snapshot)
 
 
-def create_publisher(config: Config, incarnation: int) -> Publisher:
+def create_publisher(config: Config, incarnation: int) -> WeightPublisher:
     """The publisher that the config asks for; call it on the lead rank only.
 
     Raises:

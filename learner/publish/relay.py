@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from common.security.curve import NO_KEYS, Keys, new_keys
 from common.weights.messages import Serve, Serving, Source
-from common.weights.transports.relay_server import RelayServer
+from common.weights.transports.relay import RelayServer
 from learner.publish.attempt import Attempt
 from learner.publish.receiver_state import Receiver, State
 from learner.publish.snapshot import Snapshot

@@ -2,8 +2,9 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,26 +12,8 @@ from common.weights import packing
 from common.weights.layout import Layout
 from common.weights.messages import Canary
 
-
-class BufferPool:
-    """Flat buffers for snapshots; a buffer is reused when its snapshot has no users."""
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-
-    def acquire(self, total_bytes: int) -> torch.Tensor:
-        """A zeroed or reused [total_bytes] uint8 buffer."""
-        with self._lock:
-            for i, flat in enumerate(self._free):
-                if flat.numel() == total_bytes:
-                    return self._free.pop(i)
-        return packing.buffer(total_bytes)
-
-    def release(self, flat: torch.Tensor) -> None:
-        """Take back `flat`, which is no longer read."""
-        with self._lock:
-            self._free.append(flat)
+KEPT_FLOAT32 = ".e_score_correction_bias"  # float32 in engines, too: bfloat16 would round away updates of 1e-3
+Views = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -43,28 +26,32 @@ class Payload:
     base_version: int = -1
 
 
+@dataclass(eq=False)  # compared by identity, because tensors have no `==`
 class Snapshot:
-    """A version in the flat buffer; the buffer returns to the pool when the last user releases it."""
+    """A version in a flat buffer, which is used again when nothing refers to the snapshot any more.
 
-    def __init__(
-        self, version: int, layout: Layout, flat: torch.Tensor, canary: Canary | None, pool: BufferPool
-    ) -> None:
-        """Starts with one reference, the caller's."""
-        self.version = version
-        self.layout = layout
-        self.flat = flat
-        self.canary = canary
-        self.started = time.perf_counter()  # when `publish` was called, for the latency figures
-        self.full = Payload(flat, [])
-        self.deltas: dict[int, Payload] = {}  # by base version
-        self.sent = False  # it began to travel
-        self.checksum = ""
-        self.sha256 = ""  # SHA-256 of the whole payload; computed when other nodes are going to serve it
-        self._hashing = False
-        self.bytes_staged = 0  # received and verified, summed over all nodes
-        self._pool = pool
-        self._users = 1
-        self._lock = threading.Lock()
+    Attributes:
+        started: when `publish` was called, perf_counter seconds.
+        full: the whole version, once it is sealed.
+        deltas: payloads by base version.
+        sent: it began to travel.
+        checksum: of the whole buffer.
+        sha256: SHA-256 of the whole buffer; computed when other nodes are going to serve it.
+        bytes_staged: received and verified, summed over all nodes.
+    """
+
+    version: int
+    layout: Layout
+    flat: torch.Tensor
+    canary: Canary | None
+    started: float
+    full: Payload = field(init=False)
+    deltas: dict[int, Payload] = field(default_factory=dict)
+    sent: bool = False
+    checksum: str = ""
+    sha256: str = ""
+    bytes_staged: int = 0
+    _hashing: bool = False
 
     def seal(self, bucket_bytes: int) -> None:
         """Compute the checksums that every node verifies."""
@@ -80,28 +67,11 @@ class Snapshot:
         if self._hashing:
             return
         self._hashing = True
-        self.retain()
 
         def run() -> None:
-            self.sha256 = packing.sha256(self.full.flat)
-            self.release()
+            self.sha256 = packing.sha256(self.flat)
 
         threading.Thread(target=run, daemon=True, name=f"hash-weights-{self.version}").start()
-
-    def retain(self) -> "Snapshot":
-        with self._lock:
-            self._users += 1
-        return self
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            unused = self._users == 0
-        if unused:
-            self._pool.release(self.flat)
-
-
-KEPT_FLOAT32 = ".e_score_correction_bias"  # float32 in engines, too: bfloat16 would round away updates of 1e-3
 
 
 class SnapshotMaker:
@@ -110,8 +80,7 @@ class SnapshotMaker:
     def __init__(self, dtype: str) -> None:
         """`dtype`: the engines' dtype; the learner may export another one."""
         self._dtype = dtype
-        self._pool = BufferPool()
-        self._views: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        self._free: list[tuple[torch.Tensor, Views]] = []  # buffers of snapshots that are gone
         self.layout: Layout | None = None
 
     def make(self, version: int, named: Iterable[tuple[str, torch.Tensor]], canary: Canary | None) -> Snapshot:
@@ -128,18 +97,15 @@ class SnapshotMaker:
                 for name, tensor in named
             ]
             self.layout = Layout.of([(name, self._dtype_of(name), tuple(tensor.shape)) for name, tensor in named])
-        flat = self._pool.acquire(self.layout.total_bytes)
-        packing.fill(self._views_of(flat, self.layout), named)
-        snapshot = Snapshot(version, self.layout, flat, canary, self._pool)
-        snapshot.started = started
+        flat, views = self._free.pop() if self._free else self._new_buffer(self.layout)
+        packing.fill(views, named)
+        snapshot = Snapshot(version, self.layout, flat, canary, started)
+        weakref.finalize(snapshot, self._free.append, (flat, views)).atexit = False
         return snapshot
 
-    def _views_of(self, flat: torch.Tensor, layout: Layout) -> list[tuple[str, torch.Tensor]]:
-        """The buffer's views, made once: the pool has few buffers and gives none of them up."""
-        key = flat.data_ptr()
-        if key not in self._views:
-            self._views[key] = list(packing.view(flat, layout))
-        return self._views[key]
+    def _new_buffer(self, layout: Layout) -> tuple[torch.Tensor, Views]:
+        flat = packing.buffer(layout.total_bytes)
+        return flat, list(packing.view(flat, layout))
 
     def _dtype_of(self, name: str) -> str:
         return "float32" if name.endswith(KEPT_FLOAT32) else self._dtype

@@ -1,9 +1,9 @@
-"""The weights of a running engine: WeightTarget of weight_client.py over vLLM's weight-transfer calls."""
+"""The weights of a running engine: staged, flipped and proven over vLLM's weight-transfer calls."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,8 +11,7 @@ import msgspec
 from common.errors import SlipstreamError
 from common.weights.receiver import StagingStatus
 from rollout_fleet.vllm_patches.prefix_cache import salt
-from rollout_fleet.weights.staging_poll import StagingFailed, until_staged
-from rollout_fleet.weights.weight_client import Flip, ProofFailed
+from rollout_fleet.weights.weight_proof import Proof
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +20,22 @@ ENGINE_TIMEOUT_S = 120.0  # bound on a flip, on its proof and on a canary: an en
 PAUSE_TIMEOUT_S = 10.0
 T = TypeVar("T")
 UNLABELLED = "default"  # vLLM's label before the first version
+FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02  # bounds on the pauses between two questions whether a version is staged
+
+
+class StagingFailed(Exception):
+    """A version did not arrive, or not as it was sent."""
+
+
+class ProofFailed(Exception):
+    """The engine's weights differ from the published ones; it must not generate."""
+
+
+class Flip(msgspec.Struct, frozen=True):
+    """A flip that was proven: seconds that generation stood still, and the checksum of the engine's weights."""
+
+    stall_s: float
+    checksum: str
 
 
 class EngineWeights:
@@ -73,35 +88,25 @@ class EngineWeights:
         if self._broken is not None:
             raise SlipstreamError(self._broken)
 
-    async def set_layout(self, incarnation: int, welcome: bytes) -> None:
-        """The encoded Welcome of a learner incarnation."""
-        await self._settled()
-        await self._rpc("init_weight_transfer_engine", init_info={"message": welcome})
+    async def tell(self, message: bytes, node_id: str) -> bytes:
+        """Hand an encoded Welcome, Epoch, Publish or Serve to the workers; returns the encoded answer to a Serve.
 
-    async def set_epoch(self, epoch: bytes) -> None:
-        """The encoded Epoch to receive over from here on."""
-        await self._rpc("init_weight_transfer_engine", init_info={"message": epoch})
-
-    async def serve(self, serve: bytes, node_id: str) -> bytes:
-        """The encoded answer to an encoded Serve; a thread of the worker serves, generation goes on."""
-        return await self._rpc("slipstream_serve", serve=serve, node_id=node_id)
+        Threads of the worker receive and serve while generation goes on.
+        """
+        if self._flipping is not None:  # its caller may have left, but it still needs the buffer
+            await asyncio.wait([self._flipping])
+        return await self._rpc("slipstream_obey", message=message, node_id=node_id)
 
     async def stage(self, publish: bytes) -> float:
         """Receive an encoded Publish while generation goes on; returns its seconds. Raises StagingFailed."""
-        await self._settled()
         try:
-            await self._rpc("slipstream_stage", publish=publish)
+            await self.tell(publish, "")
         except SlipstreamError as error:
             raise StagingFailed(str(error)) from error
         return await until_staged(self._staging)
 
     async def _staging(self) -> StagingStatus:
         return msgspec.msgpack.decode(await self._rpc("slipstream_staging"), type=StagingStatus)
-
-    async def _settled(self) -> None:
-        """Wait for a flip that its caller left: it still needs the buffer that a new transfer would take away."""
-        if self._flipping is not None:
-            await asyncio.wait([self._flipping])
 
     async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
         """Use the staged version from the next token on, then prove it. Raises ProofFailed.
@@ -183,8 +188,6 @@ class EngineWeights:
 
     async def _proof(self, incarnation: int, version: int) -> str:
         """Checksum of the engine's parameters; the worker computes it while generation continues."""
-        from rollout_fleet.weights.worker_extension import Proof
-
         while True:
             found = await self._rpc_all("slipstream_proof")
             proofs = [msgspec.msgpack.decode(one, type=Proof | None) for one in found]
@@ -217,3 +220,27 @@ async def _answered(work: Awaitable[T], what: str) -> T:
             return await work
     except TimeoutError:
         raise ProofFailed(f"{what}: the engine did not answer within {ENGINE_TIMEOUT_S:g} s") from None
+
+
+async def until_staged(read: Callable[[], Awaitable[StagingStatus]]) -> float:
+    """Seconds that the newest publish took to be staged, by its `read` status; raises StagingFailed.
+
+    Every question interrupts the engine between two steps, and an answer that comes late keeps a version waiting. So
+    it asks seldom while most of the version is to come, and again when it should be there.
+    """
+    started = time.perf_counter()
+    pause_s = FIRST_POLL_S
+    while True:
+        await asyncio.sleep(pause_s)
+        status = await read()
+        if status.state == "staged":
+            return status.receive_s
+        if status.state != "receiving":
+            raise StagingFailed(status.error or "the transfer was given up")
+        pause_s = next_poll_s(time.perf_counter() - started, status.share)
+
+
+def next_poll_s(took_s: float, share: float) -> float:
+    """Until the rest should be there as well, when `share` (0 to 1) took so long; within the bounds of a poll."""
+    left_s = took_s * (1 / share - 1) if share > 0 else LAST_POLL_S
+    return min(max(left_s, FIRST_POLL_S), LAST_POLL_S)

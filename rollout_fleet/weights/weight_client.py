@@ -11,9 +11,7 @@ import math
 import os
 import time
 from dataclasses import replace
-from typing import Protocol
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -24,7 +22,7 @@ from common.weights import messages
 from common.weights.messages import Canary, Publish
 from rollout_fleet.episode.sampler_protocol import WeightsState
 from rollout_fleet.join_timing import JoinTimer
-from rollout_fleet.weights.staging_poll import StagingFailed
+from rollout_fleet.weights.engine_weights import EngineWeights, ProofFailed, StagingFailed
 
 logger = logging.getLogger(__name__)
 
@@ -32,51 +30,7 @@ MAX_LEARNER_MESSAGE_BYTES = 256 << 20  # a layout of a large mixture-of-experts 
 REJOIN_AFTER_S = 15.0  # without any message from the learner, which pings once a second
 EJECTED_PAUSE_S = 0.5
 
-
-class ProofFailed(Exception):
-    """The engine's weights differ from the published ones; it must not generate."""
-
-
-class Flip(msgspec.Struct, frozen=True):
-    """A flip that was proven: seconds that generation stood still, and the checksum of the engine's weights."""
-
-    stall_s: float
-    checksum: str
-
-
 Job = tuple[messages.LearnerMessage, bytes]  # a message, and the same as it came: the target decodes it itself
-
-
-class WeightTarget(Protocol):
-    """Where weights arrive: an engine, or a plain buffer in tests. Messages are encoded, as the learner sent them."""
-
-    async def set_layout(self, incarnation: int, welcome: bytes) -> None:
-        """The encoded Welcome of a learner incarnation."""
-        ...
-
-    async def set_epoch(self, epoch: bytes) -> None:
-        """The encoded Epoch to receive over from here on."""
-        ...
-
-    async def serve(self, serve: bytes, node_id: str) -> bytes:
-        """Answers an encoded Serve by an encoded Serving: where another node may fetch the version staged here."""
-        ...
-
-    async def stage(self, publish: bytes) -> float:
-        """Receive an encoded Publish in the background; returns its seconds. Raises StagingFailed."""
-        ...
-
-    async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
-        """Use the staged version from here on, and prove it. Raises ProofFailed."""
-        ...
-
-    async def canary(self, tokens: list[int]) -> list[float]:
-        """[len(tokens) - 1] log-probabilities of `tokens[1:]` at temperature 1 under the current weights."""
-        ...
-
-    async def exclude(self, reason: str) -> None:
-        """Generate nothing any more."""
-        ...
 
 
 class WeightClient:
@@ -85,7 +39,7 @@ class WeightClient:
     def __init__(
         self,
         node_id: str,
-        target: WeightTarget,
+        target: EngineWeights,
         credential: Credential | None = None,
         transports: tuple[str, ...] = ("gloo", "relay"),
         joining: JoinTimer | None = None,
@@ -221,12 +175,9 @@ class WeightClient:
     async def _do(self, message: messages.LearnerMessage, data: bytes) -> None:
         if self._state.excluded is not None:
             return
-        if isinstance(message, messages.Welcome):
+        if isinstance(message, messages.Welcome | messages.Epoch):
             self._cancel_staging()
-            await self._target.set_layout(message.incarnation, data)
-        elif isinstance(message, messages.Epoch):
-            self._cancel_staging()
-            await self._target.set_epoch(data)
+            await self._target.tell(data, self._node_id)
         elif isinstance(message, Publish):
             self._cancel_staging()
             self._staged = None
@@ -238,7 +189,7 @@ class WeightClient:
 
     async def _serve(self, message: messages.Serve, data: bytes) -> None:
         try:
-            answer = await self._target.serve(data, self._node_id)
+            answer = await self._target.tell(data, self._node_id)
         except SlipstreamError as error:
             answer = messages.encode(messages.Serving(self._node_id, message.key, reason=str(error)[:500]))
         if self._socket is not None:

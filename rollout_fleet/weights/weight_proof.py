@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 
@@ -15,6 +16,15 @@ from common.weights import packing
 from common.weights.layout import Entry, Layout
 
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<projection>\w+)\.(?P<kind>\w+)")
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """The checksum of the parameters after a flip to `version`; `error` when they could not be read."""
+
+    incarnation: int
+    version: int
+    checksum: str = ""
+    error: str = ""
 
 
 class Unreadable(Exception):

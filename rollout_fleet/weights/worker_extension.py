@@ -1,8 +1,8 @@
 """Weights inside the engine's worker: vLLM's weight-transfer interface over the receiver of common/weights.
 
-`init_weight_transfer_engine` hands over the learner's Welcome and Epoch. `slipstream_stage` starts a thread that
-receives while generation continues. `update_weights(op=apply)` loads the verified buffer in place. A second thread then
-reads the live parameters back as a proof. All are called through collective_rpc, between two steps.
+`slipstream_obey` hands over the learner's messages; a Publish starts a thread that receives while generation continues.
+`update_weights(op=apply)` loads the verified buffer in place. A second thread then reads the live parameters back as a
+proof. All are called through collective_rpc, between two steps.
 """
 
 import threading
@@ -23,13 +23,7 @@ from common.weights.transports.nccl import remember_device
 from rollout_fleet.vllm_patches.shared_files import this_worker
 from rollout_fleet.weights import weight_proof
 from rollout_fleet.weights.tensor_parallel import Ranks
-
-
-@dataclass
-class SlipstreamInitInfo(WeightTransferInitInfo):
-    """An encoded Welcome (the layout of the weights) or Epoch (the members that receive together)."""
-
-    message: bytes
+from rollout_fleet.weights.weight_proof import Proof
 
 
 @dataclass
@@ -41,19 +35,10 @@ class SlipstreamUpdateInfo(WeightTransferUpdateInfo):
     version: int
 
 
-class Proof(msgspec.Struct, frozen=True):
-    """The checksum of the parameters after a flip to `version`; `error` when they could not be read."""
-
-    incarnation: int
-    version: int
-    checksum: str = ""
-    error: str = ""
-
-
-class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, SlipstreamUpdateInfo]):
+class SlipstreamTransferEngine(WeightTransferEngine[WeightTransferInitInfo, SlipstreamUpdateInfo]):
     """Registered as 'slipstream'."""
 
-    init_info_cls = SlipstreamInitInfo
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = SlipstreamUpdateInfo
     supports_draft_weight_update = False
 
@@ -67,16 +52,8 @@ class SlipstreamTransferEngine(WeightTransferEngine[SlipstreamInitInfo, Slipstre
         self._applied: tuple[int, int] | None = None
         self._loaded: torch.Tensor | None = None  # a shard's parameters are compared with it
 
-    def init_transfer_engine(self, init_info: SlipstreamInitInfo) -> None:
-        """Take note; the group is formed by the receiving thread, since its members come when they come."""
-        message = messages.decode_from_learner(init_info.message)
-        if isinstance(message, messages.Welcome):
-            self.receiver.set_layout(message.layout)
-        elif isinstance(message, messages.Epoch):
-            if self.ranks.receives:
-                self.receiver.set_epoch(message)
-        else:
-            raise ValueError(f"{type(message).__name__} does not set up a transfer")
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Nothing: the learner's messages come through `slipstream_obey`."""
 
     def start_weight_update(self) -> None:
         """The parameters are about to change: let the proof of the last version end first."""
@@ -139,24 +116,20 @@ class WorkerExtension:
     weight_transfer_engine: Any
     model_runner: Any
 
-    def slipstream_stage(self, publish: bytes) -> None:
-        """Begin to receive an encoded Publish; raises ValueError when it does not fit what was announced."""
-        message = messages.decode_from_learner(publish)
-        if not isinstance(message, messages.Publish):
-            raise ValueError(f"{type(message).__name__} cannot be staged")
-        if self.weight_transfer_engine.ranks.receives:
-            self.weight_transfer_engine.receiver.start(message)
+    def slipstream_obey(self, message: bytes, node_id: str) -> bytes:
+        """Do what an encoded message of the learner says; raises ValueError as `Receiver.obey` does.
+
+        The answer is an encoded Serving to a Serve, else empty. Other workers than the first only note the layout.
+        """
+        told, engine = messages.decode_from_learner(message), self.weight_transfer_engine
+        if not engine.ranks.receives and not isinstance(told, messages.Welcome):
+            return b""
+        answer = engine.receiver.obey(told, node_id)
+        return b"" if answer is None else messages.encode(answer)
 
     def slipstream_staging(self) -> bytes:
         """Encoded StagingStatus."""
         return msgspec.msgpack.encode(self.weight_transfer_engine.receiver.status)
-
-    def slipstream_serve(self, serve: bytes, node_id: str) -> bytes:
-        """Encoded Serving: where another node may fetch the staged version, or why not."""
-        message = messages.decode_from_learner(serve)
-        if not isinstance(message, messages.Serve):
-            raise ValueError(f"{type(message).__name__} cannot be served")
-        return messages.encode(self.weight_transfer_engine.receiver.serve(message, node_id))
 
     def slipstream_moe_layers(self) -> list[int]:
         """Numbers, from 0, of the layers with routed experts."""

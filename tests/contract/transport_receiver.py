@@ -48,7 +48,7 @@ class FaultyGroup:
 
     def __init__(self, epoch: Epoch, fault: str, at: int) -> None:
         self.group, self.fault, self.left = open_any(epoch), fault, at
-        self.begin, self.close = self.group.begin, self.group.close
+        self.close = self.group.close
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         if self.left == 0:
@@ -102,15 +102,10 @@ def main(commands: Connection, fault: str = "", at: int = -1) -> None:
     pause = threading.Event()
     while (data := commands.recv_bytes()) != CLOSE:
         message = messages.decode_from_learner(data)
-        if isinstance(message, messages.Welcome):
-            receiver.set_layout(message.layout)
-        elif isinstance(message, Epoch):
-            receiver.set_epoch(message)
-        elif isinstance(message, messages.Publish):
-            receiver.start(message)
+        answer = receiver.obey(message, "peer")
+        if isinstance(message, messages.Publish):
             threading.Thread(target=watch, args=(message.version,), daemon=True).start()
-        elif isinstance(message, messages.Serve):
-            answer = receiver.serve(message, "peer")
+        elif answer is not None:
             say(event="serving", address=answer.address, public=answer.public, reason=answer.reason)
     receiver.close()
     say(event="closed", threads=[t.name for t in threading.enumerate() if t.name == "relay-weights"])

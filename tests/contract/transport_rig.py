@@ -15,7 +15,7 @@ from common.weights import messages, packing
 from common.weights.collectives import Store, bucket_timeout, in_turn
 from common.weights.layout import Layout, ranges
 from common.weights.messages import Epoch, Publish
-from common.weights.transports.relay_server import RelayServer
+from common.weights.transports.relay import RelayServer
 from tests import forked
 from tests.contract.transport_receiver import CLOSE, main, open_any
 from tests.waiting import LIMIT_S
@@ -77,7 +77,7 @@ class Sender:
     def announce(self, children: list[Child], flat: torch.Tensor, bucket: int, spoil: int = -1) -> Publish:
         """Tell the children what comes; the checksum of bucket `spoil` is wrong."""
         layout = layout_of(flat)
-        sums = packing.bucket_checksums(flat, bucket)
+        sums = packing.all_checksums(flat, bucket)[0]
         if spoil >= 0:
             sums[spoil] = "0" * 32
         made = Publish(
@@ -101,7 +101,6 @@ class Sender:
             return ""
         try:
             self.group = self.group if self.group is not None else open_any(self.epoch)  # type: ignore[arg-type]
-            self.group.begin(flat.numel())
             parts = (flat[start:end] for start, end in ranges(flat.numel(), bucket))
             for _ in in_turn(self.group, parts, bucket_timeout(self.timeout_s)):
                 pass

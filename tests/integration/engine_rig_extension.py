@@ -1,8 +1,9 @@
 """Worker extension of the tests: what our own one does, and damage on request."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
+from common.weights import receiver
 from rollout_fleet.weights.worker_extension import WorkerExtension
 
 
@@ -23,32 +24,13 @@ class DamagingExtension(WorkerExtension):
 
     def damage_next_bucket(self, number: int) -> None:
         """One bit of bucket `number` of the next publish arrives wrong, before anything looked at it."""
-        receiver: Any = self.weight_transfer_engine.receiver
-        factory, kept = receiver._group_factory, receiver._group
-        state = {"bucket": 0}
+        arriving = receiver.in_turn
 
-        class Damaging:
-            def __init__(self, group: Any) -> None:
-                self.group = group
+        def damaged(*transfer: Any) -> Iterator[Any]:
+            receiver.in_turn = arriving
+            for i, bucket in enumerate(arriving(*transfer)):
+                if i == number:
+                    bucket[len(bucket) // 2] ^= 1
+                yield bucket
 
-            def post(self, bucket: Any, timeout_s: float) -> Callable[[], None]:
-                wait = self.group.post(bucket, timeout_s)
-
-                def arrived() -> None:
-                    wait()
-                    if state["bucket"] == number:
-                        bucket[len(bucket) // 2] ^= 1
-                    state["bucket"] += 1
-
-                return arrived
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(self.group, name)
-
-        def once(epoch: Any) -> Damaging:
-            receiver._group_factory = factory
-            return Damaging(factory(epoch))
-
-        receiver._group_factory = once  # whether the next publish uses the group that there is or forms one
-        if kept is not None:
-            receiver._group = Damaging(kept)
+        receiver.in_turn = damaged

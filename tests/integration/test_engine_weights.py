@@ -23,8 +23,8 @@ from rollout_fleet.episode.driver import EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.weights import engine_weights
-from rollout_fleet.weights.staging_poll import StagingFailed
-from rollout_fleet.weights.weight_client import Flip, ProofFailed, WeightClient
+from rollout_fleet.weights.engine_weights import Flip, ProofFailed, StagingFailed
+from rollout_fleet.weights.weight_client import WeightClient
 from tests.integration.engine_newcomer import Buffer
 from tests.integration.engine_rig import Rig, exported, logprobs, make_model, prompt, worst
 from tests.waiting import until, until_async

@@ -36,7 +36,7 @@ def test_a_newcomer_is_served_by_a_node_that_holds_the_version_and_joins_the_gro
     first.wait("active", version=1)
     (late,) = plane.following(address, "late")
     assert late.wait("active", version=1)["value"] == 1.0
-    served = first.wait("serves", version=1)
+    served = first.wait("serves")
     assert sources(late) == [served["address"]]
     publisher.publish(2, weights(2), None)
     for node in (first, late):

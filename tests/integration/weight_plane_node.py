@@ -19,8 +19,8 @@ from common.weights.collectives import Group
 from common.weights.messages import Epoch
 from common.weights.receiver import Receiver
 from common.weights.transports.registry import open_group, receivable
-from rollout_fleet.weights.staging_poll import StagingFailed
-from rollout_fleet.weights.weight_client import Flip, ProofFailed, WeightClient
+from rollout_fleet.weights.engine_weights import Flip, ProofFailed, StagingFailed
+from rollout_fleet.weights.weight_client import WeightClient
 from tests.contract.transport_receiver import harm
 
 _events = -1  # file descriptor
@@ -39,7 +39,7 @@ class FaultyGroup:
         if FaultyGroup.fault == "no collective" and epoch.transport != "relay":
             raise RuntimeError("no route to the others")
         self.group: Group = open_group(epoch)
-        self.begin, self.close = self.group.begin, self.group.close
+        self.close = self.group.close
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         wait = self.group.post(bucket, timeout_s)
@@ -61,7 +61,7 @@ class FaultyGroup:
 
 
 class BufferTarget:
-    """WeightTarget whose engine is a buffer."""
+    """EngineWeights whose engine is a buffer."""
 
     def __init__(self, break_load: bool, spoil_served: bool) -> None:
         self.receiver = Receiver(FaultyGroup)
@@ -69,29 +69,19 @@ class BufferTarget:
         self.weights: torch.Tensor | None = None
         self.break_load = break_load
 
-    async def set_layout(self, incarnation: int, welcome: bytes) -> None:
-        message = messages.decode_from_learner(welcome)
-        assert isinstance(message, messages.Welcome)
-        self.receiver.set_layout(message.layout)
-
-    async def set_epoch(self, epoch: bytes) -> None:
-        message = messages.decode_from_learner(epoch)
-        assert isinstance(message, Epoch)
-        source = message.source.address if message.source else ""
-        say("epoch", epoch=message.epoch, size=message.world_size, transport=message.transport, source=source)
-        self.receiver.set_epoch(message)
-
-    async def serve(self, serve: bytes, node_id: str) -> bytes:
-        message = messages.decode_from_learner(serve)
-        assert isinstance(message, messages.Serve)
-        answer = self.receiver.serve(message, node_id)
-        say("serves", version=message.version, address=answer.address, reason=answer.reason)
+    async def tell(self, message: bytes, node_id: str) -> bytes:
+        told = messages.decode_from_learner(message)
+        if isinstance(told, Epoch):
+            source = told.source.address if told.source else ""
+            say("epoch", epoch=told.epoch, size=told.world_size, transport=told.transport, source=source)
+        answer = self.receiver.obey(told, node_id)
+        if answer is None:
+            return b""
+        say("serves", address=answer.address, reason=answer.reason)
         return messages.encode(answer)
 
     async def stage(self, publish: bytes) -> float:
-        message = messages.decode_from_learner(publish)
-        assert isinstance(message, messages.Publish)
-        self.receiver.start(message)
+        await self.tell(publish, "")
         while True:
             status = self.receiver.status
             if status.state == "failed":

@@ -55,9 +55,6 @@ class DeviceGroup:
         formed = self._call(lambda: self._form(epoch, form))
         self._wait(formed, epoch.timeout_s, f"epoch {epoch.epoch} did not form")
 
-    def begin(self, payload_bytes: int) -> None:
-        """Nothing to prepare."""
-
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         """Rank 0's bytes into everyone's CPU `bucket` [n] uint8; the wait raises RuntimeError at the deadline."""
         done = self._call(lambda: self._cross(bucket))

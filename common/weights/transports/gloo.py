@@ -29,9 +29,6 @@ class GlooGroup:
         """
         self._group: Any = process_group(epoch)
 
-    def begin(self, payload_bytes: int) -> None:
-        """Nothing to prepare."""
-
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         """Rank 0's bytes into everyone's `bucket` [n] uint8; raises RuntimeError, here or from the returned wait."""
         group = self._group

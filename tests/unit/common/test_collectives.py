@@ -18,8 +18,6 @@ class Noted:
         self.events: list[tuple[str, int]] = []
         self.fails_at = fails_at
 
-    def begin(self, payload_bytes: int) -> None: ...
-
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         number = int(bucket[0]) // 2
         self.events.append(("post", number))

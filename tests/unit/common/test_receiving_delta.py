@@ -24,9 +24,6 @@ class Wire:
         self.payload = torch.zeros(0, dtype=torch.uint8)
         self.at = 0
 
-    def begin(self, payload_bytes: int) -> None:
-        self.at = 0
-
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         bucket.copy_(self.payload[self.at : self.at + len(bucket)])
         self.at += len(bucket)
@@ -47,7 +44,7 @@ class Node:
 
     def get(self, publish: Publish, payload: torch.Tensor) -> str:
         """'' when the version was staged and flipped, else why not."""
-        self.wire.payload = payload
+        self.wire.payload, self.wire.at = payload, 0
         try:
             self.receiver.start(publish)
         except ValueError as error:
@@ -73,7 +70,7 @@ def weights(version: int) -> torch.Tensor:
 def publish(version: int, payload: torch.Tensor, base: int | None) -> Publish:
     return Publish(
         incarnation=0, version=version, epoch=1, layout_digest=LAYOUT.digest, bucket_bytes=BUCKET,
-        bucket_checksums=packing.bucket_checksums(payload, BUCKET), checksum=packing.checksum(weights(version)),
+        bucket_checksums=packing.all_checksums(payload, BUCKET)[0], checksum=packing.checksum(weights(version)),
         timeout_s=5.0, encoding="full" if base is None else "delta", base_version=-1 if base is None else base,
         payload_bytes=payload.numel(),
     )  # fmt: skip
@@ -141,4 +138,4 @@ def test_an_encoding_of_a_later_release_is_refused_by_name(node: Node) -> None:
 
 def test_buckets_cover_a_payload_of_any_size() -> None:
     assert ranges(5, 2) == [(0, 2), (2, 4), (4, 5)]
-    assert len(packing.bucket_checksums(torch.zeros(5, dtype=torch.uint8), 2)) == 3
+    assert len(packing.all_checksums(torch.zeros(5, dtype=torch.uint8), 2)[0]) == 3

@@ -10,10 +10,17 @@ import torch
 import zmq
 
 from common.weights.messages import Epoch, Source
-from common.weights.transports import relay_wire
-from common.weights.transports.relay import RelayGroup
-from common.weights.transports.relay_server import RelayServer
-from common.weights.transports.relay_wire import CREDIT, PIECE_BYTES, Get, Gone, Piece, decode_answer
+from common.weights.transports import relay
+from common.weights.transports.relay import (
+    CREDIT,
+    PIECE_BYTES,
+    Get,
+    Gone,
+    Piece,
+    RelayGroup,
+    RelayServer,
+    decode_answer,
+)
 
 FLAT = torch.randint(0, 256, (3 * PIECE_BYTES + 11,), dtype=torch.uint8)
 
@@ -22,7 +29,6 @@ def fetch(source: Source, timeout_s: float = 10.0, bucket: int = 1 << 20) -> tor
     group = RelayGroup(Epoch(1, 1, 2, "", 0, timeout_s, "relay", source))
     found = torch.zeros_like(FLAT)
     try:
-        group.begin(len(FLAT))
         for part in found.split(bucket):
             group.post(part, timeout_s)()
     finally:
@@ -61,19 +67,6 @@ def test_with_keys_only_the_key_that_was_made_for_a_fetch_gets_it(server: RelayS
         fetch(ours, timeout_s=0.4)
 
 
-def test_a_fetch_that_is_through_lets_go_of_its_connection(server: RelayServer) -> None:
-    group = RelayGroup(Epoch(1, 1, 2, "", 0, 10.0, "relay", server.source("k", FLAT, 30.0)))
-    group.begin(len(FLAT))
-    found = torch.zeros_like(FLAT)
-    for part in found.split(1 << 20):
-        assert not group._socket.closed
-        group.post(part, 10.0)()
-    assert group._socket.closed and group._context.closed and torch.equal(found, FLAT)
-    with pytest.raises(RuntimeError, match="closed"):
-        group.post(found, 1.0)()
-    group.close()
-
-
 def test_offers_end_when_they_are_withdrawn_and_by_themselves(server: RelayServer) -> None:
     for ends in ("withdrawn", "late"):
         source = server.source(ends, FLAT, 0.0 if ends == "late" else 30.0)
@@ -96,11 +89,11 @@ def test_requests_that_ask_for_too_much_or_make_no_sense_are_refused(server: Rel
     server.offer("k", FLAT, 30.0)
     wrong = [Get("k", 0, PIECE_BYTES + 1), Get("k", len(FLAT), len(FLAT) + 1), Get("k", 9, 8)]
     with asking(server) as socket:
-        for request in [*(relay_wire.encode(w) for w in wrong), b"\xc1", b""]:
+        for request in [*(relay.encode(w) for w in wrong), b"\xc1", b""]:
             socket.send(request)
             answer = socket.recv_multipart()
             assert len(answer) == 1 and isinstance(decode_answer(answer[0]), Gone)
-        socket.send(relay_wire.encode(Get("k", 5, 8)))
+        socket.send(relay.encode(Get("k", 5, 8)))
         header, data = socket.recv_multipart()
         assert (decode_answer(header), data) == (Piece(5, 8), bytes(FLAT[5:8].tolist()))
 
@@ -135,14 +128,13 @@ def slow() -> Iterator[Slow]:
 def test_no_more_is_under_way_than_the_credit_however_slow_the_source(slow: Slow) -> None:
     total = 40 * PIECE_BYTES
     group = RelayGroup(Epoch(1, 1, 2, "", 0, 5.0, "relay", slow.source))
-    group.begin(total)
     thread = threading.Thread(target=lambda: _fails(group, torch.zeros(total, dtype=torch.uint8), 20.0))
     thread.start()
     waiting = slow.asked(0.3)
     assert len(waiting) == CREDIT
     for identity, request in waiting[:3]:
-        get = relay_wire.decode_get(request)
-        slow.router.send_multipart([identity, relay_wire.encode(Piece(get.start, get.end)), bytes(PIECE_BYTES)])
+        get = relay.decode_get(request)
+        slow.router.send_multipart([identity, relay.encode(Piece(get.start, get.end)), bytes(PIECE_BYTES)])
     assert len(slow.asked(0.3)) == 3, "a piece is asked for when one was taken in"
     began = time.monotonic()
     group.close()
@@ -158,16 +150,15 @@ def _fails(group: RelayGroup, bucket: torch.Tensor, timeout_s: float) -> None:
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ([relay_wire.encode(Piece(7, 8)), b"x"], "for byte 7, not 0"),
-        ([relay_wire.encode(Piece(0, 9)), b"x"], "sent 1 bytes"),
-        ([relay_wire.encode(Piece(0, 1))], "sent -1 bytes"),
+        ([relay.encode(Piece(7, 8)), b"x"], "for byte 7, not 0"),
+        ([relay.encode(Piece(0, 9)), b"x"], "sent 1 bytes"),
+        ([relay.encode(Piece(0, 1))], "sent -1 bytes"),
         ([b"\xc1"], "does not decode"),
-        ([relay_wire.encode(Gone("no"))], "no"),
+        ([relay.encode(Gone("no"))], "no"),
     ],
 )
 def test_answers_that_were_not_asked_for_end_the_fetch(slow: Slow, answer: list[bytes], says: str) -> None:
     group = RelayGroup(Epoch(1, 1, 2, "", 0, 5.0, "relay", slow.source))
-    group.begin(PIECE_BYTES)
 
     def reply() -> None:
         assert slow.router.poll(10_000)

@@ -10,8 +10,9 @@ from msgspec import structs
 from common.weights import messages, packing
 from common.weights.collectives import bucket_timeout, reason_of
 from common.weights.layout import ALIGNMENT, Layout
-from common.weights.messages import Epoch, Publish
+from common.weights.messages import Epoch, Publish, Source
 from common.weights.receiver import Receiver, receive_buckets
+from tests.waiting import until
 
 NAMED = [("a", torch.arange(5.0)), ("b", torch.arange(6.0).view(2, 3) / 7), ("c", torch.tensor(2.5))]
 
@@ -49,9 +50,9 @@ def test_tensors_that_do_not_follow_the_layout_are_refused(layout: Layout) -> No
 
 
 def test_any_changed_bit_changes_the_checksum_of_its_bucket_only(flat: torch.Tensor) -> None:
-    before = packing.bucket_checksums(flat, ALIGNMENT)
+    before = packing.all_checksums(flat, ALIGNMENT)[0]
     flat[ALIGNMENT + 3] ^= 1
-    after = packing.bucket_checksums(flat, ALIGNMENT)
+    after = packing.all_checksums(flat, ALIGNMENT)[0]
     assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, True]
 
 
@@ -100,22 +101,20 @@ class Replay:
     """A group that hands out recorded buckets."""
 
     def __init__(self, flat: torch.Tensor, bucket: int) -> None:
-        self.parts, self.timeouts = list(flat.clone().split(bucket)), list[float]()
-
-    def begin(self, payload_bytes: int) -> None: ...
+        self.parts, self.timeouts, self.closed = list(flat.clone().split(bucket)), list[float](), False
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         self.timeouts.append(timeout_s)
         part = self.parts.pop(0)
         return lambda: _copy(part, bucket)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed = True
 
 
 def publish_of(flat: torch.Tensor, layout: Layout, epoch: int = 1) -> Publish:
     return Publish(
-        0, 7, epoch, layout.digest, ALIGNMENT, packing.bucket_checksums(flat, ALIGNMENT),
-        packing.checksum(flat), 8.0,
+        0, 7, epoch, layout.digest, ALIGNMENT, *packing.all_checksums(flat, ALIGNMENT), 8.0,
     )  # fmt: skip
 
 
@@ -156,6 +155,23 @@ def test_a_receiver_refuses_what_was_not_announced(layout: Layout, flat: torch.T
         receiver.start(structs.replace(publish_of(flat, layout), encoding="riddle"))
     with pytest.raises(ValueError, match="not staged"):
         receiver.take(0, 7)
+
+
+@pytest.mark.parametrize("source", [None, Source("tcp://127.0.0.1:9", "key")], ids=["collective", "relay"])
+def test_a_receiver_keeps_a_collective_group_and_lets_go_of_a_source_that_has_served(
+    layout: Layout, flat: torch.Tensor, source: Source | None
+) -> None:
+    group = Replay(flat, ALIGNMENT)
+    receiver = Receiver(lambda epoch: group)
+    receiver.obey(messages.Welcome(0, layout))
+    receiver.obey(Epoch(1, 1, 2, "127.0.0.1", 1, 5.0, source=source))
+    receiver.obey(publish_of(flat, layout))
+    until(lambda: receiver.status.state == "staged")
+    assert group.closed == (source is not None)
+    receiver.close()
+    assert group.closed
+    with pytest.raises(ValueError, match="Ping is nothing for a receiver"):
+        receiver.obey(messages.Ping())
 
 
 def test_every_message_survives_the_wire() -> None:

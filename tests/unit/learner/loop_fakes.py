@@ -30,7 +30,8 @@ from learner.loop.status_reporter import Reporter
 from learner.loop.task_source import TaskSource
 from learner.loop.task_stream import TaskStream
 from learner.loop.trainer import Trainer
-from learner.publish.protocol import PublishReceipt, PublishStats
+from learner.publish.figures import PublishStats
+from learner.publish.publisher import PublishReceipt
 
 VOCAB = 12
 

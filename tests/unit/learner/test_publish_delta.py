@@ -1,5 +1,7 @@
 """Which versions are encoded against which, and what is kept for it."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from common.weights.messages import Active, Epoch, Pong, Staged
 from learner.publish.attempt import Attempt, new_attempt
 from learner.publish.delta import Deltas
 from learner.publish.receiver_state import AttemptFailed, Begin, Release, step
-from learner.publish.snapshot import BufferPool, Payload, Snapshot
+from learner.publish.snapshot import Payload, Snapshot, SnapshotMaker
 from tests.unit.learner.receivers import settled
 
 LAYOUT = Layout.of([("a", "bfloat16", (4096,))])
@@ -20,15 +22,16 @@ class Versions:
     """Snapshots of a model of which one element in a hundred changes per version."""
 
     def __init__(self, deltas: Deltas) -> None:
-        self.deltas, self.pool = deltas, BufferPool()
+        self.deltas, self.maker = deltas, SnapshotMaker("bfloat16")
+        self.alive: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self.weights = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def next(self, version: int, sent: bool = True, others: bool = False) -> Snapshot:
-        flat = self.pool.acquire(LAYOUT.total_bytes)
         self.weights[version % 100 :: 100] *= 1.01
         if others:
             self.weights = torch.randn(4096).bfloat16()
-        snapshot = Snapshot(version, LAYOUT, packing.pack([("a", self.weights)], LAYOUT, flat), None, self.pool)
+        snapshot = self.maker.make(version, [("a", self.weights)], None)
+        self.alive.add(snapshot)
         snapshot.seal(BUCKET)
         self.deltas.encode(snapshot, BUCKET)
         snapshot.sent = sent
@@ -45,7 +48,7 @@ def test_a_version_goes_as_a_delta_to_the_nodes_that_hold_the_one_before() -> No
     payload = second.payload_for({1})
     assert (payload.encoding, payload.base_version) == ("delta", 1)
     assert payload.flat.numel() < second.flat.numel() / 20
-    assert payload.bucket_checksums == packing.bucket_checksums(payload.flat, BUCKET)
+    assert payload.bucket_checksums == [packing.checksum(bucket) for bucket in payload.flat.split(BUCKET)]
     result = first.flat.clone()
     delta.apply(payload.flat, result, delta.BUCKET_BYTES)
     assert packing.checksum(result) == second.checksum
@@ -102,15 +105,11 @@ def test_versions_that_were_skipped_do_not_make_the_next_one_travel_whole() -> N
 
 
 def test_at_most_two_earlier_versions_are_kept() -> None:
-    deltas = Deltas("delta", 0)
-    versions = Versions(deltas)
+    versions, buffers = Versions(Deltas("delta", 0)), set[int]()
     for version in range(1, 9):
-        snapshot = versions.next(version, sent=version in (1, 2, 5))
-        snapshot.release()  # as the control thread does when a newer one comes
-        assert deltas.kept_bytes <= 2 * LAYOUT.total_bytes
-    assert len(versions.pool._free) + 2 <= 4, "buffers are used again"
-    deltas.close()
-    assert deltas.kept_bytes == 0
+        buffers.add(versions.next(version, sent=version in (1, 2, 5)).flat.data_ptr())
+        assert len(versions.alive) <= 2
+    assert len(buffers) <= 3, "buffers are used again"
 
 
 def test_every_nth_version_travels_whole() -> None:
@@ -126,6 +125,5 @@ def test_a_delta_that_is_no_smaller_than_the_version_is_not_used() -> None:
 
 
 def test_full_keeps_and_encodes_nothing() -> None:
-    deltas = Deltas("full", 3)
-    versions = Versions(deltas)
-    assert not any(versions.next(v).deltas for v in range(3)) and deltas.kept_bytes == 0
+    versions = Versions(Deltas("full", 3))
+    assert not any(versions.next(v).deltas for v in range(3)) and not versions.alive

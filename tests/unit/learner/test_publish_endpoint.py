@@ -31,9 +31,9 @@ def folder(tmp_path: Path) -> KeyFolder:
 
 
 @contextmanager
-def listening(credentials: Path | None) -> Iterator[tuple["Endpoint[None]", list[Any]]]:
+def listening(credentials: Path | None) -> Iterator[tuple[Endpoint, list[Any]]]:
     """An endpoint served by a thread, and the messages that it let through."""
-    endpoint: Endpoint[None] = Endpoint("127.0.0.1", str(credentials) if credentials else None)
+    endpoint = Endpoint("127.0.0.1", str(credentials) if credentials else None)
     heard: list[Any] = []
     stopping = threading.Event()
 

@@ -6,8 +6,7 @@ from typing import cast
 import pytest
 
 from common.weights.messages import Canary
-from learner.publish.figures import Figures, undelivered
-from learner.publish.protocol import Undelivered
+from learner.publish.figures import Figures, Undelivered, undelivered
 from learner.publish.receiver_state import Receiver, State
 from learner.publish.snapshot import Snapshot
 from tests.unit.learner.receivers import attempt_at, newcomer, settled, snapshot_of

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -9,8 +10,7 @@ import pytest
 
 from common.weights import packing
 from common.weights.messages import Serving
-from learner.publish.attempt import Attempt, Broadcast, new_attempt
-from learner.publish.collective_groups import Groups
+from learner.publish.attempt import Attempt, Broadcast, Groups, new_attempt
 from learner.publish.receiver_state import State
 from learner.publish.relay import Relays
 from learner.publish.snapshot import Snapshot
@@ -106,12 +106,12 @@ class Formed:
 def test_a_group_is_used_again_by_exactly_its_members_and_closed_when_it_is_of_no_use(snapshot: Snapshot) -> None:
     groups = Groups("127.0.0.1", "gloo", 8.0)
 
-    def through(members: list[bytes], usable: bool = True) -> tuple[Attempt, Formed]:
+    def through(members: list[bytes], **outcome: bool) -> tuple[Attempt, Formed]:
         epoch, group = groups.take(members)
-        attempt = new_attempt(snapshot, snapshot.full, epoch, members, 0, 64)
+        attempt = replace(new_attempt(snapshot, snapshot.full, epoch, members, 0, 64), **outcome)
         formed = cast(Formed, group) if group is not None else Formed()
         attempt.group = cast(Any, formed)
-        groups.give_back(attempt, usable)
+        groups.give_back(attempt)
         return attempt, formed
 
     first, group = through([b"a", b"b"])
@@ -123,8 +123,9 @@ def test_a_group_is_used_again_by_exactly_its_members_and_closed_when_it_is_of_n
     assert not larger.closed
     groups.left(b"c")
     assert larger.closed
-    _, failed = through([b"a"], usable=False)
-    assert failed.closed
+    for outcome in ("failed", "lost"):
+        _, unusable = through([b"a"], **{outcome: True})
+        assert unusable.closed
     assert groups.relay_epoch().transport == "relay"
     groups.drop()
 

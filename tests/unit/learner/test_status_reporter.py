@@ -5,7 +5,7 @@ import time
 from broker.contract import LearnerReport
 from common.errors import BrokerUnreachable
 from learner.loop.status_reporter import SHOWN_DELIVERIES, Reporter
-from learner.publish.protocol import Undelivered
+from learner.publish.figures import Undelivered
 from tests.waiting import until
 
 LIMIT_S = 120.0

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from common.weights.receiver import StagingStatus
-from rollout_fleet.weights.staging_poll import FIRST_POLL_S, LAST_POLL_S, StagingFailed, next_poll_s, until_staged
+from rollout_fleet.weights.engine_weights import FIRST_POLL_S, LAST_POLL_S, StagingFailed, next_poll_s, until_staged
 
 
 @pytest.mark.parametrize(
