@@ -22,7 +22,8 @@ import harness
 
 from broker.contract import JoinTimes
 from common.errors import SlipstreamError
-from common.process.run_dir import RunDir, read_jsonl
+from common.json_lines import read_jsonl
+from common.process.run_dir import RunDir
 from launch.observe.observation import observe
 from launch.quickstart.assets import main as build_assets
 

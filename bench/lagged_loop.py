@@ -104,7 +104,7 @@ def train(overrides: list[str], lag: int) -> dict:
     torch.set_num_threads(1)
     config = load_config(Path("configs/quickstart.yaml"), [*overrides, f"staleness.max={lag}"], Config)
     sampler = Sampler(config)
-    from common.config.dataset import read_rows
+    from common.json_lines import dataset_rows
     from learner.batch.batch import assemble
     from learner.batch.packing import microbatches_for
     from learner.loop.step_metrics import LossFigures
@@ -113,9 +113,9 @@ def train(overrides: list[str], lag: int) -> dict:
     from learner.megatron.backend import MegatronBackend
 
     backend = MegatronBackend.of(config)
-    rows = [json.loads(row) for _, row in read_rows(Path(config.tasks.dataset), "tasks.dataset")]
+    rows = [json.loads(row) for _, row in dataset_rows(Path(config.tasks.dataset), "tasks.dataset")]
     order = shuffled(config.run.seed, 0, len(rows))
-    held_out = [json.loads(row) for _, row in read_rows(Path(config.tasks.eval_dataset), "tasks.eval_dataset")]
+    held_out = [json.loads(row) for _, row in dataset_rows(Path(config.tasks.eval_dataset), "tasks.eval_dataset")]
     loss = policy_loss(config.learner.loss, config.rollout.max_tokens)
     size = config.learner.groups_per_step
     versions: deque[Weights] = deque([snapshot(backend)], maxlen=lag + 1)

@@ -6,12 +6,13 @@ what it means. Writer, report and status read the same declarations. Fields are 
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from common.errors import UsageError
+from common.json_lines import LineFile, lines_of
 
 Reduction = Literal["mean", "sum", "max", "last"]
 
@@ -190,8 +191,8 @@ def declarations(kind: type[msgspec.Struct]) -> list[Declaration]:
     return out
 
 
-class MetricsWriter:
-    """Appends one JSON line per step; a line is in the file, whole, when `write` returns."""
+class MetricsWriter(LineFile):
+    """Appends one JSON line per step."""
 
     def __init__(self, path: Path, keep_before_step: int = 0) -> None:
         """Open for appending; lines of steps >= `keep_before_step` are removed first, as is a torn last line.
@@ -205,36 +206,16 @@ class MetricsWriter:
         try:
             if path.exists():
                 _truncate(path, keep_before_step)
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            super().__init__(path)
         except (IsADirectoryError, PermissionError) as error:
             raise no_file(path, error) from None
-
-    def write(self, line: StepMetrics | SftMetrics) -> None:
-        os.write(self._file, msgspec.json.encode(line) + b"\n")
-
-    def sync(self) -> None:
-        """Force the lines written so far to the disk."""
-        os.fsync(self._file)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-class _StepOnly(msgspec.Struct):
-    step: int
 
 
 def _truncate(path: Path, keep_before_step: int) -> None:
     """Rewrite `path` without the lines of steps >= `keep_before_step`, atomically; no write when nothing goes."""
     data = path.read_bytes()
-    kept: list[bytes] = []
-    for line in data.split(b"\n"):
-        try:
-            if line and msgspec.json.decode(line, type=_StepOnly).step < keep_before_step:
-                kept.append(line + b"\n")
-        except msgspec.DecodeError:
-            continue
-    if (text := b"".join(kept)) != data:
+    kept = [line for line in lines_of(data, dict[str, Any]) if line.get("step", keep_before_step) < keep_before_step]
+    if (text := b"".join(msgspec.json.encode(line) + b"\n" for line in kept)) != data:
         scratch = path.with_name(path.name + ".tmp")
         scratch.write_bytes(text)
         os.replace(scratch, path)

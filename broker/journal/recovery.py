@@ -25,6 +25,7 @@ from broker.journal.redis_store.leading import Leading
 from broker.journal.store import Store, StoreCorrupt, StoredPayload, StoredRecord
 from common.config.schema import Config
 from common.errors import UsageError
+from common.json_lines import lines_of
 from common.process.files import move_aside
 from common.process.run_dir import RunDir
 
@@ -161,15 +162,9 @@ def _former_events(path: Path) -> list[BrokerEvent]:
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - EVENT_TAIL_BYTES))
-        lines = file.read().split(b"\n")
-    found: dict[int, BrokerEvent] = {}
-    for line in lines:
-        try:
-            event = msgspec.json.decode(line, type=BrokerEvent)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue  # a line of the supervisor, or a first or last line that is cut
-        found[event.index] = event
-    return [found[index] for index in sorted(found)][-RING_EVENTS:]
+        found = list(lines_of(file.read(), BrokerEvent))  # the first may be cut, others are the supervisor's
+    ordered = {event.index: event for event in found}
+    return [ordered[index] for index in sorted(ordered)][-RING_EVENTS:]
 
 
 def _apply(state: DeliveryState, store: Store, record: StoredRecord) -> None:

@@ -4,20 +4,21 @@
 means the same place whatever directory it is started in.
 """
 
-import json
 import shutil
 from collections.abc import Generator, Iterator
+from functools import reduce
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 import msgspec
 
 from common.config.loss_checks import loss_problems
 from common.config.network_checks import broker_problems, weights_address_problems
 from common.config.parallel_layout import ModelShape, Problem, document_multiple, model_problems, world_problems
-from common.config.schema import Config, LearnerConfig, MoeConfig, SftConfig
+from common.config.schema import Config, MoeConfig, SftConfig
 from common.config.supported_models import architecture_problems
-from common.errors import ConfigError
+from common.errors import ConfigError, UsageError
+from common.json_lines import dataset_rows
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
@@ -34,27 +35,26 @@ FILES: dict[Reader, frozenset[str]] = {  # keys that name files, and who reads t
     "learner": frozenset({"model.path", "tasks.dataset", "learner.loss.reference"}),
     "node": frozenset({"model.path", "tasks.limits.python"}),
 }
+PATHS = (
+    "run.dir",
+    "model.path",
+    "tasks.dataset",
+    "tasks.eval_dataset",
+    "learner.loss.reference",
+    "broker.credentials",
+)
 C = TypeVar("C", Config, SftConfig)
 
 
 def resolve_paths(config: C) -> C:
     """The same config with absolute folders and datasets; relative ones start at the current folder."""
-    changed = {
-        "run": msgspec.structs.replace(config.run, dir=_absolute(config.run.dir)),
-        "model": msgspec.structs.replace(config.model, path=_absolute(config.model.path)),
-    }
-    tasks = msgspec.structs.replace(config.tasks, dataset=_absolute(config.tasks.dataset))
-    held_out = getattr(tasks, "eval_dataset", None)
-    if held_out is not None:
-        tasks = msgspec.structs.replace(tasks, eval_dataset=_absolute(held_out))
-    learner = config.learner
-    if isinstance(learner, LearnerConfig) and learner.loss.reference is not None:
-        loss = msgspec.structs.replace(learner.loss, reference=_absolute(learner.loss.reference))
-        learner = msgspec.structs.replace(learner, loss=loss)
-    broker = getattr(config, "broker", None)
-    if broker is not None and broker.credentials is not None:
-        changed["broker"] = msgspec.structs.replace(broker, credentials=_absolute(broker.credentials))
-    return msgspec.structs.replace(config, tasks=tasks, learner=learner, **changed)
+    document = msgspec.to_builtins(config)
+    for key in PATHS:
+        *sections, name = key.split(".")
+        section = reduce(lambda at, part: at.get(part, {}), sections, document)
+        if section.get(name) is not None:
+            section[name] = str(Path(section[name]).expanduser().resolve())
+    return msgspec.convert(document, type(config))
 
 
 def check_config(config: Config | SftConfig, file: str, reader: Reader = "all") -> None:
@@ -76,8 +76,7 @@ def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Pro
     yield from _moe(config)
     shape = (yield from _model_folder(config.model.path)) if "model.path" in read else None
     if shape is not None:
-        yield from architecture_problems(shape.get)
-        yield from model_problems(ModelShape.of(shape.get), config.learner.parallel)
+        yield from model_problems(shape, config.learner.parallel)
         yield from _experts(shape, config.learner.moe)
     if "tasks.dataset" in read:
         yield from _dataset("tasks.dataset", config.tasks.dataset)
@@ -108,39 +107,30 @@ def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Pro
         yield from _routing_bytes(config, shape)
 
 
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().resolve())
-
-
 def _reference(folder: Path) -> Iterator[Problem]:
     missing = [name for name in ("config.json", "*.safetensors") if not any(folder.glob(name))]
     if missing:
         yield "learner.loss.reference", "a Hugging Face model folder", f"{folder} without {missing[0]}", None
 
 
-def _model_folder(path: str) -> Generator[Problem, None, dict[str, object] | None]:
+def _model_folder(path: str) -> Generator[Problem, None, ModelShape | None]:
     folder = Path(path)
     key, expected = "model.path", "a Hugging Face model folder"
     if not folder.is_dir():
         found = f"{path}, which is a file" if folder.is_file() else f"{path}, which does not exist"
         yield key, expected, found, MODEL_HINT
         return None
-    if not (folder / "config.json").is_file():
-        yield key, f"{expected} with config.json", f"{path} without one", None
-        return None
     try:
-        loaded: object = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        document = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object])
     except (OSError, ValueError) as error:
-        yield key, f"{expected} with a readable config.json", str(error), None
+        yield key, f"{expected} with a readable config.json", f"{path}: {error}", None
         return None
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         yield key, f"{expected} with a tokenizer ({', '.join(TOKENIZER_FILES[:2])}, ...)", f"{path} without one", None
     if not any(folder.glob("*.safetensors")):
         yield key, f"{expected} with weights (*.safetensors)", f"{path} without any", None
-    if not isinstance(loaded, dict):
-        yield key, f"{expected} with a JSON object in config.json", type(loaded).__name__, None
-        return None
-    return cast("dict[str, object]", loaded)
+    yield from architecture_problems(document.get)
+    return ModelShape.of(document.get)
 
 
 def _moe(config: Config | SftConfig) -> Iterator[Problem]:
@@ -156,17 +146,16 @@ def _moe(config: Config | SftConfig) -> Iterator[Problem]:
         )
 
 
-def _experts(shape: dict[str, object], moe: MoeConfig) -> Iterator[Problem]:
-    if ModelShape.of(shape.get).experts:
-        return
-    used = {"freeze_router": moe.freeze_router, "balance": moe.balance != "none", "replay_routing": moe.replay_routing}
-    for key in [name for name, value in used.items() if value]:
-        yield f"learner.moe.{key}", "its default, since the model has no experts", "another value", None
+def _experts(shape: ModelShape, moe: MoeConfig) -> Iterator[Problem]:
+    defaults = MoeConfig()
+    for key in ("freeze_router", "balance", "replay_routing"):
+        if not shape.experts and getattr(moe, key) != getattr(defaults, key):
+            yield f"learner.moe.{key}", "its default, since the model has no experts", "another value", None
 
 
-def _routing_bytes(config: Config, shape: dict[str, object]) -> Iterator[Problem]:
+def _routing_bytes(config: Config, shape: ModelShape) -> Iterator[Problem]:
     """A group's routing must fit into the message that brings it."""
-    layers, chosen = _number(shape, "num_hidden_layers") or 0, _number(shape, "num_experts_per_tok") or 0
+    layers, chosen = shape.layers, shape.chosen_experts
     longest, size = config.rollout.engine.max_model_len, config.rollout.group_size
     needed = 2 * size * longest * layers * chosen
     if needed > config.broker.max_message_bytes:
@@ -180,18 +169,13 @@ def _dataset(key: str, path: str) -> Iterator[Problem]:
     if not file.is_file():
         yield key, "a JSONL file", f"{path}, which does not exist", None
         return
-    with file.open("rb") as lines:
-        first = next((line for line in lines if line.strip()), b"")
     try:
-        row: object = json.loads(first) if first else None
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
-        found = f"the first line of {path}: {first[:60].decode('utf-8', 'replace').strip() or 'nothing'}"
-        yield key, "a JSON object on every line", found, None
+        next(dataset_rows(file, key))
+    except UsageError as error:
+        yield key, "a JSON object on every line", str(error).removeprefix(f"{key}: "), None
 
 
-def _rollout(config: Config, shape: dict[str, object] | None) -> Iterator[Problem]:
+def _rollout(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
     rollout, engine = config.rollout, config.rollout.engine
     advantage = config.learner.loss.advantage
     if rollout.group_size == 1 and advantage != "reinforce_pp":
@@ -200,7 +184,7 @@ def _rollout(config: Config, shape: dict[str, object] | None) -> Iterator[Proble
     if rollout.max_tokens >= engine.max_model_len:
         expected = f"less than rollout.engine.max_model_len ({engine.max_model_len}), which holds the prompt too"
         yield "rollout.max_tokens", expected, str(rollout.max_tokens), None
-    positions = _number(shape or {}, "max_position_embeddings")
+    positions = shape.positions if shape is not None else 0
     if positions and engine.max_model_len > positions:
         expected = f"at most the model's max_position_embeddings ({positions})"
         yield "rollout.engine.max_model_len", expected, str(engine.max_model_len), None
@@ -224,8 +208,8 @@ def _rollout(config: Config, shape: dict[str, object] | None) -> Iterator[Proble
     if rollout.top_p < 1:
         hint = "the sampler's log-probabilities would be those of a cut distribution: importance ratios come out biased"
         yield "rollout.top_p", "1 in training", str(rollout.top_p), hint
-    heads = _number(shape or {}, "num_attention_heads")
-    if heads and heads % engine.tensor_parallel:
+    heads = shape.heads if shape is not None else 0
+    if heads % engine.tensor_parallel:
         expected = f"a divisor of the model's {heads} attention heads"
         yield "rollout.engine.tensor_parallel", expected, str(engine.tensor_parallel), None
 
@@ -236,8 +220,3 @@ def _staleness(config: Config) -> Iterator[Problem]:
         hint = "nodes would wait for weights that the learner only makes from their groups"
         found = str(config.weights.publish_every)
         yield "weights.publish_every", f"at most staleness.max + 1 = {limit}", found, hint
-
-
-def _number(shape: dict[str, object], name: str) -> int | None:
-    value = shape.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

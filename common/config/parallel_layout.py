@@ -11,7 +11,7 @@ _KEY = "learner.parallel."
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of a model's config.json that a layout must divide; 0: not given there."""
+    """The numbers of a model's config.json that a config is checked against; 0: not given there."""
 
     layers: int
     heads: int
@@ -19,7 +19,9 @@ class ModelShape:
     vocabulary: int
     intermediate: int
     experts: int
+    chosen_experts: int
     expert_intermediate: int
+    positions: int
 
     @staticmethod
     def of(value: Callable[[str], object]) -> "ModelShape":
@@ -36,7 +38,9 @@ class ModelShape:
             vocabulary=number("vocab_size"),
             intermediate=number("intermediate_size"),
             experts=number("num_experts", "num_local_experts", "n_routed_experts"),
+            chosen_experts=number("num_experts_per_tok"),
             expert_intermediate=number("moe_intermediate_size"),
+            positions=number("max_position_embeddings"),
         )
 
 

@@ -1,10 +1,11 @@
 """The writer of RUN/events.jsonl, which broker, learner and supervisor share."""
 
-import os
 import time
 from pathlib import Path
 
 import msgspec
+
+from common.json_lines import LineFile
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -16,20 +17,13 @@ class Event(msgspec.Struct, frozen=True):
     source: str
 
 
-class EventFile:
-    """Appends whole lines, so that several processes can share the file."""
+class EventFile(LineFile):
+    """The events of one writer."""
 
     def __init__(self, path: Path, source: str) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        super().__init__(path)
         self._source = source
 
     def add(self, kind: str, **detail: object) -> None:
         """Record that `kind` happened now; raises OSError, for example on a full disk."""
         self.write(Event(time.time(), kind, detail, self._source))
-
-    def write(self, event: msgspec.Struct) -> None:
-        """Append an event as it is; raises OSError."""
-        os.write(self._file, msgspec.json.encode(event) + b"\n")
-
-    def close(self) -> None:
-        os.close(self._file)

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import socket
 import subprocess
@@ -158,20 +157,6 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644, *, sync: bool = Tru
 def write_json(path: Path, value: object) -> None:
     """Atomically write anything that msgspec encodes, indented for people."""
     write_atomic(path, pretty_json(value))
-
-
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Complete JSON objects of a JSONL file, in order; nothing when the file does not exist."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                loaded = json.loads(line)
-            except ValueError:
-                continue  # the last line of a running job, or what a crash left
-            if isinstance(loaded, dict):
-                yield cast("dict[str, Any]", loaded)
 
 
 def describe_origin(name: str) -> dict[str, str | float | bool | None]:

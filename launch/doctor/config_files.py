@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 
 from common.config.schema import Config, SftConfig
+from common.errors import UsageError
+from common.json_lines import dataset_rows
 from common.security.credentials import KeyFolder
 from launch.doctor.findings import Finding, fine, problem, warning
 from launch.plan.review import TOO_FEW_TURNS, TOO_FEW_TURNS_WHY, Review
@@ -116,39 +118,28 @@ def check_dataset(key: str, file: Path, config: Config | SftConfig) -> Iterator[
     if not file.is_file():
         return  # said by the config's checks
     try:
-        rows, bad, whole = count_rows(file)
-    except OSError as error:
-        yield problem("dataset", f"{key}: {error}", "the learner reads it", f"chmod +r {file}")
+        rows, whole = count_rows(file, key)
+    except UsageError as error:
+        why = "a task is one JSON object on a line of its own"
+        yield problem("dataset", str(error), why, "make the file readable; fix or remove the line")
         return
     wanted = config.learner.groups_per_step if isinstance(config, Config) else config.learner.sequences_per_step
     shown = f"{rows:,} rows" + ("" if whole else f" in the first {READ_BYTES >> 20} MiB")
-    if bad:
-        why = "a task is one JSON object on a line of its own"
-        yield problem("dataset", f"{key}: {file} line {bad} is none", why, "fix or remove the line")
-    elif rows < wanted and whole:
+    if rows < wanted and whole:
         why = f"a step takes {wanted}, so each would see some of them twice"
         yield warning("dataset", f"{key}: {shown}", why, "more rows, or a smaller learner.groups_per_step")
     else:
         yield fine("dataset", f"{key}: {shown}")
 
 
-def count_rows(file: Path) -> tuple[int, int, bool]:
-    """(rows, number of the first line that is no JSON object or 0, whether the file was read to its end)."""
-    rows, read = 0, 0
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            read += len(line)
-            if line.strip():
-                try:
-                    row: object = json.loads(line)
-                except ValueError:
-                    row = None
-                if not isinstance(row, dict):
-                    return rows, number, False
-                rows += 1
-            if read > READ_BYTES:
-                return rows, 0, False
-    return rows, 0, True
+def count_rows(file: Path, key: str) -> tuple[int, bool]:
+    """(rows, whether the file was read to its end); raises UsageError as `dataset_rows` does."""
+    rows = read = 0
+    for rows, (_, row) in enumerate(dataset_rows(file, key), start=1):
+        read += len(row)
+        if read > READ_BYTES:
+            return rows, False
+    return rows, True
 
 
 def check_permissions(path: Path) -> Iterator[Finding]:

@@ -1,9 +1,9 @@
 """Follow RUN/metrics.jsonl: only what was added is read again."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from common.json_lines import lines_of
 from common.metrics import no_file
 from common.process.run_dir import RunDir
 
@@ -50,13 +50,7 @@ class MetricsTail:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         before = len(self.lines)
-        for line in whole.splitlines():
-            try:
-                loaded = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(loaded, dict):
-                self.lines.append(loaded)
+        self.lines += lines_of(whole, dict[str, Any])
         return len(self.lines) > before
 
     def series(self, name: str) -> list[float]:

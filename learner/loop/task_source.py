@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.config.dataset import read_rows
+from common.json_lines import dataset_rows
 from common.rollouts import Task
 
 
@@ -28,7 +28,7 @@ class TaskSource:
 
     def __init__(self, dataset: Path, seed: int, group_size: int, shuffle: bool = True) -> None:
         """Read and check the dataset; raises UsageError on a missing, empty or malformed file."""
-        self._rows = [row for _, row in read_rows(dataset, "tasks.dataset")]
+        self._rows = [row for _, row in dataset_rows(dataset, "tasks.dataset")]
         self._seed = seed
         self._group_size = group_size
         self._shuffle = shuffle

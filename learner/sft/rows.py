@@ -16,8 +16,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from common.config.dataset import read_rows
 from common.errors import UsageError
+from common.json_lines import dataset_rows
 from learner.batch.packing import Document
 from learner.loop.task_source import shuffled
 from learner.sft.chat import Chat, ChatTemplate, ChatTokenizer, check_messages
@@ -79,7 +79,7 @@ class SftDataset:
         self._rows: list[Row] = []
         self._names: list[str] = []
         digest = hashlib.sha256()
-        for number, line in read_rows(path, KEY):
+        for number, line in dataset_rows(path, KEY):
             digest.update(line + b"\n")
             row = parse_row(line, path, number)
             self._names.append(f"{KEY}: {path} line {number}")

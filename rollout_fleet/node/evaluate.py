@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from common.config.dataset import read_rows
 from common.config.schema import Config
 from common.errors import UsageError
+from common.json_lines import dataset_rows
 from common.rollouts import Sample
 from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
@@ -44,8 +44,8 @@ def run_eval(config: Config, model_path: Path, limit: int | None = None) -> Eval
     """
     if config.tasks.eval_dataset is None:
         raise UsageError("tasks.eval_dataset names no held-out problems")
-    rows = read_rows(Path(config.tasks.eval_dataset), "tasks.eval_dataset")[:limit]
-    problems = [msgspec.json.decode(row) for _, row in rows]
+    rows = dataset_rows(Path(config.tasks.eval_dataset), "tasks.eval_dataset")
+    problems = [msgspec.json.decode(row) for _, row in rows][:limit]
     if not (model_path / "config.json").is_file():
         raise UsageError(f"{model_path} is not a model folder: it has no config.json")
     model = msgspec.structs.replace(config.model, path=str(model_path))

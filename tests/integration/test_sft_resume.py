@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from common.json_lines import read_jsonl
 from common.metrics import SftMetrics, read_metrics
-from common.process.run_dir import RunDir, read_jsonl
+from common.process.run_dir import RunDir
 from tests.integration import sft_assets
 from tests.integration.test_learner_resume import ENVIRONMENT, HERE, Job, process, wait_for
 from tests.waiting import LIMIT_S

@@ -11,7 +11,8 @@ import pytest
 from common.config.loading import load_config
 from common.config.schema import Config, SftConfig, SftTasksConfig
 from common.errors import UsageError
-from common.process.run_dir import RunDir, differences, read_jsonl, source_revision, write_atomic, write_json
+from common.json_lines import read_jsonl
+from common.process.run_dir import RunDir, differences, source_revision, write_atomic, write_json
 from tests.launch_rig import config_of
 
 
@@ -106,9 +107,9 @@ def test_broker_file_is_read_or_absent(tmp_path):
 
 def test_torn_last_line_of_jsonl_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert list(read_jsonl(path)) == []
+    assert read_jsonl(path) == []
     path.write_text('{"step": 0}\n[1]\n{"step": 1}\n{"st')
-    assert list(read_jsonl(path)) == [{"step": 0}, {"step": 1}]
+    assert read_jsonl(path) == [{"step": 0}, {"step": 1}]
 
 
 def test_source_revision_is_a_commit_of_this_checkout():

@@ -251,7 +251,7 @@ def test_shards_that_the_index_names_are_found_missing(config: Config) -> None:
 def test_a_bad_line_in_the_middle_of_a_dataset_is_found(config: Config) -> None:
     file = Path(config.tasks.dataset)
     file.write_text('{"a": 1}\n' * 20 + "[1]\n")
-    assert "line 21 is none" in only(config_files.check_dataset("tasks.dataset", file, config)).what
+    assert "line 21: expected a JSON object" in only(config_files.check_dataset("tasks.dataset", file, config)).what
     file.write_text('{"a": 1}\n\n' * 3)
     assert "3 rows" in only(config_files.check_dataset("tasks.dataset", file, config), "warning").what
 

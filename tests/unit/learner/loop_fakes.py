@@ -16,8 +16,9 @@ from broker.delivery.in_process import MemoryBroker, MemoryLearner
 from common.arrays import Array
 from common.config.schema import Config
 from common.errors import SlipstreamError
+from common.json_lines import read_jsonl
 from common.metrics import StepMetrics, read_metrics
-from common.process.run_dir import RunDir, read_jsonl
+from common.process.run_dir import RunDir
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
 from common.weights.messages import Canary
 from learner.backend_protocol import LossFunction, Microbatch, StepResult

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.process.run_dir import read_jsonl
+from common.json_lines import read_jsonl
 from common.rollouts import Group, encode_group
 from learner.batch.dynamic_sampling import carries_signal, without_signal
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, make_group

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config.dataset import read_rows
 from common.errors import UsageError
+from common.json_lines import dataset_rows
 from learner.loop.task_source import TaskSource
 
 
@@ -58,7 +58,7 @@ def test_seeds_leave_room_for_the_samples_of_a_group(tmp_path: Path) -> None:
 def test_blank_lines_are_skipped_and_line_numbers_still_right(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n\n   \n{"a": 2}\n')
-    assert read_rows(path, "tasks.dataset") == [(1, b'{"a": 1}'), (4, b'{"a": 2}')]
+    assert list(dataset_rows(path, "tasks.dataset")) == [(1, b'{"a": 1}'), (4, b'{"a": 2}')]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,9 @@ def test_failed_episodes_count_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None
 def test_evaluation_needs_held_out_problems_and_a_model(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="names no held-out problems"):
         module.run_eval(config(), tmp_path)
+    (tmp_path / "held_out.jsonl").write_text('{"a": 1}\n[2]\n')
+    with pytest.raises(UsageError, match=r"tasks\.eval_dataset: .*held_out\.jsonl line 2: expected a JSON object"):
+        module.run_eval(config(str(tmp_path / "held_out.jsonl")), tmp_path)
     (tmp_path / "held_out.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(UsageError, match="is not a model folder"):
         module.run_eval(config(str(tmp_path / "held_out.jsonl")), tmp_path / "absent")

@@ -1,0 +1,77 @@
+"""Files with one JSON object per line: datasets, metrics and events. A killed writer may leave a torn last line."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from common.errors import UsageError
+
+T = TypeVar("T")
+
+
+class LineFile:
+    """Appends whole lines, so that several processes can share the file; a line is in it when `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        """Open for appending; raises OSError."""
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, line: msgspec.Struct) -> None:
+        """Append `line`; raises OSError, for example on a full disk."""
+        os.write(self._file, msgspec.json.encode(line) + b"\n")
+
+    def sync(self) -> None:
+        """Force the lines written so far to the disk."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def lines_of(data: bytes, kind: type[T]) -> Iterator[T]:
+    """The lines of `data` that are a `kind`; others, and lines that are cut, are passed over."""
+    decoder = msgspec.json.Decoder(kind)
+    for line in data.split(b"\n"):
+        try:
+            yield decoder.decode(line)
+        except ValueError:  # msgspec's errors, and text that is no UTF-8
+            continue
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, also while it is written; [] when there is none."""
+    return list(lines_of(path.read_bytes(), dict[str, Any])) if path.exists() else []
+
+
+def dataset_rows(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
+    """(line number from 1, line) of a dataset, each checked to be a JSON object; blank lines are passed over.
+
+    Raises:
+        UsageError: naming `key`, the file and the line; also when there is no row at all.
+    """
+    found = 0
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if text := line.strip():
+                    _check_object(text, f"{key}: {path} line {number}")
+                    found = number
+                    yield number, text
+    except OSError as error:
+        raise UsageError(f"{key}: cannot read {path}: {error.strerror or error}") from None
+    if not found:
+        raise UsageError(f"{key}: {path} has no rows")
+
+
+def _check_object(text: bytes, where: str) -> None:
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{where} is not JSON: {error}") from None
+    except RecursionError:
+        raise UsageError(f"{where} is nested too deeply to be read") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{where}: expected a JSON object, found {type(value).__name__}")
