@@ -53,9 +53,8 @@ def load_config(path: Path, overrides: Sequence[str] = (), schema: type[S] = Con
 def load_either(path: Path, overrides: Sequence[str] = ()) -> Config | SftConfig:
     """Load an RL or a warm-start config, whichever `path` contains. Raises as `load_config`."""
     text = _read(path)
-    if _looks_like_sft(strict_yaml.parse_mapping(text, str(path))):
-        return _load(path, text, overrides, SftConfig)
-    return _load(path, text, overrides, Config)
+    sft = _looks_like_sft(strict_yaml.parse_mapping(text, str(path)))
+    return _load(path, text, overrides, SftConfig if sft else Config)
 
 
 def build_config(document: Document, file: str, overrides: Sequence[str] = (), schema: type[S] = Config) -> S:

@@ -175,15 +175,14 @@ def describe_origin(name: str) -> dict[str, str | float | bool | None]:
 def source_revision() -> tuple[str | None, bool]:
     """(git commit of this source tree, whether tracked files are modified); (None, False) outside a checkout."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None, False
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
     try:
-        head = _git(root, "rev-parse", "HEAD")
-        return head, bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
+        if (root / ".git").exists():
+            return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):
-        return None, False
-
-
-def _git(root: Path, *words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=10, check=True)
-    return done.stdout.strip()
+        pass
+    return None, False

@@ -156,19 +156,16 @@ def check_credentials(path: str) -> str | None:
 
     A folder with nothing but the broker's password for Redis is right while the broker listens on loopback.
     """
-    place = Path(path)
+    place, folder = Path(path), KeyFolder(path)
     try:
         if not place.exists():
             return f"{path}, which does not exist"
-        if place.is_file():
-            read_file(place, Credential, "a credential")
-            return None
-        folder = KeyFolder(place)
-        for file in folder.client_files():
+        files = [place] if place.is_file() else folder.client_files()
+        for file in files:
             read_file(file, Credential, "a credential")
         if folder.allowed.exists():
             load_allowed(path)
-        if not (folder.client_files() or folder.server.exists() or (place / REDIS_PASSWORD).exists()):
+        if not (files or folder.server.exists() or (place / REDIS_PASSWORD).exists()):
             return f"{path}, which has no keys"
     except (UsageError, OSError) as error:
         return str(error).removeprefix(f"{KEY}: ")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import zmq
 import zmq.auth.thread
@@ -100,22 +100,15 @@ def new_keys() -> Keys:
     return Keys(*(key.decode() for key in zmq.curve_keypair()))
 
 
-class KeyCheck(Protocol):
-    """Decides who is let in."""
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a connection that proved `key` is let in; called from another thread."""
-        ...
-
-
 class CurveGate:
-    """Lets only the keys that `allowed` accepts into the CURVE sockets of one context.
+    """Lets only some keys into the CURVE sockets of one context.
 
     A context has at most one gate, which owns its ZAP endpoint and a thread that serves it. Close the gate after its
     sockets and before its context.
     """
 
-    def __init__(self, context: "zmq.Context[Any]", keys: KeyPair, allowed: KeyCheck) -> None:
+    def __init__(self, context: "zmq.Context[Any]", keys: KeyPair, allowed: Any) -> None:
+        """`allowed.callback(domain, key)` says in another thread whether a connection that proved `key` is let in."""
         self._keys = keys
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(context)
         self._authenticator.start()

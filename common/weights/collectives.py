@@ -81,7 +81,8 @@ class Store:
 
     def __init__(self, address: str) -> None:
         """Listen on a free port of `address` (host name or IP); raises OSError when it cannot be bound."""
-        with socket.create_server((address, 0), family=_family(address), backlog=128) as listener:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family, backlog=128) as listener:
             self.host: str = address
             self.port: int = listener.getsockname()[1]
             # TCPStore binds every interface by itself; a listening socket handed over keeps it on this one.
@@ -127,10 +128,6 @@ def local_address(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as connection:
         connection.connect(target)
         return str(connection.getsockname()[0])
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def bind_free_port(router: "zmq.Socket[bytes]", host: str) -> str:
