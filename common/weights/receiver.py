@@ -78,7 +78,7 @@ class Receiver:
         self._staged: tuple[Publish, torch.Tensor] | None = None
         self._taken: tuple[int, int] | None = None  # (incarnation, version) of the buffer that `take` gave away
         self._contents: tuple[int, int] | None = None  # likewise of self._buffer, if whole and proven
-        self._server: RelayServer | None = None  # of the staging buffer, once the learner has asked for it
+        self._server: RelayServer | None = None  # serves the staging buffer, once the learner has asked for it
         self._status = StagingStatus()
 
     @property
@@ -131,7 +131,7 @@ class Receiver:
         self._group = self._transfer = None
 
     def _withdraw(self) -> None:
-        """The buffer is about to be written: its contents count no more, and nobody may fetch them."""
+        """The buffer is about to be written: its contents count no more, and no node may fetch them."""
         self._contents = None
         if self._server is not None:
             self._server.withdraw()
@@ -236,7 +236,7 @@ class Receiver:
             return
         with self._lock:
             if transfer is not self._transfer or transfer.epoch.source is not None:
-                group.close()  # nobody needs it again; a source has one payload
+                group.close()  # no transfer needs it again, since a source has one payload
             if transfer is self._transfer:
                 self._group = group if transfer.epoch.source is None else None
                 self._transfer, self._staged = None, (publish, flat)

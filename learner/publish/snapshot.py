@@ -35,7 +35,7 @@ class Snapshot:
         full: the whole version, once it is sealed.
         deltas: payloads by base version.
         sent: it began to travel.
-        checksum: of the whole buffer.
+        checksum: xxh3 digest of the whole buffer.
         sha256: SHA-256 of the whole buffer; computed when other nodes are going to serve it.
         bytes_staged: received and verified, summed over all nodes.
     """

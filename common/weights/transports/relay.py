@@ -80,7 +80,7 @@ class RelayGroup:
         self._one_fetch = threading.Lock()
         self._closing = False
         self._posted = self._asked = self._got = 0  # bytes of the payload
-        self._ends = deque[int]()  # of the posted buckets that are not asked for to their end
+        self._ends = deque[int]()  # where buckets end that were posted and not yet asked for
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         """Receive the payload's next bytes into `bucket` [n] uint8 while the caller waits.
