@@ -167,7 +167,7 @@ class Rig:
         self.publisher.publish(version, exported(self.models[version]), canary)
 
     def put(self, version: int, canary: Canary | None = None, model: Any = None) -> None:
-        """Publish, and wait until the engine runs it or is quarantined."""
+        """Publish, and wait until the engine runs it or is excluded."""
         self.publish(version, canary, model)
         self.run(self.active(version))
 
