@@ -40,7 +40,7 @@ class Proxy:
         self.bytes_per_s: float | None = None
         self._holding = False
         self._links: set[Link] = set()
-        self._pumps: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
@@ -116,19 +116,24 @@ class Proxy:
         return await asyncio.start_server(self._accept, "127.0.0.1", 0)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connecting = asyncio.ensure_future(asyncio.open_connection(self._host, self._port))
+        self._watch(connecting)
         try:
-            server_reader, server_writer = await asyncio.open_connection(self._host, self._port)
-        except OSError:
-            writer.close()
+            server_reader, server_writer = await connecting
+        except (OSError, asyncio.CancelledError):
+            writer.transport.abort()
             return
         link = Link(writer, server_writer)
         if self._holding:
             link.open.clear()
         self._links.add(link)
         for source, target in ((reader, server_writer), (server_reader, writer)):
-            pump = asyncio.ensure_future(self._pump(link, source, target))
-            self._pumps.add(pump)
-            pump.add_done_callback(self._pumps.discard)
+            self._watch(asyncio.ensure_future(self._pump(link, source, target)))
+
+    def _watch(self, task: asyncio.Task[Any]) -> None:
+        """`close` ends the task."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _pump(self, link: Link, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         line: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(LINE_CHUNKS)
@@ -173,9 +178,9 @@ class Proxy:
         self._server.close()
         for link in list(self._links):
             self._reset(link)
-        for pump in list(self._pumps):
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ---------------------------------------------------------------- from other threads
 
