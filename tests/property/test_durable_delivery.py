@@ -5,7 +5,6 @@ Everything that the reference is held to holds across crashes: the rules and inv
 
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from broker.journal.journal import Journal
 from broker.journal.recovery import Recovered, recover
 from broker.journal.store import Store, StoredPayload
 from tests.property.test_delivery_state import Delivery
+from tests.waiting import until
 
 RETAIN_STEPS = 2
 
@@ -117,10 +117,7 @@ class DurableDelivery(Delivery):
     def settle(self) -> None:
         """Until everything recorded is written."""
         last = self.journal.end_turn()
-        end = time.monotonic() + 30
-        while self.journal.acknowledged < last:
-            assert time.monotonic() < end, self.journal.stuck
-            time.sleep(0.0005)
+        until(lambda: self.journal.acknowledged >= last, "acknowledged records", every_s=0.0005)
 
     def teardown(self) -> None:
         if hasattr(self, "journal"):

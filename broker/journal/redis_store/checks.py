@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from broker.journal.redis_store.connection import raise_for, redis_module
+from broker.journal.redis_store.connection import asking, redis_module
 from common.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,13 @@ def check_server(client: Any, name: str, durability: str, doubt: Doubt = logger.
         doubt: hears what could not be seen, and so not checked.
 
     Raises:
-        StoreUnavailable, BrokerError: see `raise_for`.
+        StoreUnavailable, BrokerError: see `asking`.
         UsageError: naming the setting, what was found and how to set it.
     """
-    try:
-        info = _info(client)
-    except Exception as error:
-        raise_for(error, name)
-        raise
+    with asking(name):
+        sections = [client.info(section) for section in ("server", "memory", "persistence", "replication")]
+        info = {key: str(value) for section in sections for key, value in section.items()}
+        settings = _settings(client, info, doubt)
     version = tuple(int(x) for x in re.findall(r"\d+", info.get("redis_version", ""))[:2])
     if version < OLDEST:
         found = info.get("redis_version", "unknown")
@@ -46,7 +45,6 @@ def check_server(client: Any, name: str, durability: str, doubt: Doubt = logger.
         )
     if info.get("role") not in (None, "master"):
         raise UsageError(f"broker.redis: {name} is a replica, expected the primary; name that one")
-    settings = _settings(client, info, doubt)
     evicted = "groups that were acknowledged would be evicted"
     _expect(name, settings, "maxmemory-policy", ("noeviction",), evicted, doubt)
     append, fsync = NEEDED[durability]
@@ -85,11 +83,6 @@ def _settings(client: Any, info: dict[str, str], doubt: Doubt) -> dict[str, str]
             shown["appendonly"] = "yes" if info["aof_enabled"] == "1" else "no"
         return {name: value for name, value in shown.items() if value is not None}
     return found
-
-
-def _info(client: Any) -> dict[str, str]:
-    sections = (client.info(section) for section in ("server", "memory", "persistence", "replication"))
-    return {name: str(value) for section in sections for name, value in section.items()}
 
 
 def _text(value: bytes | str) -> str:

@@ -7,6 +7,8 @@ ca.crt, and client.crt with client.key where the server asks for them.
 """
 
 import importlib
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,24 +74,18 @@ def open_client(address: str, credentials: str | None) -> Any:
     return redis.Redis(host=at.host, port=at.port, socket_keepalive=True, **options)
 
 
-def raise_for(error: Exception, name: str) -> None:
-    """Raise what a failure of redis-py means.
+@contextmanager
+def asking(name: str) -> Generator[None]:
+    """While active, a failure of redis-py becomes one of the broker; `name` is the server's, for people.
 
     Raises:
         StoreUnavailable: it may pass.
         BrokerError: Redis refuses: wrong password, no permission, an error in a command.
     """
-    kinds = redis_module("redis.exceptions")
-    refused = isinstance(error, kinds.AuthenticationError | kinds.NoPermissionError)
-    passing = isinstance(error, kinds.ConnectionError | kinds.TimeoutError | kinds.ReadOnlyError | OSError)
-    if not refused and (passing or str(error).startswith(PASSING) or isinstance(error, kinds.OutOfMemoryError)):
-        raise StoreUnavailable(f"Redis at {name} does not take records: {error}") from error
-    hint = ""
-    if isinstance(error, kinds.NoPermissionError):
-        hint = "; its user needs the commands and keys (`slipstream:{run.name}:*`) of the ACL line in docs/redis.md"
-    elif isinstance(error, kinds.AuthenticationError):
-        hint = "; its password is expected in broker.password in the folder of broker.credentials"
-    raise BrokerError(f"Redis at {name} refuses the broker: {error}{hint}") from error
+    try:
+        yield
+    except Exception as error:
+        raise _meaning(error, name) from error
 
 
 def _folder(credentials: str | None) -> Path | None:
@@ -118,3 +114,17 @@ def _tls(folder: Path | None) -> dict[str, str]:
     if ("ssl_certfile" in found) != ("ssl_keyfile" in found):
         raise UsageError(f"broker.credentials: {folder} must contain client.crt and client.key both, or neither")
     return found
+
+
+def _meaning(error: Exception, name: str) -> StoreUnavailable | BrokerError:
+    kinds = redis_module("redis.exceptions")
+    refused = isinstance(error, kinds.AuthenticationError | kinds.NoPermissionError)
+    passing = isinstance(error, kinds.ConnectionError | kinds.TimeoutError | kinds.ReadOnlyError | OSError)
+    if not refused and (passing or str(error).startswith(PASSING) or isinstance(error, kinds.OutOfMemoryError)):
+        return StoreUnavailable(f"Redis at {name} does not take records: {error}")
+    hint = ""
+    if isinstance(error, kinds.NoPermissionError):
+        hint = "; its user needs the commands and keys (`slipstream:{run.name}:*`) of the ACL line in docs/redis.md"
+    elif isinstance(error, kinds.AuthenticationError):
+        hint = "; its password is expected in broker.password in the folder of broker.credentials"
+    return BrokerError(f"Redis at {name} refuses the broker: {error}{hint}")

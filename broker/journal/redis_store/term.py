@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from broker.journal.redis_store.connection import raise_for
+from broker.journal.redis_store.connection import asking
 from broker.journal.redis_store.keys import About, Leader, run_prefix
 from broker.journal.store import StoreBehind, StoreFenced, StoreUnavailable
 from common.errors import BrokerError, UsageError
@@ -54,7 +54,7 @@ class Term:
 
         Raises:
             UsageError: the run of that name belongs to another folder.
-            StoreUnavailable, BrokerError: see `raise_for`.
+            StoreUnavailable, BrokerError: see `asking`.
         """
         found, seq = self.run([("HMGET", self._keys[0], "about", "seq")])[0]
         about = None if found is None else msgspec.json.decode(found, type=About)
@@ -71,7 +71,7 @@ class Term:
 
         Raises:
             UsageError: the run of that name belongs to another folder.
-            StoreUnavailable, BrokerError: see `raise_for`.
+            StoreUnavailable, BrokerError: see `asking`.
         """
         self._me = msgspec.structs.replace(self._me, address=address)
         ended = ""
@@ -97,7 +97,7 @@ class Term:
         Raises:
             StoreFenced: another broker leads.
             StoreBehind: the log lacks records that were acknowledged.
-            StoreUnavailable, BrokerError: see `raise_for`.
+            StoreUnavailable, BrokerError: see `asking`.
         """
         keys = [f"{store_prefix}log", f"{store_prefix}history"]
         status, term, leader, seq = self._run(before, keys, operation, self.number, *rest)
@@ -165,14 +165,11 @@ class Term:
         pipe = self.client.pipeline(transaction=False)
         for command in commands:
             pipe.execute_command(*command)
-        try:
-            replies = pipe.execute(raise_on_error=False)
-        except Exception as error:
-            raise_for(error, self.name)
-            raise
-        for reply in replies:
-            if isinstance(reply, Exception):
-                raise_for(reply, self.name)
+        with asking(self.name):
+            replies = pipe.execute(raise_on_error=False)  # otherwise redis-py puts the payloads into its message
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply
         return replies
 
     def _check_folder(self, theirs: str) -> None:

@@ -1,9 +1,11 @@
 """A durable state in a folder, for tests that write a store, break it and read it again."""
 
-import time
-from collections.abc import Sequence
+import resource
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
 from broker.delivery.event_log import EventLog
@@ -12,6 +14,7 @@ from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import SEGMENT_BYTES, Journal
 from broker.journal.recovery import recover
 from common.rollouts import GroupMeta, Task
+from tests.waiting import until
 
 RUN = RunInfo("rig", "/nowhere", 2, 3, 3, 10.0, 1 << 30)
 
@@ -69,17 +72,32 @@ class Rig:
 
     def settle(self) -> None:
         last = self.journal.end_turn()
-        end = time.monotonic() + 30
-        while self.journal.acknowledged < last:
-            assert time.monotonic() < end, self.journal.stuck
-            time.sleep(0.001)
+        until(lambda: self.journal.acknowledged >= last, "acknowledged records", every_s=0.001)
 
     def wait_until_writable(self) -> None:
         """The store's thread says so right after what it wrote is acknowledged."""
-        end = time.monotonic() + 30
-        while self.journal.stuck:
-            assert time.monotonic() < end, self.journal.stuck
-            time.sleep(0.001)
+        until(lambda: not self.journal.stuck, "a store that can be written", every_s=0.001)
 
     def close(self) -> None:
         assert self.journal.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.settle()
+            self.close()
+
+
+@contextmanager
+def files_may_not_grow_beyond(size: int) -> Iterator[None]:
+    """As on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)

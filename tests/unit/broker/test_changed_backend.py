@@ -1,9 +1,6 @@
 """A run whose broker.store or disk changes between two starts."""
 
-import resource
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -19,6 +16,7 @@ from common.errors import UsageError
 from common.process.run_dir import RunDir
 from common.rollouts import Task
 from tests.redis_server import RedisServer
+from tests.unit.broker.durable_rig import files_may_not_grow_beyond
 
 
 @pytest.fixture
@@ -90,22 +88,9 @@ def test_a_run_of_the_former_redis_backend_is_refused_with_a_sentence(tmp_path: 
         run.prepare(config)
 
 
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """No file can grow."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def test_a_store_can_be_locked_on_a_full_disk(tmp_path: Path) -> None:
     folder, other = StoreFolder(tmp_path / "store"), StoreFolder(tmp_path / "store")
-    with full_disk():
+    with files_may_not_grow_beyond(0):
         folder.lock()
         with pytest.raises(UsageError, match="process unknown writes its store"):
             other.lock()

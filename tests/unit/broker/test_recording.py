@@ -1,45 +1,21 @@
-"""A store read back as a recording."""
+"""The steps of a run read back from its store as a recording."""
 
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 
 import pytest
 
-from broker.contract import NodeReport
 from broker.delivery.task_table import Entry
-from broker.journal.recording import Recording, open_recording
-from broker.journal.recovery import Memory, open_memory
-from broker.main import run_info
-from common.config.schema import Config
+from broker.journal.recording import Recording, existing_file_store, open_recording, recorded
 from common.errors import UsageError
 from common.process.run_dir import RunDir
-from common.rollouts import GroupMeta, Task
 from tests.broker_rig import job
+from tests.unit.broker.durable_rig import Rig, meta
 
 
-def recorded(config: Config, work: Callable[[Memory], None]) -> Recording:
-    """The recording of a broker that did `work` and ended; its payloads can still be read afterwards."""
-    run = run_info(config, b"")
-    memory = open_memory(config, run, lambda event: None)
-    work(memory)
-    assert memory.journal is not None
-    memory.journal.end_turn()
-    with pytest.raises(UsageError, match="is running: a broker has"), open_recording(RunDir(config.run.dir), config):
-        raise AssertionError("a broker has the store")
-    memory.close()
-    with open_recording(RunDir(config.run.dir), config) as recording:
-        assert recording.store_id == memory.state.store_id
-        return recording
-
-
-def generate(memory: Memory, serials: range) -> None:
-    """Every task handed in, the newest first."""
-    state = memory.state
-    state.offer([Task(serial, b"{}", serial, 2) for serial in serials])
-    state.register(NodeReport("n0", 1, "here", "generating", 100))
-    for lease in reversed(state.lease("n0", 100, len(serials))):
-        payload = b"group %d" % lease.task.serial
-        assert state.complete("n0", lease.token, GroupMeta(0, 1, 0.5, 8), payload, len(payload))
+def recording_in(run: Path) -> Recording:
+    """The steps in RUN/store, whose broker may be running."""
+    return recorded(existing_file_store(RunDir(run)), groups_per_step=2)
 
 
 def payload(group: Entry) -> bytes:
@@ -47,38 +23,57 @@ def payload(group: Entry) -> bytes:
     return group.stored.read()
 
 
-def serials(recording: Recording) -> dict[int, list[int]]:
-    return {step: [group.task.serial for group in groups] for step, groups in recording.steps.items()}
+def test_retained_and_taken_steps_come_back_in_their_order_with_payloads_and_marks(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store", retain_steps=2)
+    rig.begin()
+    rig.offer(11)
+    payloads = {lease.task.serial: rig.complete(lease) for lease in reversed(rig.lease(11))}
+    for step in range(5):
+        rig.state.take(step, 2)
+        if step == 2:
+            rig.state.filter(2, [5], 4)  # the step takes another group for it
+            rig.state.take(2, 2)
+    rig.state.commit(3)
+    rig.state.take(5, 1)
+    rig.settle()
+    while_it_runs = recording_in(tmp_path)
+    with pytest.raises(UsageError, match="is running: a broker has"), open_recording(RunDir(tmp_path), job(tmp_path)):
+        raise AssertionError("a broker has the store")
+    rig.close()
+    with open_recording(RunDir(tmp_path), job(tmp_path)) as after_its_end:
+        for found in (while_it_runs, after_its_end):
+            assert (found.next_serial, found.store_id) == (11, rig.info.store_id)
+            steps = {step: [group.serial for group in groups] for step, groups in found.steps.items()}
+            assert list(steps)[-3:] == [2, 3, 4], "step 5 lacks a group"
+            assert (steps[2], steps[3], steps[4]) == ([4, 5, 6], [7, 8], [9, 10])
+            assert [group.filtered for group in found.steps[2]] == [False, True, False]
+            for group in (group for step in (2, 3, 4) for group in found.steps[step]):
+                assert (payload(group), group.nodes[-1], group.meta) == (payloads[group.serial], "n0", meta())
 
 
-def test_committed_and_taken_steps_come_back_in_their_order_with_payloads_and_marks(tmp_path: Path) -> None:
-    def work(memory: Memory) -> None:
-        generate(memory, range(9))
-        memory.state.take(0, 2)
-        memory.state.filter(0, [1], 4)
-        for step in range(3):
-            memory.state.take(step, 2)
-        memory.state.commit(1)
-
-    found = recorded(job(tmp_path / "run"), work)
-    assert serials(found) == {0: [0, 1, 2], 1: [3, 4], 2: [5, 6]}
-    assert found.next_serial == 9
-    assert [group.filtered for group in found.steps[0]] == [False, True, False]
-    for groups in found.steps.values():
-        for group in groups:
-            assert payload(group) == b"group %d" % group.task.serial
-            assert (group.nodes[-1], group.meta) == ("n0", GroupMeta(0, 1, 0.5, 8))
+def test_what_is_retained_outlives_snapshots_and_what_is_not_is_removed(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store", segment_bytes=1 << 14, retain_steps=2)
+    rig.begin()
+    sizes: list[int] = []
+    for step in range(60):
+        last = rig.step(step, size=1000)
+        rig.state.commit(step - 1)
+        rig.settle()
+        sizes.append(rig.journal.store.size_bytes())
+    assert max(sizes[20:]) < 4 * max(sizes[:20]), "the store does not grow with the run"
+    rig.close()
+    found = recording_in(tmp_path)
+    assert list(found.steps)[-3:] == [57, 58, 59]
+    assert [payload(group) for group in found.steps[59]] == last
+    assert len(list((tmp_path / "store").glob("0*.log"))) < 10
 
 
-def test_what_is_retained_at_least_comes_back_and_no_step_that_lacks_groups(tmp_path: Path) -> None:
-    def work(memory: Memory) -> None:
-        generate(memory, range(12))
-        for step in range(5):
-            memory.state.take(step, 2)
-        memory.state.commit(3)
-        memory.state.take(5, 2)
-        memory.state.filter(5, [10], 4)  # the step waits for another group
-
-    found = recorded(job(tmp_path / "run", retain_steps=2), work)
-    assert list(found.steps)[-3:] == [2, 3, 4]
-    assert payload(found.steps[2][0]) == b"group 4"
+def test_a_store_may_be_read_where_it_was_copied_to(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "a" / "store")
+    rig.begin()
+    payloads = rig.step(0)
+    rig.settle()
+    rig.close()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "a")
+    assert [payload(group) for group in recording_in(tmp_path / "b").steps[0]] == payloads

@@ -2,24 +2,25 @@
 
 import itertools
 import os
-import resource
 import shutil
 import tarfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.contract import LearnerReport, NodeReport
+from broker.contract import BrokerStatus, LearnerReport, NodeReport
 from broker.journal.file_store.frames import BLOCK
 from broker.journal.store import PayloadUnreadable, StoreCorrupt, StoredPayload
 from common.errors import UsageError
-from tests.unit.broker.durable_rig import Rig, meta
+from common.rollouts import GroupMeta
+from tests.unit.broker.durable_rig import Rig, files_may_not_grow_beyond, meta
+from tests.waiting import until
 
 MOVES = ("step", "offer", "lease", "fail", "commit", "regenerate")
 
@@ -237,16 +238,6 @@ def test_padding_that_is_damaged_costs_nothing(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- a full disk
 
 
-@contextmanager
-def files_may_not_grow_beyond(size: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "store")
     rig.begin()
@@ -256,10 +247,7 @@ def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(tmp_path: Pa
         before = rig.journal.acknowledged
         rig.step(1, size=50_000)
         wanted = rig.journal.end_turn()
-        end = time.monotonic() + 20
-        while not rig.journal.stuck:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: rig.journal.stuck, "a store that cannot be written")
         assert str(tmp_path / "store") in rig.journal.stuck
         assert before <= rig.journal.acknowledged < wanted
         copy = copied(tmp_path / "store", "copy")
@@ -284,8 +272,7 @@ def test_a_new_segment_waits_for_room_too(tmp_path: Path) -> None:
         for step in range(3):
             rig.step(step, size=20_000)
             rig.journal.end_turn()
-        time.sleep(0.2)
-        assert rig.journal.stuck
+        until(lambda: rig.journal.stuck, "a store that cannot be written")
     rig.settle()
     known = what_is_known(rig)
     rig.close()
@@ -311,6 +298,21 @@ def test_a_store_of_another_schema_is_refused(tmp_path: Path) -> None:
     info.write_bytes(info.read_bytes().replace(b'"schema":1', b'"schema":2'))
     with pytest.raises(UsageError, match=r"store\.json: schema 2, this release reads 1"):
         Rig(tmp_path / "store")
+
+
+def test_a_store_without_its_identity_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    """Taken for an empty one, it would be written over: its checksums cannot be checked without the identity."""
+    home = tmp_path / "store"
+    rig = Rig(home)
+    rig.begin()
+    rig.step(0)
+    rig.settle()
+    rig.close()
+    (home / "store.json").unlink()
+    before = newest(home).read_bytes()
+    with pytest.raises(UsageError, match=r"store\.json.*missing"):
+        Rig(home)
+    assert newest(home).read_bytes() == before
 
 
 # -------------------------------------------------------------------- what survives
@@ -408,3 +410,31 @@ def test_a_store_of_an_earlier_release_is_read_with_every_task_group_and_name(tm
     assert (tasks.living[6].reason, tasks.living[6].failed_by) == ("because", ["n0"])
     assert state.fleet.nodes["n0"].tokens == set(tasks.leased)
     rig.close()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 1e300])
+def test_seconds_that_a_node_made_up_leave_neither_store_nor_status_unreadable(tmp_path: Path, seconds: float) -> None:
+    home = tmp_path / "store"
+    rig = Rig(home)
+    rig.begin()
+    rig.offer(2)
+    for lease in rig.lease():
+        assert rig.state.complete("n0", lease.token, GroupMeta(0, 0, 0.5, 1 << 53, 0, seconds), b"g", 1)
+    assert rig.state.take(0, 2) is not None
+    rig.state.filter(0, [0, 1], 0)
+    rig.settle()
+    rig.close()
+    again = Rig(home)
+    encoded = msgspec.msgpack.encode(again.state.status())
+    again.close()
+    assert msgspec.msgpack.decode(encoded, type=BrokerStatus).groups_taken == 2
+
+
+def test_a_report_cannot_make_the_sum_of_waste_unreadable(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "store")
+    rig.state.attach(LearnerReport(1, 1, "training", 0))
+    for number in range(2):
+        rig.state.register(NodeReport(f"n{number}", 1, "h", "generating", 0, tokens_wasted=1 << 53))
+    encoded = msgspec.msgpack.encode(rig.state.status())
+    rig.close()
+    assert msgspec.msgpack.decode(encoded, type=BrokerStatus).waste["cancelled"].tokens == 1 << 53
