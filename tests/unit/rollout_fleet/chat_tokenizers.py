@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from fleet_fakes import ScriptedSampler
-
 from common.rollouts import VersionRun
 from launch.quickstart.assets import build_tokenizer
 from rollout_fleet.episode.sampler_protocol import Generation
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler
 
 # Qwen3 in short: earlier turns lose their reasoning, tool answers travel as user turns, a think block may start a turn
 QWEN = """

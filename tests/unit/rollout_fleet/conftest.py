@@ -1,19 +1,15 @@
-"""Makes the fakes beside the tests importable, and ends what they start."""
+"""Ends what the fakes beside the tests start."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+from tests.unit.rollout_fleet.fleet_fakes import HOSTS
 
 
 @pytest.fixture(autouse=True)
 def close_hosts() -> Iterator[None]:
     """End the environments' threads of a test."""
     yield
-    from fleet_fakes import HOSTS
-
     while HOSTS:
         HOSTS.pop().close()

@@ -18,8 +18,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from chat_tokenizers import qwen, speaker
-from fleet_fakes import ScriptedSampler, in_turn, make_driver, new_host, prompts_of, say
 
 from common.rollouts import Sample
 from rollout_fleet.agents.driver import AgentDriver
@@ -30,6 +28,8 @@ from rollout_fleet.environments.isolation.process_host import ProcessHost, Proce
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
+from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, new_host, prompts_of, say
 from tests.waiting import until
 
 HERE = Path(__file__).parent

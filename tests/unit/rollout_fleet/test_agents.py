@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from chat_tokenizers import qwen, speaker
-from fleet_fakes import ScriptedSampler, new_host
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 
 from common.errors import SlipstreamError
@@ -21,6 +19,8 @@ from rollout_fleet.environments.isolation.process_host import ProcessHost, Proce
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
+from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, new_host
 from tests.waiting import LIMIT_S
 
 Agent = Callable[..., Awaitable[Any]]

@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from fleet_fakes import ScriptedSampler, in_turn, make_driver, prompts_of, say
 
 from common.rollouts import Sample
 from rollout_fleet.environments.adapters.gymnasium_text import FrozenLake, GymnasiumText
@@ -12,6 +11,7 @@ from rollout_fleet.environments.builtin.math_problem import MathProblem, judge
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.environments.registry import takes_group_seed
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, prompts_of, say
 
 
 def play(environment: type, said: list[str], problem: dict[str, Any], **options: Any) -> tuple[Sample, list[str]]:

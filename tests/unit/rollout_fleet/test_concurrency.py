@@ -5,10 +5,10 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_model import ModelEngine
 
 from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit, Slots
 from rollout_fleet.episode.sampler_protocol import EngineCounters
+from tests.unit.rollout_fleet.engine_model import ModelEngine
 
 
 class Looker:

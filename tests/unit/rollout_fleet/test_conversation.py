@@ -5,8 +5,6 @@ import json
 from typing import Any
 
 import pytest
-from chat_tokenizers import QWEN, with_template
-from fleet_fakes import ScriptedSampler
 
 from common.rollouts import VersionRun
 from rollout_fleet.agents import api
@@ -15,6 +13,8 @@ from rollout_fleet.environments.protocol import Budget, StopReason
 from rollout_fleet.episode.driver import EpisodeFailed, EpisodeRules, Progress, Sampling
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation
+from tests.unit.rollout_fleet.chat_tokenizers import QWEN, with_template
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler
 
 ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 

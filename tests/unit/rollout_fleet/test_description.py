@@ -5,14 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from chat_tokenizers import qwen
-from fleet_fakes import ScriptedSampler, new_host, say
 
 from common.config.schema import Config, LimitsConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
 from common.errors import ConfigError
 from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments import description
 from rollout_fleet.environments.description import check_environment
+from tests.unit.rollout_fleet.chat_tokenizers import qwen
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, new_host, say
 
 GAME = """
 import only_there

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from fleet_fakes import ScriptedSampler, in_turn, make_driver, say
 
 from common.config.schema import LimitsConfig
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.protocol import Limits, StopReason
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, say
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")

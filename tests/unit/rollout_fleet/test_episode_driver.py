@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fleet_fakes import EOS, Base, CharacterTokenizer, ScriptedSampler, in_turn, make_driver, play, say, text_of
 
 from common.errors import SlipstreamError
 from common.rollouts import Group, VersionRun, decode_group, encode_group
@@ -17,6 +16,17 @@ from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 from rollout_fleet.environments.protocol import Action, Budget, StepResult
 from rollout_fleet.episode.driver import Progress
 from rollout_fleet.episode.sampler_protocol import Generation
+from tests.unit.rollout_fleet.fleet_fakes import (
+    EOS,
+    Base,
+    CharacterTokenizer,
+    ScriptedSampler,
+    in_turn,
+    make_driver,
+    play,
+    say,
+    text_of,
+)
 from tests.waiting import LIMIT_S, until_async
 
 SUM = {"question": "1+2", "answer": "3"}

@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 import pytest
-from fleet_fakes import EOS, Base, ScriptedSampler, addition_task, in_turn, make_driver, say
 
 from common.config.schema import LimitsConfig
 from common.rollouts import Sample
@@ -13,6 +12,7 @@ from rollout_fleet.environments.description import limits_of, own_limits
 from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
 from rollout_fleet.episode.group_progress import GroupProgress
 from rollout_fleet.episode.group_runner import GroupRunner
+from tests.unit.rollout_fleet.fleet_fakes import EOS, Base, ScriptedSampler, addition_task, in_turn, make_driver, say
 
 
 def play(environment: type, limits: Limits | None = None, turns: int = 3, **more: Any) -> Sample:

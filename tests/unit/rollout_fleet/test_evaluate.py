@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_fakes import ScriptedSampler, add, make_driver, new_host, run, say
 
 from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
 from common.errors import UsageError
@@ -12,6 +11,7 @@ from common.rollouts import Sample
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.node import evaluate as module
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, add, make_driver, new_host, run, say
 
 PROBLEMS = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(10)]
 

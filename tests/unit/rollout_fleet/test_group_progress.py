@@ -1,9 +1,8 @@
 """How far a group is, as a heartbeat tells it."""
 
-from fleet_fakes import addition_task
-
 from rollout_fleet.episode.driver import Progress
 from rollout_fleet.episode.group_progress import REPORTED, GroupProgress, oldest_groups
+from tests.unit.rollout_fleet.fleet_fakes import addition_task
 
 
 def working(serial: int, leased_at: float, *episodes: Progress) -> GroupProgress:

@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from fleet_fakes import ScriptedSampler, add, addition_task, make_driver, run, say
 
 from common.errors import SlipstreamError
 from common.rollouts import Task, VersionRun
@@ -12,6 +11,7 @@ from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.protocol import Action, StepResult
 from rollout_fleet.episode.group_progress import GroupProgress
 from rollout_fleet.episode.group_runner import GroupRunner, RolledOut
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, add, addition_task, make_driver, run, say
 
 
 def roll(runner: GroupRunner, *tasks: Task) -> list[RolledOut]:

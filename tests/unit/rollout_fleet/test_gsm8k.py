@@ -5,12 +5,12 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from chat_tokenizers import qwen, speaker
-from fleet_fakes import ScriptedSampler, in_turn, make_driver, play, say, text_of
 
 from rollout_fleet.environments.builtin.gsm8k import PROMPT, Gsm8k, final_number, gold_number
 from rollout_fleet.environments.protocol import Action, StepResult
 from rollout_fleet.environments.registry import resolve
+from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, play, say, text_of
 
 ROW = {
     "question": "Natalia sold clips to 48 friends in April, and half as many in May. How many altogether?",

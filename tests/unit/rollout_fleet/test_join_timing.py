@@ -4,10 +4,7 @@ import subprocess
 import sys
 import time
 
-from test_node import Around, Site
-
 from rollout_fleet.join_timing import JoinTimer, process_age_s
-from tests.waiting import until_async
 
 
 def test_stages_count_from_the_start_of_the_process_and_only_once() -> None:
@@ -31,28 +28,3 @@ def test_the_age_of_a_process_is_counted_from_its_start_not_from_the_import() ->
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert 0.4 <= float(done.stdout) <= time.monotonic() - started + 0.02
     assert process_age_s() > 0
-
-
-async def test_the_first_lease_and_the_first_accepted_group_are_reported() -> None:
-    async with Site() as site:
-        site.attach(tasks=4)
-        await until_async(lambda: site.states() == ["ready"] * 4)
-        told = site.status.report().joined
-        assert 0 < told.leased <= told.delivered
-        await until_async(lambda: site.learner.status().nodes[0].report.joined == told)
-
-
-async def test_a_group_that_the_broker_refuses_is_no_first_group() -> None:
-    class Refusing(Around):
-        refused = 0
-
-        async def complete(self, *_: object) -> bool:
-            self.refused += 1
-            return False
-
-    async with Site(wrap=Refusing) as site:
-        site.attach(tasks=1)
-        await until_async(lambda: site.parts.broker.refused == 1)  # type: ignore[attr-defined]
-        await until_async(lambda: site.status.report().groups == [])
-        assert site.status.report().joined.leased > 0
-        assert site.status.report().joined.delivered == 0

@@ -7,16 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from fleet_fakes import (
-    InOwnerLoop,
-    ScriptedFeed,
-    ScriptedSampler,
-    add,
-    addition_task,
-    learner_report,
-    make_driver,
-    run_info,
-)
 
 from broker.contract import Waste
 from broker.delivery.in_process import MemoryBroker
@@ -31,6 +21,16 @@ from rollout_fleet.node.heartbeat import Heartbeat
 from rollout_fleet.node.node import Node
 from rollout_fleet.node.node_status import OwnStatus
 from rollout_fleet.node.running_groups import NodeParts
+from tests.unit.rollout_fleet.fleet_fakes import (
+    InOwnerLoop,
+    ScriptedFeed,
+    ScriptedSampler,
+    add,
+    addition_task,
+    learner_report,
+    make_driver,
+    run_info,
+)
 from tests.waiting import LIMIT_S, until_async
 
 
@@ -430,3 +430,28 @@ async def test_two_nodes_share_the_window() -> None:
         first.attach(tasks=8)
         await until_async(lambda: first.states() == ["leased"] * 8)
         assert {e.nodes[-1] for e in first.learner.ledger()} == {"n0", "n1"}
+
+
+async def test_the_first_lease_and_the_first_accepted_group_are_reported() -> None:
+    async with Site() as site:
+        site.attach(tasks=4)
+        await until_async(lambda: site.states() == ["ready"] * 4)
+        told = site.status.report().joined
+        assert 0 < told.leased <= told.delivered
+        await until_async(lambda: site.learner.status().nodes[0].report.joined == told)
+
+
+async def test_a_group_that_the_broker_refuses_is_no_first_group() -> None:
+    class Refusing(Around):
+        refused = 0
+
+        async def complete(self, *_: object) -> bool:
+            self.refused += 1
+            return False
+
+    async with Site(wrap=Refusing) as site:
+        site.attach(tasks=1)
+        await until_async(lambda: site.parts.broker.refused == 1)  # type: ignore[attr-defined]
+        await until_async(lambda: site.status.report().groups == [])
+        assert site.status.report().joined.leased > 0
+        assert site.status.report().joined.delivered == 0

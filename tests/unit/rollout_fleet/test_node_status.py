@@ -1,12 +1,12 @@
 """What a node says of itself."""
 
 import pytest
-from fleet_fakes import run_info
 
 from broker.contract import GroupWork, Waste
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
 from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
 from rollout_fleet.node.node_status import OwnStatus, explain
+from tests.unit.rollout_fleet.fleet_fakes import run_info
 
 HELD = WeightsState(version=12, incarnation=0, waiting_on="")
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import psutil
 import pytest
-from fleet_fakes import CharacterTokenizer, ScriptedSampler, make_driver, say
 
 from common.rollouts import Sample
 from rollout_fleet.environments.isolation.placement import StageFailed
 from rollout_fleet.environments.isolation.process_host import Channel, ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Limits
+from tests.unit.rollout_fleet.fleet_fakes import CharacterTokenizer, ScriptedSampler, make_driver, say
 from tests.waiting import until, until_async
 
 LIMITS = Limits(process=True, reset_s=60.0, step_s=30.0, cpu_s=1, memory_mib=512, observation_chars=10_000)

@@ -4,11 +4,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from chat_tokenizers import LLAMA, QWEN, qwen, speaker, with_template
-from fleet_fakes import ScriptedSampler, make_driver
 
 from rollout_fleet.environments.protocol import Action, Chat, StepResult
 from rollout_fleet.episode.rendering import MARK, Renderer
+from tests.unit.rollout_fleet.chat_tokenizers import LLAMA, QWEN, qwen, speaker, with_template
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, make_driver
 
 TOOLS = '[{"type": "function", "function": {"name": "add"}}]'
 

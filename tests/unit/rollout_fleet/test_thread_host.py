@@ -4,9 +4,9 @@ import asyncio
 import threading
 
 import pytest
-from fleet_fakes import new_host
 
 from rollout_fleet.environments.isolation import thread_host as host_module
+from tests.unit.rollout_fleet.fleet_fakes import new_host
 from tests.waiting import LIMIT_S, until_async
 
 

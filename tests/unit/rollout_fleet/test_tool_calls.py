@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from chat_tokenizers import LLAMA, QWEN
 
 from rollout_fleet.environments.protocol import ToolCall
 from rollout_fleet.episode.tool_calls import MOST_CALLS, format_of, parse
+from tests.unit.rollout_fleet.chat_tokenizers import LLAMA, QWEN
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = ToolCall("add", '{"a": 1}')

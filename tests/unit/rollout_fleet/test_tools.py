@@ -5,14 +5,14 @@ import time
 from typing import Any
 
 import pytest
-from chat_tokenizers import qwen, speaker
-from fleet_fakes import make_driver
 
 from common.rollouts import Sample
 from rollout_fleet.environments.builtin.python_tool import PythonTool
 from rollout_fleet.environments.isolation.sandbox import run_python
 from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.environments.tools import OUTPUT_CHARS, Tool, ToolEnvironment
+from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
+from tests.unit.rollout_fleet.fleet_fakes import make_driver
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
