@@ -4,8 +4,8 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -21,29 +21,6 @@ _HINTS = {
     "prompt": "one text or one list of token ids",
     "logprobs": "log-probabilities are recorded of the sampled tokens only: true in a chat, 0 in a completion",
 }
-
-
-@dataclass(frozen=True)
-class Request:
-    """The request.
-
-    Attributes:
-        messages: a chat's messages as sent, their contents as text; empty for a completion.
-        prompt: text or token ids of a completion.
-        tools: JSON list of function schemas; '' for none.
-        max_tokens: None: whatever the budget leaves.
-        logprobs, stream, token_ids: whether the answer has them.
-        usage: whether a stream ends with the counts of tokens.
-    """
-
-    messages: list[Message] = field(default_factory=list)
-    prompt: str | list[int] = ""
-    tools: str = ""
-    max_tokens: int | None = None
-    logprobs: bool = False
-    stream: bool = False
-    usage: bool = False
-    token_ids: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,66 +81,64 @@ class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
 
 
-class _Body(msgspec.Struct):
-    """The parameters that chats and completions share."""
+class Request(msgspec.Struct, kw_only=True):
+    """The parameters that chats and completions share; `max_tokens` None: whatever the budget leaves."""
 
     model: str | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
+    logprobs: Literal[0] | bool | None = None
 
-    def form(self) -> dict[str, bool]:
-        """The wishes for the answer, as fields of Request."""
-        usage = self.stream_options is not None and bool(self.stream_options.include_usage)
-        return {"stream": bool(self.stream), "usage": usage, "token_ids": bool(self.return_token_ids)}
+    @property
+    def scored(self) -> bool:
+        """Whether the answer has log-probabilities; a completion asks with 0."""
+        return self.logprobs is not None and self.logprobs is not False
 
 
-class _Chat(_Body, kw_only=True):
-    messages: Annotated[list[_Said], msgspec.Meta(min_length=1)]
+class ChatRequest(Request, kw_only=True):
+    """The body of a chat completion."""
+
+    said: Annotated[list[_Said], msgspec.Meta(min_length=1)] = msgspec.field(name="messages")
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: bool | None = None
     tools: Any = None
     tool_choice: Any = None
 
+    def __post_init__(self) -> None:
+        """Afterwards `tools` is a JSON list of function schemas, or '' for none."""
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
+        self.tools = json.dumps(self.tools) if self.tools and self.tool_choice != "none" else ""
 
-class _Completion(_Body, kw_only=True):
+    @property
+    def messages(self) -> list[Message]:
+        """As sent, their contents as text."""
+        return msgspec.to_builtins(self.said)
+
+
+class CompletionRequest(Request, kw_only=True):
+    """The body of a completion; the prompt is text or token ids."""
+
     prompt: str | list[Annotated[int, msgspec.Meta(ge=0)]]
     logprobs: Literal[0] | None = None
+    tools: ClassVar[str] = ""
 
 
-_B = TypeVar("_B", bound=_Body)
+R = TypeVar("R", bound=Request)
 
 
-def read_chat(body: Any, job: Sampling) -> Request:
-    """The body of a chat completion; it may name the sampling distribution `job`.
+def read(body: Any, kind: type[R], job: Sampling) -> R:
+    """The body of a request, which may name the sampling distribution `job`.
 
     Raises BadRequest for a body that cannot be read, or that asks for tokens which could not be recorded exactly.
     """
-    found = _read(body, _Chat, job)
-    return Request(
-        messages=[msgspec.to_builtins(message) for message in found.messages],
-        tools=json.dumps(found.tools) if found.tools and found.tool_choice != "none" else "",
-        max_tokens=found.max_completion_tokens or found.max_tokens,
-        logprobs=bool(found.logprobs),
-        **found.form(),
-    )
-
-
-def read_completion(body: Any, job: Sampling) -> Request:
-    """The body of a completion; as read_chat."""
-    if isinstance(body, dict) and isinstance(body.get("prompt"), list) and len(body["prompt"]) == 1:
-        (only,) = body["prompt"]  # one text may come as a list
-        body = {**body, "prompt": only if isinstance(only, str) else [only]}
-    found = _read(body, _Completion, job)
-    logprobs = found.logprobs is not None
-    return Request(prompt=found.prompt, max_tokens=found.max_tokens, logprobs=logprobs, **found.form())
-
-
-def _read(body: Any, kind: type[_B], job: Sampling) -> _B:
     if not isinstance(body, dict):
         raise BadRequest(f"the body must be a JSON object, found {type(body).__name__}")
-    check_parameters(body, job, kind.__struct_fields__)
+    check_parameters(body, job, kind.__struct_encode_fields__)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        body = {**body, "prompt": prompt[0]}
     try:
         found = msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
@@ -192,27 +167,39 @@ def said(answer: Answer) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def chat_body(answer: Answer, request: Request, name: str, model: str) -> dict[str, Any]:
-    """The body that answers a chat completion."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
-    if answer.calls:
-        message["tool_calls"] = _wire_calls(answer.calls)
-    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
-    if request.logprobs:
-        choice["logprobs"] = {"content": _logprobs(answer), "refusal": None}
-    return _body("chat.completion", choice, answer, request, name, model)
+def answer_body(answer: Answer, request: Request, name: str) -> dict[str, Any]:
+    """The body that answers a request."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason, "logprobs": None}
+    if isinstance(request, ChatRequest):
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
+        if answer.calls:
+            message["tool_calls"] = _wire_calls(answer.calls)
+        choice["message"] = message
+        logprobs = {"content": _logprobs(answer), "refusal": None}
+    else:
+        choice["text"] = answer.text
+        logprobs = {"tokens": answer.pieces, "token_logprobs": answer.logprobs, "top_logprobs": None}
+    if request.scored:
+        choice["logprobs"] = logprobs
+    prompt, sampled = len(answer.prompt_tokens), len(answer.tokens)
+    body: dict[str, Any] = {
+        "id": name,
+        "object": "chat.completion" if isinstance(request, ChatRequest) else "text_completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [choice],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+    }
+    if request.return_token_ids:
+        body["prompt_token_ids"] = answer.prompt_tokens
+        choice["token_ids"] = answer.tokens
+    return body
 
 
-def completion_body(answer: Answer, request: Request, name: str, model: str) -> dict[str, Any]:
-    """The body that answers a completion."""
-    choice: dict[str, Any] = {"index": 0, "text": answer.text, "finish_reason": answer.finish_reason, "logprobs": None}
-    if request.logprobs:
-        choice["logprobs"] = {"tokens": answer.pieces, "token_logprobs": answer.logprobs, "top_logprobs": None}
-    return _body("text_completion", choice, answer, request, name, model)
-
-
-def chat_chunks(body: dict[str, Any], request: Request) -> list[dict[str, Any]]:
-    """A chat answer as the chunks of a stream: role, text, finish reason and, if asked for, the token counts."""
+def chunks(body: dict[str, Any], request: Request) -> list[dict[str, Any]]:
+    """The answer's body as the chunks of a stream; a chat's are role, text, finish reason and, if asked for, counts."""
+    if not isinstance(request, ChatRequest):
+        return [body]
     (choice,) = body["choices"]
     message = choice["message"]
     calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
@@ -220,32 +207,18 @@ def chat_chunks(body: dict[str, Any], request: Request) -> list[dict[str, Any]]:
     deltas.append(({"content": message["content"] or "", **({"tool_calls": calls} if calls else {})}, None))
     deltas.append(({}, choice["finish_reason"]))
     common = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    chunks = [
+    found = [
         {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
         for delta, reason in deltas
     ]
-    if request.logprobs:
-        chunks[1]["choices"][0]["logprobs"] = choice["logprobs"]
-    if request.token_ids:
-        chunks[0]["prompt_token_ids"] = body["prompt_token_ids"]
-        chunks[1]["choices"][0]["token_ids"] = choice["token_ids"]
-    return [*chunks, {**common, "choices": [], "usage": body["usage"]}] if request.usage else chunks
-
-
-def _body(kind: str, choice: dict[str, Any], answer: Answer, request: Request, name: str, model: str) -> dict[str, Any]:
-    prompt, sampled = len(answer.prompt_tokens), len(answer.tokens)
-    body: dict[str, Any] = {
-        "id": name,
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-        "choices": [choice],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
-    }
-    if request.token_ids:
-        body["prompt_token_ids"] = answer.prompt_tokens
-        choice["token_ids"] = answer.tokens
-    return body
+    if request.scored:
+        found[1]["choices"][0]["logprobs"] = choice["logprobs"]
+    if request.return_token_ids:
+        found[0]["prompt_token_ids"] = body["prompt_token_ids"]
+        found[1]["choices"][0]["token_ids"] = choice["token_ids"]
+    if request.stream_options is not None and request.stream_options.include_usage:
+        found.append({**common, "choices": [], "usage": body["usage"]})
+    return found
 
 
 def _wire_calls(calls: Sequence[tuple[str, ToolCall]], arguments: Callable[[str], Any] = str) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from rollout_fleet.episode.token_record import TokenRecord
 from rollout_fleet.episode.tool_calls import Said, format_of, parse
 
 Words = tuple[tuple[str, str, str], ...]
+AnyRequest = api.ChatRequest | api.CompletionRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ class Conversation:
         self.sampled = 0
         self.exhausted: StopReason | None = None  # a request was refused because the budget is used up
 
-    async def answer(self, request: api.Request) -> api.Answer:
+    async def answer(self, request: AnyRequest) -> api.Answer:
         """Sample one turn.
 
         Raises:
@@ -107,25 +108,22 @@ class Conversation:
         self.exhausted = reason
         return api.BadRequest(f"the episode is over: {message}", code="context_length_exceeded")
 
-    def _prepared(self, request: api.Request) -> tuple[TokenRecord, list[int], Words]:
+    def _prepared(self, request: AnyRequest) -> tuple[TokenRecord, list[int], Words]:
         """The record to continue, the tokens of the new text, and the identities of the request's messages."""
         try:
-            return self._chat(request) if request.messages else (*self._completion(request.prompt), ())
+            return self._chat(request) if isinstance(request, api.ChatRequest) else self._completion(request.prompt)
         except (ValueError, TypeError, LookupError) as error:
             raise api.BadRequest(f"the chat template refuses the messages: {error}") from error
         except Exception as error:  # jinja's own errors, without importing jinja
             raise api.BadRequest(f"the chat template fails: {type(error).__name__}: {error}") from error
 
-    def _chat(self, request: api.Request) -> tuple[TokenRecord, list[int], Words]:
-        words = tuple(map(api.identity, request.messages))
+    def _chat(self, request: api.ChatRequest) -> tuple[TokenRecord, list[int], Words]:
+        messages = request.messages
+        words = tuple(map(api.identity, messages))
         before = self._continued(words, request.tools)
         if before is None:
-            return (
-                TokenRecord(),
-                self._renderer.encode(self._renderer.conversation(request.messages, request.tools)),
-                words,
-            )
-        new = request.messages[len(before.words) :]
+            return TokenRecord(), self._renderer.encode(self._renderer.conversation(messages, request.tools)), words
+        new = messages[len(before.words) :]
         end = before.record.tokens[before.length - 1] if before.ended else None
         text = self._renderer.continuation(new, end, request.tools)
         return before.path(), self._renderer.encode(text), words
@@ -143,7 +141,7 @@ class Conversation:
         ]
         return max(fits, key=lambda turn: len(turn.words), default=None)
 
-    def _completion(self, prompt: str | list[int]) -> tuple[TokenRecord, list[int]]:
+    def _completion(self, prompt: str | list[int]) -> tuple[TokenRecord, list[int], Words]:
         found: Turn | None = None
         for turn in self.turns:
             if turn.text is None or (found is not None and turn.sampled <= found.sampled):
@@ -153,12 +151,12 @@ class Conversation:
                 found = turn
         record = found.path() if found is not None else TokenRecord()
         if isinstance(prompt, str):
-            return record, self._renderer.encode(prompt[len(found.text or "") if found is not None else 0 :])
-        return record, list(prompt[len(record.tokens) :])
+            return record, self._renderer.encode(prompt[len(found.text or "") if found is not None else 0 :]), ()
+        return record, list(prompt[len(record.tokens) :]), ()
 
     def _kept(
         self,
-        request: api.Request,
+        request: AnyRequest,
         record: TokenRecord,
         words: Words,
         prompt: list[int],
@@ -174,11 +172,11 @@ class Conversation:
             finish_reason="length" if not ended else "tool_calls" if found.calls else "stop",
             prompt_tokens=prompt,
             tokens=generation.tokens,
-            pieces=[self._renderer.text([token]) for token in generation.tokens] if request.logprobs else [],
-            logprobs=generation.logprobs if request.logprobs else [],
+            pieces=[self._renderer.text([token]) for token in generation.tokens] if request.scored else [],
+            logprobs=generation.logprobs if request.scored else [],
         )
         whole: str | None = None
-        if request.messages:
+        if isinstance(request, api.ChatRequest):
             words = (*words, api.identity(api.said(answer)))
         else:
             whole = (request.prompt if isinstance(request.prompt, str) else self._renderer.text(prompt)) + text

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from common.errors import SlipstreamError
 from rollout_fleet.agents import api
-from rollout_fleet.agents.conversation import Conversation
+from rollout_fleet.agents.conversation import AnyRequest, Conversation
 from rollout_fleet.agents.parameters import CODE
 from rollout_fleet.episode.driver import EpisodeFailed
 
@@ -38,7 +38,7 @@ class Session:
         self.closed = False
         self._asking: set[asyncio.Task[api.Answer]] = set()
 
-    async def answer(self, asked: api.Request) -> api.Answer:
+    async def answer(self, asked: AnyRequest) -> api.Answer:
         """The policy's answer, as from Conversation.answer; cancelled when the episode ends meanwhile."""
         asking = asyncio.create_task(self.conversation.answer(asked))
         self._asking.add(asking)
@@ -88,8 +88,8 @@ class Endpoint:
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=BODY_BYTES)
-        app.router.add_post("/v1/chat/completions", partial(self._serve, chat=True))
-        app.router.add_post("/v1/completions", partial(self._serve, chat=False))
+        app.router.add_post("/v1/chat/completions", partial(self._serve, kind=api.ChatRequest))
+        app.router.add_post("/v1/completions", partial(self._serve, kind=api.CompletionRequest))
         app.router.add_get("/v1/models", self._models)
         # a request is cancelled when its agent disconnects or its episode ends
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -104,13 +104,12 @@ class Endpoint:
             return _denied()
         return web.json_response({"object": "list", "data": [{"id": api.MODEL, "object": "model", "owned_by": "job"}]})
 
-    async def _serve(self, request: web.Request, chat: bool) -> web.StreamResponse:
+    async def _serve(self, request: web.Request, kind: type[Any]) -> web.StreamResponse:
         session = self._session(request)
         if session is None:
             return _denied()
         try:
-            read = api.read_chat if chat else api.read_completion
-            asked = read(json.loads(await request.read()), session.conversation.job)
+            asked = api.read(json.loads(await request.read()), kind, session.conversation.job)
             if session.closed:
                 return _denied()
             answer = await session.answer(asked)
@@ -126,10 +125,10 @@ class Endpoint:
             session.fail(error)
             return _error(str(error), "server_error", 500)
         name = f"turn-{len(session.conversation.turns)}"
-        body = (api.chat_body if chat else api.completion_body)(answer, asked, name, api.MODEL)
+        body = api.answer_body(answer, asked, name)
         if not asked.stream:
             return web.json_response(body)
-        return await _streamed(request, api.chat_chunks(body, asked) if chat else [body])
+        return await _streamed(request, api.chunks(body, asked))
 
     def _session(self, request: web.Request) -> Session | None:
         return self._sessions.get(request.headers.get("Authorization", "").removeprefix("Bearer "))

@@ -5,8 +5,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-from broker.contract import GroupWork, NodeReport, RunInfo, Waste
+from broker.contract import NodeReport, RunInfo, Waste
 from common.staleness import window_end
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
 from rollout_fleet.join_timing import JoinTimer
@@ -23,11 +24,9 @@ class OwnStatus:
         self._clock = clock
         self._lock = threading.Lock()
         self._state, self._waiting_on, self._since = "starting", "the engine's start", clock()
-        self._weights = WeightsState()
-        self._counters = EngineCounters()
-        self._leases: tuple[str, ...] = ()
-        self._episodes, self._limit = 0, 0
-        self._groups: list[GroupWork] = []
+        self._weights, self._counters = WeightsState(), EngineCounters()
+        self._leases: list[str] = []
+        self._work: dict[str, Any] = {}
         self._cancelled_tokens, self._cancelled_s = 0, 0.0
         self._failed: dict[str, int] = {}
         self._waited_s = 0.0  # in states of IDLE that are over
@@ -42,16 +41,10 @@ class OwnStatus:
                 self._since = now
             self._state, self._waiting_on = state, waiting_on
 
-    def measure(self, weights: WeightsState, counters: EngineCounters, leases: list[str], episodes: int) -> None:
-        """Current figures of engine, weights and leases."""
+    def measure(self, weights: WeightsState, counters: EngineCounters, leases: list[str], **work: Any) -> None:
+        """Current figures of engine, weights and leases; `work` are further fields of NodeReport."""
         with self._lock:
-            self._weights, self._counters = weights, counters
-            self._leases, self._episodes = tuple(leases), episodes
-
-    def work(self, groups: list[GroupWork], limit: int) -> None:
-        """The oldest groups that the node works on, and how many episodes it runs at once at most."""
-        with self._lock:
-            self._groups, self._limit = groups, limit
+            self._weights, self._counters, self._leases, self._work = weights, counters, leases, work
 
     def cancelled(self, tokens: int, seconds: float) -> None:
         """Count the tokens of a group that ended half-way, and the seconds that no other counter has."""
@@ -88,17 +81,15 @@ class OwnStatus:
                 tokens_generated=generated,
                 tokens_wasted=self._cancelled_tokens,
                 tokens_per_s=self._rate,
-                episodes_running=self._episodes,
                 generation_stall_s=self._weights.stall_s,
                 flips=self._weights.flips,
                 canary_max_difference=self._weights.canary_max_difference,
-                groups=self._groups,
-                concurrency=self._limit,
                 kv_cache_usage=self._counters.kv_cache_usage,
                 preemptions=self._counters.preemptions,
                 prefix_hit_rate=self._counters.cached_tokens / max(1, self._counters.prompt_tokens),
                 samples_failed=dict(self._failed),
                 joined=self.joining.times,
+                **self._work,
                 waste={
                     "cancelled": Waste(self._cancelled_tokens, self._cancelled_s),
                     "stalled": Waste(seconds=self._weights.stall_s),

@@ -41,10 +41,10 @@ class Talk:
         self.talk = Conversation(self.sampler, Renderer(self.tokenizer), EpisodeRules(budget), Progress())
 
     def say(self, messages: list[dict[str, Any]], **more: Any) -> api.Answer:
-        return asyncio.run(self.talk.answer(api.read_chat({"messages": messages, **more}, Sampling())))
+        return asyncio.run(self.talk.answer(api.read({"messages": messages, **more}, api.ChatRequest, Sampling())))
 
     def complete(self, prompt: Any, **more: Any) -> api.Answer:
-        return asyncio.run(self.talk.answer(api.read_completion({"prompt": prompt, **more}, Sampling())))
+        return asyncio.run(self.talk.answer(api.read({"prompt": prompt, **more}, api.CompletionRequest, Sampling())))
 
     def prompts(self) -> list[list[int]]:
         return [call.prompt for call in self.sampler.calls]
@@ -204,7 +204,7 @@ def test_a_request_beyond_the_budget_is_refused_and_remembered(budget: Budget, r
 )
 def test_what_could_not_be_recorded_exactly_is_refused_with_the_reason(body: Any, why: str) -> None:
     with pytest.raises(api.BadRequest, match=why):
-        api.read_chat(body, Sampling())
+        api.read(body, api.ChatRequest, Sampling())
 
 
 def test_a_template_that_refuses_is_a_bad_request() -> None:
@@ -215,4 +215,4 @@ def test_a_template_that_refuses_is_a_bad_request() -> None:
 @pytest.mark.parametrize("prompt", [[-1], [1, -5], [True], [1.5], [[1]], {"a": 1}, ["a", "b"]])
 def test_a_prompt_of_no_token_ids_is_refused(prompt: Any) -> None:
     with pytest.raises(api.BadRequest, match="one text or one list of token ids"):
-        api.read_completion({"prompt": prompt}, Sampling())
+        api.read({"prompt": prompt}, api.CompletionRequest, Sampling())

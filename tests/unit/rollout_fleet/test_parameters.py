@@ -7,7 +7,7 @@ import pytest
 from openai.resources.chat.completions import Completions as Chats
 from openai.resources.completions import Completions
 
-from rollout_fleet.agents.api import read_chat, read_completion
+from rollout_fleet.agents.api import ChatRequest, CompletionRequest, read
 from rollout_fleet.agents.parameters import NEUTRAL, UNKNOWN, BadRequest
 from rollout_fleet.episode.driver import Sampling
 
@@ -59,39 +59,40 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 )
 def test_what_would_change_tokens_or_answer_is_refused_by_name(name: str, found: Any) -> None:
     with pytest.raises(BadRequest, match=f"'{name}'") as refused:
-        read_chat({"messages": HI, name: found}, JOB)
+        read({"messages": HI, name: found}, ChatRequest, JOB)
     assert (refused.value.parameter, refused.value.status) == (name, 400)
 
 
 def test_log_probabilities_of_a_completion_are_those_of_the_sampled_tokens() -> None:
-    assert read_completion({"prompt": "x", "logprobs": 0}, JOB).logprobs
+    assert read({"prompt": "x", "logprobs": 0}, CompletionRequest, JOB).scored
     for found in (1, True):
         with pytest.raises(BadRequest, match=r"'logprobs' .* 0 in a completion"):
-            read_completion({"prompt": "x", "logprobs": found}, JOB)
+            read({"prompt": "x", "logprobs": found}, CompletionRequest, JOB)
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:
     asked = {name: values[0] for name, (values, _) in NEUTRAL.items() if values}
-    found = read_chat({**asked, "messages": HI, "temperature": 0.7, "top_p": 1, "logprobs": True, "max_tokens": 5}, JOB)
+    asked |= {"messages": HI, "temperature": 0.7, "top_p": 1, "logprobs": True, "max_tokens": 5}
+    found = read(asked, ChatRequest, JOB)
     assert (found.max_tokens, found.logprobs) == (5, True)
-    read_chat({**dict.fromkeys([*NEUTRAL, "tools", "stream", "max_tokens", "anything"]), "messages": HI}, JOB)
+    read({**dict.fromkeys([*NEUTRAL, "tools", "stream", "max_tokens", "anything"]), "messages": HI}, ChatRequest, JOB)
 
 
 def test_an_unknown_parameter_is_refused_with_the_nearest_known_one() -> None:
     with pytest.raises(BadRequest, match=r"'max_token' is not served: .* did you mean 'max_tokens'") as refused:
-        read_completion({"prompt": "x", "max_token": 5}, JOB)
+        read({"prompt": "x", "max_token": 5}, CompletionRequest, JOB)
     assert (refused.value.parameter, refused.value.code) == ("max_token", "unsupported_parameter")
 
 
 @pytest.mark.parametrize(
-    ("create", "read", "body"),
-    [(Chats.create, read_chat, {"messages": HI}), (Completions.create, read_completion, {"prompt": "x"})],
+    ("create", "kind", "body"),
+    [(Chats.create, ChatRequest, {"messages": HI}), (Completions.create, CompletionRequest, {"prompt": "x"})],
     ids=["chat", "completion"],
 )
-def test_every_parameter_of_openai_s_client_is_decided_on(create: Any, read: Any, body: Any) -> None:
+def test_every_parameter_of_openai_s_client_is_decided_on(create: Any, kind: Any, body: Any) -> None:
     of_the_client = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
     for name in set(inspect.signature(create).parameters) - of_the_client:
         try:
-            read({**body, name: "some value"}, JOB)
+            read({**body, name: "some value"}, kind, JOB)
         except BadRequest as refused:
             assert UNKNOWN not in str(refused), name
