@@ -229,14 +229,8 @@ class Node:
         self._adjust()
         parts, weights, groups = self._parts, self._parts.feed.state, self._groups.progress
         episodes, starting = parts.runner.episodes_running, sum(group.starting for group in groups)
-        parts.status.measure(
-            weights,
-            parts.counters(),
-            self._groups.tokens,
-            episodes_running=episodes,
-            groups=oldest_groups(groups, time.monotonic()),
-            concurrency=parts.runner.slots.limit,
-        )
+        parts.status.measure(weights, parts.counters(), self._groups.tokens)
+        parts.status.work(episodes, oldest_groups(groups, time.monotonic()), parts.runner.slots.limit)
         if self._drain_reason is None:
             told = explain(weights, self._learner, episodes, starting, self._leased_before, self._run_info)
             parts.status.show(*told)

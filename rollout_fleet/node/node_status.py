@@ -5,9 +5,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-from broker.contract import NodeReport, RunInfo, Waste
+from broker.contract import GroupWork, NodeReport, RunInfo, Waste
 from common.staleness import window_end
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
 from rollout_fleet.join_timing import JoinTimer
@@ -26,7 +25,7 @@ class OwnStatus:
         self._state, self._waiting_on, self._since = "starting", "the engine's start", clock()
         self._weights, self._counters = WeightsState(), EngineCounters()
         self._leases: list[str] = []
-        self._work: dict[str, Any] = {}
+        self._episodes, self._groups, self._limit = 0, list[GroupWork](), 0
         self._cancelled_tokens, self._cancelled_s = 0, 0.0
         self._failed: dict[str, int] = {}
         self._waited_s = 0.0  # in states of IDLE that are over
@@ -41,10 +40,15 @@ class OwnStatus:
                 self._since = now
             self._state, self._waiting_on = state, waiting_on
 
-    def measure(self, weights: WeightsState, counters: EngineCounters, leases: list[str], **work: Any) -> None:
-        """Current figures of engine, weights and leases; `work` are further fields of NodeReport."""
+    def measure(self, weights: WeightsState, counters: EngineCounters, leases: list[str]) -> None:
+        """Current figures of engine, weights and leases."""
         with self._lock:
-            self._weights, self._counters, self._leases, self._work = weights, counters, leases, work
+            self._weights, self._counters, self._leases = weights, counters, leases
+
+    def work(self, episodes: int, groups: list[GroupWork], limit: int) -> None:
+        """Running episodes, the oldest groups, and how many episodes the node runs at once at most."""
+        with self._lock:
+            self._episodes, self._groups, self._limit = episodes, groups, limit
 
     def cancelled(self, tokens: int, seconds: float) -> None:
         """Count the tokens of a group that ended half-way, and the seconds that no other counter has."""
@@ -89,7 +93,9 @@ class OwnStatus:
                 prefix_hit_rate=self._counters.cached_tokens / max(1, self._counters.prompt_tokens),
                 samples_failed=dict(self._failed),
                 joined=self.joining.times,
-                **self._work,
+                episodes_running=self._episodes,
+                groups=self._groups,
+                concurrency=self._limit,
                 waste={
                     "cancelled": Waste(self._cancelled_tokens, self._cancelled_s),
                     "stalled": Waste(seconds=self._weights.stall_s),

@@ -65,7 +65,8 @@ def test_a_report_carries_engine_weights_and_waste() -> None:
     clock = Clock()
     status = OwnStatus("n", clock)
     weights = WeightsState(version=3, incarnation=1, flips=4, stall_s=0.5, canary_max_difference=0.01)
-    status.measure(weights, EngineCounters(tokens_generated=100), ["a", "b"], episodes_running=9)
+    status.measure(weights, EngineCounters(tokens_generated=100), ["a", "b"])
+    status.work(9, [], 16)
     status.cancelled(5, 1.5)
     clock.now = 2.0
     report = status.report()
@@ -78,7 +79,8 @@ def test_a_report_carries_engine_weights_and_waste() -> None:
 def test_a_report_carries_the_oldest_groups_and_the_pressure_on_the_kv_cache() -> None:
     status = OwnStatus("n", Clock())
     counters = EngineCounters(kv_cache_usage=0.75, preemptions=3, prompt_tokens=200, cached_tokens=150)
-    status.measure(HELD, counters, ["a"], groups=[GroupWork(4, 8, finished=2)], concurrency=24)
+    status.measure(HELD, counters, ["a"])
+    status.work(8, [GroupWork(4, 8, finished=2)], 24)
     report = status.report()
     assert (report.kv_cache_usage, report.preemptions, report.prefix_hit_rate) == (0.75, 3, 0.75)
     assert (report.groups, report.concurrency) == ([GroupWork(4, 8, finished=2)], 24)
