@@ -12,14 +12,16 @@ from rollout_fleet.environments.isolation.placement import Stage, ThreadStage
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.environments.protocol import Budget
-from rollout_fleet.episode.driver import Driver, EpisodeDriver, EpisodeRules, Sampling
+from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
 from rollout_fleet.episode.sampler_protocol import Sampler
 
 logger = logging.getLogger(__name__)
 
 
-def build_driver(config: Config, sampler: Sampler, host: EnvironmentHost, sampling: Sampling | None = None) -> Driver:
+def build_driver(
+    config: Config, sampler: Sampler, host: EnvironmentHost, sampling: Sampling | None = None
+) -> EpisodeDriver:
     """The driver of the config's environment and budgets, over an engine that may start later.
 
     `sampling` None stands for the config's. Raises ConfigError when environment, options or tokenizer cannot be used.

@@ -17,8 +17,8 @@ from rollout_fleet.agents.endpoint import Endpoint, Session
 from rollout_fleet.environments.isolation.placement import Stage
 from rollout_fleet.environments.protocol import StopReason
 from rollout_fleet.episode.driver import (
-    Driver,
     Episode,
+    EpisodeDriver,
     EpisodeFailed,
     EpisodeRules,
     Progress,
@@ -31,7 +31,7 @@ from rollout_fleet.episode.sampler_protocol import Sampler
 from rollout_fleet.episode.token_record import TokenRecord
 
 
-class AgentDriver(Driver):
+class AgentDriver(EpisodeDriver):
     """Runs episodes of one agent; of several conversations the one with most sampled tokens counts."""
 
     def __init__(self, sampler: Sampler, renderer: Renderer, stage: Stage, rules: EpisodeRules) -> None:

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -116,16 +115,16 @@ class Episode(Protocol):
     async def close(self) -> None: ...
 
 
-class Driver(ABC):
-    """Runs episodes of one kind against a sampler; safe to call concurrently."""
+class EpisodeDriver:
+    """Runs episodes of one environment class against a sampler; safe to call concurrently."""
 
     def __init__(self, sampler: Sampler, renderer: Renderer, stage: Stage, rules: EpisodeRules) -> None:
         self.sampler, self.renderer, self.stage, self.rules = sampler, renderer, stage, rules
         self._slots = rules.slots()
 
-    @abstractmethod
     async def begin(self, problem: dict[str, Any], seed: int, group_seed: int, progress: Progress) -> Episode:
         """A new episode, not played yet."""
+        return _EnvironmentEpisode(self, self.stage.seat(problem, seed, group_seed), progress)
 
     async def run(
         self, problem: dict[str, Any], seed: int, progress: Progress | None = None, group_seed: int | None = None
@@ -163,21 +162,14 @@ class Driver(ABC):
             finally:
                 await episode.close()
 
-    async def close(self) -> None:  # noqa: B027
-        """Release the resources that the episodes shared."""
-
-
-class EpisodeDriver(Driver):
-    """Runs episodes of one environment class."""
-
-    async def begin(self, problem: dict[str, Any], seed: int, group_seed: int, progress: Progress) -> Episode:
-        return _EnvironmentEpisode(self, self.stage.seat(problem, seed, group_seed), progress)
+    async def close(self) -> None:
+        """Release the resources that the episodes shared: environments share none."""
 
 
 class _EnvironmentEpisode:
     """The policy and an environment take turns."""
 
-    def __init__(self, driver: Driver, seat: Seat, progress: Progress) -> None:
+    def __init__(self, driver: EpisodeDriver, seat: Seat, progress: Progress) -> None:
         self._sampler, self._renderer, self._rules = driver.sampler, driver.renderer, driver.rules
         self._seat, self._progress, self.record = seat, progress, TokenRecord()
 

@@ -9,7 +9,7 @@ import msgspec
 
 from common.rollouts import Group, GroupMeta, Sample, Task
 from rollout_fleet.episode.concurrency import Slots
-from rollout_fleet.episode.driver import Driver, Progress
+from rollout_fleet.episode.driver import EpisodeDriver, Progress
 from rollout_fleet.episode.group_progress import GroupProgress
 
 NOTHING = GroupMeta(version_min=-1, version_max=-1, reward_mean=0.0, sampled_tokens=0)
@@ -28,7 +28,7 @@ class GroupRunner:
     """Runs groups concurrently; episodes start in the order in which their groups came, `concurrency` at a time."""
 
     def __init__(
-        self, driver: Driver, concurrency: int, on_failure: Callable[[str], None] = lambda reason: None
+        self, driver: EpisodeDriver, concurrency: int, on_failure: Callable[[str], None] = lambda reason: None
     ) -> None:
         """`on_failure` hears the stop reason of every sample that failed."""
         self._driver, self._on_failure = driver, on_failure

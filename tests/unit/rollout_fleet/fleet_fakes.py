@@ -12,7 +12,7 @@ from common.rollouts import Sample, Task, VersionRun
 from rollout_fleet.environments.isolation.placement import Stage, ThreadStage
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.environments.protocol import Action, Budget, Limits, StepResult
-from rollout_fleet.episode.driver import Driver, EpisodeDriver, EpisodeRules, Sampling
+from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
 from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, WeightsState
 from tests.waiting import LIMIT_S
@@ -104,7 +104,7 @@ class Base:
         return StepResult(reward=1.0)
 
 
-def play(driver: Driver, problem: dict[str, Any], seed: int = 7, group_seed: int | None = None) -> Sample:
+def play(driver: EpisodeDriver, problem: dict[str, Any], seed: int = 7, group_seed: int | None = None) -> Sample:
     """One episode in an event loop of its own."""
     return asyncio.run(driver.run(problem, seed, group_seed=group_seed))
 
