@@ -45,6 +45,14 @@ def load_sft(path: str, overrides: Sequence[str] = ()) -> tuple[SftConfig, RunDi
     return config, RunDir(config.run.dir)
 
 
+def config_file(word: str) -> Path:
+    """CONFIG itself, or the config.yaml in RUN; raises UsageError when there is none."""
+    file = Path(word) / "config.yaml" if Path(word).is_dir() else Path(word)
+    if not file.is_file():
+        raise UsageError(f"{word} is neither a config file nor the folder of a run with its config.yaml")
+    return file
+
+
 def need_broker_library(config: Config) -> None:
     """Raise UsageError when this Python lacks what broker.store takes; asked before the run folder is made."""
     if config.broker.store == "redis":

@@ -8,7 +8,6 @@ Exit codes: 0 nothing in the way (warnings may be there), 1 a problem, 2 bad usa
 import argparse
 import json
 from collections.abc import Iterable
-from pathlib import Path
 
 import msgspec
 
@@ -26,6 +25,7 @@ from launch.doctor.network import check_network
 from launch.doctor.resources import check_machine
 from launch.doctor.run_state import check_run
 from launch.plan.review import review
+from launch.resolve_target import config_file
 
 SIGNS = {"problem": ("✗", "red"), "warning": ("!", "yellow"), "fine": ("✓", "green")}
 
@@ -95,8 +95,5 @@ def _config_of(target: str | None, overrides: list[str]) -> tuple[Config | SftCo
         if overrides:
             raise UsageError(f"{overrides[0]} overrides a key of no config; name one: slipstream doctor CONFIG")
         return None, ""
-    path = Path(target)
-    file = path / "config.yaml" if path.is_dir() else path
-    if not file.is_file():
-        raise UsageError(f"{target} is neither a config file nor the folder of a run with its config.yaml")
+    file = config_file(target)
     return resolve_paths(load_either(file, overrides)), str(file)

@@ -22,54 +22,37 @@ NOTES_KEPT = 50
 def open_display(config: Config, tail: MetricsTail, plain: bool) -> Iterator["Display"]:
     """The live view when stdout is a terminal, else lines."""
     if plain or not sys.stdout.isatty():
-        yield PlainDisplay(config, tail)
+        yield Display(config, tail, None)
         return
     from rich.live import Live
 
     with Live(auto_refresh=False) as live:
-        yield LiveDisplay(config, tail, live)
+        yield Display(config, tail, live)
 
 
-class PlainDisplay:
-    """One line every PLAIN_EVERY_S seconds, when something changed."""
+class Display:
+    """Redraws a rich view in place; without one, prints a line every PLAIN_EVERY_S seconds when something changed."""
 
-    def __init__(self, config: Config, tail: MetricsTail) -> None:
-        self._config, self._tail = config, tail
+    def __init__(self, config: Config, tail: MetricsTail, live: "Live | None") -> None:
+        self._config, self._tail, self._live = config, tail, live
+        self._notes: deque[str] = deque(maxlen=NOTES_KEPT)
         self._next = 0.0
         self._last = ""
 
     def show(self, seen: Observation | None) -> None:
-        """Print the newest observation, if it is time to."""
-        if time.monotonic() < self._next:
-            return
-        from launch.observe.job_view import plain_line
+        """Show the newest observation, if it is time to."""
+        from launch.observe.job_view import plain_line, render_live
 
-        line = plain_line(self._config, seen, self._tail)
-        if line != self._last:
-            print(line, flush=True)
-            self._last, self._next = line, time.monotonic() + PLAIN_EVERY_S
-
-    def note(self, text: str) -> None:
-        """Print something that a person should see."""
-        print(text, flush=True)
-
-
-class LiveDisplay:
-    """Redraws a rich view in place."""
-
-    def __init__(self, config: Config, tail: MetricsTail, live: "Live") -> None:
-        self._config, self._tail, self._live = config, tail, live
-        self._notes: deque[str] = deque(maxlen=NOTES_KEPT)
-
-    def show(self, seen: Observation | None) -> None:
-        """Draw the newest observation."""
-        from launch.observe.job_view import render_live
-
-        self._live.update(render_live(self._config, seen, self._tail, list(self._notes)), refresh=True)
+        if self._live is not None:
+            self._live.update(render_live(self._config, seen, self._tail, list(self._notes)), refresh=True)
+        elif time.monotonic() >= self._next:
+            line = plain_line(self._config, seen, self._tail)
+            if line != self._last:
+                print(line, flush=True)
+                self._last, self._next = line, time.monotonic() + PLAIN_EVERY_S
 
     def note(self, text: str) -> None:
-        """Keep something that a person should see."""
+        """Tell a person something: under the view, or as a line."""
         self._notes.append(text)
-
-
-Display = PlainDisplay | LiveDisplay
+        if self._live is None:
+            print(text, flush=True)

@@ -109,19 +109,12 @@ def command(args: argparse.Namespace) -> int:
         try:
             run_replay(plan, recording, steps)
         finally:  # also of a learner that failed, as one does that replays the step in which the run failed
-            write_report(plan, args.overrides, steps)
+            checkpoint = str(plan.checkpoint) if plan.checkpoint else None
+            run = str(original.path.resolve())
+            report = ReplayReport(run, plan.first, plan.last, checkpoint, list(args.overrides), steps)
+            write_json(plan.run.path / "replay.json", report)
     print(f"{summary(steps)}; model, metrics and replay.json are in {plan.run.path}")
     return EXIT_DONE
-
-
-def write_report(plan: Replay, overrides: list[str], steps: list[ReplayedStep]) -> None:
-    """OUT/replay.json."""
-    checkpoint = str(plan.checkpoint) if plan.checkpoint else None
-    original = str(plan.original.path.resolve())
-    write_json(
-        plan.run.path / "replay.json",
-        ReplayReport(original, plan.first, plan.last, checkpoint, list(overrides), steps),
-    )
 
 
 def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) -> None:
@@ -138,7 +131,7 @@ def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) ->
     print(f"replaying steps {plan.first} to {plan.last} of {plan.original.path} in {plan.run.path}")
     originals = {found.step: found for found in read_metrics(plan.original.metrics, StepMetrics)}
     state = preloaded(run_info(plan.config, b""), recording, plan.steps)
-    supervisor = Supervisor(_quiet)
+    supervisor = Supervisor(lambda kind, detail: None)  # the learner's end is looked at
     with serving(state, plan.config, plan.run):
         log = log_path(plan.run.logs, "learner", "0")
         learner = supervisor.start(RoleSpec("learner", role_command(["learner", str(plan.run.config)]), log))
@@ -184,7 +177,3 @@ def _show_new(run: RunDir, originals: Mapping[int, StepMetrics], steps: list[Rep
     for found in read_metrics(run.metrics, StepMetrics)[len(steps) :]:
         steps.append(compare(originals.get(found.step), found))
         print(line(steps[-1]), flush=True)
-
-
-def _quiet(kind: str, detail: Mapping[str, object]) -> None:
-    """Nothing of what the supervisor tells is news here: the learner's end is looked at."""

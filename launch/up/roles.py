@@ -20,7 +20,7 @@ from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, write_json
 from common.redis_address import is_redis
 from launch.observe.observation import ask_status
-from launch.resolve_target import checked, find_run, joined_config, load_job, load_sft, need_broker_library
+from launch.resolve_target import checked, config_file, joined_config, load_job, load_sft, need_broker_library
 
 # torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
 SHUTDOWN_TIMEOUT_S = 300
@@ -95,8 +95,7 @@ def check_join_address(address: str) -> None:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Accuracy of a model on held-out problems through the same engine and environment as training."""
-    target = Path(args.config)
-    file = find_run(args.config).config if target.is_dir() else target
+    file = config_file(args.config)
     if not isinstance(load_either(file), Config):
         raise UsageError(f"{file} is a warm start's config; eval needs an RL job's, for its environment")
     config, run = load_job(str(file), args.overrides, environment=True)
