@@ -105,9 +105,11 @@ def write_broker(run: RunDir, pid: int | None = None, address: str = "ipc:///nob
 
 
 @contextmanager
-def living_broker(config: Config, credentials: str | None = None) -> Iterator[BrokerServer]:
-    """A real broker on a thread, found through RUN/broker.json."""
-    info = run_info(config, msgspec.json.encode(config))
+def living_broker(
+    config: Config, credentials: str | None = None, handed_out: bytes | None = None
+) -> Iterator[BrokerServer]:
+    """A real broker on a thread, found through RUN/broker.json; `handed_out` takes the place of its config."""
+    info = run_info(config, msgspec.json.encode(config) if handed_out is None else handed_out)
     with serving(state=new_state(info), credentials=credentials) as server:
         write_broker(RunDir(config.run.dir), address=server.address)
         yield server

@@ -37,31 +37,18 @@ def arguments(run: RunDir, target: Path, step: int | None = None) -> argparse.Na
     return argparse.Namespace(run=str(run.path), dir=str(target), step=step)
 
 
-def finish(run: RunDir) -> None:
-    run.model.mkdir()
-    (run.model / "config.json").write_text("{}")
-
-
-def test_a_finished_run_gives_its_final_model(run: RunDir, tmp_path: Path, converted: list[str]) -> None:
-    finish(run)
-    assert export.command(arguments(run, tmp_path / "out")) == 0
-    assert (tmp_path / "out" / "config.json").read_text() == "{}"
-    assert converted == []
-
-
-def test_without_a_final_model_the_newest_complete_checkpoint_is_taken(
-    run: RunDir, tmp_path: Path, converted: list[str]
-) -> None:
-    assert export.command(arguments(run, tmp_path / "out")) == 0
-    assert converted == ["step-1000000"]
-
-
-def test_a_step_is_taken_from_its_checkpoint_also_when_the_run_is_done(
-    run: RunDir, tmp_path: Path, converted: list[str]
-) -> None:
-    finish(run)
-    export.command(arguments(run, tmp_path / "out", step=40))
-    assert converted == ["step-000040"]
+@pytest.mark.parametrize(
+    ("finished", "step", "expected"),
+    [(True, None, []), (False, None, ["step-1000000"]), (True, 40, ["step-000040"])],
+    ids=["the final model", "else the newest complete checkpoint", "a step also when the run is done"],
+)
+def test_which_model_is_exported(run, tmp_path: Path, converted: list[str], finished, step, expected) -> None:
+    if finished:
+        run.model.mkdir()
+        (run.model / "config.json").write_text("{}")
+    assert export.command(arguments(run, tmp_path / "out", step)) == 0
+    assert converted == expected
+    assert (tmp_path / "out" / "config.json").exists() == (not expected)
 
 
 def test_a_torn_checkpoint_is_refused(run: RunDir, tmp_path: Path, converted: list[str]) -> None:
@@ -71,22 +58,16 @@ def test_a_torn_checkpoint_is_refused(run: RunDir, tmp_path: Path, converted: li
     assert converted == []
 
 
-def test_a_step_without_checkpoint_is_refused_with_those_that_have_one(run: RunDir, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_refused_with_the_reason(run: RunDir, tmp_path: Path, converted: list[str]) -> None:
     with pytest.raises(UsageError, match="no checkpoint of step 60; it has 20, 40, 1000000"):
         export.command(arguments(run, tmp_path / "out", step=60))
-
-
-def test_a_run_without_anything_says_when_there_will_be_something(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    run.path.mkdir()
-    run.config.write_text("")
-    with pytest.raises(UsageError, match=r"no model and no checkpoint yet; .* learner\.checkpoint\.every"):
-        export.command(arguments(run, tmp_path / "out"))
-
-
-def test_a_folder_with_something_in_it_is_not_overwritten(run: RunDir, tmp_path: Path, converted: list[str]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("")
     with pytest.raises(UsageError, match="is not empty"):
         export.command(arguments(run, tmp_path / "out"))
+    empty = RunDir(tmp_path / "empty")
+    empty.path.mkdir()
+    empty.config.write_text("")
+    with pytest.raises(UsageError, match=r"no model and no checkpoint yet; .* learner\.checkpoint\.every"):
+        export.command(arguments(empty, tmp_path / "elsewhere"))
     assert converted == []
