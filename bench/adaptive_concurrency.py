@@ -135,8 +135,7 @@ def main() -> None:
     config = load_config(async_tail.CONFIG, [*words, f"rollout.engine.kv_cache_mib={mib}"])
     os.environ.update(thread_environment(config.rollout.threads))
     arms = asyncio.run(measure(config, kind, args.turn))
-    path = harness.RESULTS / f"{NAME}.json"
-    cases = json.loads(path.read_text())["cases"] if path.exists() else {}
+    cases = harness.before(NAME).get("cases", {})
     cases.setdefault(args.case, {})[str(args.turn)] = arms
     rounds = min(len(turns) for turns in cases.values())
     settings = {"settle_s": SETTLE_S, "counted_s": COUNTED_S, "fixed_places": FIXED}

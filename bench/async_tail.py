@@ -123,15 +123,11 @@ def measure_round(scratch: Path, overrides: list[str], seed: int, config: Config
         config.rollout.group_size, 0, len(synchronous.lines),
     )  # fmt: skip
     modes = []
-    for k in sorted(runs):
-        run = runs[k]
-        walls = {
-            name: simulate.simulate(replace(setup, staleness=k), speeds, run.lengths).wall_s
-            for name, speeds in (("apart", apart), ("shared", shared))
-        }
-        modes.append(
-            {"staleness": k, **figures(run.job), "simulated_s": walls["shared"], "simulated_apart_s": walls["apart"]}
-        )
+    for k, run in sorted(runs.items()):
+        mode = {"staleness": k, **figures(run.job)}
+        for name, speeds in (("simulated_s", shared), ("simulated_apart_s", apart)):
+            mode[name] = simulate.simulate(replace(setup, staleness=k), speeds, run.lengths).wall_s
+        modes.append(mode)
     for mode in modes:
         mode["gain"] = modes[0]["wall_s"] / mode["wall_s"]
         mode["simulated_gain"] = modes[0]["simulated_s"] / mode["simulated_s"]

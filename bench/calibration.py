@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -125,13 +126,11 @@ def simulated_rolling_s(speeds: Speeds) -> float:
 
 def fit_prefill(speeds: Speeds, rolling_s: float) -> float:
     """The `prefill_s` with which the simulator takes `rolling_s`, at least 0."""
-    low, high = 0.0, 0.1
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        low, high = (
-            (middle, high) if simulated_rolling_s(replace(speeds, prefill_s=middle)) < rolling_s else (low, middle)
-        )
-    return low
+
+    def simulated(microseconds: int) -> float:
+        return simulated_rolling_s(replace(speeds, prefill_s=1e-6 * microseconds))
+
+    return 1e-6 * bisect_left(range(100_000), rolling_s, key=simulated)
 
 
 async def both(engine: Engine, run_dir: Path, config: Config, out: Path) -> Beside:

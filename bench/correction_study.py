@@ -27,16 +27,15 @@ MEANING = {
 LEVELS = (0.5, 0.8)
 
 
-def run(folder: Path, variant: str, lag: int, seed: int, core: int, extra: list[str]) -> Path:
-    """One run, unless its result is there."""
+def run(folder: Path, variant: str, lag: int, seed: int, core: int, extra: list[str]) -> dict:
+    """The result of one run, which is kept in `folder`."""
     out = folder / f"{variant}-{lag}-{seed}.json"
-    if out.exists():
-        return out
-    words = [f"run.seed={seed}", *VARIANTS[variant], *extra]
-    found = harness.apart(trained, words, lag, cores=[core], PYTHONWARNINGS="ignore")
-    out.write_text(json.dumps(found))
-    print(f"{out.stem}: held-out {found['held_out']}", flush=True)
-    return out
+    if not out.exists():
+        words = [f"run.seed={seed}", *VARIANTS[variant], *extra]
+        found = harness.apart(trained, words, lag, cores=[core], PYTHONWARNINGS="ignore")
+        out.write_text(json.dumps(found))
+        print(f"{out.stem}: held-out {found['held_out']}", flush=True)
+    return json.loads(out.read_text())
 
 
 def trained(words: list[str], lag: int) -> dict:
@@ -97,7 +96,7 @@ def main() -> None:
     for core in range(words.workers):
         cores.put(core)
 
-    def task(key: tuple[str, int, int]) -> Path:
+    def task(key: tuple[str, int, int]) -> dict:
         core = cores.get()
         try:
             return run(words.folder, *key, core, words.set)
@@ -113,10 +112,10 @@ def main() -> None:
         if lag > 0 or v == "tis" or seed == words.seeds[0]
     ]
     with ThreadPoolExecutor(words.workers) as pool:
-        paths = list(pool.map(task, keys))
+        results = list(pool.map(task, keys))
     found: dict[str, dict[int, list[dict]]] = {}
-    for (variant, lag, _), path in zip(keys, paths, strict=True):
-        found.setdefault(variant, {}).setdefault(lag, []).append(json.loads(path.read_text()))
+    for (variant, lag, _), one in zip(keys, results, strict=True):
+        found.setdefault(variant, {}).setdefault(lag, []).append(one)
     table = {v: {str(lag): summary(r) for lag, r in by_lag.items()} for v, by_lag in found.items()}
     figures = {
         "rounds": len(words.seeds),

@@ -13,7 +13,6 @@ With finished RUNs their figures, too; without, those of the last time are kept.
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import tempfile
@@ -143,10 +142,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tiny_model(Path(folder), arguments.hidden, arguments.layers)
         rows = asyncio.run(engine_figures(arguments, folder))
-    runs = [run_figures(path) for path in arguments.runs]
-    before = harness.RESULTS / "flip_cost.json"
-    if not runs and before.exists():
-        runs = json.loads(before.read_text()).get("runs", [])
+    runs = [run_figures(path) for path in arguments.runs] or harness.before("flip_cost").get("runs", [])
     harness.save("flip_cost", arguments, {"rounds": arguments.rounds, "engine": rows, "runs": runs})
 
 

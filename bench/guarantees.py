@@ -4,7 +4,6 @@ Plays every scenario N times with different seeds and writes bench/results/guara
 the other scenarios, and their commits, are kept.
 """
 
-import json
 import statistics
 import sys
 from typing import Any
@@ -38,8 +37,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[])
     options = parser.parse_args()
     scenarios = load_all()
-    before = harness.RESULTS / "guarantees.json"
-    figures = json.loads(before.read_text())["scenarios"] if before.exists() else {}
+    figures = harness.before("guarantees").get("scenarios", {})
     for name in options.only or scenarios:
         if (missing := scenarios[name].needs()) is not None:
             raise SystemExit(f"{name} needs {missing}")

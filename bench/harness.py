@@ -87,6 +87,12 @@ def save(name: str, options: argparse.Namespace, figures: dict[str, Any], packag
     print(f"{path.relative_to(ROOT)} is written; python -m bench.pages brings it to the pages")
 
 
+def before(name: str) -> dict[str, Any]:
+    """The committed result of a script that measures a part of it again; {} when there is none."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def in_turns(names: Sequence[Any], rounds: Iterable[int], measure: Callable[[Any, int], Any]) -> dict[Any, list[Any]]:
     """All ways of a comparison, round after round, each round beginning with another one: ratios survive drift."""
     found: dict[Any, list[Any]] = {name: [] for name in names}
@@ -132,7 +138,7 @@ class Job:
     @property
     def began_s(self) -> float:
         """Unix time at which the first group was leased: every role is up, as after the set-up of a peer."""
-        events = [json.loads(x) for x in (self.run_dir / "events.jsonl").read_text().splitlines()]
+        events = json_lines(self.run_dir / "events.jsonl")
         return min(e["time_s"] for e in events if e["kind"] == "first_lease")
 
     @property
@@ -220,11 +226,6 @@ def python(*words: object, timeout_s: float = 3600, **environment: str) -> str:
     return command(sys.executable, *words, timeout_s=timeout_s, **environment)
 
 
-def last_json(output: str) -> Any:
-    """A measuring process prints its result in its last line."""
-    return json.loads(output.strip().splitlines()[-1])
-
-
 def apart(work: Callable[..., Any], *arguments: Any, cores: Iterable[int] | None = None, **environment: str) -> Any:
     """The result of `work(*arguments)` in a new process with these environment variables, on `cores` if given."""
     context = multiprocessing.get_context("spawn")
@@ -246,5 +247,9 @@ def run(config: object, run_dir: Path, *overrides: str, timeout_s: float = 1200)
 
 def read(run_dir: Path) -> Job:
     """The figures of a finished job."""
-    text = (run_dir / "metrics.jsonl").read_text()
-    return Job(run_dir, [json.loads(x) for x in text.splitlines()])
+    return Job(run_dir, json_lines(run_dir / "metrics.jsonl"))
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file; TRL's environment lacks what common.json_lines needs."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -12,7 +12,6 @@ from other work on the machine; tokens per CPU second, over all processes of a s
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import tempfile
@@ -39,15 +38,13 @@ def tiny_model(folder: Path, hidden: int, layers: int) -> None:
     harness.qwen3(folder, vocab_size=128, hidden_size=hidden, num_hidden_layers=layers, initializer_range=0.08)
 
 
-def cpu_seconds() -> dict[str, float]:
+def cpu_seconds() -> tuple[float, float]:
+    """(those of this process, those of its children)."""
     import psutil
 
     me = psutil.Process()
-    found = {}
-    for process in [me, *me.children(recursive=True)]:
-        times = process.cpu_times()
-        found["front" if process.pid == me.pid else f"child {process.pid}"] = times.user + times.system
-    return found
+    children = (sum(child.cpu_times()[:2]) for child in me.children(recursive=True))
+    return sum(me.cpu_times()[:2]), sum(children)
 
 
 def measure(rounds: int, tokens: int, serve) -> list[dict]:
@@ -56,9 +53,9 @@ def measure(rounds: int, tokens: int, serve) -> list[dict]:
     for _ in range(rounds):
         before, started = cpu_seconds(), time.perf_counter()
         serve()
-        wall, after = time.perf_counter() - started, cpu_seconds()
-        spent = {name: after[name] - before.get(name, 0.0) for name in after}
-        results.append({"wall_s": wall, "cpu_s": sum(spent.values()), "front_cpu_s": spent["front"], "tokens": tokens})
+        wall = time.perf_counter() - started
+        front, behind = (after - b for after, b in zip(cpu_seconds(), before, strict=True))
+        results.append({"wall_s": wall, "cpu_s": front + behind, "front_cpu_s": front, "tokens": tokens})
     return results
 
 
@@ -149,9 +146,7 @@ def compared(arguments: argparse.Namespace) -> dict:
         result[f"ratio_{figure}"] = round(result["node"][figure] / result["bare"][figure], 3)
     left_out = ("model", "all", "dry")
     result["arguments"] = {k: v for k, v in vars(arguments).items() if k not in left_out}
-    print(f"{arguments.turns} turns", json.dumps({k: v for k, v in result.items() if k.startswith("ratio")}))
-    for name in sides:
-        print(name, {k: v for k, v in result[name].items() if k != "rounds"}, flush=True)
+    print(f"{arguments.turns} turns", {k: v for k, v in result.items() if k.startswith("ratio")}, flush=True)
     return result
 
 
@@ -160,9 +155,8 @@ def main() -> None:
         __doc__, model="", hidden=128, layers=2, dtype="float32", requests=256, group=8, prompt=16, tokens=128, turns=1,
         concurrency=256, rounds=4, pairs=2,
     )  # fmt: skip
-    parser.add_argument(
-        "--all", action="store_true", help="1 and 4 turns, the latter with a quarter of the tokens each"
-    )
+    text = "1 and 4 turns, the latter with a quarter of the tokens each"
+    parser.add_argument("--all", action="store_true", help=text)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if not arguments.model:

@@ -35,7 +35,7 @@ def main() -> None:
     from transformers.trainer_callback import PrinterCallback
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = [json.loads(line) for line in Path(args.dataset).read_text().splitlines()]
+    rows = harness.json_lines(Path(args.dataset))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed)).tolist()
     need = args.prompts * (args.steps + 2)
     chosen = [rows[order[i % len(rows)]] for i in range(need)]
@@ -86,21 +86,15 @@ def main() -> None:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     model.generation_config.do_sample = True
-    recorder = Recorder()
     trainer = trl.GRPOTrainer(
-        model=model,
-        args=config,
-        reward_funcs=reward,
-        train_dataset=data,
-        processing_class=tokenizer,
-        callbacks=[recorder],
+        model=model, args=config, reward_funcs=reward, train_dataset=data, processing_class=tokenizer,
+        callbacks=[Recorder()],
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     result = {
         "system": f"trl {trl.__version__}", "seed": args.seed, "threads": args.threads, "steps": len(curve),
-        "samples": len(curve) * batch, "wall_s": curve[-1]["time_s"],
-        "curve": curve,
+        "samples": len(curve) * batch, "wall_s": curve[-1]["time_s"], "curve": curve,
     }  # fmt: skip
     sys.stdout.write("RESULT " + json.dumps(result) + "\n")
 
