@@ -8,11 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import zmq
+
 from broker.contract import NodeReport, RunInfo
 from broker.delivery.state import DeliveryState
+from broker.messaging import wire
 from broker.server.server import BrokerServer
 from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
-from common.rollouts import GroupMeta
+from common.rollouts import GroupMeta, Task
+from common.security.credentials import Credential
+from common.security.curve import secure_client
 from tests.waiting import LIMIT_S
 
 META = GroupMeta(version_min=0, version_max=0, reward_mean=0.5, sampled_tokens=10)
@@ -65,12 +70,36 @@ def serving(
         assert not thread.is_alive()
 
 
-def job(run_dir: Path, groups_per_step: int = 2, **broker: Any) -> Config:
+def job(run_dir: Path, groups_per_step: int = 2, name: str = "test", **broker: Any) -> Config:
     """The config of a job whose model and tasks are never loaded."""
     return Config(
-        run=RunConfig(name="test", dir=str(run_dir), steps=10),
+        run=RunConfig(name=name, dir=str(run_dir), steps=10),
         model=ModelConfig(path="none"),
         tasks=TasksConfig(environment="none", dataset="none"),
         learner=LearnerConfig(groups_per_step=groups_per_step),
         broker=BrokerConfig(**broker),
     )
+
+
+@contextmanager
+def dealer(address: str, credential: Credential | None = None, public: str = "") -> Iterator["zmq.Socket[bytes]"]:
+    """A bare socket of a client; `public` is the key of the other side unless that is the broker."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, int(LIMIT_S * 1000))
+        if credential is not None:
+            secure_client(socket, credential, public or credential.server_public)
+        socket.connect(address)
+        yield socket
+
+
+def ask(socket: "zmq.Socket[bytes]", request: wire.Request, *payloads: bytes) -> wire.AnyReply:
+    """The reply to one request."""
+    socket.send_multipart([wire.encode(request), *payloads])
+    header, *rest = socket.recv_multipart()
+    return wire.decode_reply(header, len(rest))
+
+
+def tasks(count: int, first: int = 0) -> list[Task]:
+    """Tasks of two samples."""
+    return [Task(serial, b"{}", serial, 2) for serial in range(first, first + count)]

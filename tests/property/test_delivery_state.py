@@ -222,8 +222,6 @@ class Delivery(RuleBasedStateMachine):
 
     @invariant()
     def every_task_is_in_exactly_one_state(self) -> None:
-        if not hasattr(self, "state"):
-            return
         status, ledger, tasks = self.state.status(), self.state.ledger(), self.state.tasks
         assert [e.serial for e in ledger] == list(range(tasks.next_serial)), "nothing is lost, nothing appears twice"
         count = Counter(e.state for e in ledger)
@@ -244,8 +242,6 @@ class Delivery(RuleBasedStateMachine):
 
     @invariant()
     def each_task_is_accepted_once_and_taken_once(self) -> None:
-        if not hasattr(self, "state"):
-            return
         assert all(n in (0, 1) for n in self.accepted.values())
         for entry in self.state.ledger():
             assert (self.accepted[entry.serial] == 1) == (entry.state in ("ready", "taken", "committed"))
@@ -257,8 +253,6 @@ class Delivery(RuleBasedStateMachine):
 
     @invariant()
     def leases_are_unique_and_belong_to_known_nodes(self) -> None:
-        if not hasattr(self, "state"):
-            return
         leased = self.state.tasks.leased
         assert len({e.serial for e in leased.values()}) == len(leased)
         for token, entry in leased.items():
@@ -267,8 +261,6 @@ class Delivery(RuleBasedStateMachine):
 
     @invariant()
     def attempts_are_bounded(self) -> None:
-        if not hasattr(self, "state"):
-            return
         for entry in self.state.tasks.living.values():
             one_alone = len(entry.failed_by) == 1  # which does not kill a task so soon
             assert entry.failures < MAX_ATTEMPTS * (ALONE if one_alone else 1)

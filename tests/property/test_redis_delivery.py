@@ -30,8 +30,6 @@ class RedisDelivery(DurableDelivery):
 
     @rule(good_order=st.booleans())
     def the_broker_dies_and_comes_back(self, good_order: bool) -> None:
-        if not hasattr(self, "journal"):
-            return
         before = self.everything()
         self.settle()
         former = self.journal

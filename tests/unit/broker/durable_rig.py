@@ -1,19 +1,18 @@
-"""A durable state in a folder, for tests that write a store, break it and read it again."""
+"""A durable state, for tests that write a store, break it and read it again."""
 
-import resource
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal
 
-from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
+from broker.contract import LearnerReport, Lease, RunInfo
 from broker.delivery.event_log import EventLog
 from broker.delivery.state import DeliveryState
 from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import SEGMENT_BYTES, Journal
 from broker.journal.recovery import recover
-from common.rollouts import GroupMeta, Task
+from broker.journal.store import Store
+from common.rollouts import GroupMeta
+from tests.broker_rig import node_report, tasks
 from tests.waiting import until
 
 RUN = RunInfo("rig", "/nowhere", 2, 3, 3, 10.0, 1 << 30)
@@ -28,32 +27,38 @@ class Rig:
 
     def __init__(
         self,
-        path: Path,
+        store: Path | Store,
         sync: Literal["fsync", "everysec"] = "fsync",
         segment_bytes: int = SEGMENT_BYTES,
         retain_steps: int = 2,
     ) -> None:
-        store = open_file_store(path, "rig")
-        self.folder, self.info, self.store_id = store.folder, store.info, store.store_id
+        self.store: Any = open_file_store(store, "rig") if isinstance(store, Path) else store
         self.events = EventLog()
-        self.journal = Journal(store, sync, segment_bytes)
+        self.journal = Journal(self.store, sync, segment_bytes)
+        store_id = self.store.store_id
         self.state = DeliveryState(
-            RUN, events=self.events, recorder=self.journal, retain_steps=retain_steps, store_id=self.store_id
+            RUN, events=self.events, recorder=self.journal, retain_steps=retain_steps, store_id=store_id
         )
         try:
             self.found = recover(self.journal, self.state)
         except BaseException:
-            store.close()
+            self.store.close()
             raise
 
-    def begin(self) -> None:
-        """A learner and a node."""
+    def __enter__(self) -> "Rig":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def begin(self) -> "Rig":
+        """With a learner and a node."""
         self.state.attach(LearnerReport(1, 1, "training", 0))
-        self.state.register(NodeReport("n0", 1, "h", "generating", 0))
+        self.state.register(node_report())
+        return self
 
     def offer(self, count: int) -> None:
-        first = self.state.tasks.next_serial
-        self.state.offer([Task(s, b"{}", s, 2) for s in range(first, first + count)])
+        self.state.offer(tasks(count, self.state.tasks.next_serial))
 
     def lease(self, count: int = 2) -> Sequence[Lease]:
         return self.state.lease("n0", 1 << 20, count)
@@ -63,41 +68,28 @@ class Rig:
         assert self.state.complete("n0", lease.token, meta(), payload, len(payload))
         return payload
 
+    def ready(self, count: int = 1, size: int = 100) -> list[bytes]:
+        """Groups that are offered, leased and handed in; their payloads."""
+        self.offer(count)
+        return [self.complete(lease, size) for lease in self.lease(count)]
+
     def step(self, number: int, size: int = 100) -> list[bytes]:
         """Two tasks from the offer to the take; their payloads."""
-        self.offer(2)
-        payloads = [self.complete(lease, size) for lease in self.lease()]
+        payloads = self.ready(2, size)
         assert self.state.take(number, 2) is not None
         return payloads
 
     def settle(self) -> None:
         last = self.journal.end_turn()
-        until(lambda: self.journal.acknowledged >= last, "acknowledged records", every_s=0.001)
+        until(
+            lambda: self.journal.acknowledged >= last or self.journal.end_turn() < 0,
+            "acknowledged records",
+            told=lambda: self.journal.stuck,
+            every_s=0.001,
+        )
 
-    def wait_until_writable(self) -> None:
-        """The store's thread says so right after what it wrote is acknowledged."""
-        until(lambda: not self.journal.stuck, "a store that can be written", every_s=0.001)
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events.after(-1)]
 
     def close(self) -> None:
         assert self.journal.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.settle()
-            self.close()
-
-
-@contextmanager
-def files_may_not_grow_beyond(size: int) -> Iterator[None]:
-    """As on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)

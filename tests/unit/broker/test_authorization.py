@@ -5,18 +5,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import zmq
 
 from broker.contract import LearnerReport
-from broker.guard.authorization import PERMITTED, named_node
+from broker.guard.authorization import PERMITTED, Roles, named_node
 from broker.messaging import wire
 from broker.server.server import BrokerServer
 from common.rollouts import Task
-from common.security.credentials import KeyFolder, load_credential
-from common.security.curve import secure_client
+from common.security.credentials import Identity, KeyFolder, load_credential
 from launch.keys import make
-from tests.broker_rig import META, node_report, serving
-from tests.waiting import LIMIT_S
+from tests.broker_rig import META, ask, dealer, new_state, node_report, serving
 
 REPORT = LearnerReport(1, 1, "training", 0, instance="a")
 AS_LEARNER: dict[str, Any] = {"incarnation": 1, "instance": "a"}
@@ -52,16 +49,9 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BrokerSer
         yield server, folder
 
 
-def ask(server: BrokerServer, role: Any, credential: Path, request: wire.Request) -> wire.AnyReply:
-    found = load_credential(credential, role)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVTIMEO, int(LIMIT_S * 1000))
-        secure_client(socket, found, found.server_public)
-        socket.connect(server.address)
-        socket.send_multipart([wire.encode(request), *([b"group"] if isinstance(request, wire.Complete) else [])])
-        header, *rest = socket.recv_multipart()
-        return wire.decode_reply(header, len(rest))
+def ask_as(server: BrokerServer, role: Any, credential: Path, request: wire.Request) -> wire.AnyReply:
+    with dealer(server.address, load_credential(credential, role)) as socket:
+        return ask(socket, request, *([b"group"] if isinstance(request, wire.Complete) else []))
 
 
 def test_the_reference_names_every_request_of_the_wire() -> None:
@@ -76,14 +66,14 @@ def test_a_role_may_send_its_own_requests_and_no_other(
     server, folder = broker
     credential = folder.nodes / "a.json" if role == "node" else folder.path / f"{role}.json"
     before = server_denials(broker)
-    reply = ask(server, role, credential, request_)
+    reply = ask_as(server, role, credential, request_)
     denied = isinstance(reply, wire.Refused) and f"has the role {role}, which may not send" in reply.reason
     assert denied == (role not in roles), reply
     assert server_denials(broker) - before == denied
 
 
 def server_denials(broker: tuple[BrokerServer, KeyFolder]) -> int:
-    reply = ask(broker[0], "observer", broker[1].observer, wire.AskStatus(id=99))
+    reply = ask_as(broker[0], "observer", broker[1].observer, wire.AskStatus(id=99))
     assert isinstance(reply, wire.StatusReply)
     return reply.status.denied_requests
 
@@ -96,3 +86,20 @@ def test_every_request_of_a_node_names_the_node_that_it_speaks_for() -> None:
     """Except for Cancel, which only reaches requests of its own connection, and for reading the status."""
     node = [request for request, roles in REQUESTS if "node" in roles]
     assert [type(r) for r in node if named_node(r) != "n0"] == [wire.Cancel, wire.AskStatus]
+
+
+def test_the_id_of_a_node_that_is_gone_may_be_taken_over_by_another_credential() -> None:
+    now = 0.0
+    state = new_state(clock=lambda: now)
+    roles = Roles(state)
+    a, b = Identity("A" * 40, "node", "a"), Identity("B" * 40, "node", "b")
+    register = wire.Register(id=0, report=node_report())
+    lease = wire.AskLease(id=1, node_id="n0", version=0, max_groups=1, wait_s=0)
+    assert roles.refusal(a, register) == ""
+    state.register(node_report())
+    assert "another credential" in roles.refusal(b, register)
+    now = 31.0
+    state.expire()
+    assert "another credential" in roles.refusal(b, lease)
+    assert roles.refusal(b, register) == ""
+    assert "another credential" in roles.refusal(a, lease)

@@ -1,24 +1,39 @@
 """What one client may cost the broker: parked requests, nodes, log lines, kept messages, numbers and texts."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
 from broker.contract import LearnerReport
 from broker.delivery.deadlines import Deadlines
 from broker.delivery.moves import MOST_NODES_NAMED
 from broker.delivery.nodes import MOST_NODES, Fleet
+from broker.guard import observer_rate_limit
 from broker.guard.observer_rate_limit import BURST_BYTES, BYTES_A_SECOND, Pace, reply_bytes
-from broker.guard.rejected_messages import KEPT_BYTES, KEPT_MESSAGES, LOGGED_A_MINUTE, Denied, Refusals, anonymous
+from broker.guard.rejected_messages import (
+    KEPT_BYTES,
+    KEPT_MESSAGES,
+    LOGGED_A_MINUTE,
+    Denied,
+    Later,
+    Refusals,
+    anonymous,
+)
+from broker.guard.request_guard import Gate
 from broker.messaging import wire
+from broker.messaging.sync_client import BrokerClient
 from broker.messaging.wire import WireError
 from broker.server.handlers import Handlers
 from broker.server.long_polls import HEAP_SLACK, MOST_LEASES, ParkingLot
+from broker.server.server import BrokerServer
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
-from tests.broker_rig import new_state, node_report
+from common.security.credentials import Identity
+from tests.broker_rig import new_state, node_report, serving
 
 
 def ask_lease(request_id: int, node_id: str = "n0") -> wire.AskLease:
@@ -178,3 +193,36 @@ def test_the_cost_of_an_answer_grows_with_what_it_tells() -> None:
     large = [reply_bytes(r, state) for r in (wire.AskLedger(id=1), wire.AskStatus(id=1))]
     assert all(a < b for a, b in zip(small, large, strict=True))
     assert reply_bytes(wire.Commit(id=1, step=0), state) == 0
+
+
+BUDGET = 3 << 20  # three answers with events
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerServer]:
+    monkeypatch.setattr(observer_rate_limit, "BURST_BYTES", BUDGET)
+    monkeypatch.setattr(observer_rate_limit, "BYTES_A_SECOND", BUDGET)
+    with serving() as started:
+        yield started
+
+
+def test_an_observer_that_asks_without_a_pause_waits_and_is_answered(server: BrokerServer) -> None:
+    """A refusal would end a learner without keys that asks for the status at that moment."""
+    with BrokerClient(server.address, deadline_s=30, retry_s=0.2) as client:
+        assert [client.events(-1) for _ in range(6)] == [[]] * 6
+        assert client.status().refused_messages == 0
+
+
+def test_what_others_ask_does_not_hold_up_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observer_rate_limit, "BURST_BYTES", BUDGET)
+    monkeypatch.setattr(observer_rate_limit, "BYTES_A_SECOND", 1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    gate = Gate(context, new_state())
+    request = wire.AskEvents(id=1, after=-1)
+    for _ in range(3):
+        gate.check(Identity("k", "observer", "observer"), request)
+    with pytest.raises(Later):
+        gate.check(Identity("k", "observer", "observer"), request)
+    gate.check(Identity("l", "learner", "learner"), request)
+    gate.close()
+    context.term()

@@ -42,7 +42,7 @@ def test_retained_and_taken_steps_come_back_in_their_order_with_payloads_and_mar
     rig.close()
     with open_recording(RunDir(tmp_path), job(tmp_path)) as after_its_end:
         for found in (while_it_runs, after_its_end):
-            assert (found.next_serial, found.store_id) == (11, rig.info.store_id)
+            assert (found.next_serial, found.store_id) == (11, rig.store.store_id)
             steps = {step: [group.serial for group in groups] for step, groups in found.steps.items()}
             assert list(steps)[-3:] == [2, 3, 4], "step 5 lacks a group"
             assert (steps[2], steps[3], steps[4]) == ([4, 5, 6], [7, 8], [9, 10])

@@ -20,8 +20,8 @@ from broker.journal.redis_store.connection import open_client
 from broker.journal.redis_store.keys import acl_line
 from broker.journal.redis_store.leading import Leading
 from broker.journal.store import StoreUnavailable
-from common.config.schema import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
 from common.errors import BrokerError, UsageError
+from tests.broker_rig import job
 from tests.redis_server import RedisServer
 
 LEADER = "tcp://127.0.0.1:1"
@@ -47,13 +47,7 @@ def credentials(tmp_path: Path) -> Path:
 
 
 def leading(run: str, redis: str, credentials: Path, run_dir: Path) -> Leading:
-    config = Config(
-        run=RunConfig(name=run, dir=str(run_dir), steps=1),
-        model=ModelConfig(path="none"),
-        tasks=TasksConfig(environment="none", dataset="none"),
-        broker=BrokerConfig(store="redis", redis=redis, credentials=str(credentials)),
-    )
-    return Leading(config, "/run")
+    return Leading(job(run_dir, name=run, store="redis", redis=redis, credentials=str(credentials)), "/run")
 
 
 def test_a_user_without_the_keys_of_the_run_is_told_which_acl_line_it_needs(

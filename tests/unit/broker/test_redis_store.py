@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 
-from broker.contract import LearnerReport, NodeReport, RunInfo
-from broker.delivery.event_log import EventLog
-from broker.delivery.state import DeliveryState
-from broker.journal.journal import Journal
-from broker.journal.recovery import Memory, recover
+from broker.contract import LearnerReport
+from broker.journal.recovery import Memory, open_memory
 from broker.journal.redis_store.checks import check_server
 from broker.journal.redis_store.connection import open_client
 from broker.journal.redis_store.keys import acl_line
@@ -19,14 +16,16 @@ from broker.journal.redis_store.store import RedisStore
 from broker.journal.redis_store.term import Term
 from broker.journal.run_folder import RunFolder
 from broker.journal.store import StoreFenced, StoreUnavailable
-from common.config.schema import BrokerConfig, Config, ModelConfig, RunConfig, TasksConfig
+from broker.main import run_info
+from common.config.schema import Config
 from common.errors import BrokerError, UsageError
-from common.rollouts import GroupMeta, Task
+from tests.broker_rig import job, tasks
 from tests.redis_server import RedisServer
+from tests.unit.broker.durable_rig import Rig
 from tests.waiting import until
 
-META = GroupMeta(version_min=0, version_max=0, reward_mean=0.5, sampled_tokens=10)
 SAFE = {"appendonly": "yes", "appendfsync": "always"}
+HERE, ELSEWHERE = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
 
 
 @pytest.fixture
@@ -37,63 +36,41 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
     started.kill()
 
 
-def new_store(server: RedisServer, client: Any) -> RedisStore:
-    """The store of the run NAME of the folder /run, led for a new term."""
-    term = Term(client, server.address, "NAME", "/run")
-    assert term.take("tcp://127.0.0.1:1") is None
-    return RedisStore(term)
+def rig_of(server: RedisServer, client: Any = None) -> Rig:
+    """A broker of the run NAME of the folder /run, which leads in a new term."""
+    term = Term(client or server.client(), server.address, "NAME", "/run")
+    assert term.take(HERE) is None
+    return Rig(RedisStore(term))
+
+
+def ended(rig: Rig) -> None:
+    """The broker gives its term back."""
+    rig.close()
+    rig.store.term.resign()
+
+
+def config_of(server: RedisServer, run_dir: Path) -> Config:
+    run_dir.mkdir(exist_ok=True)
+    return job(run_dir, name="NAME", store="redis", redis=server.address)
 
 
 def lead(server: RedisServer, run_dir: Path) -> Leading:
     """A broker of the run NAME on its way to the lead."""
-    config = Config(
-        run=RunConfig(name="NAME", dir=str(run_dir), steps=1),
-        model=ModelConfig(path="none"),
-        tasks=TasksConfig(environment="none", dataset="none"),
-        broker=BrokerConfig(store="redis", redis=server.address),
-    )
-    run_dir.mkdir(exist_ok=True)
-    return Leading(config, str(run_dir))
+    return Leading(config_of(server, run_dir), str(run_dir))
+
+
+def leading(server: RedisServer, run_dir: Path) -> Leading:
+    """A broker of the run NAME that leads."""
+    made = lead(server, run_dir)
+    assert made.take(HERE) is None
+    return made
 
 
 def takes(leading: Leading) -> bool:
     try:
-        return leading.take("tcp://127.0.0.1:2") is None
+        return leading.take(ELSEWHERE) is None
     except StoreUnavailable:
         return False
-
-
-class Broker:
-    """A delivery state in Redis, without sockets."""
-
-    def __init__(self, server: RedisServer, store: RedisStore | None = None) -> None:
-        self.server = server
-        store = store or new_store(server, server.client())
-        self.term = store.term
-        self.events = EventLog()
-        run = RunInfo("NAME", "/run", 2, 3, 3, 1000.0, 1 << 30)
-
-        self.journal = Journal(store, "fsync")
-        self.state = DeliveryState(run, events=self.events, recorder=self.journal, retain_steps=2)
-        recover(self.journal, self.state)
-
-    def settle(self) -> None:
-        last = self.journal.end_turn()
-        until(lambda: self.journal.end_turn() >= last and self.journal.acknowledged >= last, "acknowledged records")
-
-    def group(self, serial: int) -> None:
-        """A ready group."""
-        self.state.offer([Task(serial, b"{}", serial, 2)])
-        (lease,) = self.state.lease("n0", 1 << 20, 1)
-        payload = b"group %d" % serial
-        assert self.state.complete("n0", lease.token, META, payload, len(payload))
-
-    def begin(self) -> None:
-        self.state.attach(LearnerReport(1, 1, "training", 0))
-        self.state.register(NodeReport("n0", 1, "h", "generating", 0))
-
-    def kinds(self) -> list[str]:
-        return [event.kind for event in self.events.after(-1)]
 
 
 @pytest.mark.parametrize(
@@ -124,14 +101,12 @@ def test_the_acl_line_suffices_for_a_broker_and_keeps_it_to_its_run(server: Redi
     (tmp_path / "broker.password").write_text("secret\n")
     client = open_client(server.address, str(tmp_path))
     check_server(client, server.address, "fsync")
-    broker = Broker(server, new_store(server, client))
-    broker.begin()
-    broker.group(0)
-    broker.settle()
-    assert broker.journal.close()
-    broker.term.resign()
+    rig = rig_of(server, client).begin()
+    rig.ready()
+    rig.settle()
+    ended(rig)
     with pytest.raises(BrokerError, match="refuses the broker"):
-        Term(client, server.address, "OTHER", "/run").take("tcp://127.0.0.1:1")
+        Term(client, server.address, "OTHER", "/run").take(HERE)
 
 
 def test_a_wrong_password_is_said_and_not_shown(server: RedisServer, tmp_path: Path) -> None:
@@ -143,61 +118,49 @@ def test_a_wrong_password_is_said_and_not_shown(server: RedisServer, tmp_path: P
 
 
 def test_a_living_leader_writes_again_what_redis_has_lost(server: RedisServer) -> None:
-    broker = Broker(server)
-    broker.begin()
-    broker.group(0)
-    broker.settle()
+    rig = rig_of(server).begin()
+    payloads = rig.ready()
+    rig.settle()
     server.ask("FLUSHALL")
-    broker.group(1)
-    broker.settle()
-    assert "store_rewritten" in broker.kinds()
-    assert broker.journal.close()
-    broker.term.resign()
-    again = Broker(server)
-    groups = again.state.take(0, 2)
-    assert groups is not None
-    assert [entry.payload.read() for entry in again.state.tasks.living.values()] == [b"group 0", b"group 1"]
-    again.journal.close()
+    payloads += rig.ready()
+    rig.settle()
+    assert "store_rewritten" in rig.kinds()
+    ended(rig)
+    with rig_of(server) as again:
+        assert again.state.take(0, 2) is not None
+        assert [entry.payload.read() for entry in again.state.tasks.living.values()] == payloads
 
 
 def test_a_ready_group_whose_payload_is_lost_becomes_pending(server: RedisServer) -> None:
-    broker = Broker(server)
-    broker.begin()
-    broker.group(0)
-    broker.group(1)
-    broker.settle()
-    assert broker.journal.close()
-    broker.term.resign()
-    payloads = server.ask("KEYS", "*:p:*")
-    server.ask("DEL", sorted(payloads)[0])
-    again = Broker(server)
-    assert [entry.state for entry in again.state.ledger()] == ["pending", "ready"]
-    assert "groups_lost" in again.kinds()
-    again.journal.close()
+    rig = rig_of(server).begin()
+    rig.ready(2)
+    rig.settle()
+    ended(rig)
+    server.ask("DEL", sorted(server.ask("KEYS", "*:p:*"))[0])
+    with rig_of(server) as again:
+        assert [entry.state for entry in again.state.ledger()] == ["pending", "ready"]
+        assert "groups_lost" in again.kinds()
 
 
 def test_a_leader_of_an_earlier_term_can_write_nothing(server: RedisServer) -> None:
-    broker = Broker(server)
-    broker.begin()
-    broker.settle()
+    rig = rig_of(server).begin()
+    rig.settle()
     server.ask("DEL", "slipstream:{NAME}:leader")
-    later = Broker(server)
-    broker.state.offer([Task(0, b"{}", 0, 2)])
-    with pytest.raises(StoreFenced, match="leads in term 2; this one led in term 1"):
-        broker.settle()
-    assert later.state.tasks.next_serial == 0
-    later.journal.close()
+    with rig_of(server) as later:
+        rig.offer(1)
+        with pytest.raises(StoreFenced, match="leads in term 2; this one led in term 1"):
+            rig.settle()
+        assert later.state.tasks.next_serial == 0
 
 
 def test_a_new_leader_says_what_redis_has_lost_and_begins_an_empty_store(server: RedisServer, tmp_path: Path) -> None:
-    first = lead(server, tmp_path)
-    assert first.take("tcp://127.0.0.1:1") is None
+    first = leading(server, tmp_path)
     store = first.open()
-    first.remember("tcp://127.0.0.1:1", 7)
+    first.remember(HERE, 7)
     first.term.resign()
     second = lead(server, tmp_path)
     with pytest.raises(StoreUnavailable, match="lacks records up to 7; its former leader has 6 s to go on"):
-        second.take("tcp://127.0.0.1:1")
+        second.take(HERE)
     until(lambda: takes(second), "the time of the former leader")
     assert second.open().store_id != store.store_id
     assert second.lost == f"store {store.store_id} is gone, with all its records up to 7"
@@ -205,33 +168,30 @@ def test_a_new_leader_says_what_redis_has_lost_and_begins_an_empty_store(server:
 
 
 def test_a_standby_leaves_an_emptied_server_to_the_leader_that_is_alive(server: RedisServer, tmp_path: Path) -> None:
-    first = lead(server, tmp_path)
-    assert first.take("tcp://127.0.0.1:1") is None
-    broker = Broker(server, first.open())
-    broker.begin()
-    broker.group(0)
-    broker.settle()
-    first.remember("tcp://127.0.0.1:1", broker.journal.acknowledged)
+    first = leading(server, tmp_path)
+    rig = Rig(first.open()).begin()
+    rig.ready()
+    rig.settle()
+    first.remember(HERE, rig.journal.acknowledged)
     standby = lead(server, tmp_path)
-    assert standby.take("tcp://127.0.0.1:2") is not None
+    assert standby.take(ELSEWHERE) is not None
     server.ask("FLUSHALL")
     assert not takes(standby)
-    broker.group(1)
-    broker.settle()
-    assert "store_rewritten" in broker.kinds()
-    found = standby.take("tcp://127.0.0.1:2")
-    assert found is not None and found.address == "tcp://127.0.0.1:1"
-    assert broker.journal.close()
+    rig.ready()
+    rig.settle()
+    assert "store_rewritten" in rig.kinds()
+    found = standby.take(ELSEWHERE)
+    assert found is not None and found.address == HERE
+    rig.close()
     first.term.resign()
 
 
 def test_a_leader_that_was_stopped_while_it_opened_its_store_leaves_the_note_of_its_successor(
     server: RedisServer, tmp_path: Path
 ) -> None:
-    first, second = lead(server, tmp_path), lead(server, tmp_path)
-    assert first.take("tcp://127.0.0.1:1") is None
+    first, second = leading(server, tmp_path), lead(server, tmp_path)
     server.ask("DEL", "slipstream:{NAME}:leader")  # its term runs out
-    assert second.take("tcp://127.0.0.1:2") is None
+    assert second.take(ELSEWHERE) is None
     second.open()
     note = (tmp_path / "redis.json").read_bytes()
     with pytest.raises(StoreFenced, match=r"the broker of tcp://127\.0\.0\.1:2 .* leads in term 2"):
@@ -241,48 +201,73 @@ def test_a_leader_that_was_stopped_while_it_opened_its_store_leaves_the_note_of_
 
 
 def test_a_term_is_renewed_while_a_store_is_read(server: RedisServer, tmp_path: Path) -> None:
-    leading = lead(server, tmp_path)
-    assert leading.take("tcp://127.0.0.1:1") is None
-    lasts_ms = server.ask("PTTL", "slipstream:{NAME}:leader")
-    with leading.term.renewing():
-        until(lambda: server.ask("PTTL", "slipstream:{NAME}:leader") < lasts_ms - 500, "half a second of the term")
-        until(lambda: server.ask("PTTL", "slipstream:{NAME}:leader") > lasts_ms - 250, "a longer term")
-    leading.term.resign()
+    def lasts_ms() -> int:
+        return server.ask("PTTL", "slipstream:{NAME}:leader")
+
+    leader = leading(server, tmp_path)
+    whole = lasts_ms()
+    with leader.term.renewing():
+        until(lambda: lasts_ms() < whole - 500, "half a second of the term")
+        until(lambda: lasts_ms() > whole - 250, "a longer term")
+    leader.term.resign()
 
 
 def test_a_second_run_of_the_same_name_is_refused_while_the_first_begins(server: RedisServer, tmp_path: Path) -> None:
     """Standing by for it would lead its clients to the other run's broker."""
-    first = lead(server, tmp_path / "a")
-    assert first.take("tcp://127.0.0.1:1") is None
-    second = lead(server, tmp_path / "b")
+    first = leading(server, tmp_path / "a")
     with pytest.raises(UsageError, match=rf"run\.name: .* in the folder {tmp_path}/a, and this one is {tmp_path}/b"):
-        second.take("tcp://127.0.0.1:2")
+        lead(server, tmp_path / "b").take(ELSEWHERE)
     first.term.resign()
 
 
-def test_a_run_of_another_folder_takes_no_term(server: RedisServer, tmp_path: Path) -> None:
-    broker = Broker(server)
-    broker.settle()
-    broker.journal.close()
-    broker.term.resign()
+def test_a_run_of_another_folder_takes_no_term_and_opens_no_store(server: RedisServer, tmp_path: Path) -> None:
+    rig = rig_of(server)
+    rig.settle()
+    with pytest.raises(UsageError, match=r"run\.name: .* in the folder /run"):
+        RedisStore(Term(server.client(), server.address, "NAME", "/elsewhere"))
+    ended(rig)
     with pytest.raises(UsageError, match=r"run\.name: .* in the folder /run, and this one"):
-        lead(server, tmp_path / "b").take("tcp://127.0.0.1:2")
+        lead(server, tmp_path / "b").take(ELSEWHERE)
     assert server.ask("HGET", "slipstream:{NAME}:head", "term") == b"1"
 
 
 def test_a_broker_whose_term_ended_before_it_served_writes_nothing(server: RedisServer, tmp_path: Path) -> None:
-    leading = lead(server, tmp_path)
-    assert leading.take("tcp://127.0.0.1:1") is None
-    memory = Memory(Broker(server, leading.open()).state)
-    leading.term.resign()
+    leader = leading(server, tmp_path)
+    memory = Memory(Rig(leader.open()).state)
+    leader.term.resign()
     with pytest.raises(StoreFenced, match="has ended before it served"):
-        RunFolder(tmp_path, leading).begin(memory, "tcp://127.0.0.1:1")
+        RunFolder(tmp_path, leader).begin(memory, HERE)
     assert not (tmp_path / "broker.json").exists()
 
 
-def test_a_run_of_another_folder_keeps_its_name(server: RedisServer) -> None:
-    broker = Broker(server)
-    broker.settle()
-    with pytest.raises(UsageError, match=r"run\.name: .* in the folder /run"):
-        RedisStore(Term(server.client(), server.address, "NAME", "/elsewhere"))
-    broker.journal.close()
+def test_a_run_that_went_on_in_redis_does_not_take_up_its_former_store_again(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    """Its groups may have been trained on meanwhile, and its serials stand for other prompts."""
+
+    def opened(config: Config, leader: Leading | None = None) -> Memory:
+        return open_memory(config, run_info(config, b""), lambda event: None, leader)
+
+    def in_redis() -> None:
+        leader = leading(server, tmp_path)
+        try:
+            opened(config_of(server, tmp_path), leader).close()
+        finally:
+            leader.term.resign()
+
+    first = opened(job(tmp_path))
+    first.state.attach(LearnerReport(1, 1, "training", 0))
+    first.state.offer(tasks(4))
+    assert first.journal is not None
+    first.journal.end_turn()
+    first.close()
+    in_redis()
+    again = opened(job(tmp_path))
+    told = again.state.attach(LearnerReport(1, 2, "training", 0))
+    again.close()
+    assert told.next_serial == 0
+    assert told.store_id != first.state.store_id
+    assert (tmp_path / "store-1" / "store.json").exists()
+    assert (tmp_path / "redis-1.json").exists()
+    with pytest.raises(UsageError, match=r"redis\.json names none"):
+        in_redis()

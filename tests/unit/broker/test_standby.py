@@ -19,13 +19,12 @@ from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, NodeReport
 from broker.journal.redis_store.term import TERM_S
 from broker.main import run_broker
-from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+from common.config.schema import Config
 from common.process.logs import setup_logging
-from common.rollouts import GroupMeta, Task
+from tests.broker_rig import META, job, tasks
 from tests.redis_server import RedisServer, free_port
 from tests.waiting import LIMIT_S, until
 
-META = GroupMeta(version_min=0, version_max=0, reward_mean=0.5, sampled_tokens=10)
 TAKEOVER_S = 15.0  # of a kill, as docs/redis.md promises
 
 
@@ -34,16 +33,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     found = RedisServer(tmp_path_factory.mktemp("redis"), {"appendonly": "yes", "appendfsync": "always"})
     yield found
     found.stop()
-
-
-def job(run: Path, server: RedisServer, addresses: list[str]) -> Config:
-    return Config(
-        run=RunConfig(name=run.parent.name, dir=str(run), steps=1 << 20),
-        model=ModelConfig(path="none"),
-        tasks=TasksConfig(environment="none", dataset="none"),
-        learner=LearnerConfig(groups_per_step=2),
-        broker=BrokerConfig(store="redis", redis=server.address, address=addresses),
-    )
 
 
 def serve(config: Config, log: Path) -> None:
@@ -57,7 +46,8 @@ class Brokers:
     def __init__(self, run: Path, server: RedisServer) -> None:
         self.run = run
         run.mkdir()
-        self.config = job(run, server, [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)])
+        addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+        self.config = job(run, name=run.parent.name, store="redis", redis=server.address, address=addresses)
         self.processes: list[BaseProcess] = []
 
     def start(self) -> BaseProcess:
@@ -117,7 +107,7 @@ class Load(threading.Thread):
             learner.attach(LearnerReport(os.getpid(), 1, "training", 0))
             step = 0
             while not self.ending.is_set():
-                learner.offer([Task(serial, b"{}", serial, 2) for serial in range(2 * step, 2 * step + 2)])
+                learner.offer(tasks(2, first=2 * step))
                 groups = None
                 while groups is None:
                     groups = learner.take(step, 2, 5)

@@ -1,5 +1,6 @@
-"""The ledger and the status in the run folder: in parts, whole on the disk; and deadlines that matter no more."""
+"""The ledger and the status in the run folder: in parts, whole on the disk, at once after a commit, and cheap."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -7,12 +8,14 @@ import msgspec
 import pytest
 
 from broker.contract import BrokerStatus, LedgerEntry, NodeReport
-from broker.delivery.deadlines import HEAP_SLACK, Deadlines
 from broker.delivery.state import DeliveryState
 from broker.journal import run_folder
 from broker.journal.run_folder import LINES, StatusFiles
+from broker.messaging.sync_client import BrokerClient
+from broker.server import server as server_module
 from common.rollouts import GroupMeta, Task
-from tests.broker_rig import new_state, numbered_state, run_info
+from tests.broker_rig import new_state, numbered_state, run_info, serving
+from tests.waiting import LIMIT_S, until
 
 STEP = 50
 
@@ -99,17 +102,44 @@ def test_a_disk_that_takes_no_snapshot_stops_nobody_and_the_next_one_is_tried(
     assert len(ledger_in(tmp_path)) == 2 * LINES
 
 
-def test_deadlines_of_leases_that_ended_do_not_pile_up() -> None:
-    deadlines = Deadlines()
-    deadlines.add("kept", 5.0)
-    for i in range(100 * HEAP_SLACK):
-        deadlines.add(f"lease {i}", 60.0 + i)
-        deadlines.discard(f"lease {i}")
-    assert len(deadlines._heap) <= HEAP_SLACK + 4  # pyright: ignore[reportPrivateUsage]
-    assert list(deadlines.passed(1e9, lambda key: 5.0)) == ["kept"]
+def test_what_was_committed_is_on_disk_at_once(tmp_path: Path) -> None:
+    state = state_with(3 * STEP)
+    taken = StatusFiles(tmp_path, state)
+    taken.tick()
+    assert state.take(1, STEP) is not None
+    state.commit(1)
+    taken.tick()  # much sooner than the next snapshot is due
+    assert ledger_in(tmp_path) == state.ledger()
 
 
-def test_a_lease_that_ends_is_no_longer_watched() -> None:
-    state = state_with(4 * HEAP_SLACK)
-    watched = state.lease_deadlines
-    assert len(watched._heap) <= 2 * HEAP_SLACK  # pyright: ignore[reportPrivateUsage]
+def test_the_cost_of_snapshots_does_not_grow_with_the_number_of_commits(tmp_path: Path) -> None:
+    now_s, written_at = 0.0, list[float]()
+
+    class Slow(StatusFiles):
+        def go_on(self, until: float, sync: bool = False) -> bool:
+            nonlocal now_s
+            written_at.append(now_s)
+            now_s += 0.01
+            return True
+
+    state = new_state()
+    snapshots = Slow(tmp_path, state, lambda: now_s)
+    for step in range(10_000):
+        state.committed_step = step
+        snapshots.tick()
+        now_s += 0.01
+    assert 0.01 * len(written_at) < 0.015 * now_s
+    assert max(later - sooner for sooner, later in itertools.pairwise(written_at)) < 6
+
+
+def test_the_server_looks_after_every_turn_whether_something_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "TICK_S", 3600.0)
+    turns: list[None] = []
+    with (
+        serving(on_tick=lambda: turns.append(None)) as server,
+        BrokerClient(server.address, deadline_s=LIMIT_S) as client,
+    ):
+        for _ in range(20):
+            before = len(turns)
+            client.status()
+            until(lambda: len(turns) > before, "the end of the turn of a request")  # noqa: B023

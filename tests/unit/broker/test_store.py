@@ -1,11 +1,13 @@
-"""The store on a bad disk: cut, damaged, full, locked."""
+"""The store on a bad disk: cut, damaged, full, locked; and what survives a broker."""
 
 import itertools
 import os
+import resource
 import shutil
+import signal
 import tarfile
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.contract import BrokerStatus, LearnerReport, NodeReport
+from broker.contract import LEARNER_ENDED, BrokerStatus, LearnerReport, Waste
+from broker.journal.file_store.folder import StoreFolder
 from broker.journal.file_store.frames import BLOCK
 from broker.journal.store import PayloadUnreadable, StoreCorrupt, StoredPayload
-from common.errors import UsageError
+from common.errors import BrokerError, UsageError
 from common.rollouts import GroupMeta
-from tests.unit.broker.durable_rig import Rig, files_may_not_grow_beyond, meta
+from tests.broker_rig import node_report
+from tests.unit.broker.durable_rig import Rig, meta
 from tests.waiting import until
 
 MOVES = ("step", "offer", "lease", "fail", "commit", "regenerate")
 
 
-def copied(path: Path, name: str) -> Path:
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def copied(path: Path, name: str = "copy") -> Path:
     target = path.with_name(name)
     shutil.rmtree(target, ignore_errors=True)
     return shutil.copytree(path, target)
@@ -33,6 +42,10 @@ def copied(path: Path, name: str) -> Path:
 
 def newest(path: Path) -> Path:
     return max(path.glob("0*.log"))
+
+
+def size_of(path: Path) -> int:
+    return newest(path).stat().st_size
 
 
 def flip(path: Path, offset: int) -> None:
@@ -51,35 +64,42 @@ def what_is_known(rig: Rig) -> tuple[Any, ...]:
     )
 
 
+def found_in(path: Path) -> tuple[Any, ...]:
+    with Rig(path) as rig:
+        return what_is_known(rig)
+
+
+def after_a_step(home: Path, size: int = 100) -> Rig:
+    """A broker that has taken step 0."""
+    rig = Rig(home).begin()
+    rig.settle()
+    rig.step(0, size)
+    rig.settle()
+    return rig
+
+
 # -------------------------------------------------------------------- torn tails
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_store_cut_at_any_byte_is_a_prefix_with_all_that_was_acknowledged(
-    tmp_path: Path, data: st.DataObject
-) -> None:
+def test_a_store_cut_at_any_byte_is_a_prefix_with_all_that_was_acknowledged(home: Path, data: st.DataObject) -> None:
     """Each move is a turn of its own; what the store knew after each of them is remembered with the size it had."""
-    home = tmp_path / "store"
     shutil.rmtree(home, ignore_errors=True)
-    rig = Rig(home, "everysec")
-    rig.begin()
-    rig.settle()
-    states = [(newest(home).stat().st_size, what_is_known(rig))]
-    steps = itertools.count()
-    for move in data.draw(st.lists(st.sampled_from(MOVES), max_size=8)):
-        play(rig, move, steps)
+    with Rig(home, "everysec").begin() as rig:
         rig.settle()
-        states.append((newest(home).stat().st_size, what_is_known(rig)))
-    copy = copied(home, "copy")
-    rig.close()
+        states = [(size_of(home), what_is_known(rig))]
+        steps = itertools.count()
+        for move in data.draw(st.lists(st.sampled_from(MOVES), max_size=8)):
+            play(rig, move, steps)
+            rig.settle()
+            states.append((size_of(home), what_is_known(rig)))
+        copy = copied(home)
     first = states[0][0]
     for cut in data.draw(st.lists(st.integers(first, states[-1][0]), min_size=1, max_size=12, unique=True)):
         broken = copied(copy, "broken")
         os.truncate(newest(broken), cut)
-        again = Rig(broken, "everysec")
-        found = what_is_known(again)
-        again.close()
+        found = found_in(broken)
         acknowledged = max(i for i, (size, _) in enumerate(states) if size <= cut)
         possible = [known for _, known in states[acknowledged : acknowledged + 2]]
         assert found == possible[0] or is_between(found, possible), f"cut at {cut}"
@@ -111,58 +131,43 @@ def play(rig: Rig, move: str, steps: Iterator[int]) -> None:
         rig.state.regenerate(step, rig.state.tasks.steps[step][:1])
 
 
-def test_a_torn_record_is_dropped_with_a_reason_and_an_event(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "store")
-    rig.begin()
-    rig.step(0)
-    rig.settle()
-    known = what_is_known(rig)
-    rig.offer(1)
-    rig.settle()
-    copy = copied(tmp_path / "store", "copy")
-    rig.close()
+def test_a_torn_record_is_dropped_with_a_reason_and_an_event(home: Path) -> None:
+    with after_a_step(home) as rig:
+        known = what_is_known(rig)
+        rig.offer(1)
+        rig.settle()
+        copy = copied(home)
     path = newest(copy)
     os.truncate(path, path.stat().st_size - BLOCK + 20)  # in the middle of the last record
-    again = Rig(copy)
-    assert what_is_known(again) == known
-    torn = [e for e in again.events.after(-1) if e.kind == "store_torn"]
-    assert [str(path) in e.detail["reason"] for e in torn] == [True]
-    again.close()
-    third = Rig(copy)
-    assert what_is_known(third) == known
-    assert third.found.torn == "", "what was dropped once is gone"
-    third.close()
+    with Rig(copy) as again:
+        assert what_is_known(again) == known
+        torn = [e for e in again.events.after(-1) if e.kind == "store_torn"]
+        assert [str(path) in e.detail["reason"] for e in torn] == [True]
+    with Rig(copy) as third:
+        assert what_is_known(third) == known
+        assert third.found.torn == "", "what was dropped once is gone"
 
 
-def test_a_snapshot_that_was_never_finished_leaves_the_one_before(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "store")
-    rig.begin()
-    rig.step(0)
-    rig.settle()
-    known = what_is_known(rig)
-    copy = copied(tmp_path / "store", "copy")
-    rig.close()
+def test_a_snapshot_that_was_never_finished_leaves_the_one_before(home: Path) -> None:
+    with after_a_step(home) as rig:
+        known = what_is_known(rig)
+        copy = copied(home)
     number = int(newest(copy).stem) + 1
     (copy / f"{number:08d}.log").write_bytes(newest(copy).read_bytes()[:100])
-    again = Rig(copy)
-    assert what_is_known(again) == known
-    again.close()
+    assert found_in(copy) == known
 
 
 # -------------------------------------------------------------------- damage
 
 
-def test_damage_to_a_record_that_was_synced_is_an_error_with_file_and_offset(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "store")
-    rig.begin()
-    rig.settle()
-    path = newest(tmp_path / "store")
-    middle = path.stat().st_size + 60
-    for step in range(3):
-        rig.step(step)
+def test_damage_to_a_record_that_was_synced_is_an_error_with_file_and_offset(home: Path) -> None:
+    with Rig(home).begin() as rig:
         rig.settle()
-    copy = copied(tmp_path / "store", "copy")
-    rig.close()
+        path, middle = newest(home), size_of(home) + 60
+        for step in range(3):
+            rig.step(step)
+            rig.settle()
+        copy = copied(home)
     flip(copy / path.name, middle)
     with pytest.raises(StoreCorrupt, match=r"is cut off or damaged; what the broker had acknowledged is") as error:
         Rig(copy)
@@ -171,145 +176,127 @@ def test_damage_to_a_record_that_was_synced_is_an_error_with_file_and_offset(tmp
     assert error.value.exit_code == 2
 
 
-def test_damage_to_the_very_end_of_a_store_that_was_closed_is_noticed(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "store")
-    rig.begin()
-    rig.step(0)
-    rig.settle()
-    at = newest(tmp_path / "store").stat().st_size - BLOCK + 10
-    rig.close()
-    flip(newest(tmp_path / "store"), at)
+@pytest.mark.parametrize("back", [BLOCK - 10, 1], ids=["record", "padding"])
+def test_damage_to_the_very_end_of_a_closed_store_is_noticed_and_that_of_padding_costs_nothing(
+    home: Path, back: int
+) -> None:
+    with after_a_step(home) as rig:
+        known, at = what_is_known(rig), size_of(home) - back
+    flip(newest(home), at)
+    if back == 1:
+        assert found_in(home) == known
+        return
     with pytest.raises(StoreCorrupt):
-        Rig(tmp_path / "store")
+        Rig(home)
 
 
-def test_a_damaged_group_is_refused_when_it_is_wanted_with_file_and_offset(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "store")
-    rig.begin()
-    rig.step(0, size=5000)
-    rig.settle()
-    stored = rig.state.tasks.living[1].stored
-    assert isinstance(stored, StoredPayload)
+def test_a_damaged_group_is_refused_when_it_is_wanted_with_file_and_offset(home: Path) -> None:
+    with after_a_step(home, size=5000) as rig:
+        stored = rig.state.tasks.living[1].stored
+    assert isinstance(stored, StoredPayload) and stored.location is not None
     location = stored.location
-    rig.close()
-    assert location is not None
-    path = tmp_path / "store" / f"{location.segment:08d}.log"
+    path = home / f"{location.segment:08d}.log"
     flip(path, location.offset + 777)
-    again = Rig(tmp_path / "store")
-    good, bad = (again.state.tasks.living[serial].payload for serial in (0, 1))
-    assert isinstance(good, StoredPayload) and isinstance(bad, StoredPayload)
-    assert good.read() == b"0." * 5000
-    with pytest.raises(
-        PayloadUnreadable, match=rf"{path.name}: byte {location.offset}: the stored group of 10000 bytes"
-    ):
-        bad.read()
-    again.close()
+    said = rf"{path.name}: byte {location.offset}: the stored group of 10000 bytes"
+    with Rig(home) as again:
+        good, bad = (again.state.tasks.living[serial].payload for serial in (0, 1))
+        assert isinstance(good, StoredPayload) and isinstance(bad, StoredPayload)
+        assert good.read() == b"0." * 5000
+        with pytest.raises(PayloadUnreadable, match=said):
+            bad.read()
 
 
-def test_damage_to_the_history_of_finished_tasks_is_an_error(tmp_path: Path) -> None:
-    for life in range(2):
-        rig = Rig(tmp_path / "store")
-        if life == 0:
-            rig.begin()
-            rig.step(0)
-            rig.state.commit(0)
+def test_damage_to_the_history_of_finished_tasks_is_an_error(home: Path) -> None:
+    with after_a_step(home) as rig:
+        rig.state.commit(0)
         rig.settle()
-        rig.close()
-    flip(tmp_path / "store" / "history.log", 60)
+    Rig(home).close()
+    flip(home / "history.log", 60)
     with pytest.raises(StoreCorrupt, match=r"history\.log: byte 0: a record of finished tasks"):
-        Rig(tmp_path / "store")
-
-
-def test_padding_that_is_damaged_costs_nothing(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "store")
-    rig.begin()
-    rig.settle()
-    at = newest(tmp_path / "store").stat().st_size - 1
-    rig.step(0)
-    rig.settle()
-    known = what_is_known(rig)
-    rig.close()
-    flip(newest(tmp_path / "store"), at)
-    again = Rig(tmp_path / "store")
-    assert what_is_known(again) == known
-    again.close()
+        Rig(home)
 
 
 # -------------------------------------------------------------------- a full disk
 
 
-def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "store")
-    rig.begin()
-    rig.step(0)
-    rig.settle()
-    with files_may_not_grow_beyond(newest(tmp_path / "store").stat().st_size + BLOCK):
-        before = rig.journal.acknowledged
-        rig.step(1, size=50_000)
-        wanted = rig.journal.end_turn()
-        until(lambda: rig.journal.stuck, "a store that cannot be written")
-        assert str(tmp_path / "store") in rig.journal.stuck
-        assert before <= rig.journal.acknowledged < wanted
-        copy = copied(tmp_path / "store", "copy")
-    rig.settle()
-    rig.wait_until_writable()
-    known = what_is_known(rig)
-    rig.close()
-    again = Rig(tmp_path / "store")
-    assert what_is_known(again) == known
-    assert again.state.tasks.living[2].payload.read() == b"2." * 50_000  # type: ignore[attr-defined]
-    again.close()
-    crashed = Rig(copy)
-    assert {s: state for s, state, _ in what_is_known(crashed)[0]}[0] == "taken"
-    crashed.close()
+@contextmanager
+def files_may_not_grow_beyond(size: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_new_segment_waits_for_room_too(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "store", segment_bytes=1 << 14)
-    rig.begin()
-    rig.settle()
-    with files_may_not_grow_beyond(1 << 12):
-        for step in range(3):
-            rig.step(step, size=20_000)
-            rig.journal.end_turn()
-        until(lambda: rig.journal.stuck, "a store that cannot be written")
-    rig.settle()
-    known = what_is_known(rig)
-    rig.close()
-    again = Rig(tmp_path / "store")
-    assert what_is_known(again) == known
-    again.close()
+def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(home: Path) -> None:
+    with after_a_step(home) as rig:
+        with files_may_not_grow_beyond(size_of(home) + BLOCK):
+            before = rig.journal.acknowledged
+            rig.step(1, size=50_000)
+            wanted = rig.journal.end_turn()
+            until(lambda: rig.journal.stuck)
+            assert str(home) in rig.journal.stuck
+            assert before <= rig.journal.acknowledged < wanted
+            copy = copied(home)
+        rig.settle()
+        until(lambda: not rig.journal.stuck)  # the store's thread says so right after the acknowledgement
+        known = what_is_known(rig)
+    with Rig(home) as again:
+        assert what_is_known(again) == known
+        assert again.state.tasks.living[2].payload.read() == b"2." * 50_000  # type: ignore[attr-defined]
+    assert {s: state for s, state, _ in found_in(copy)[0]}[0] == "taken"
+
+
+def test_a_new_segment_waits_for_room_too(home: Path) -> None:
+    with Rig(home, segment_bytes=1 << 14).begin() as rig:
+        rig.settle()
+        with files_may_not_grow_beyond(1 << 12):
+            for step in range(3):
+                rig.step(step, size=20_000)
+                rig.journal.end_turn()
+            until(lambda: rig.journal.stuck)
+        rig.settle()
+        known = what_is_known(rig)
+    assert found_in(home) == known
 
 
 # -------------------------------------------------------------------- who may write
 
 
-def test_a_second_broker_is_kept_out_while_the_first_lives(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "store")
-    with pytest.raises(UsageError, match=rf"already has a broker: process {os.getpid()} writes its store"):
-        Rig(tmp_path / "store")
-    rig.close()
-    Rig(tmp_path / "store").close()
+def test_a_second_broker_is_kept_out_while_the_first_lives(home: Path) -> None:
+    with Rig(home), pytest.raises(UsageError, match=rf"already has a broker: process {os.getpid()} writes its store"):
+        Rig(home)
+    Rig(home).close()
 
 
-def test_a_store_of_another_schema_is_refused(tmp_path: Path) -> None:
-    Rig(tmp_path / "store").close()
-    info = tmp_path / "store" / "store.json"
+def test_a_store_can_be_locked_on_a_full_disk(home: Path) -> None:
+    folder, other = StoreFolder(home), StoreFolder(home)
+    with files_may_not_grow_beyond(0):
+        folder.lock()
+        with pytest.raises(UsageError, match="process unknown writes its store"):
+            other.lock()
+        folder.unlock()
+        other.lock()
+        other.unlock()
+
+
+def test_a_store_that_cannot_be_locked_says_why(home: Path) -> None:
+    (home / "lock").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"store: the store cannot be locked: .*Is a directory"):
+        StoreFolder(home).lock()
+
+
+def test_a_store_of_another_schema_or_without_its_identity_is_refused_and_left_as_it_is(home: Path) -> None:
+    """Taken for an empty one, it would be written over: its checksums cannot be checked without the identity."""
+    after_a_step(home).close()
+    info, before = home / "store.json", newest(home).read_bytes()
     info.write_bytes(info.read_bytes().replace(b'"schema":1', b'"schema":2'))
     with pytest.raises(UsageError, match=r"store\.json: schema 2, this release reads 1"):
-        Rig(tmp_path / "store")
-
-
-def test_a_store_without_its_identity_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    """Taken for an empty one, it would be written over: its checksums cannot be checked without the identity."""
-    home = tmp_path / "store"
-    rig = Rig(home)
-    rig.begin()
-    rig.step(0)
-    rig.settle()
-    rig.close()
-    (home / "store.json").unlink()
-    before = newest(home).read_bytes()
+        Rig(home)
+    info.unlink()
     with pytest.raises(UsageError, match=r"store\.json.*missing"):
         Rig(home)
     assert newest(home).read_bytes() == before
@@ -318,123 +305,119 @@ def test_a_store_without_its_identity_is_refused_and_left_as_it_is(tmp_path: Pat
 # -------------------------------------------------------------------- what survives
 
 
-def test_leases_keep_their_tokens_and_get_a_fresh_deadline(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "store")
-    rig.begin()
-    rig.offer(2)
-    first, second = rig.lease()
-    rig.complete(first)
-    rig.settle()
-    rig.close()
-    again = Rig(tmp_path / "store")
-    state = again.state
-    assert state.tasks.leased[second.token].deadline > time.monotonic() + 9
-    assert state.complete("n0", first.token, meta(), b"", 0), "accepted before: still true"
-    assert state.complete("n0", second.token, meta(), b"late", 4)
-    assert not state.complete("n0", "unknown", meta(), b"", 0)
-    assert (state.store_id, state.attach(state.learner.report).next_serial) == (rig.info.store_id, 2)  # type: ignore[arg-type]
-    again.close()
-
-
-def test_a_lease_whose_answer_was_lost_with_the_broker_goes_back_at_once_and_counts_no_attempt(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "store")
-    rig.begin()
-    rig.offer(3)
-    heard, unheard, failed = rig.lease(3)
-    rig.settle()
-    rig.close()
-    again = Rig(tmp_path / "store")
-    state, node = again.state, NodeReport("n0", 1, "h", "generating", 0)
-    state.fail("n0", failed.token, "because")
-    assert state.heartbeat(node, [heard.token]).lost == []
-    assert set(state.tasks.leased) == {heard.token}
-    assert {e.serial: (e.state, e.attempts) for e in state.ledger()} == {
-        0: ("leased", 1),
-        1: ("pending", 0),
-        2: ("pending", 1),
-    }
-    (lease,) = state.lease("n0", 1 << 20, 1)
-    assert state.heartbeat(node, [heard.token]).lost == [], "a lease that was given since then is none of those"
-    assert lease.token in state.tasks.leased
-    assert not state.complete("n0", unheard.token, meta(), b"", 0)
-    again.close()
+def test_a_lease_whose_answer_was_lost_with_the_broker_goes_back_at_once_and_counts_no_attempt(home: Path) -> None:
+    with Rig(home).begin() as rig:
+        rig.offer(3)
+        heard, unheard, failed = rig.lease(3)
+        rig.settle()
+    with Rig(home) as again:
+        state, node = again.state, node_report()
+        state.fail("n0", failed.token, "because")
+        assert state.heartbeat(node, [heard.token]).lost == []
+        assert set(state.tasks.leased) == {heard.token}
+        left = {e.serial: (e.state, e.attempts) for e in state.ledger()}
+        assert left == {0: ("leased", 1), 1: ("pending", 0), 2: ("pending", 1)}
+        (lease,) = state.lease("n0", 1 << 20, 1)
+        assert state.heartbeat(node, [heard.token]).lost == [], "a lease that was given since then is none of those"
+        assert lease.token in state.tasks.leased
+        assert not state.complete("n0", unheard.token, meta(), b"", 0)
 
 
 @pytest.mark.parametrize("in_good_order", [True, False])
 def test_nodes_drain_after_a_crash_at_the_end_of_a_job_and_not_when_a_job_that_ended_goes_on(
-    tmp_path: Path, in_good_order: bool
+    home: Path, in_good_order: bool
 ) -> None:
-    rig = Rig(tmp_path / "store")
-    rig.begin()
-    rig.state.report(LearnerReport(1, 1, "done", 3))
-    rig.settle()
-    copy = copied(tmp_path / "store", "copy")
-    rig.close()
-    again = Rig(tmp_path / "store" if in_good_order else copy)
-    reply = again.state.heartbeat(NodeReport("n0", 1, "h", "generating", 0), [])
-    assert (reply.drain, reply.learner_incarnation) == (not in_good_order, 1)
-    again.close()
+    with Rig(home).begin() as rig:
+        rig.state.report(LearnerReport(1, 1, "done", 3))
+        rig.settle()
+        copy = copied(home)
+    with Rig(home if in_good_order else copy) as again:
+        reply = again.state.heartbeat(node_report(), [])
+        assert (reply.drain, reply.learner_incarnation) == (not in_good_order, 1)
 
 
-def test_events_go_on_from_where_they_were(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "store")
-    rig.begin()
-    rig.journal.end_turn()
-    rig.settle()
-    last = rig.events.next_index
-    assert last > 0
-    rig.close()
-    again = Rig(tmp_path / "store")
-    assert all(event.index >= last for event in again.events.after(-1))
-    again.close()
+def report(instance: str, state: str = "training") -> LearnerReport:
+    return LearnerReport(7, 1, state, 4, instance=instance)
+
+
+@pytest.mark.parametrize("state", LEARNER_ENDED)
+def test_a_learner_that_ended_is_still_said_to_have_ended(home: Path, state: str) -> None:
+    with Rig(home) as rig:
+        rig.state.attach(report("a"))
+        rig.state.report(report("a", state))
+    with Rig(home) as again:
+        found = again.state.learner.status(again.state.clock() + 1000)
+        assert found is not None and found.state == state
+        again.state.attach(report("b"))  # at once: nobody is alive
+
+
+def test_replaced_processes_stay_refused_and_those_that_do_not_say_who_they_are_do_not(home: Path) -> None:
+    with Rig(home) as rig:
+        for told in (report(""), report("a")):
+            rig.state.attach(told)
+        rig.state.report(report("a", "failed"))
+        rig.state.attach(report("b"))
+    with Rig(home) as again:
+        for instance in ("b", ""):
+            again.state.check_learner(1, instance)
+        with pytest.raises(BrokerError, match="replaced by another process"):
+            again.state.check_learner(1, "a")
+        with pytest.raises(BrokerError, match="is alive already"):
+            again.state.attach(report("c"))
+
+
+def test_events_and_waste_go_on_from_where_they_were(home: Path) -> None:
+    with Rig(home).begin() as rig:
+        rig.state.fleet.waste_of("n0", "failed", 5, 1.5)
+        rig.settle()
+        last = rig.events.next_index
+        assert last > 0
+    with Rig(home) as again:
+        assert all(event.index >= last for event in again.events.after(-1))
+        again.state.fleet.waste_of("n0", "failed", 1)
+        status = again.state.status()
+        assert status.waste == status.nodes[0].waste == {"failed": Waste(6, 1.5)}
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 1e300])
+def test_seconds_that_a_node_made_up_leave_neither_store_nor_status_unreadable(home: Path, seconds: float) -> None:
+    with Rig(home).begin() as rig:
+        rig.offer(2)
+        for lease in rig.lease():
+            assert rig.state.complete("n0", lease.token, GroupMeta(0, 0, 0.5, 1 << 53, 0, seconds), b"g", 1)
+        assert rig.state.take(0, 2) is not None
+        rig.state.filter(0, [0, 1], 0)
+        rig.settle()
+    with Rig(home) as again:
+        encoded = msgspec.msgpack.encode(again.state.status())
+    assert msgspec.msgpack.decode(encoded, type=BrokerStatus).groups_taken == 2
+
+
+def test_a_report_cannot_make_the_sum_of_waste_unreadable(home: Path) -> None:
+    with Rig(home).begin() as rig:
+        for number in range(2):
+            rig.state.register(node_report(f"n{number}", tokens_wasted=1 << 53))
+        encoded = msgspec.msgpack.encode(rig.state.status())
+    assert msgspec.msgpack.decode(encoded, type=BrokerStatus).waste["cancelled"].tokens == 1 << 53
 
 
 def test_a_store_of_an_earlier_release_is_read_with_every_task_group_and_name(tmp_path: Path) -> None:
     """Two brokers of the release before moves recorded themselves wrote it; the second one was killed."""
     with tarfile.open(Path(__file__).parents[2] / "golden" / "store_schema_1.tar.gz") as archive:
         archive.extractall(tmp_path / "store", filter="data")
-    rig = Rig(tmp_path / "store")
-    state, tasks = rig.state, rig.state.tasks
-    assert [(e.serial, e.state, e.step, e.attempts, e.filtered) for e in state.ledger()] == [
-        *[(serial, "committed", serial // 2, 1, serial == 4) for serial in range(6)],
-        (6, "pending", None, 2, False),
-        (7, "taken", 3, 1, False),
-        (8, "ready", None, 1, False),
-        (9, "leased", None, 1, False),
-        (10, "pending", None, 0, False),
-    ]
-    assert [tasks.living[serial].stored.read() for serial in (7, 8)] == [b"7." * 3, b"8." * 3]  # type: ignore[union-attr]
-    retained = {step: [(e.serial, e.filtered) for e in entries] for step, entries in tasks.retained.items()}
-    assert retained == {1: [(2, False), (3, False)], 2: [(4, True), (5, False)]}
-    assert (state.committed_step, len(state.accepted), state.owners) == (2, 9, {"n0": "K" * 40})
-    assert (tasks.living[6].reason, tasks.living[6].failed_by) == ("because", ["n0"])
-    assert state.fleet.nodes["n0"].tokens == set(tasks.leased)
-    rig.close()
-
-
-@pytest.mark.parametrize("seconds", [-1.0, 1e300])
-def test_seconds_that_a_node_made_up_leave_neither_store_nor_status_unreadable(tmp_path: Path, seconds: float) -> None:
-    home = tmp_path / "store"
-    rig = Rig(home)
-    rig.begin()
-    rig.offer(2)
-    for lease in rig.lease():
-        assert rig.state.complete("n0", lease.token, GroupMeta(0, 0, 0.5, 1 << 53, 0, seconds), b"g", 1)
-    assert rig.state.take(0, 2) is not None
-    rig.state.filter(0, [0, 1], 0)
-    rig.settle()
-    rig.close()
-    again = Rig(home)
-    encoded = msgspec.msgpack.encode(again.state.status())
-    again.close()
-    assert msgspec.msgpack.decode(encoded, type=BrokerStatus).groups_taken == 2
-
-
-def test_a_report_cannot_make_the_sum_of_waste_unreadable(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "store")
-    rig.state.attach(LearnerReport(1, 1, "training", 0))
-    for number in range(2):
-        rig.state.register(NodeReport(f"n{number}", 1, "h", "generating", 0, tokens_wasted=1 << 53))
-    encoded = msgspec.msgpack.encode(rig.state.status())
-    rig.close()
-    assert msgspec.msgpack.decode(encoded, type=BrokerStatus).waste["cancelled"].tokens == 1 << 53
+    with Rig(tmp_path / "store") as rig:
+        state, tasks = rig.state, rig.state.tasks
+        assert [(e.serial, e.state, e.step, e.attempts, e.filtered) for e in state.ledger()] == [
+            *[(serial, "committed", serial // 2, 1, serial == 4) for serial in range(6)],
+            (6, "pending", None, 2, False),
+            (7, "taken", 3, 1, False),
+            (8, "ready", None, 1, False),
+            (9, "leased", None, 1, False),
+            (10, "pending", None, 0, False),
+        ]
+        assert [tasks.living[serial].stored.read() for serial in (7, 8)] == [b"7." * 3, b"8." * 3]  # type: ignore[union-attr]
+        retained = {step: [(e.serial, e.filtered) for e in entries] for step, entries in tasks.retained.items()}
+        assert retained == {1: [(2, False), (3, False)], 2: [(4, True), (5, False)]}
+        assert (state.committed_step, len(state.accepted), state.owners) == (2, 9, {"n0": "K" * 40})
+        assert (tasks.living[6].reason, tasks.living[6].failed_by) == ("because", ["n0"])
+        assert state.fleet.nodes["n0"].tokens == set(tasks.leased)

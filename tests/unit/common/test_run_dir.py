@@ -12,7 +12,8 @@ from common.config.loading import load_config
 from common.config.schema import Config, SftConfig, SftTasksConfig
 from common.errors import UsageError
 from common.json_lines import read_jsonl
-from common.process.run_dir import RunDir, differences, source_revision, write_atomic, write_json
+from common.process.files import move_aside
+from common.process.run_dir import RunDir, differences, write_atomic, write_json
 from tests.launch_rig import config_of
 
 
@@ -72,14 +73,6 @@ def test_differences_are_found_at_every_depth():
     assert list(differences(old, new)) == [("a.c", 2, 4), ("d", 3, None), ("e", None, 5)]
 
 
-def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path):
-    target = tmp_path / "deep" / "file"
-    write_atomic(target, b"one")
-    write_atomic(target, b"two")
-    assert target.read_bytes() == b"two"
-    assert os.listdir(target.parent) == ["file"]
-
-
 def test_failed_atomic_write_keeps_the_old_content(tmp_path, monkeypatch):
     target = tmp_path / "file"
     write_atomic(target, b"old")
@@ -112,12 +105,6 @@ def test_torn_last_line_of_jsonl_is_left_out(tmp_path):
     assert read_jsonl(path) == [{"step": 0}, {"step": 1}]
 
 
-def test_source_revision_is_a_commit_of_this_checkout():
-    revision, modified = source_revision()
-    assert revision is None or len(revision) == 40
-    assert isinstance(modified, bool)
-
-
 def test_an_atomic_write_lasts_its_name_is_synced_after_its_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,12 +113,43 @@ def test_an_atomic_write_lasts_its_name_is_synced_after_its_content(
 
     def fsync(handle: int) -> None:
         kind = "folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file"
-        synced.append((kind, (tmp_path / "it").exists()))
+        synced.append((kind, (tmp_path / "deep" / "it").exists()))
         real(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    write_atomic(tmp_path / "it", b"content")
+    write_atomic(tmp_path / "deep" / "it", b"content")
     assert synced == [("file", False), ("folder", True)]
     synced.clear()
-    write_atomic(tmp_path / "it", b"other", sync=False)
-    assert synced == []
+    write_atomic(tmp_path / "deep" / "it", b"other", sync=False)
+    assert (synced, (tmp_path / "deep" / "it").read_bytes(), os.listdir(tmp_path / "deep")) == ([], b"other", ["it"])
+
+
+def test_a_run_of_the_former_redis_backend_is_refused_with_a_sentence(config: Config) -> None:
+    run = RunDir(config.run.dir)
+    run.prepare(config)
+    text = run.config.read_text().replace("  redis: null\n", "")
+    run.config.write_text(text.replace("  store: file\n", "  backend: zeromq\n"))
+    run.prepare(config)
+    run.config.write_text(text.replace("  store: file\n", "  backend: redis\n"))
+    with pytest.raises(UsageError, match=r"begun with broker\.backend: redis, which this release cannot continue"):
+        run.prepare(config)
+
+
+def test_a_run_folder_that_cannot_be_made_is_bad_usage(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = config_of(tmp_path / "file" / "run")
+    with pytest.raises(UsageError, match=r"run\.dir: .*file/run cannot be written"):
+        RunDir(config.run.dir).prepare(config)
+
+
+def test_what_is_moved_aside_gets_the_first_free_number_before_its_suffix(tmp_path: Path) -> None:
+    (tmp_path / "ledger-1.json").write_text("older")
+    former, folder = tmp_path / "ledger.json", tmp_path / "store"
+    former.write_text("newer")
+    assert move_aside(former) == tmp_path / "ledger-2.json"
+    assert not former.exists()
+    assert [(tmp_path / f"ledger-{n}.json").read_text() for n in (1, 2)] == ["older", "newer"]
+    folder.mkdir()
+    (folder / "lock").write_text("")
+    assert move_aside(folder) == tmp_path / "store-1"
+    assert (tmp_path / "store-1" / "lock").exists()

@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
-from common.security.credentials import Credential, KeyFolder, load_credential
-from common.security.curve import secure_client
+from common.security.credentials import KeyFolder, load_credential
 from common.weights import messages
 from launch.keys import make, revoke
 from learner.publish.control_socket import Endpoint
 from rollout_fleet.weights import weight_client
 from rollout_fleet.weights.weight_client import WeightClient
-from tests.waiting import until
+from tests.broker_rig import dealer
+from tests.waiting import LIMIT_S, until
 
-WAIT_S = 120.0
 JOIN = messages.Join("n0", 1)
 
 
@@ -49,46 +47,25 @@ def listening(credentials: Path | None) -> Iterator[tuple[Endpoint, list[Any]]]:
         yield endpoint, heard
     finally:
         stopping.set()
-        thread.join(WAIT_S)
+        thread.join(LIMIT_S)
         assert not thread.is_alive()
 
 
-@contextmanager
-def dealer(address: str, credential: Credential | None = None) -> Iterator["zmq.Socket[bytes]"]:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
-        if credential is not None:
-            secure_client(socket, credential, credential.learner_public)
-        socket.connect(address)
-        yield socket
-
-
-def test_a_node_with_its_key_joins_and_nobody_else_does(folder: KeyFolder) -> None:
+def test_a_node_with_its_key_joins_until_it_is_revoked_and_nobody_else_does(folder: KeyFolder) -> None:
+    node = load_credential(folder.path, "node")
     with listening(folder.path) as (endpoint, heard):
-        others = [None, load_credential(folder.path, "observer"), load_credential(folder.path, "learner")]
-        for other in others:
-            with dealer(endpoint.address, other) as socket:
+        for other in (None, load_credential(folder.path, "observer"), load_credential(folder.path, "learner")):
+            with dealer(endpoint.address, other, node.learner_public) as socket:
                 socket.send(messages.encode(JOIN))
                 assert socket.poll(300) == 0
         assert (heard, endpoint.malformed) == ([], 0)
-        with dealer(endpoint.address, load_credential(folder.path, "node")) as socket:
+        with dealer(endpoint.address, node, node.learner_public) as socket:
             socket.send(messages.encode(JOIN))
             until(lambda: heard == [JOIN])
-
-
-def test_a_node_that_was_revoked_after_it_joined_is_not_heard_any_more(folder: KeyFolder) -> None:
-    with (
-        listening(folder.path) as (endpoint, heard),
-        dealer(endpoint.address, load_credential(folder.path, "node")) as socket,
-    ):
-        socket.send(messages.encode(JOIN))
-        until(lambda: len(heard) == 1)
-        revoke(folder, "a")
-        until(lambda: endpoint.malformed >= 1 or socket.send(messages.encode(messages.Pong("n0"))))
-        ejected = messages.decode_from_learner(socket.recv())
-        assert isinstance(ejected, messages.Eject)
-        assert "revoked" in ejected.reason
+            revoke(folder, "a")
+            until(lambda: endpoint.malformed >= 1 or socket.send(messages.encode(messages.Pong("n0"))))
+            ejected = messages.decode_from_learner(socket.recv())
+            assert isinstance(ejected, messages.Eject) and "revoked" in ejected.reason
 
 
 def test_a_weight_client_says_on_what_it_waits_when_its_key_is_refused(
@@ -101,7 +78,7 @@ def test_a_weight_client_says_on_what_it_waits_when_its_key_is_refused(
     async def scenario(address: str) -> str:
         client = WeightClient("n0", None, load_credential(other.path, "node"))  # type: ignore[arg-type]
         client.follow(address, 0)
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(LIMIT_S):
             while "weights from" in client.state.waiting_on:
                 await client.wait_change(0.1)
         waiting_on = client.state.waiting_on

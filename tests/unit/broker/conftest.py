@@ -1,0 +1,77 @@
+"""Brokers in a thread, as `slipstream broker` runs them."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from broker import main
+from broker.messaging.sync_client import BrokerClient
+from broker.server import bind
+from broker.server.server import BrokerServer
+from common.config.schema import Config
+from tests.waiting import LIMIT_S, until
+
+
+@dataclass
+class Life:
+    """One life of a broker."""
+
+    address: str
+    server: BrokerServer
+
+    def client(self, deadline_s: float = LIMIT_S) -> BrokerClient:
+        return BrokerClient(self.address, deadline_s=deadline_s)
+
+
+Running = Callable[[Config], AbstractContextManager[Life]]
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Running:
+    """Runs `run_broker` on a thread and stops its server without a signal."""
+    servers: list[BrokerServer] = []
+
+    class Remembered(BrokerServer):
+        def __init__(self, *arguments: object, **named: object) -> None:
+            super().__init__(*arguments, **named)  # type: ignore[arg-type]
+            servers.append(self)
+
+    monkeypatch.setattr(bind, "BrokerServer", Remembered)
+
+    @contextmanager
+    def life(config: Config) -> Iterator[Life]:
+        file = Path(config.run.dir) / "broker.json"
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(main.run_broker, config, b'{"k": 1}')
+            until(file.exists, "broker.json", check=lambda: ended.result() if ended.done() else None)
+            server = servers[-1]
+            try:
+                yield Life(json.loads(file.read_text())["address"], server)
+            finally:
+                server.stop()
+                assert ended.result(LIMIT_S) == 0
+
+    return life
+
+
+@pytest.fixture
+def slow_syncs(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
+    """An open gate that every sync of a store waits at, and an entry for each sync that ended."""
+    from broker.journal.file_store.segment_file import SegmentFile
+
+    gate, synced, sync = threading.Event(), list[int](), SegmentFile.sync
+    gate.set()
+
+    def slow(self: SegmentFile) -> None:
+        assert gate.wait(LIMIT_S)
+        sync(self)
+        synced.append(1)
+
+    monkeypatch.setattr(SegmentFile, "sync", slow)
+    return gate, synced
