@@ -102,6 +102,14 @@ def job(folder: Path, **sections: object) -> Config:
     return build_config(document_of(folder, **sections), "job.yaml")
 
 
+def write_shape(model: Path, **entries: object) -> None:
+    (model / "config.json").write_text(json.dumps({**SHAPE, **entries}))
+
+
+def passes(folder: Path, **sections: object) -> None:
+    check_config(job(folder, **sections), "job.yaml")
+
+
 def refused(config: Config | SftConfig, key: str, *words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_config(config, "job.yaml")
@@ -124,23 +132,19 @@ def test_settings_that_fit_together_pass(folder, sections):
 
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
 def test_experts_are_found_under_every_name(folder, name):
-    shape = json.loads((folder / "model" / "config.json").read_text())
-    (folder / "model" / "config.json").write_text(json.dumps({**shape, name: 4}))
-    check_config(job(folder, learner={"moe": {"balance": "bias"}}), "job.yaml")
-    check_config(job(folder, learner={"world_size": 2, "parallel": {"expert": 2}}), "job.yaml")
+    write_shape(folder / "model", **{name: 4})
+    passes(folder, learner={"moe": {"balance": "bias"}})
+    passes(folder, learner={"world_size": 2, "parallel": {"expert": 2}})
 
 
 def test_the_routing_of_a_group_must_fit_into_a_message(folder):
-    shape = json.loads((folder / "model" / "config.json").read_text())
-    moe = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 4}
-    (folder / "model" / "config.json").write_text(json.dumps({**shape, **moe}))
-    made = job(folder, learner={"moe": {"replay_routing": True}})
+    write_shape(folder / "model", num_experts=8, num_experts_per_tok=2, num_hidden_layers=4)
+    replaying = {"moe": {"replay_routing": True}}
+    made = job(folder, learner=replaying)
     needed = 2 * made.rollout.group_size * made.rollout.engine.max_model_len * 4 * 2
     check_config(made, "job.yaml")
     small = {"max_message_bytes": needed - 1, "max_bytes": 4 << 30}
-    refused(
-        job(folder, learner={"moe": {"replay_routing": True}}, broker=small), "broker.max_message_bytes", str(needed)
-    )
+    refused(job(folder, learner=replaying, broker=small), "broker.max_message_bytes", str(needed))
 
 
 def test_a_missing_model_folder_and_a_file_in_its_place_are_refused(folder):
@@ -149,25 +153,18 @@ def test_a_missing_model_folder_and_a_file_in_its_place_are_refused(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "word"),
-    [("config.json", "config.json"), ("tokenizer.json", "tokenizer"), ("model.safetensors", "safetensors")],
+    ("damage", "word"),
+    [
+        (lambda model: (model / "config.json").unlink(), "config.json"),
+        (lambda model: (model / "tokenizer.json").unlink(), "tokenizer"),
+        (lambda model: (model / "model.safetensors").unlink(), "safetensors"),
+        (lambda model: (model / "config.json").write_text("{"), "readable config.json"),
+        (lambda model: write_shape(model, architectures=["Gemma2ForCausalLM"]), "Gemma2ForCausalLM"),
+        (lambda model: write_shape(model, quantization_config={"bits": 4}), "quant"),
+    ],
 )
-def test_incomplete_model_folder_is_refused(folder, name, word):
-    (folder / "model" / name).unlink()
-    refused(job(folder), "model.path", word)
-
-
-def test_unreadable_model_config_is_refused(folder):
-    (folder / "model" / "config.json").write_text("{")
-    refused(job(folder), "model.path", "readable config.json")
-
-
-@pytest.mark.parametrize(
-    ("entry", "word"),
-    [({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM"), ({"quantization_config": {"bits": 4}}, "quant")],
-)
-def test_a_model_that_megatron_cannot_be_trusted_with_is_refused(folder, entry, word):
-    (folder / "model" / "config.json").write_text(json.dumps({**SHAPE, **entry}))
+def test_a_model_folder_that_cannot_be_trained_from_is_refused(folder, damage, word):
+    damage(folder / "model")
     refused(job(folder), "model.path", word)
 
 
@@ -187,14 +184,14 @@ def test_dataset_that_is_no_jsonl_is_refused(folder, text):
 def test_the_longest_sequence_must_fit_where_it_goes(folder, section, value, key):
     refused(job(folder, **{section: value}), key, "max_model_len - 1 (511)")
     (name,) = value
-    check_config(job(folder, **{section: {name: 511}}), "job.yaml")
+    passes(folder, **{section: {name: 511}})
 
 
 def test_context_parallelism_pads_the_longest_sequence(folder):
     layout = {"world_size": 2, "parallel": {"context": 2}}
     key = "learner.micro_batch_tokens"
     refused(job(folder, learner={**layout, "micro_batch_tokens": 511}), key, "rounded up to a multiple of 4", "(512)")
-    check_config(job(folder, learner={**layout, "micro_batch_tokens": 512}), "job.yaml")
+    passes(folder, learner={**layout, "micro_batch_tokens": 512})
 
 
 @pytest.mark.parametrize("loss", [{"correction": "mis"}, {"correction_normalize": True}, {"correction_veto": 1e-4}])
@@ -226,7 +223,7 @@ def test_weights_leave_the_machine_by_relay_with_keys_alone(folder, tmp_path):
     ):
         refused(job(folder, weights=weights, broker=broker), "weights.address", "relay")
     refused(job(folder, weights={"address": "0.0.0.0", "transport": "relay"}, broker=keys), "weights.address", "reach")
-    check_config(job(folder, weights={"address": "10.0.0.4", "transport": "relay"}, broker=keys), "a.yaml")
+    passes(folder, weights={"address": "10.0.0.4", "transport": "relay"}, broker=keys)
 
 
 @pytest.mark.parametrize("address", ["redis://127.0.0.1:6379/0", "rediss://localhost", "unix:///run/redis.sock?db=1"])
@@ -248,7 +245,7 @@ def test_redis_beyond_this_machine_needs_tls_besides_credentials(folder):
     make(KeyFolder(folder / "keys"), ["node-0"])
     broker = {"store": "redis", "credentials": str(folder / "keys")}
     refused(job(folder, broker={**broker, "redis": "redis://10.0.0.4:6379/0"}), "broker.redis", "TLS")
-    check_config(job(folder, broker={**broker, "redis": "rediss://10.0.0.4:6379/0"}), "job.yaml")
+    passes(folder, broker={**broker, "redis": "rediss://10.0.0.4:6379/0"})
 
 
 def test_only_addresses_that_say_where_to_connect_to_are_fixed(folder):
@@ -269,16 +266,10 @@ def test_addresses_are_split():
 
 
 def test_warm_start_is_checked_too(folder):
-    config = SftConfig(
-        run=RunConfig(name="warm", dir="x", steps=1),
-        model=ModelConfig(path=str(folder / "model")),
-        tasks=SftTasksConfig(dataset=str(folder / "train.jsonl")),
-    )
-    check_config(config, "sft.yaml")
-    broken = msgspec.structs.replace(config, tasks=SftTasksConfig(dataset="nowhere"))
-    refused_sft = pytest.raises(ConfigError, match=r"tasks\.dataset")
-    with refused_sft:
-        check_config(broken, "sft.yaml")
+    run, model = RunConfig(name="warm", dir="x", steps=1), ModelConfig(path=str(folder / "model"))
+    config = SftConfig(run=run, model=model, tasks=SftTasksConfig(dataset=str(folder / "train.jsonl")))
+    check_config(config, "job.yaml")
+    refused(msgspec.structs.replace(config, tasks=SftTasksConfig(dataset="nowhere")), "tasks.dataset")
 
 
 def test_relative_paths_become_absolute(tmp_path, monkeypatch):
@@ -296,16 +287,17 @@ def test_relative_paths_become_absolute(tmp_path, monkeypatch):
 
 
 def test_a_reference_model_is_a_folder_with_config_and_weights(folder, monkeypatch):
+    def referring_to(name):
+        return job(folder, learner={"loss": {"reference": name, "kl_coefficient": 0.1}})
+
     monkeypatch.chdir(folder)
-    config = resolve_paths(job(folder, learner={"loss": {"reference": "model", "kl_coefficient": 0.1}}))
+    config = resolve_paths(referring_to("model"))
     assert config.learner.loss.reference == str(folder / "model")
     check_config(config, "job.yaml")
-    config = job(folder, learner={"loss": {"reference": "nowhere", "kl_coefficient": 0.1}})
-    refused(config, "learner.loss.reference", "config.json")
+    refused(referring_to("nowhere"), "learner.loss.reference", "config.json")
     (folder / "empty").mkdir()
     (folder / "empty" / "config.json").write_text("{}")
-    config = job(folder, learner={"loss": {"reference": "empty", "kl_coefficient": 0.1}})
-    refused(config, "learner.loss.reference", "safetensors")
+    refused(referring_to("empty"), "learner.loss.reference", "safetensors")
 
 
 @pytest.mark.parametrize(

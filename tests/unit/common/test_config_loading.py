@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.loading import OVERRIDE, dump_yaml, key_paths, load_config, load_either, nearest
+from common.config.loading import OVERRIDE, dump_yaml, key_paths, load_config, load_either
 from common.config.schema import Config, EngineConfig, RolloutConfig, SftConfig
 from common.errors import EXIT_USAGE, ConfigError, UsageError
 
@@ -137,11 +137,6 @@ def test_a_wrong_key_is_named_with_its_line(write, text, line):
     assert error_of(path, "run.stepz=1").line is None
 
 
-def test_missing_section_is_named(write):
-    error = error_of(write("run: {name: a, dir: b, steps: 1}\ntasks: {environment: e, dataset: d}"))
-    assert (error.key, error.hint) == ("model", "this key is required")
-
-
 @pytest.mark.parametrize(
     ("text", "where", "problem"),
     [
@@ -199,11 +194,6 @@ def test_warm_start_config_is_recognised(write):
     assert isinstance(load_either(write(MINIMAL, "rl.yaml")), Config)
     with pytest.raises(UsageError, match="slipstream sft"):
         load_config(path)
-
-
-def test_nearest_is_silent_when_nothing_is_close():
-    assert nearest("Tensor", ["tensor", "pipeline"]) == "tensor"
-    assert nearest("quux", ["tensor", "pipeline"]) is None
 
 
 def test_schema_stays_within_its_budget_of_keys():

@@ -1,5 +1,6 @@
 """Device broadcasts up to the library's door, and NCCL where there is no device."""
 
+import os
 import threading
 import time
 
@@ -141,8 +142,6 @@ def test_groups_that_threads_form_are_on_the_device_of_the_worker(monkeypatch: p
 
 
 def test_nccls_communicator_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     seen: list[str | None] = []
 
     class ProcessGroup:

@@ -1,14 +1,16 @@
-"""Processes end with their parent, or drain on the first signal."""
+"""Processes: they end with their parent or drain, a lock names its process, freed memory is used again."""
 
 import os
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag, alive
+from common.process.lock_file import AlreadyLocked, is_locked, lock_holder, take_lock
 from tests.waiting import LIMIT_S, until
 
 CHILD = (
@@ -92,3 +94,59 @@ def test_second_signal_ends_the_process_after_the_hook():
 def test_a_number_that_no_process_can_have_is_of_no_living_one(pid: int) -> None:
     assert not alive(pid)
     assert alive(os.getpid())
+
+
+def test_a_lock_keeps_others_out_and_names_its_process(tmp_path: Path) -> None:
+    path = tmp_path / "up.lock"
+    assert not is_locked(path)
+    with take_lock(path):
+        assert (is_locked(path), lock_holder(path)) == (True, os.getpid())
+        with pytest.raises(AlreadyLocked) as caught:
+            take_lock(path)
+        assert caught.value.holder == str(os.getpid())
+    assert not is_locked(path)
+    take_lock(path).close()
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
+    path, (ready, done) = tmp_path / "up.lock", os.pipe()
+    child = os.fork()
+    if child == 0:
+        taken = take_lock(path)
+        assert taken.name
+        os.write(done, b"1")
+        signal.pause()
+    assert os.read(ready, 1) == b"1"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    take_lock(path).close()
+    os.close(ready)
+    os.close(done)
+
+
+FAULTS = """
+import resource, sys
+from common.process.malloc_tuning import keep_freed_memory
+if sys.argv[1] != "default" and not keep_freed_memory(one_heap=sys.argv[1] == "one_heap"):
+    sys.exit("not taken")
+def turn():
+    blocks = [bytes(600_000) for _ in range(20)]
+    blocks.clear()
+turn(); turn()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    turn()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(setting: str) -> int:
+    command = [sys.executable, "-c", FAULTS, setting]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S).stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")
+@pytest.mark.parametrize("setting", ["kept", "one_heap"])
+def test_freed_memory_is_used_again_without_page_faults(setting: str) -> None:
+    default, kept = faults("default"), faults(setting)
+    assert kept < 2000 and 5 * kept < default, f"{kept} page faults, {default} by default"

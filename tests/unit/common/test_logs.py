@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from common.process.logs import last_lines, log_path, setup_logging
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_redirected_stderr_is_not_written_twice(tmp_path):
     )
     path = log_path(tmp_path, "learner", "0")
     with path.open("ab") as log:
-        subprocess.run([sys.executable, "-c", code], stderr=log, check=True, timeout=30)
+        subprocess.run([sys.executable, "-c", code], stderr=log, check=True, timeout=LIMIT_S)
     assert path.read_text().count("once") == 1
 
 

@@ -1,9 +1,9 @@
-"""Layouts that cannot work are refused with the key and the number that do not fit; the others say their stages."""
+"""Layouts that cannot work are refused with the key and the number that do not fit."""
 
 import msgspec
 import pytest
 
-from common.config.parallel_layout import ModelShape, layers_per_stage, model_problems, world_problems
+from common.config.parallel_layout import ModelShape, model_problems, world_problems
 from common.config.schema import ParallelConfig
 
 DENSE = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 256}
@@ -50,20 +50,6 @@ FITS_MIXED = [{"expert": 8}, {"tensor": 2, "expert": 2, "expert_tensor": 2}, {"c
 )
 def test_what_a_model_allows_passes(shape: dict[str, int], layout: dict[str, object]) -> None:
     assert not found(shape, **layout)
-
-
-@pytest.mark.parametrize(
-    ("layers", "layout", "stages"),
-    [
-        (6, {}, (6,)),
-        (6, {"pipeline": 3, "virtual_pipeline": 2}, (2, 2, 2)),
-        (6, {"pipeline": 3, "first_stage_layers": 2, "last_stage_layers": 1}, (2, 3, 1)),
-        (61, {"pipeline": 16, "last_stage_layers": 1}, (*[4] * 15, 1)),
-        (7, {"pipeline": 2, "first_stage_layers": 3, "last_stage_layers": 4}, (3, 4)),
-    ],
-)
-def test_layers_of_each_stage(layers: int, layout: dict[str, int], stages: tuple[int, ...]) -> None:
-    assert layers_per_stage(layers, ParallelConfig(**layout)) == stages
 
 
 @pytest.mark.parametrize(

@@ -19,21 +19,12 @@ def test_every_form_is_parsed(address, parsed):
     assert parse_redis(address) == parsed
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "tcp://h:7",
-        "redis://",
-        "redis://h:high",
-        "redis://h:99999",
-        "redis://h/zero",
-        "redis://h?timeout=3",
-        "redis://h#x",
-        "unix://h/r.sock",
-        "unix:///",
-        "unix:///r?db=x",
-    ],
+NONE = (
+    "tcp://h:7 redis:// redis://h:high redis://h:99999 redis://h/zero redis://h?timeout=3 redis://h#x unix://h/r.sock"
 )
+
+
+@pytest.mark.parametrize("address", [*NONE.split(), "unix:///", "unix:///r?db=x"])
 def test_what_is_no_address_is_refused_with_the_forms_that_are(address):
     with pytest.raises(ValueError, match="redis://HOST:PORT"):
         parse_redis(address)

@@ -12,7 +12,7 @@ from common.config.loading import load_config
 from common.config.schema import Config, SftConfig, SftTasksConfig
 from common.errors import UsageError
 from common.json_lines import read_jsonl
-from common.process.files import move_aside
+from common.process.files import move_aside, replace_folder
 from common.process.run_dir import RunDir, differences, write_atomic, write_json
 from tests.launch_rig import config_of
 
@@ -153,3 +153,28 @@ def test_what_is_moved_aside_gets_the_first_free_number_before_its_suffix(tmp_pa
     (folder / "lock").write_text("")
     assert move_aside(folder) == tmp_path / "store-1"
     assert (tmp_path / "store-1" / "lock").exists()
+
+
+def test_a_replacement_that_was_killed_between_its_two_renames_leaves_nothing_after_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(text: str) -> Path:
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / "weights").write_text(text)
+        return tmp_path / "new"
+
+    renames, rename = iter(range(1)), os.rename
+
+    def first_only(source: Path, target: Path) -> None:
+        if next(renames, None) is None:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    replace_folder(made("first"), tmp_path / "model")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "rename", first_only)
+        replace_folder(made("second"), tmp_path / "model")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".model.removed.tmp", "new"]
+    replace_folder(tmp_path / "new", tmp_path / "model")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "weights").read_text() == "second"

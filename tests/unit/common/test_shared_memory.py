@@ -8,6 +8,7 @@ import torch
 
 from common.weights.shared_memory import SharedBuffers, attach
 from tests import forked
+from tests.waiting import LIMIT_S
 
 SIZE = 4096 + 7
 
@@ -30,7 +31,7 @@ def test_another_process_maps_the_same_memory() -> None:
     ours.send_bytes(buffers.path(flat).encode())
     assert ours.recv_bytes() == b"7"
     assert ours.recv_bytes() == b"written" and int(flat[0]) == 9
-    child.join(20)
+    child.join(LIMIT_S)
 
 
 def test_a_buffer_that_is_gone_cannot_be_mapped_and_holds_no_descriptor() -> None:

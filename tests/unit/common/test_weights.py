@@ -1,15 +1,16 @@
-"""Layout, packing and checksums of the flat buffer, and the receiver's refusals."""
+"""Layout, packing and checksums of the flat buffer; what a receiver refuses, of whole versions and of deltas."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from msgspec import structs
 
-from common.weights import messages, packing
+from common.weights import delta, messages, packing
 from common.weights.collectives import bucket_timeout, reason_of
-from common.weights.layout import ALIGNMENT, Layout
+from common.weights.layout import ALIGNMENT, Layout, ranges
 from common.weights.messages import Epoch, Publish, Source
 from common.weights.receiver import Receiver, receive_buckets
 from tests.waiting import until
@@ -64,23 +65,14 @@ def test_checksums_of_buckets_and_of_the_whole_are_those_of_one_by_one() -> None
         assert whole == packing.checksum(flat)
 
 
-def test_the_layouts_digest_sees_names_shapes_and_types() -> None:
+def test_the_digest_sees_names_shapes_and_types_is_computed_once_and_changes_nothing_that_travels() -> None:
     base = [("a", "float32", (2, 3))]
     others = [[("b", "float32", (2, 3))], [("a", "bfloat16", (2, 3))], [("a", "float32", (3, 2))]]
     assert len({Layout.of(x).digest for x in [base, *others]}) == 4
-
-
-def _copy(part: torch.Tensor, bucket: torch.Tensor) -> None:
-    bucket.copy_(part)
-
-
-def test_the_digest_of_thousands_of_entries_is_computed_once_and_changes_nothing_that_travels() -> None:
     layout, other = layout_of("float32"), layout_of("float32")
-    digest = layout.digest
-    assert layout.digest is digest
-    assert layout == other and messages.encode(messages.Welcome(0, layout)) == messages.encode(
-        messages.Welcome(0, other)
-    )
+    assert layout.digest is layout.digest
+    welcome = [messages.encode(messages.Welcome(0, one)) for one in (layout, other)]
+    assert layout == other and welcome[0] == welcome[1]
 
 
 def test_a_buffer_is_zero_and_on_huge_pages_where_the_kernel_gives_them() -> None:
@@ -98,15 +90,16 @@ def _huge_kib() -> int:
 
 
 class Replay:
-    """A group that hands out recorded buckets."""
+    """A group that hands out a payload, one bucket after another."""
 
-    def __init__(self, flat: torch.Tensor, bucket: int) -> None:
-        self.parts, self.timeouts, self.closed = list(flat.clone().split(bucket)), list[float](), False
+    def __init__(self, payload: torch.Tensor) -> None:
+        self.payload, self.at, self.timeouts, self.closed = payload, 0, list[float](), False
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         self.timeouts.append(timeout_s)
-        part = self.parts.pop(0)
-        return lambda: _copy(part, bucket)
+        bucket.copy_(self.payload[self.at : self.at + len(bucket)])
+        self.at += len(bucket)
+        return lambda: None
 
     def close(self) -> None:
         self.closed = True
@@ -119,8 +112,9 @@ def publish_of(flat: torch.Tensor, layout: Layout, epoch: int = 1) -> Publish:
 
 
 def test_a_bad_bucket_is_named_after_the_whole_broadcast_was_followed(layout: Layout, flat: torch.Tensor) -> None:
-    group = Replay(flat, ALIGNMENT)
-    group.parts[1][0] ^= 1
+    damaged = flat.clone()
+    damaged[ALIGNMENT] ^= 1
+    group = Replay(damaged)
     with pytest.raises(ValueError, match="bucket 1 of 3"):
         receive_buckets(group, torch.zeros_like(flat), publish_of(flat, layout))
     assert group.timeouts == [bucket_timeout(8.0)] * 3, "leaving early would break the others' broadcast"
@@ -128,7 +122,7 @@ def test_a_bad_bucket_is_named_after_the_whole_broadcast_was_followed(layout: La
 
 def test_after_every_bucket_its_share_is_told(layout: Layout, flat: torch.Tensor) -> None:
     shares: list[float] = []
-    receive_buckets(Replay(flat, ALIGNMENT), torch.zeros_like(flat), publish_of(flat, layout), shares.append)
+    receive_buckets(Replay(flat), torch.zeros_like(flat), publish_of(flat, layout), shares.append)
     assert shares == pytest.approx([1 / 3, 2 / 3, 1])
 
 
@@ -137,22 +131,20 @@ def test_weights_of_another_source_are_held_to_a_digest_that_cannot_be_forged(
 ) -> None:
     publish = publish_of(flat, layout)
     honest = structs.replace(publish, sha256=packing.sha256(flat))
-    receive_buckets(Replay(flat, ALIGNMENT), torch.zeros_like(flat), honest)
+    receive_buckets(Replay(flat), torch.zeros_like(flat), honest)
     forged = structs.replace(publish, sha256=packing.sha256(flat + 1))  # as if its xxh3 were the same
     with pytest.raises(ValueError, match="SHA-256"):
-        receive_buckets(Replay(flat, ALIGNMENT), torch.zeros_like(flat), forged)
+        receive_buckets(Replay(flat), torch.zeros_like(flat), forged)
 
 
 def test_a_receiver_refuses_what_was_not_announced(layout: Layout, flat: torch.Tensor) -> None:
-    receiver = Receiver(lambda epoch: Replay(flat, ALIGNMENT))
+    receiver = Receiver(lambda epoch: Replay(flat))
     with pytest.raises(ValueError, match="another layout"):
         receiver.start(publish_of(flat, layout))
     receiver.set_layout(layout)
     receiver.set_epoch(Epoch(1, 1, 2, "127.0.0.1", 1, 5.0))
     with pytest.raises(ValueError, match="epoch 2, which this node is not in"):
         receiver.start(publish_of(flat, layout, epoch=2))
-    with pytest.raises(ValueError, match="'riddle', which is not known here"):
-        receiver.start(structs.replace(publish_of(flat, layout), encoding="riddle"))
     with pytest.raises(ValueError, match="not staged"):
         receiver.take(0, 7)
 
@@ -161,7 +153,7 @@ def test_a_receiver_refuses_what_was_not_announced(layout: Layout, flat: torch.T
 def test_a_receiver_keeps_a_collective_group_and_lets_go_of_a_source_that_has_served(
     layout: Layout, flat: torch.Tensor, source: Source | None
 ) -> None:
-    group = Replay(flat, ALIGNMENT)
+    group = Replay(flat)
     receiver = Receiver(lambda epoch: group)
     receiver.obey(messages.Welcome(0, layout))
     receiver.obey(Epoch(1, 1, 2, "127.0.0.1", 1, 5.0, source=source))
@@ -198,3 +190,120 @@ def test_a_collectives_error_is_cut_to_what_a_person_needs() -> None:
     )
     assert reason_of(RuntimeError(text)) == "Connection closed by peer [127.0.0.1]:5"
     assert reason_of(RuntimeError()) == "RuntimeError"
+
+
+# ---------------------------------------------------------------- deltas
+
+
+LAYOUT = Layout.of([("a", "bfloat16", (3000,)), ("b", "float32", (100,))])
+BUCKET = 256
+EPOCH = Epoch(1, 1, 2, "127.0.0.1", 1, 5.0)
+
+
+class Node:
+    """A receiver, what is sent to it, and what it answers."""
+
+    def __init__(self) -> None:
+        self.wire = Replay(torch.zeros(0, dtype=torch.uint8))
+        self.receiver = Receiver(lambda epoch: self.wire)
+        self.receiver.set_layout(LAYOUT)
+        self.receiver.set_epoch(EPOCH)
+
+    def get(self, publish: Publish, payload: torch.Tensor) -> str:
+        """'' when the version was staged and flipped, else why not."""
+        self.wire.payload, self.wire.at = payload, 0
+        try:
+            self.receiver.start(publish)
+        except ValueError as error:
+            return str(error)
+        until(lambda: self.receiver.status.state != "receiving", every_s=0.002)
+        status = self.receiver.status
+        if status.state == "staged":
+            self.flat = self.receiver.take(publish.incarnation, publish.version)
+            self.receiver.give_back(self.flat)
+        return status.error
+
+
+def weights(version: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(3000, generator=generator).bfloat16(), torch.randn(100, generator=generator)
+    a[:: 50 + version] *= 1.01
+    a[3], a[5], b[7] = float("nan"), -0.0, float("-inf")
+    return packing.pack([("a", a), ("b", b)], LAYOUT)
+
+
+def publish(version: int, payload: torch.Tensor, base: int | None) -> Publish:
+    return Publish(
+        incarnation=0, version=version, epoch=1, layout_digest=LAYOUT.digest, bucket_bytes=BUCKET,
+        bucket_checksums=packing.all_checksums(payload, BUCKET)[0], checksum=packing.checksum(weights(version)),
+        timeout_s=5.0, encoding="full" if base is None else "delta", base_version=-1 if base is None else base,
+        payload_bytes=payload.numel(),
+    )  # fmt: skip
+
+
+def step(old: int, new: int) -> tuple[Publish, torch.Tensor]:
+    stream = delta.encode(weights(old), weights(new), delta.BUCKET_BYTES)
+    return publish(new, stream, old), stream
+
+
+@pytest.fixture
+def node() -> Node:
+    made = Node()
+    assert made.get(publish(1, weights(1), None), weights(1)) == ""
+    return made
+
+
+def test_deltas_after_an_anchor_give_the_published_bits(node: Node) -> None:
+    for old, new in ((1, 2), (2, 5), (5, 6)):
+        assert node.get(*step(old, new)) == ""
+        assert torch.equal(node.flat, weights(new))
+
+
+def test_a_delta_to_another_base_is_refused_and_names_both(node: Node) -> None:
+    assert "a delta to (0, 3), the staging buffer has (0, 1)" in node.get(*step(3, 4))
+    assert "a delta to (1, 1), the staging buffer has (0, 1)" in node.get(
+        structs.replace(step(1, 2)[0], incarnation=1), step(1, 2)[1]
+    )
+    assert node.get(*step(1, 2)) == "", "and the base is unharmed"
+
+
+def test_a_node_without_weights_refuses_a_delta() -> None:
+    assert "the staging buffer has None" in Node().get(*step(1, 2))
+
+
+def test_a_stream_damaged_on_its_way_is_refused_and_the_base_unharmed(node: Node) -> None:
+    announced, stream = step(1, 2)
+    damaged = stream.clone()
+    damaged[len(damaged) // 2] ^= 1
+    assert "checksum mismatch in bucket" in node.get(announced, damaged)
+    assert node.get(announced, stream) == ""
+    assert torch.equal(node.flat, weights(2))
+
+
+def test_a_result_that_is_not_the_published_version_is_never_staged_and_the_next_must_be_whole(node: Node) -> None:
+    announced, stream = step(1, 2)
+    assert "the delta from version 1 gives" in node.get(structs.replace(announced, checksum="another"), stream)
+    with pytest.raises(ValueError, match="not staged"):
+        node.receiver.take(0, 2)
+    assert "the staging buffer has None" in node.get(announced, stream)
+    assert node.get(publish(2, weights(2), None), weights(2)) == ""
+    assert torch.equal(node.flat, weights(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        *(({"payload_bytes": n}, f"a delta of {n} bytes") for n in (0, -1, LAYOUT.total_bytes + 17)),
+        ({"encoding": "sparse"}, "'sparse', which is not known"),
+    ],
+)
+def test_an_impossible_size_and_an_encoding_of_a_later_release_are_refused(
+    node: Node, change: dict[str, Any], said: str
+) -> None:
+    announced, stream = step(1, 2)
+    assert said in node.get(structs.replace(announced, **change), stream)
+
+
+def test_buckets_cover_a_payload_of_any_size() -> None:
+    assert ranges(5, 2) == [(0, 2), (2, 4), (4, 5)]
+    assert len(packing.all_checksums(torch.zeros(5, dtype=torch.uint8), 2)[0]) == 3
