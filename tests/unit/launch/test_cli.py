@@ -13,6 +13,7 @@ from launch import cli
 from launch.cli import HANDLERS, main, missing_package_hint, parse
 from tests.launch_rig import HEAVY, imported_by, refusal, run_cli
 from tests.redis_server import free_port
+from tests.waiting import LIMIT_S
 
 
 @pytest.mark.parametrize("command", ["up", "broker", "learner", "rollout"])
@@ -20,13 +21,8 @@ from tests.redis_server import free_port
     ("override", "words"),
     [
         ("rollout.groupsize=8", ["<override>", "rollout.groupsize", "did you mean 'group_size'?"]),
-        ("run.steps=many", ["run.steps", "an integer >= 1", "'many'"]),
-        ("rollout.top_p=2", ["rollout.top_p", "<= 1", "2"]),
         ("tasks.limits.memory_mib=1", ["tasks.limits.memory_mib", "an integer >= 32", "found 1"]),
         ("learner.world_size=3", ["learner.world_size", "multiple of 2"]),
-        ("learner.parallel.tensor=4", ["learner.world_size"]),
-        ("rollout.group_size=1", ["rollout.group_size", "every advantage would be zero"]),
-        ("broker.address=tcp://0.0.0.0:5000", ["broker.address", "loopback"]),
     ],
 )
 def test_bad_config_is_refused_by_every_role(job, capsys, command, override, words):
@@ -45,9 +41,8 @@ def test_without_redis_py_a_job_on_redis_is_refused_before_its_folder_is_made(jo
 
 @pytest.mark.parametrize("command", ["up", "learner", "rollout"])
 def test_a_model_that_is_not_there_is_refused_by_those_who_read_it(job, capsys, command):
-    err = refusal(capsys, command, str(job), "model.path=nowhere")
-    assert "model.path" in err
-    assert "does not exist" in err
+    assert "model.path: expected" in (said := refusal(capsys, command, str(job), "model.path=nowhere"))
+    assert "does not exist" in said
 
 
 def test_the_broker_starts_where_neither_model_nor_dataset_is(job):
@@ -57,23 +52,10 @@ def test_the_broker_starts_where_neither_model_nor_dataset_is(job):
         assert broker.stderr is not None
         assert b"listens on" in broker.stderr.readline()
         broker.send_signal(signal.SIGTERM)
-        assert broker.wait(30) == 0
+        assert broker.wait(LIMIT_S) == 0
     finally:
         broker.kill()
         broker.communicate()
-
-
-def test_unknown_key_in_the_file_names_file_and_nearest_key(job, capsys):
-    job.write_text(job.read_text().replace("max_tokens", "max_token"))
-    err = refusal(capsys, "up", str(job))
-    assert str(job) in err
-    assert "rollout.max_token:" in err
-    assert "did you mean 'max_tokens'?" in err
-
-
-def test_model_folder_without_tokenizer_is_refused(job, capsys):
-    (job.parent / "model" / "tokenizer.json").unlink()
-    assert "tokenizer" in refusal(capsys, "up", str(job))
 
 
 @pytest.mark.parametrize("command", ["up", "rollout"])
@@ -82,10 +64,6 @@ def test_environment_that_cannot_be_used_is_refused(job, capsys, command, name):
     err = refusal(capsys, command, str(job), f"tasks.environment={name}")
     assert "tasks.environment" in err
     assert str(job) in err
-
-
-def test_missing_config_file_is_refused(job, capsys):
-    assert "does not exist; did you mean" in refusal(capsys, "up", str(job.parent / "jop.yaml"))
 
 
 def test_warm_start_config_is_refused_by_up_and_rl_config_by_sft(job, capsys, tmp_path):
@@ -111,7 +89,7 @@ def test_address_in_use_is_refused(job, command):
 
 
 def test_a_node_without_a_job_waits_a_bounded_time_and_says_why(job, capsys):
-    address = free_address()
+    address = f"tcp://127.0.0.1:{free_port()}"
     assert "running" in refusal(capsys, "rollout", str(job), "--join", address, "--join-timeout-s", "1")
     assert address in refusal(capsys, "rollout", "--join", address, "--join-timeout-s", "0.5")
     assert "broker.json" in refusal(capsys, "rollout", str(job), "--join-timeout-s", "0.3")
@@ -201,7 +179,3 @@ def test_missing_package_is_explained(monkeypatch, job, capsys):
     monkeypatch.setitem(cli.HANDLERS, "up", "launch.up.up:command")
     monkeypatch.setattr("launch.up.up.command", fail)
     assert "launch/setup.sh" in refusal(capsys, "up", str(job))
-
-
-def free_address() -> str:
-    return f"tcp://127.0.0.1:{free_port()}"

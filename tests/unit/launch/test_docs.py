@@ -1,11 +1,15 @@
-"""The pages: links lead somewhere, every page is in the index, commands and scripts that they name exist."""
+"""The pages: links, commands and scripts that they name exist; what a program writes on them is what the code says."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from common.config.loading import key_paths
+from common.config.schema import Config
 from launch.cli import HANDLERS
+from launch.dev.doc_markers import replaced
+from launch.dev.docs_reference import DOCS, config_page, metrics_page
 
 ROOT = Path(__file__).resolve().parents[3]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md")
@@ -43,3 +47,54 @@ def test_the_index_has_every_page_and_the_page_of_commands_every_command() -> No
 def test_the_page_of_configs_has_every_config() -> None:
     text = (ROOT / "configs" / "README.md").read_text()
     assert [path.stem for path in (ROOT / "configs").glob("*.yaml") if f"`{path.stem}`" not in text] == []
+
+
+def test_what_stands_between_the_marks_is_replaced_and_nothing_else() -> None:
+    assert replaced("a <b> old </b> c </b>", "<b>", "</b>", "new") == "a <b>new</b> c </b>"
+
+
+@pytest.mark.parametrize(("page", "missing"), [("a </b>", "<b>"), ("a <b> old", "</b>"), ("</b> <b>", "</b>")])
+def test_a_missing_mark_is_named(page: str, missing: str) -> None:
+    with pytest.raises(ValueError, match=f"no '{missing}'"):
+        replaced(page, "<b>", "</b>", "new")
+
+
+# ---------------------------------------------------------------- written by a program
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, list[str]]:
+    """Key to the cells behind it."""
+    found = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", config_page(), re.MULTILINE)
+    return {key: cells.split(" | ") for key, cells in found}
+
+
+def test_every_key_has_a_row_with_a_meaning(rows: dict[str, list[str]]) -> None:
+    sections = {key for key in key_paths(Config) if any(other.startswith(f"{key}.") for other in key_paths(Config))}
+    assert set(key_paths(Config)) - sections - set(rows) == set()
+    assert [key for key, (_, _, means) in rows.items() if not means.strip()] == []
+
+
+def test_ranges_choices_and_defaults_are_told(rows: dict[str, list[str]]) -> None:
+    assert rows["run.steps"][:2] == ["an integer >= 1", "needed"]
+    assert rows["rollout.top_p"][:2] == ["a number > 0 and <= 1", "`1.0`"]
+    assert rows["rollout.concurrency"][:2] == ["an integer >= 1 or one of auto", "`128`"]
+    assert rows["weights.transport"][:2] == ["one of gloo, nccl, relay", "`gloo`"]
+    assert rows["tasks.limits.process"][:2] == ["true or false", "unset"]
+
+
+def test_pages_that_a_meaning_names_are_links(rows: dict[str, list[str]]) -> None:
+    assert "[delta.md](delta.md)" in rows["weights.encoding"][2]
+    assert "[waste.md](waste.md)" in metrics_page()
+
+
+def test_a_bar_in_a_meaning_does_not_end_the_cell() -> None:
+    assert (
+        "| `canary_max_difference` | nat | max | newest canary: \\|learner's - engine's\\|, largest |" in metrics_page()
+    )
+
+
+def test_the_pages_of_keys_and_metrics_are_what_the_code_declares() -> None:
+    advice = "run python -m launch.dev.docs_reference"
+    assert (DOCS / "config.md").read_text() == config_page(), advice
+    assert (DOCS / "metrics.md").read_text() == metrics_page(), advice

@@ -28,7 +28,6 @@ from common.config.schema import (
     ModelConfig,
     RolloutConfig,
     TasksConfig,
-    WeightsConfig,
 )
 from common.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from common.process.run_dir import RunDir
@@ -111,12 +110,6 @@ def test_a_good_machine_and_config_have_no_problem(config: Config) -> None:
 # ---------------------------------------------------------------- the machine
 
 
-def test_threads_without_cores_of_their_own_are_a_warning(config: Config) -> None:
-    finding = only(resources.check_cores(machine(cores=2), of(config, "rollout", nodes=3)), "warning")
-    assert finding.what.startswith("2 cores for 4 threads")
-    assert "pins" in only(resources.check_cores(GOOD, config), "fine").what
-
-
 def test_memory_is_compared_with_the_plan(config: Config) -> None:
     plan = review(config, "job.yaml").plan
     assert plan is not None
@@ -128,26 +121,69 @@ def test_memory_is_compared_with_the_plan(config: Config) -> None:
     assert resources.host_bytes(config, plan, gpus=True) < resources.host_bytes(config, plan, gpus=False)
 
 
-def test_a_container_with_little_shared_memory_is_named(config: Config) -> None:
-    ranks = of(config, "learner", world_size=4)
-    assert "64 MiB, 256 needed" in only(resources.check_shm(machine(shm_bytes=64 << 20), ranks)).what
-    assert found(resources.check_shm(machine(shm_bytes=64 << 20), config)) == []
+SMALL, DRIFTING = machine(shm_bytes=64 << 20), machine(clock_synchronised=False)
+NOWHERE = f"127.0.0.1:{free_port()}"
 
 
-def test_open_files_are_compared_with_the_fleet(config: Config) -> None:
-    many = of(config, "rollout", nodes=200)
-    assert "ulimit -n 4096" in only(resources.check_open_files(machine(open_files=(1024, 4096)), many)).fix
-    few = resources.check_open_files(machine(open_files=(512, 4096)), config)
-    assert "64 nodes" in only(few, "warning").why
-    assert found(resources.check_open_files(machine(open_files=(-1, -1)), many)) == []
+def files(config: Config) -> object:
+    return config_files.check_config_and_files(review(config, "job.yaml"))
 
 
-def test_a_clock_that_was_never_set_or_is_not_kept_is_named(config: Config) -> None:
-    assert "years ago" in only(resources.check_clock(machine(now_s=1e6), config)).what
-    far = of(config, "broker", address="tcp://10.0.0.1:5555")
-    drifting = machine(clock_synchronised=False)
-    assert only(resources.check_clock(drifting, far), "warning").check == "clock"
-    assert found(resources.check_clock(drifting, config), "warning") == []  # one machine agrees with itself
+WRONG = {  # check of a config; level, words of the finding
+    "cores": (
+        lambda c: resources.check_cores(machine(cores=2), of(c, "rollout", nodes=3)), "warning", "2 cores for 4 threads"
+    ),
+    "pinned cores": (lambda c: resources.check_cores(GOOD, c), "fine", "pins"),
+    "shared memory": (
+        lambda c: resources.check_shm(SMALL, of(c, "learner", world_size=4)), "problem", "64 MiB, 256 needed"
+    ),
+    "open files": (
+        lambda c: resources.check_open_files(machine(open_files=(1024, 4096)), of(c, "rollout", nodes=200)),
+        "problem", "ulimit -n 4096",
+    ),
+    "few open files": (
+        lambda c: resources.check_open_files(machine(open_files=(512, 4096)), c), "warning", "64 nodes"
+    ),
+    "a clock never set": (lambda c: resources.check_clock(machine(now_s=1e6), c), "problem", "years ago"),
+    "a drifting clock": (
+        lambda c: resources.check_clock(DRIFTING, of(c, "broker", address="tcp://10.0.0.1:5555")), "warning", "clock"
+    ),
+    "an interface that is not here": (
+        lambda c: network.check_network(of(c, "weights", address="203.0.113.7"), running=True),
+        "problem", "weights.address",
+    ),
+    "no redis": (
+        lambda c: network.check_redis(of(c, "broker", store="redis", redis=f"redis://{NOWHERE}/0")), "problem", NOWHERE
+    ),
+    "a missing dataset": (
+        lambda c: files(of(c, "tasks", dataset="/nowhere.jsonl")), "problem", "tasks.dataset: found /nowhere.jsonl"
+    ),
+    "a misspelt environment": (lambda c: files(of(c, "tasks", environment="no_such")), "problem", "environment"),
+    "one turn of several": (
+        lambda c: files(of(c, "tasks", environment="number_guessing")), "warning", "plays several turns"
+    ),
+}  # fmt: skip
+RIGHT = {  # check of a config; level without a finding
+    "shared memory": (lambda c: resources.check_shm(SMALL, c), "problem"),
+    "open files without a limit": (
+        lambda c: resources.check_open_files(machine(open_files=(-1, -1)), of(c, "rollout", nodes=200)), "problem"
+    ),
+    "one machine agrees with itself": (lambda c: resources.check_clock(DRIFTING, c), "warning"),
+    "several turns": (
+        lambda c: files(of(of(c, "tasks", environment="number_guessing"), "rollout", max_turns=5)), "warning"
+    ),
+    "one turn": (lambda c: files(c), "warning"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "level", "said"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_a_finding_with_its_words(config: Config, check, level: str, said: str) -> None:
+    assert said in str(only(check(config), level))
+
+
+@pytest.mark.parametrize(("check", "level"), RIGHT.values(), ids=RIGHT)
+def test_what_is_right_is_no_finding(config: Config, check, level: str) -> None:
+    assert found(check(config), level) == []
 
 
 # ---------------------------------------------------------------- the disk
@@ -161,11 +197,6 @@ def test_a_full_disk_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -
         assert finding.check == "disk" and f"{free / GIB:.1f} GiB free" in finding.what
 
 
-def test_a_folder_that_cannot_be_written_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk.os, "access", lambda place, mode: False)
-    assert "cannot be written" in only(disk.check_disk(Path(config.run.dir), config, None)).what
-
-
 def test_a_disk_in_memory_is_a_warning(config: Config) -> None:
     if disk.file_system(Path("/dev/shm")) != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
@@ -173,52 +204,46 @@ def test_a_disk_in_memory_is_a_warning(config: Config) -> None:
     assert only((f for f in findings if f.check == "file system"), "warning").what == "/dev/shm is on a tmpfs"
 
 
-def test_a_file_system_that_neither_syncs_nor_locks_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_can_not_be_written_synced_or_locked_is_named(config, monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
+    place = Path(config.run.dir)
+    monkeypatch.setattr(disk, "sync_seconds", lambda place: 0.2)
+    assert "200.0 ms" in only(disk.check_disk(place, config, None), "warning").what
+    assert found(disk.check_disk(place, of(config, "broker", durability="everysec"), None), "warning") == []
+    monkeypatch.undo()
     monkeypatch.setattr(disk.os, "fsync", refuse)
     monkeypatch.setattr(disk.fcntl, "flock", refuse)
-    findings = found(disk.check_disk(Path(config.run.dir), config, None))
-    assert [f.check for f in findings] == ["fsync", "locks"]
-
-
-def test_slow_syncs_matter_only_to_a_broker_that_waits_for_them(config, monkeypatch):
-    monkeypatch.setattr(disk, "sync_seconds", lambda place: 0.2)
-    place = Path(config.run.dir)
-    assert "200.0 ms" in only(disk.check_disk(place, config, None), "warning").what
-    relaxed = of(config, "broker", durability="everysec")
-    assert found(disk.check_disk(place, relaxed, None), "warning") == []
+    assert [f.check for f in found(disk.check_disk(place, config, None))] == ["fsync", "locks"]
+    monkeypatch.setattr(disk.os, "access", lambda place, mode: False)
+    assert "cannot be written" in only(disk.check_disk(place, config, None)).what
 
 
 # ---------------------------------------------------------------- files
 
 
-def test_what_a_launch_would_refuse_is_a_problem(config: Config) -> None:
-    missing = of(config, "tasks", dataset="/nowhere.jsonl", environment="no_such")
-    findings = found(config_files.check_config_and_files(review(missing, "job.yaml")))
-    assert {f.check for f in findings} == {"config", "environment"}
-    assert any("tasks.dataset: found /nowhere.jsonl" in f.what for f in findings)
-
-
-def test_one_turn_of_an_environment_that_plays_several_is_a_warning(config: Config) -> None:
-    guessing = of(config, "tasks", environment="number_guessing")
-    checked = config_files.check_config_and_files
-    assert "plays several turns" in only(checked(review(guessing, "job.yaml")), "warning").what
-    several = of(guessing, "rollout", max_turns=5)
-    assert found(checked(review(several, "job.yaml")), "warning") == []
-    assert found(checked(review(config, "job.yaml")), "warning") == []
-
-
-def test_weights_that_were_cut_off_are_found(config: Config) -> None:
+def model_finding(config: Config, name: str, content: bytes) -> str:
+    """What is said of the model when this file of it has this content."""
     folder = Path(config.model.path)
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-4])
-    assert re.search(r"model\.safetensors: \d+ bytes, \d+ expected", only(config_files.check_model(folder)).what)
-    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    assert "pointer of git-lfs" in only(config_files.check_model(folder)).what
-    file.write_bytes(b"\0" * 40)
-    assert "no safetensors file" in only(config_files.check_model(folder)).what
+    (folder / name).write_bytes(content)
+    return only(config_files.check_model(folder)).what
+
+
+def test_weights_that_are_cut_off_or_missing_are_found(config: Config) -> None:
+    folder, shards = Path(config.model.path), {"a": "model.safetensors", "b": "model-2.safetensors"}
+    whole = (folder / "model.safetensors").read_bytes()
+    assert f"{folder} lacks model-2.safetensors" in model_finding(
+        config, config_files.INDEX, json.dumps({"weight_map": shards}).encode()
+    )
+    assert "cannot be read" in model_finding(config, config_files.INDEX, b"{")
+    (folder / config_files.INDEX).unlink()
+    for content, said in (
+        (whole[:-4], r"model\.safetensors: \d+ bytes, \d+ expected"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "pointer of git-lfs"),
+        (bytes(40), "no safetensors file"),
+    ):
+        assert re.search(said, model_finding(config, "model.safetensors", content))
 
 
 @pytest.mark.parametrize(
@@ -237,15 +262,6 @@ def test_an_index_that_names_no_files_is_said(tmp_path: Path, index: str) -> Non
     (tmp_path / config_files.INDEX).write_text(index)
     missing, reason = config_files.missing_shards(tmp_path)
     assert not missing and "cannot be read" in reason
-
-
-def test_shards_that_the_index_names_are_found_missing(config: Config) -> None:
-    folder = Path(config.model.path)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
-    assert f"{folder} lacks model-2.safetensors" in only(config_files.check_model(folder)).what
-    index.write_text("{")
-    assert "cannot be read" in only(config_files.check_model(folder)).what
 
 
 def test_a_bad_line_in_the_middle_of_a_dataset_is_found(config: Config) -> None:
@@ -277,11 +293,6 @@ def test_a_port_that_is_taken_is_named_with_its_process() -> None:
     assert only(network.check_port("ipc:///no/such/folder/broker")).what == "/no/such/folder is no folder"
 
 
-def test_an_interface_that_is_not_here_is_named(config: Config) -> None:
-    elsewhere = msgspec.structs.replace(config, weights=WeightsConfig(address="203.0.113.7"))
-    assert only(network.check_network(elsewhere, running=True)).check == "weights.address"
-
-
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
     folder = tmp_path / "redis"
@@ -299,12 +310,6 @@ def test_redis_is_asked_for_its_settings(config: Config, redis: RedisServer) -> 
     redis.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
     redis.ask("CONFIG", "SET", "appendonly", "no")
     assert "appendonly no, expected yes" in only(network.check_redis(job)).what
-
-
-def test_a_redis_that_is_away_is_named(config: Config) -> None:
-    address = f"redis://127.0.0.1:{free_port()}/0"
-    job = of(config, "broker", store="redis", redis=address)
-    assert address.removeprefix("redis://").partition("/")[0] in only(network.check_redis(job)).what
 
 
 # ---------------------------------------------------------------- the run

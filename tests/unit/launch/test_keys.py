@@ -1,7 +1,6 @@
 """`slipstream keys DIR`: what it makes, what it never touches, and what is said about a folder that cannot be used."""
 
 import logging
-import os
 import stat
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import pytest
 
 from common.errors import UsageError
 from common.security.credentials import (
-    Credential,
-    Identity,
     KeyFolder,
     check_credentials,
     curve_credentials,
@@ -130,11 +127,7 @@ def test_each_role_finds_its_file_and_an_observer_makes_do_with_any(folder: KeyF
 @pytest.mark.parametrize(
     ("damage", "role", "said"),
     [
-        (
-            lambda f: f.learner.unlink(),
-            "learner",
-            r"learner\.json does not exist; expected the credential",
-        ),
+        (lambda f: f.learner.unlink(), "learner", r"learner\.json does not exist; expected the credential"),
         (lambda f: f.learner.write_text("{}"), "learner", r"learner\.json: expected the credential of a learner"),
         (lambda f: f.learner.write_bytes(b"\xff\xfe"), "learner", r"learner\.json: expected"),
         (lambda f: f.learner.write_bytes(f.observer.read_bytes()), "learner", "is the credential of an observer"),
@@ -184,9 +177,3 @@ def test_a_folder_of_redis_users_only_has_no_keys_for_a_socket_and_is_no_error_w
     assert (curve_credentials(str(redis)), curve_credentials(None)) == (None, None)
     assert curve_credentials(str(folder.path)) == str(folder.path)
     assert curve_credentials(str(folder.nodes / "a.json")) == str(folder.nodes / "a.json")
-
-
-def test_structs_are_what_the_files_say(folder: KeyFolder) -> None:
-    found = msgspec.json.decode((folder.nodes / "a.json").read_bytes(), type=Credential)
-    assert Identity(found.public, "node", "a") in load_allowed(folder.path).values()
-    assert not [f for f in os.listdir(folder.nodes) if f.startswith(".")]

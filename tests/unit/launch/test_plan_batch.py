@@ -1,58 +1,38 @@
 """Step, window, weight plane and checkpoint arithmetic against sums by hand, and against the code that does it."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from common.config.schema import (
     Config,
-    EngineConfig,
-    LearnerConfig,
-    ModelConfig,
-    MoeConfig,
-    ParallelConfig,
-    RolloutConfig,
-    RunConfig,
     SftConfig,
     SftLearnerConfig,
     SftTasksConfig,
-    StalenessConfig,
-    TasksConfig,
-    WeightsConfig,
 )
 from common.rollouts import Group, Sample, VersionRun, encode_group
 from common.staleness import window_end
-from launch.plan.arithmetic import batch_of, bubble, checkpoint_bytes, engine_of, publish_of, window_of
+from launch.plan.arithmetic import batch_of, bubble, engine_of, publish_of, window_of
 from launch.plan.process_groups import Sizes
 from tests.launch_rig import architecture
 
-RUN, MODEL = RunConfig(name="r", dir="r", steps=1), ModelConfig(path="m")
-
 
 def job(
-    max_model_len: int = 1025,
-    parallel: ParallelConfig | None = None,
-    world_size: int = 4,
-    moe: MoeConfig | None = None,
-    weights: WeightsConfig | None = None,
-    engine_devices: int = 1,
+    max_model_len: int = 1025, engine_devices: int = 1, learner: dict[str, object] | None = None, **sections: object
 ) -> Config:
-    learner = LearnerConfig(
-        world_size=world_size,
-        groups_per_step=8,
-        micro_batch_tokens=4096,
-        parallel=parallel or ParallelConfig(),
-        moe=moe or MoeConfig(),
-    )
-    engine = EngineConfig(max_model_len=max_model_len, tensor_parallel=engine_devices)
-    return Config(
-        run=RUN,
-        model=MODEL,
-        tasks=TasksConfig(environment="gsm8k", dataset="d"),
-        learner=learner,
-        rollout=RolloutConfig(group_size=4, concurrency=32, engine=engine),
-        staleness=StalenessConfig(max=2),
-        weights=weights or WeightsConfig(),
-    )
+    document = {
+        "run": {"name": "r", "dir": "r", "steps": 1},
+        "model": {"path": "m"},
+        "tasks": {"environment": "gsm8k", "dataset": "d"},
+        "learner": {"world_size": 4, "groups_per_step": 8, "micro_batch_tokens": 4096, **(learner or {})},
+        "rollout": {
+            "group_size": 4,
+            "concurrency": 32,
+            "engine": {"max_model_len": max_model_len, "tensor_parallel": engine_devices},
+        },
+        "staleness": {"max": 2},
+    }
+    return msgspec.convert({**document, **sections}, Config)
 
 
 def batch(config: Config | SftConfig):
@@ -63,7 +43,7 @@ def test_full_sequences_fill_microbatches_as_packing_does() -> None:
     from learner.batch.packing import Document, plan
 
     for length, ranks in ((1025, 4), (1500, 2), (4097, 1)):
-        found = batch(job(max_model_len=length, world_size=ranks))
+        found = batch(job(max_model_len=length, learner={"world_size": ranks}))
         tokens = np.zeros(length, np.int32)
         documents = [Document(tokens, tokens.astype(np.uint8)) for _ in range(32)]
         assert found.microbatches == len(plan(documents, ranks, 4096, "key")[0])
@@ -71,14 +51,13 @@ def test_full_sequences_fill_microbatches_as_packing_does() -> None:
 
 
 def test_context_parallelism_pads_a_sequence_to_its_chunks() -> None:
-    assert batch(job(max_model_len=1000, parallel=ParallelConfig(context=4))).longest == 1000
+    assert batch(job(max_model_len=1000, learner={"parallel": {"context": 4}})).longest == 1000
     assert batch(job(max_model_len=1000)).longest == 999
 
 
 def test_supervised_documents_may_fill_a_microbatch() -> None:
     learner = SftLearnerConfig(world_size=2, sequences_per_step=10, micro_batch_tokens=100)
-    config = SftConfig(run=RUN, model=MODEL, tasks=SftTasksConfig(dataset="d"), learner=learner)
-    found = batch(config)
+    found = batch(SftConfig(run=job().run, model=job().model, tasks=SftTasksConfig(dataset="d"), learner=learner))
     assert (found.longest, found.tokens, found.microbatches, found.tokens_per_rank) == (100, 1000, 5, 500)
 
 
@@ -117,12 +96,12 @@ def test_a_group_on_the_wire_is_as_large_as_planned() -> None:
 def test_replayed_routing_adds_two_bytes_per_layer_and_expert() -> None:
     mixtral = architecture("Mixtral-8x7B-v0.1")
     plain = window_of(job(), mixtral, 2)
-    replayed = window_of(job(moe=MoeConfig(replay_routing=True)), mixtral, 2)
+    replayed = window_of(job(learner={"moe": {"replay_routing": True}}), mixtral, 2)
     assert replayed.group_bytes - plain.group_bytes == 4 * 1025 * 32 * 2 * 2
 
 
 def test_a_publish_is_the_weights_in_their_dtype() -> None:
-    found = publish_of(job(weights=WeightsConfig(bucket_mib=256, timeout_s=10)), architecture("Qwen3-0.6B"))
+    found = publish_of(job(weights={"bucket_mib": 256, "timeout_s": 10}), architecture("Qwen3-0.6B"))
     assert found.bytes == 596_049_920 * 2  # every tensor of this model is a multiple of the alignment
     assert found.buckets == 5
     assert found.tensors == 310
@@ -137,7 +116,3 @@ def test_an_engine_holds_its_share_of_weights_and_cache() -> None:
     assert found.cache_tokens(0.5e9, 0.9) == 0
     latent = engine_of(job(), architecture("DeepSeek-V3"))
     assert latent.cache_bytes_per_token == (512 + 64) * 61 * 2
-
-
-def test_a_checkpoint_has_parameters_main_parameters_and_two_states() -> None:
-    assert checkpoint_bytes(architecture("Qwen3-0.6B"), "bfloat16") == 596_049_920 * 14

@@ -4,8 +4,7 @@ import pytest
 
 from common.config.schema import MemoryConfig, ParallelConfig
 from launch.plan.architecture import Architecture, Attention, Experts, LatentAttention
-from launch.plan.memory import activations, buffer, in_flight, layer_bytes, output_bytes
-from launch.plan.parameters import Parameter, chunk_parameters, count
+from launch.plan.memory import activations, in_flight, layer_bytes, output_bytes
 
 H, A = 512, 8
 
@@ -97,24 +96,3 @@ def test_context_parallelism_divides_the_tokens() -> None:
     whole = activations(decoder(), ParallelConfig(), MemoryConfig(), 4096, 1, 2)[0]
     cut = activations(decoder(), ParallelConfig(context=4), MemoryConfig(), 4096, 1, 2)[0]
     assert cut.layers * 4 == whole.layers
-
-
-def test_a_buffer_starts_parameters_at_64_and_ends_at_a_multiple_of_128_and_the_shards() -> None:
-    parameters = [Parameter("a", 100, "dense"), Parameter("b", 10, "other")]
-    # b at 0..10, a at 64..164, end at 384 = lcm(3, 128); the first third ends at 128
-    assert buffer(parameters, 3) == (384, 10 + 64)
-    assert buffer([], 3) == (0, 0)
-
-
-def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
-    parameters = [Parameter("embedding", 50, "embeddings", shared=True), Parameter("a", 70, "dense")]
-    assert buffer(parameters, 1) == (128 + 128, 120)
-
-
-def test_the_ranks_parameters_add_up_to_the_model() -> None:
-    experts = Experts(count=16, per_token=2, ffn=64, shared_ffn=32)
-    model = decoder(experts=experts, moe_layers=(False, True, True, True))
-    parallel = ParallelConfig(tensor=2, expert=4, expert_tensor=2)
-    rank = chunk_parameters(model, parallel, range(4), first=True, last=True)
-    cut = {"embeddings": 2, "attention": 2, "dense": 2, "experts": 8, "other": 1}
-    assert sum(p.elements * cut[p.kind] for p in rank) == count(model)

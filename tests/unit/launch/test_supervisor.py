@@ -2,17 +2,15 @@
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from common.process.lifecycle import alive
 from launch.up import supervisor as module
 from launch.up.core_pinning import plan_cores
-from launch.up.supervisor import RoleSpec, Supervisor, describe_exit
+from launch.up.supervisor import RoleSpec, Supervisor
 from tests.waiting import until
 
 WAIT_S = 120.0
@@ -162,33 +160,6 @@ def test_cores_bind_a_role_and_child_cores_its_children(supervisor, tmp_path):
     free.scan()
     assert os.sched_getaffinity(child) == {core}
     assert os.sched_getaffinity(free.pid) == os.sched_getaffinity(0)
-
-
-def test_roles_end_when_the_supervisor_is_killed(tmp_path):
-    role = (
-        "from common.process.lifecycle import join_supervisor; join_supervisor()\n"
-        "print('ready', flush=True); import time; time.sleep(60)"
-    )
-    code = (
-        "import sys, time, pathlib\nfrom launch.up.supervisor import RoleSpec, Supervisor\n"
-        "supervisor = Supervisor(lambda *_: None)\n"
-        f"specs = [RoleSpec(n, [sys.executable, '-c', {role!r}], pathlib.Path({str(tmp_path)!r}) / n) for n in 'ab']\n"
-        "print(*[supervisor.start(s).pid for s in specs], flush=True)\ntime.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        pids = [int(word) for word in process.stdout.readline().split()]
-        until(lambda: all("ready" in printed(tmp_path / n) for n in "ab"))
-        process.kill()
-    assert len(pids) == 2
-    for pid in pids:
-        until(lambda pid=pid: not psutil.pid_exists(pid) or not alive(pid))
-
-
-def test_exits_are_described():
-    assert describe_exit(-9) == "killed by SIGKILL"
-    assert describe_exit(1) == "exit code 1"
-    assert describe_exit(None) == "still running"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,240 @@
+"""The quickstart's model folder, datasets and demonstrations, and its refusal of overrides before they are made."""
+
+import asyncio
+import json
+import random
+import string
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from common.errors import EXIT_DONE, EXIT_USAGE
+from launch.quickstart import assets
+from launch.quickstart.check_overrides import main as check_overrides
+from launch.quickstart.problems import (
+    AdditionPlan,
+    GuessingPlan,
+    addition_demonstration,
+    addition_demonstrations,
+    addition_pairs,
+    addition_problem,
+    guessing_demonstrations,
+)
+from rollout_fleet.environments.builtin.addition import Addition
+from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
+from rollout_fleet.environments.protocol import Action
+from tests.launch_rig import ROOT
+
+TEXTS = [
+    string.printable[:95] + "\n",
+    " a",
+    "a ",
+    "  two  spaces ",
+    "\n\n x",
+    "Q: 384+519=? A:",
+    " 4+9=13, 8+1+1=10 =903",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("quickstart") / "assets"
+    assert assets.build(out, 1, "tiny")
+    return out
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("text", [*TEXTS, *(chr(c) for c in range(32, 127)), "\n"])
+def test_text_survives_the_tokenizer_character_by_character(folder: Path, text: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+
+
+def test_every_id_decodes_and_special_tokens_have_their_ids(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert (len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (128, 0, 1, 2)
+    assert len({tokenizer.decode([i]) for i in range(128)}) == 128
+
+
+def test_the_model_is_a_qwen3_of_the_presets_shape_with_tied_embeddings(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto")
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert 0.30e6 < sum(p.numel() for p in model.parameters()) < 0.32e6
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert model.dtype.is_floating_point and model.dtype.itemsize == 4
+    assert model.generation_config.eos_token_id == 1
+
+
+def test_datasets_have_the_planned_rows_and_are_disjoint(folder: Path) -> None:
+    train, held_out = rows(folder / "addition/train.jsonl"), rows(folder / "addition/held_out.jsonl")
+    demonstrations = rows(folder / "addition/sft.jsonl")
+    plan = assets.PRESETS["tiny"].addition
+    assert (len(train), len(held_out), len(demonstrations)) == (4096, 512, plan.clean + plan.sloppy)
+    asked = {f"Q: {row['question']}=? A:" for row in train}
+    kept = {f"Q: {row['question']}=? A:" for row in held_out}
+    assert not asked & kept
+    assert not (asked | kept) & {row["prompt"] for row in demonstrations}
+    assert len(rows(folder / "number_guessing/sft.jsonl")) == assets.PRESETS["tiny"].guessing.games
+    assert len(rows(folder / "number_guessing/train.jsonl")) == 31
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_the_same_request_again_does_nothing_and_elsewhere_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    assert not assets.build(folder, 1, "tiny")
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
+    assert assets.build(tmp_path / "again", 1, "tiny")
+    assert contents(tmp_path / "again") == contents(folder)
+
+
+def test_another_seed_replaces_the_folder_and_leaves_nothing_beside_it(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "assets"
+    assert assets.main(["--out", str(out), "--seed", "1"]) == 0
+    assert assets.main(["--out", str(out), "--seed", "2"]) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["assets"]
+    changed = contents(out)
+    for name in ("model/model.safetensors", "addition/train.jsonl", "addition/sft.jsonl", "number_guessing/sft.jsonl"):
+        assert changed[name] != contents(folder)[name]
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(SystemExit) as ended:
+        assets.main(["--out", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "has no assets.json" in capsys.readouterr().err
+    assert (tmp_path / "mine.txt").read_text() == "precious"
+
+
+# ---------------------------------------------------------------- problems and demonstrations
+
+
+SMALL = AdditionPlan(train=300, held_out=100, clean=400, sloppy=400)
+
+
+def reward(pair: tuple[int, int], completion: str) -> float:
+    environment = Addition(addition_problem(pair), seed=0)
+    return asyncio.run(environment.step(Action(completion, (), True))).reward
+
+
+def test_the_scratchpad_is_the_documented_one() -> None:
+    row = addition_demonstration((384, 519), random.Random(0))
+    assert row == {"prompt": "Q: 384+519=? A:", "completion": " 4+9=13, 8+1+1=10, 3+5+1=9 =903"}
+
+
+@pytest.mark.parametrize("pair", [(0, 0), (7, 5), (999, 999), (95, 378), (378, 95), (1, 999), (100, 0)])
+def test_clean_demonstrations_are_right_for_the_environment(pair: tuple[int, int]) -> None:
+    row = addition_demonstration(pair, random.Random(0))
+    assert row["prompt"] == asyncio.run(Addition(addition_problem(pair), seed=0).reset())
+    assert reward(pair, row["completion"]) == 1.0
+
+
+def test_training_held_out_and_demonstrations_share_no_problem() -> None:
+    held_out, train, others = addition_pairs(SMALL, random.Random(1))
+    demonstrated = set(islice(others, 2000))
+    assert (len(set(held_out)), len(set(train))) == (100, 300)
+    assert not set(held_out) & set(train)
+    assert not (set(held_out) | set(train)) & demonstrated
+
+
+def test_the_curriculum_is_clean_first_and_then_sloppy() -> None:
+    rng = random.Random(2)
+    *_, others = addition_pairs(SMALL, rng)
+    pairs = list(islice(others, 800))
+    rows = list(addition_demonstrations(SMALL, iter(pairs), rng))
+    right = [reward(pair, row["completion"]) for pair, row in zip(pairs, rows, strict=True)]
+    assert right[:400] == [1.0] * 400
+    assert 0.15 < sum(right[400:]) / 400 < 0.45
+    blurted = sum(row["completion"].startswith(" =") for row in rows[400:]) / 400
+    assert 0.4 < blurted < 0.6
+
+
+def test_the_long_plan_has_a_heavy_tail_within_its_bound() -> None:
+    plan = AdditionPlan(digits=34, median_digits=7.2, spread=0.8, train=1, held_out=1)
+    rng = random.Random(3)
+    *_, others = addition_pairs(plan, rng)
+    rows = [addition_demonstration(pair, rng) for pair in islice(others, 2000)]
+    lengths = sorted(len(row["completion"]) + 1 for row in rows)
+    assert lengths[-1] <= 384
+    assert 82 < sum(lengths) / len(lengths) < 102
+    assert lengths[-20] > 3 * lengths[1000]
+
+
+def test_games_play_by_the_environments_rules() -> None:
+    plan = GuessingPlan(games=80)
+    won = 0
+    for game in guessing_demonstrations(plan, random.Random(4)):
+        json.dumps(game)
+        won += replay(game["segments"])
+    assert 0.2 < won / plan.games < 0.6
+
+
+def replay(segments: list[list[str | int]]) -> float:
+    """Play a game's actions against the environment; its texts must be the recorded ones. The number is inferred."""
+    guesses = [str(text) for text, trained in segments if trained]
+    for number in range(1, 32):
+        environment = NumberGuessing({"number": number}, seed=0)
+        said = [[asyncio.run(environment.reset()), 0]]
+        for guess in guesses:
+            said.append([guess, 1])
+            result = asyncio.run(environment.step(Action(guess, (), True)))
+            if result.done:
+                break
+            said.append([result.observation, 0])
+        if said == segments and result.done:
+            return result.reward
+    raise AssertionError(f"no number explains {segments}")
+
+
+# ---------------------------------------------------------------- overrides
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """The quickstart's config as in a fresh clone: nothing that it names exists."""
+    text = (ROOT / "configs" / "quickstart.yaml").read_text().replace("runs/", f"{tmp_path}/runs/")
+    file = tmp_path / "quickstart.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+@pytest.mark.parametrize("words", [[], ["staleness.max=0", "run.seed=2"]])
+def test_what_is_made_later_may_be_missing(config: str, words: list[str]) -> None:
+    assert check_overrides([config, *words]) == EXIT_DONE
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("foo=bar", "unknown key 'foo'"),
+        ("rollout.group_size=1", "rollout.group_size: expected at least 2"),
+        ("weights.publish_every=9", "weights.publish_every: expected at most"),
+        ("tasks.environment=additon", "nearest built-in: 'addition'"),
+        ("model.path=/nowhere/at/all", "model.path: expected a Hugging Face model folder"),
+        ("tasks.dataset=/nowhere.jsonl", "tasks.dataset: expected a JSONL file"),
+    ],
+)
+def test_a_bad_override_is_refused(config: str, override: str, expected: str, capsys: pytest.CaptureFixture) -> None:
+    assert check_overrides([config, override]) == EXIT_USAGE
+    assert expected in capsys.readouterr().err
+
+
+def test_the_quickstart_asks_before_it_makes_anything() -> None:
+    script = (ROOT / "launch" / "quickstart.sh").read_text()
+    asked = script.index("launch.quickstart.check_overrides configs/quickstart.yaml")
+    assert asked < script.index("launch.quickstart.assets --out")
