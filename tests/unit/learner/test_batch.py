@@ -6,6 +6,8 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from broker.contract import StoredGroup
 from common.arrays import Array
@@ -13,6 +15,7 @@ from common.config.schema import Config
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
 from learner.backend_protocol import RoutingShape
 from learner.batch.batch import BadGroup, assemble, decode, expired_groups, length_deciles
+from learner.batch.kv_age import cache_ages
 
 
 def sample(
@@ -144,12 +147,36 @@ def test_expired_tokens_are_counted_by_length_of_their_sample() -> None:
 # ---------------------------------------------------------------- advantages, failures, figures
 
 
-def test_failed_samples_of_a_filtered_group_are_not_counted_twice(make_config: Callable[..., Config]) -> None:
-    config = make_config(learner={"dynamic_sampling": True})
-    flat = Group(0, [sample(reward=1.0), sample(reward=1.0), sample(error="timeout")])  # the broker counts all of it
-    trained = Group(1, [sample(reward=1.0), sample(reward=0.0), sample(error="timeout")])
-    figures = assemble([flat, trained], 0, config).statistics
-    assert (figures.groups_filtered, figures.samples_failed, figures.tokens_failed) == (1, 2, 3)
+def group(serial: int, *samples: Sample) -> Group:
+    return Group(serial, list(samples))
+
+
+FAILED, GOOD, FLAT = sample(error="timeout"), sample(reward=1.0), sample()
+FIGURES: dict[str, tuple[list[Group], dict[str, object]]] = {
+    "failed samples of a filtered group are not counted twice": (  # the broker counts all of it
+        [group(0, GOOD, GOOD, FAILED), group(1, GOOD, FLAT, FAILED)],
+        {"groups_filtered": 1, "samples_failed": 2, "tokens_failed": 3},
+    ),
+    "failed samples by their stop reason": (
+        [group(0, *(sample(error="no", stop_reason=r) for r in ("timeout", "environment_error", "timeout")), FLAT)],
+        {"samples_failed": 3, "failed_by_reason": {"environment_error": 1, "timeout": 2}},
+    ),
+    "samples of several versions": (
+        [group(0, sample(runs=[(2, 0), (1, 1)]), sample(runs=[(1, 1), (1, 1)]), FLAT)], {"samples_mixed": 1},
+    ),
+    "environment metrics are averaged over samples that have them": (
+        [group(0, sample(metrics={"guesses": 3.0, "won": 1.0}), sample(metrics={"guesses": 5.0}))],
+        {"environment": {"guesses": 4.0, "won": 1.0}},
+    ),
+    "groups of equal rewards": ([group(0, GOOD, GOOD), group(1, GOOD, FLAT)], {"groups_without_signal": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("groups", "figures"), FIGURES.values(), ids=FIGURES)
+def test_the_figures_count(groups: list[Group], figures: dict[str, object], make_config: Callable[..., Config]) -> None:
+    config = make_config(learner={"dynamic_sampling": "groups_filtered" in figures})
+    found = assemble(groups, 1, config).statistics
+    assert {name: getattr(found, name) for name in figures} == figures
 
 
 def test_failed_samples_train_nothing_and_enter_no_baseline(make_config: Callable[..., Config]) -> None:
@@ -160,17 +187,6 @@ def test_failed_samples_train_nothing_and_enter_no_baseline(make_config: Callabl
     figures = batch.statistics
     assert (figures.samples, figures.samples_failed, figures.failures) == (3, 1, ("environment raised",))
     assert (figures.reward_mean, figures.reward_std, figures.tokens_failed) == (0.5, 0.5, 3)
-
-
-def test_failed_samples_are_counted_by_their_stop_reason(make_config: Callable[..., Config]) -> None:
-    failed = [sample(error="no", stop_reason=reason) for reason in ("timeout", "environment_error", "timeout")]
-    found = assemble([Group(0, [*failed, sample()])], 0, make_config()).statistics
-    assert (found.samples_failed, found.failed_by_reason) == (3, {"environment_error": 1, "timeout": 2})
-
-
-def test_samples_of_several_versions_are_counted(make_config: Callable[..., Config]) -> None:
-    mixed, again = sample(runs=[(2, 0), (1, 1)]), sample(runs=[(1, 1), (1, 1)])
-    assert assemble([Group(0, [mixed, again, sample()])], 1, make_config()).statistics.samples_mixed == 1
 
 
 def test_the_batch_does_not_depend_on_the_order_of_arrival(make_config: Callable[..., Config]) -> None:
@@ -199,16 +215,6 @@ def test_environment_text_between_turns_stays_masked(make_config: Callable[..., 
     assert batch.documents[0].loss_mask.tolist() == [0, 1, 1, 0, 0, 1]
     assert batch.statistics.turns_mean == 1.5
     assert batch.statistics.samples_truncated == 1
-
-
-def test_environment_metrics_are_averaged_over_samples_that_have_them(make_config: Callable[..., Config]) -> None:
-    samples = [sample(metrics={"guesses": 3.0, "won": 1.0}), sample(metrics={"guesses": 5.0})]
-    assert assemble([Group(0, samples)], 0, make_config()).statistics.environment == {"guesses": 4.0, "won": 1.0}
-
-
-def test_groups_of_equal_rewards_are_counted(make_config: Callable[..., Config]) -> None:
-    even, uneven = Group(0, [sample(reward=1.0), sample(reward=1.0)]), Group(1, [sample(reward=1.0), sample()])
-    assert assemble([even, uneven], 0, make_config()).statistics.groups_without_signal == 1
 
 
 # ---------------------------------------------------------------- routing to replay
@@ -262,3 +268,74 @@ def test_the_age_of_the_kv_cache_is_that_behind_trained_tokens(
     figures = assemble([Group(0, [sample(runs=[(1, 5), (2, 7)]), sample(runs=[(3, 7)])])], 7, config).statistics
     assert figures.kv_cache_age_mean == pytest.approx(mean)
     assert figures.kv_cache_age_max == largest
+
+
+# ---------------------------------------------------------------- age of the KV cache
+
+
+def episode(turns: list[tuple[int, list[int]]]) -> Sample:
+    """Per turn: tokens of prompt or environment text, then the version that sampled each token."""
+    mask: list[int] = []
+    runs: list[VersionRun] = []
+    for text, versions in turns:
+        mask += [0] * text
+        for version in versions:
+            if not runs or runs[-1].version != version:
+                runs.append(VersionRun(len(mask), version))
+            mask.append(1)
+    zeros = Array.of([0] * len(mask), "int32")
+    return Sample(zeros, Array.of(mask, "uint8"), Array.of([0.0] * len(mask), "float32"), runs, 0.0, "stop")
+
+
+def counted(turns: list[tuple[int, list[int]]]) -> tuple[list[float], list[int]]:
+    """The same, one entry at a time, as an engine that salts its prefix cache by version fills its cache."""
+    mean: list[float] = []
+    largest: list[int] = []
+    for text, versions in turns:
+        mean += [0.0] * text
+        largest += [0] * text
+        cache: list[int] = []
+        for version in versions:
+            cache += [version] * (len(mean) - len(cache))  # what is not there yet is computed before it is read
+            ages = [version - entry for entry in cache] or [0]
+            mean.append(sum(ages) / len(ages))
+            largest.append(max(ages))
+    return mean, largest
+
+
+steps = st.lists(st.integers(0, 3), min_size=1, max_size=12)
+
+
+@given(turns=st.lists(st.tuples(st.integers(1, 5), steps), min_size=1, max_size=4), first=st.integers(0, 9))
+def test_ages_are_those_of_an_entry_by_entry_count(turns: list[tuple[int, list[int]]], first: int) -> None:
+    at, rising = first, []
+    for text, jumps in turns:  # versions only rise
+        versions = [at := at + (jump if jump > 1 else 0) for jump in jumps]
+        rising.append((text, versions))
+    mean, largest = cache_ages(episode(rising))
+    expected = counted(rising)
+    np.testing.assert_allclose(mean, expected[0], atol=1e-9)
+    assert largest.tolist() == expected[1]
+
+
+def test_one_version_has_a_fresh_cache() -> None:
+    mean, largest = cache_ages(episode([(3, [4, 4, 4]), (2, [4])]))
+    assert not mean.any() and not largest.any()
+
+
+def test_a_call_that_begins_after_the_flip_has_a_fresh_cache_and_one_in_flight_an_old_one() -> None:
+    mean, largest = cache_ages(episode([(2, [5, 7, 7]), (3, [7, 7])]))
+    # The token after the flip is sampled over two entries of version 5 and one that is computed with it.
+    assert largest.tolist() == [0, 0, 0, 2, 2, 0, 0, 0, 0, 0]
+    np.testing.assert_allclose(mean[3:5], [2 * 2 / 3, 2 * 2 / 4])
+    assert not mean[5:].any()
+
+
+def test_a_sample_without_prompt_or_without_tokens_has_no_age() -> None:
+    assert cache_ages(episode([(0, [1, 2])]))[0].tolist() == [0.0, 0.0]
+    assert len(cache_ages(episode([]))[0]) == 0
+
+
+def test_a_learner_that_starts_again_at_a_lower_version_gives_no_negative_age() -> None:
+    mean, largest = cache_ages(episode([(2, [9, 3, 3])]))
+    assert not mean.any() and not largest.any()

@@ -1,4 +1,4 @@
-"""Which versions are encoded against which, and what is kept for it."""
+"""Snapshots: their dtypes, which are encoded against which, and what is kept for it."""
 
 import weakref
 
@@ -127,3 +127,15 @@ def test_a_delta_that_is_no_smaller_than_the_version_is_not_used() -> None:
 def test_full_keeps_and_encodes_nothing() -> None:
     versions = Versions(Deltas("full", 3))
     assert not any(versions.next(v).deltas for v in range(3)) and not versions.alive
+
+
+def test_weights_are_rounded_to_the_engines_dtype_and_expert_biases_are_not() -> None:
+    bias = torch.tensor([0.5 + 1e-3, -0.25])
+    named = [("layers.0.mlp.gate.weight", bias), ("layers.0.mlp.gate.e_score_correction_bias", bias)]
+    maker = SnapshotMaker("bfloat16")
+    for version in (1, 2):  # the first makes the layout, the others follow it
+        snapshot = maker.make(version, iter(named), None)
+        held = dict(packing.view(snapshot.flat, snapshot.layout))
+        assert torch.equal(held["layers.0.mlp.gate.weight"], bias.bfloat16())
+        assert held["layers.0.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+        assert torch.equal(held["layers.0.mlp.gate.e_score_correction_bias"], bias)

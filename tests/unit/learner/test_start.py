@@ -19,6 +19,7 @@ from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerStat
 from learner.loop.learner_record import next_incarnation, read_record, write_record
 from learner.loop.rollout_job import prepare_lead
 from learner.loop.status_reporter import Reporter
+from tests.waiting import LIMIT_S
 
 MakeConfig = Callable[..., Config]
 
@@ -39,15 +40,15 @@ def test_the_file_of_a_living_broker_is_waited_for(make_config: MakeConfig, tmp_
 
     thread = threading.Thread(target=appear)
     thread.start()
-    assert find_broker(make_config(), run_dir, wait_s=60.0) == "tcp://127.0.0.1:2"
-    thread.join(10)
+    assert find_broker(make_config(), run_dir, wait_s=LIMIT_S) == "tcp://127.0.0.1:2"
+    thread.join(LIMIT_S)
 
 
 def test_no_broker_is_an_error_after_a_bounded_wait(make_config: MakeConfig, tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(BrokerUnreachable, match=r"no broker wrote .*broker\.json within 0 s"):
         find_broker(make_config(), RunDir(tmp_path), wait_s=0.2)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 50
 
 
 def _dead_pid() -> int:

@@ -1,14 +1,15 @@
-"""The reporter: sends at every change and about once a second, survives a broker that is away."""
+"""The reporter sends at every change and about once a second; what the lead says it waits for; stalls of nodes."""
 
 import time
 
-from broker.contract import LearnerReport
+from broker.contract import BrokerStatus, LearnerReport, NodeReport
 from common.errors import BrokerUnreachable
+from learner.loop.lead_rank import StallMeter
 from learner.loop.status_reporter import SHOWN_DELIVERIES, Reporter
 from learner.publish.figures import Undelivered
-from tests.waiting import until
-
-LIMIT_S = 120.0
+from tests.launch_rig import node_status, status_of
+from tests.unit.learner.loop_fakes import MakeWorld
+from tests.waiting import LIMIT_S, until
 
 
 class Sink:
@@ -53,13 +54,6 @@ def test_since_starts_over_only_with_another_state() -> None:
     assert reporter.snapshot().since_s < 0.05
 
 
-def test_the_weights_address_stays_through_changes_of_state() -> None:
-    reporter = Reporter(Sink)
-    reporter.set_weights_address("tcp://127.0.0.1:5")
-    reporter.set("waiting")
-    assert reporter.snapshot().weights_address == "tcp://127.0.0.1:5"
-
-
 def test_a_broker_that_is_away_is_tried_again() -> None:
     sink = Sink(failures=2)
     reporter = Reporter(lambda: sink)
@@ -69,10 +63,6 @@ def test_a_broker_that_is_away_is_tried_again() -> None:
         time.sleep(0.02)
     until(lambda: bool(sink.reports))
     reporter.stop()
-
-
-def test_stopping_one_that_never_started_returns() -> None:
-    Reporter(Sink).stop()
 
 
 def test_a_report_names_the_nodes_that_a_version_has_not_reached() -> None:
@@ -108,3 +98,49 @@ def test_silent_ranks_are_reported_in_place_of_what_the_loop_does_until_they_ans
     reporter.set_silence("rank 1 silent for 21 s")
     reporter.set("failed", "rank 1 silent for 21 s")
     assert reporter.snapshot().state == "failed"
+
+
+# ---------------------------------------------------------------- the lead
+
+
+def status(*nodes: tuple[str, int, float]) -> BrokerStatus:
+    """(id, pid, seconds stalled so far) per node."""
+    return status_of(*(node_status(name, pid=pid, generation_stall_s=stall) for name, pid, stall in nodes))
+
+
+def test_stalls_are_differences_of_running_totals() -> None:
+    meter = StallMeter()
+    assert meter.advance(status(("a", 1, 5.0))) == 0.0
+    assert meter.advance(status(("a", 1, 5.25), ("b", 2, 0.5))) == 0.75
+    assert meter.advance(status(("a", 1, 5.25), ("b", 2, 0.5))) == 0.0
+
+
+def test_a_node_that_restarts_counts_from_zero_and_one_that_is_away_loses_nothing() -> None:
+    meter = StallMeter()
+    meter.advance(status(("a", 1, 5.0)))
+    assert meter.advance(status()) == 0.0
+    assert meter.advance(status(("a", 1, 5.5))) == 0.5
+    assert meter.advance(status(("a", 9, 0.25))) == 0.25
+
+
+def test_the_wait_names_who_unblocks_it(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.trainer.source.next_command(0)
+    report = world.lead.reporter.snapshot()
+    assert (report.state, report.waiting_on) == ("waiting", "groups for step 0: 0 of 2 ready, no node is connected")
+    world.fleet.work()  # the node registers; it has no weights yet
+    world.memory.state.fleet.nodes["fake"].report = NodeReport("fake", 1, "here", "starting", -1, "the engine's start")
+    world.trainer.source.next_command(0)
+    assert world.lead.reporter.snapshot().waiting_on.endswith(
+        "none being generated: fake is starting (the engine's start)"
+    )
+    state = world.memory.state
+    state.register(NodeReport("fake", 1, "here", "environments", 0, "the start of 2 environments"))
+    (lease,) = state.lease("fake", 0, 1)
+    world.trainer.source.next_command(0)
+    assert world.lead.reporter.snapshot().waiting_on.endswith(
+        "none being generated: fake waits for the start of 2 environments"
+    )
+    state.release("fake", [lease.token])
+    world.trainer.run()
+    assert world.lead.reporter.snapshot().state == "checkpointing"

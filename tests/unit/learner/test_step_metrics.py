@@ -1,14 +1,18 @@
-"""A step's figures from its sums, and the stop at numbers that are none."""
+"""A step's figures from its sums, the sums against plain Python over tokens, and the stop at numbers that are none."""
 
 import math
+import random
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from broker.contract import NodeReport
 from common.errors import SlipstreamError
 from learner.backend_protocol import StepResult
 from learner.loop.step_metrics import LossFigures, check_finite, engine_metrics
+from learner.loss.corrections import Corrected
+from learner.loss.token_diagnostics import ratio_quantile, token_counts, token_sums
 
 
 def result(tokens: int = 4, by_age: tuple[list[float], list[float]] | None = None, **sums: float) -> StepResult:
@@ -16,35 +20,51 @@ def result(tokens: int = 4, by_age: tuple[list[float], list[float]] | None = Non
     return StepResult(0.1, tokens, 1.0, 0.1, sums, {"ratio": 3.0}, histograms)
 
 
-def test_sums_become_means_per_loss_token() -> None:
-    sums = {"ratio": 6.0, "entropy": 2.0, "kl": 0.4, "mismatch": 8.0}
-    counts = {"correction_clipped": 1.0, "correction_masked": 2.0, "vetoed": 4.0, "objective_clipped": 3.0}
-    found = LossFigures.of(result(**sums, **counts))
-    assert (found.ratio_mean, found.ratio_max, found.entropy, found.kl_mean) == (1.5, 3.0, 0.5, 0.1)
-    assert (found.correction_clip_fraction, found.correction_masked_fraction) == (0.25, 0.5)
-    assert (found.veto_fraction, found.objective_clip_fraction) == (1.0, 0.75)
+SUMS = {"ratio": 6.0, "entropy": 2.0, "kl": 0.4, "mismatch": 8.0}
+COUNTS = {"correction_clipped": 1.0, "correction_masked": 2.0, "vetoed": 4.0, "objective_clipped": 3.0}
+FRESH = ([0.5, 7.5, 0, 0, 0, 0], [2.0, 2.0, 0, 0, 0, 0])
 
 
-@pytest.mark.parametrize(("weights", "expected"), [([1.0] * 4, 1.0), ([2.0, 0, 0, 0], 0.25), ([1, 3, 0, 0], 0.4)])
-def test_the_effective_sample_is_kishs(weights: list[float], expected: float) -> None:
-    found = LossFigures.of(result(weight=sum(weights), weight_squared=sum(w * w for w in weights)))
-    assert found.effective_sample_fraction == pytest.approx(expected)
+def weighing(*weights: float) -> StepResult:
+    return result(weight=sum(weights), weight_squared=sum(w * w for w in weights))
 
 
-def test_weights_that_are_all_zero_leave_no_effective_sample() -> None:
-    assert LossFigures.of(result(weight=0.0, weight_squared=0.0)).effective_sample_fraction == 0.0
+FIGURES = {
+    "sums are means per loss token": (
+        result(**SUMS, **COUNTS),
+        {
+            "ratio_mean": 1.5, "ratio_max": 3.0, "entropy": 0.5, "kl_mean": 0.1, "correction_clip_fraction": 0.25,
+            "correction_masked_fraction": 0.5, "veto_fraction": 1.0, "objective_clip_fraction": 0.75,
+        },
+    ),
+    "the effective sample of equal weights": (weighing(1, 1, 1, 1), {"effective_sample_fraction": 1.0}),
+    "of one weight": (weighing(2, 0, 0, 0), {"effective_sample_fraction": 0.25}),
+    "is Kish's": (weighing(1, 3, 0, 0), {"effective_sample_fraction": 0.4}),
+    "of none": (weighing(0, 0, 0, 0), {"effective_sample_fraction": 0.0}),
+    "mismatch is over fresh tokens": (
+        result(mismatch=8.0, by_age=FRESH),
+        {
+            "mismatch_abs_mean": 0.25, "drift_abs_mean": 2.0, "mismatch_by_age": [0.25, 3.75, 0, 0, 0, 0],
+            "tokens_by_age": [2, 2, 0, 0, 0, 0],
+        },
+    ),
+    "without fresh ones over all": (
+        result(mismatch=8.0, by_age=([0, 8.0, 0, 0, 0, 0], [0, 4.0, 0, 0, 0, 0])),
+        {"mismatch_abs_mean": 2.0, "drift_abs_mean": 2.0},
+    ),
+    "routing mismatch is over what was replayed": (
+        result(routing_changed=3.0, routing_replayed=12.0), {"routing_mismatch_fraction": 0.25},
+    ),
+    "nothing was replayed": (result(), {"routing_mismatch_fraction": 0.0}),
+}  # fmt: skip
 
 
-def test_mismatch_is_over_fresh_tokens_when_there_are_any() -> None:
-    found = LossFigures.of(result(mismatch=8.0, by_age=([0.5, 7.5, 0, 0, 0, 0], [2.0, 2.0, 0, 0, 0, 0])))
-    assert (found.mismatch_abs_mean, found.drift_abs_mean) == (0.25, 2.0)
-    assert found.mismatch_by_age == [0.25, 3.75, 0.0, 0.0, 0.0, 0.0]
-    assert found.tokens_by_age == [2, 2, 0, 0, 0, 0]
-
-
-def test_mismatch_falls_back_to_all_tokens() -> None:
-    found = LossFigures.of(result(mismatch=8.0, by_age=([0, 8.0, 0, 0, 0, 0], [0, 4.0, 0, 0, 0, 0])))
-    assert found.mismatch_abs_mean == found.drift_abs_mean == 2.0
+@pytest.mark.parametrize(("of", "figures"), FIGURES.values(), ids=FIGURES)
+def test_figures_follow_from_the_sums(of: StepResult, figures: dict[str, object]) -> None:
+    found = vars(LossFigures.of(of))
+    assert {name: found[name] for name in figures} == {
+        name: value if isinstance(value, list) else pytest.approx(value) for name, value in figures.items()
+    }
 
 
 def test_quantiles_come_from_the_histogram() -> None:
@@ -65,11 +85,6 @@ def test_a_loss_that_is_no_number_stops_the_run(bad: float) -> None:
         check_finite(7, StepResult(bad, 1, 1.0, 0.1, {}, {}))
 
 
-def test_the_routing_mismatch_is_over_what_was_replayed() -> None:
-    assert LossFigures.of(result(routing_changed=3.0, routing_replayed=12.0)).routing_mismatch_fraction == 0.25
-    assert LossFigures.of(result()).routing_mismatch_fraction == 0.0
-
-
 def test_engines_of_living_nodes_are_summed_up() -> None:
     def node(alive: bool, usage: float) -> SimpleNamespace:
         report = NodeReport(
@@ -80,3 +95,73 @@ def test_engines_of_living_nodes_are_summed_up() -> None:
     found = engine_metrics(SimpleNamespace(nodes=[node(True, 0.5), node(True, 0.75), node(False, 0.9)]))
     assert found == {"concurrency": 16, "episodes_running": 10, "kv_cache_usage": 0.75, "preemptions_total": 4}
     assert engine_metrics(SimpleNamespace(nodes=[]))["kv_cache_usage"] == 0.0
+
+
+# ---------------------------------------------------------------- sums over tokens
+
+
+MASK = torch.tensor([True, True, True, False, True])
+DRIFT = torch.tensor([0.5, -1.0, 2.0, 0.0, 0.0], dtype=torch.float64)
+
+
+def flags(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.bool)
+
+
+def test_sums_are_what_they_are_called() -> None:
+    weights = torch.tensor([1.0, 0.5, 2.0, 7.0, 0.0], dtype=torch.float64)
+    corrected = Corrected(weights, flags(0, 0, 1, 1, 0), flags(0, 0, 0, 1, 1), MASK)
+    found = token_sums(MASK, DRIFT, corrected, flags(0, 1, 1, 1, 0), flags(1, 1, 1, 1, 0))
+    assert found["ratio"].item() == pytest.approx(math.exp(0.5) + math.exp(-1) + math.exp(2) + 1)
+    assert found["mismatch"].item() == 3.5
+    assert found["weight"].item() == 3.5
+    assert found["weight_squared"].item() == 1 + 0.25 + 4
+    names = ("correction_clipped", "correction_masked", "vetoed", "objective_clipped")
+    assert [found[name].item() for name in names] == [1, 1, 2, 3]
+
+
+def test_without_a_veto_no_token_is_vetoed() -> None:
+    corrected = Corrected(torch.ones(5).double(), flags(0, 0, 0, 0, 0), flags(0, 0, 0, 0, 0), MASK)
+    assert token_sums(MASK, DRIFT, corrected, None, flags(0, 0, 0, 0, 0))["vetoed"].item() == 0
+
+
+def test_mismatch_is_told_apart_by_age() -> None:
+    ages = [0, 0, 1, 2, 3, 4, 5, 8, 9, 500]
+    drift = torch.arange(1.0, 11.0, dtype=torch.float64) * torch.tensor([1, -1] * 5)
+    found = token_counts(torch.ones(10, dtype=torch.bool), drift, torch.tensor(ages, dtype=torch.int32))
+    assert found["tokens_by_age"].tolist() == [2, 1, 1, 2, 2, 2]
+    assert found["mismatch_by_age"].tolist() == [3, 3, 4, 11, 15, 19]
+
+
+def test_tokens_without_an_age_count_as_fresh() -> None:
+    assert token_counts(MASK, DRIFT, None)["tokens_by_age"].tolist() == [4, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("spread", [1e-6, 1e-3, 0.1, 3.0])
+def test_quantiles_are_right_to_the_documented_resolution(spread: float) -> None:
+    draw = random.Random(1)
+    log_ratios = [draw.gauss(-0.1 * spread, spread) for _ in range(5000)]
+    counts = token_counts(torch.ones(5000, dtype=torch.bool), torch.tensor(log_ratios, dtype=torch.float64), None)
+    bins = counts["ratio_bins"].tolist()
+    assert sum(bins) == 5000
+    for share in (0.01, 0.5, 0.99):
+        exact = sorted(log_ratios)[math.ceil(share * 5000) - 1]
+        assert abs(math.log(ratio_quantile(bins, share)) - exact) <= 4.2e-5 + 0.042 * abs(exact)
+
+
+def test_ratios_beyond_the_bins_are_counted_in_the_outermost() -> None:
+    counts = token_counts(torch.ones(2, dtype=torch.bool), torch.tensor([80.0, -80.0]), None)["ratio_bins"]
+    assert counts[0].item() == counts[-1].item() == 1
+    assert ratio_quantile(counts.tolist(), 0.99) == pytest.approx(math.exp(20))
+
+
+def test_no_tokens_have_no_quantile() -> None:
+    assert ratio_quantile([0.0] * 241, 0.5) == 0.0
+    assert ratio_quantile([], 0.5) == 0.0
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
+def test_log_probabilities_that_are_gone_break_no_count(lost: float) -> None:
+    """The loss says it; an index out of bounds would end the process, on a GPU for every later operation."""
+    drift = torch.tensor([0.5, lost, 0.0, 0.0, 0.0], dtype=torch.float64)
+    assert token_counts(MASK, drift, None)["ratio_bins"].sum().item() == MASK.sum().item()

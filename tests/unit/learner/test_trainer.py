@@ -1,13 +1,16 @@
 """The training loop on a real in-memory broker: bounds, drains, kills, replays and what it refuses."""
 
+import copy
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from broker.contract import Waste
+from broker.contract import StoredGroup, Waste
+from broker.delivery.in_process import MemoryBroker
 from common.errors import HopelessError, UsageError
+from common.metrics import StepMetrics, read_metrics
 from common.rollouts import Group, encode_group
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, World, make_group
 
@@ -345,3 +348,29 @@ def test_a_step_whose_tokens_all_expired_still_counts(make_world: MakeWorld) -> 
     found = world.lines()
     assert [line.tokens_trained > 0 for line in found] == [True, False, True, True]
     assert found[1].tokens_expired > 0
+
+
+def test_a_store_that_lost_what_the_checkpoint_was_trained_on_is_refused_before_it_is_trained_on_again(
+    make_world: MakeWorld,
+) -> None:
+    """A power cut with broker.durability: everysec, with the checkpoint on the disk and the newest moves not."""
+    world = make_world(run={"steps": 6})
+    world.backend.fail_at = 3
+    before: list[MemoryBroker] = []  # with the groups of step 1, which no step has taken
+    take = world.broker.take
+
+    def copying(step: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
+        found = copy.deepcopy(world.memory) if step == 1 else None
+        taken = take(step, count, wait_s, in_order)
+        before.extend([found] if found is not None and taken is not None else [])
+        return taken
+
+    world.broker.take = copying
+    with pytest.raises(Killed):
+        world.run()
+    with pytest.raises(UsageError, match=r"checkpoint of step 2 was trained on 2 groups .*task 2, ready.*RUN/store"):
+        world.restart(before[0])
+    again = world.with_new_broker()  # the store was moved away
+    assert again.trainer.version == 2
+    assert again.run() == "done"
+    assert [line.step for line in read_metrics(world.run_dir.metrics, StepMetrics)] == list(range(6))

@@ -1,12 +1,16 @@
-"""The state machine of one receiver: which event leads to which state, and what must be done."""
+"""Receivers of the weight plane: which event leads to which state, which way a version takes, and the figures."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
 
 from common.weights import messages
+from common.weights.messages import Canary
 from learner.publish.attempt import Attempt
+from learner.publish.figures import Figures, Undelivered, undelivered
 from learner.publish.receiver_state import (
     PEER_WAIT_S,
     READY,
@@ -28,7 +32,8 @@ from learner.publish.receiver_state import (
     Tick,
     step,
 )
-from learner.publish.routes import MAX_ATTEMPTS, RETURN_AFTER, Route
+from learner.publish.routes import MAX_ATTEMPTS, RETURN_AFTER, Route, Split, split
+from learner.publish.snapshot import Snapshot
 from tests.unit.learner.receivers import attempt_at, newcomer, settled, snapshot_of
 
 S = State
@@ -186,3 +191,102 @@ def test_only_the_node_on_trial_is_blamed_for_a_failed_broadcast() -> None:
     relayed = Route(0, 3, True, 10, 2 * RETURN_AFTER)
     blamed = failures(settled("b", route=relayed), trial, published=14)[0][0]
     assert (blamed.route.relayed, blamed.route.returns_at) == (True, 14 + 2 * RETURN_AFTER)
+
+
+# ---------------------------------------------------------------- routes
+
+
+SENDING = attempt_at(snapshot_of(5), "a", "b")
+
+
+def names(receivers: list[Receiver]) -> str:
+    return " ".join(r.node_id for r in receivers)
+
+
+def ways(ready: list[Receiver], *others: Receiver, transport: str = "gloo", published: int = 1) -> Split:
+    return split(ready, [*ready, *others], transport, published, 4)
+
+
+def test_a_fleet_in_which_nobody_has_anything_begins_together() -> None:
+    found = ways([newcomer("a"), newcomer("b")])
+    assert (names(found.together), names(found.relayed)) == ("a b", "")
+
+
+@pytest.mark.parametrize("other", [settled("x", 3), newcomer("x", attempt=SENDING)])
+def test_newcomers_go_by_relay_once_others_have_weights_or_receive_them(other: Receiver) -> None:
+    found = ways([newcomer("new"), newcomer("back", version=2)], other)
+    assert (names(found.together), names(found.relayed)) == ("", "new back")
+
+
+def test_members_stay_together_and_those_without_the_transport_get_the_relay() -> None:
+    ready = [settled("a"), settled("b"), settled("far", transports=("relay",)), settled("old", transports=("nccl",))]
+    assert names(ways(ready).together) == "a b"
+    assert names(ways(ready).relayed) == "far old"
+    assert names(ways(ready, transport="relay").together) == ""
+
+
+def test_relayed_nodes_come_back_one_at_a_time_on_probation_and_not_after_a_failure() -> None:
+    relayed = Route().to_relay(published=10)
+    ready = [settled("a"), settled("b", route=relayed), settled("c", route=relayed)]
+    early = ways(ready, published=10 + RETURN_AFTER - 1)
+    assert (names(early.together), names(early.relayed)) == ("a", "b c")
+    due = ways(ready, published=10 + RETURN_AFTER)
+    assert (names(due.together), names(due.relayed), due.probation) == ("a b", "c", ready[1])
+    tried = settled("b", route=relayed.failed(4))
+    assert names(ways([settled("a"), tried], published=10 + RETURN_AFTER).together) == "a"
+
+
+# ---------------------------------------------------------------- figures
+
+
+EXCLUDED = settled("bad", 3, state=State.EXCLUDED, reason="the proof failed")
+
+
+def test_receiving_flipping_and_queued_nodes_are_told_apart_the_longest_waiting_first() -> None:
+    current = cast(Snapshot, SimpleNamespace(version=6, started=12.0))
+    sending = attempt_at(snapshot_of(5), "a", "b")
+    receivers = [
+        settled("c", 4),
+        settled("b", 4, state=State.FLIPPING, attempt=sending),
+        settled("a", 4, state=State.STAGING, attempt=sending),
+        settled("new", 6),
+        EXCLUDED,
+    ]
+    assert undelivered(receivers, current) == (
+        Undelivered("b", 5, "flipping", 0.0),
+        Undelivered("a", 5, "receiving", 0.0),
+        Undelivered("c", 6, "queued", 12.0),
+    )
+    assert undelivered([newcomer("a")], None) == ()
+
+
+@pytest.mark.parametrize(
+    ("receivers", "owed"),
+    [
+        ([], False),
+        ([settled("old", 2)], False),
+        ([settled("compared", 4, canary_version=3)], False),
+        ([settled("compared", 3, canary_version=3), settled("late", 4)], True),
+    ],
+)
+def test_a_node_that_runs_a_canarys_version_or_a_later_one_without_comparing_it_is_owed_one(
+    receivers: list[Receiver], owed: bool
+) -> None:
+    figures, offered = Figures(), snapshot_of(3)
+    offered.canary = Canary([1, 2], [-0.5], tolerance=0.1)
+    figures.offered(offered)
+    figures.offered(snapshot_of(4))
+    figures.describe(receivers, None)
+    assert (figures.now.canary_owed, figures.now.published) == (owed, 2)
+
+
+def test_the_versions_of_the_live_nodes_count_and_excluded_ones_tell_why_none_generates() -> None:
+    figures = Figures()
+    figures.describe([settled("a", 5), settled("b", 4), EXCLUDED], None)
+    stats = figures.now
+    assert (stats.nodes, stats.version_active, stats.version_sent, stats.fatal) == (2, 4, 4, None)
+    for last in ([EXCLUDED], []):  # the reason stays when the excluded node has left
+        figures.describe(last, None)
+        assert (figures.now.fatal, figures.now.version_active, figures.now.version_sent) == ("the proof failed", -1, 4)
+    figures.describe([newcomer("c")], None)
+    assert figures.now.fatal is None
