@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from learner.megatron.logprobs import logprobs_and_entropy
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
 CHUNKS = [1, 30, 1 << 20]  # a row at a time, some rows, everything at once
@@ -179,7 +180,7 @@ def test_two_ranks_that_share_the_vocabulary_get_the_values_and_their_parts_of_t
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=60) for process in ranks]
+        outputs = [process.communicate(timeout=LIMIT_S) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
