@@ -116,11 +116,7 @@ class DurableDelivery(Delivery):
     def settle(self) -> None:
         """Until everything recorded is written."""
         last = self.journal.end_turn()
-<<<<<<< HEAD
         until(lambda: self.journal.acknowledged >= last, "acknowledged records", every_s=0.0005)
-=======
-        until(lambda: self.journal.acknowledged >= last, told=lambda: self.journal.stuck, every_s=0.0005)
->>>>>>> 42a8e81 (Broker tests share one rig for both stores, one life of run_broker, one socket and one list of requests; stalls are a table)
 
     def teardown(self) -> None:
         if hasattr(self, "journal"):
