@@ -1,7 +1,7 @@
 """All tasks of a run by state. The moves between states are in broker/delivery/moves.py."""
 
 import heapq
-from array import array
+import struct
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -16,7 +16,7 @@ PENDING, LEASED, READY, TAKEN, COMMITTED, DEAD = "pending", "leased", "ready", "
 _ABSENT, _COMMITTED, _DEAD, _FILTERED = 0, 1, 2, 3
 _NAMES = {_COMMITTED: COMMITTED, _DEAD: DEAD, _FILTERED: COMMITTED}
 _NONE = -(1 << 31)
-GROWTH = 1024  # the columns grow by so many entries
+_ROW = struct.Struct("<Biiiiid")  # state, attempts, step, lowest and highest version, list of nodes, mean reward
 
 
 class Stored(Protocol):
@@ -107,79 +107,58 @@ class LeasedTasks(dict[str, Entry]):
 
 
 class History:
-    """Ledger entries of finished tasks, by serial, in columns that take about 30 bytes a task; adding is O(1)."""
+    """Ledger entries of finished tasks, by serial, in rows of 29 bytes; adding is O(1)."""
 
     def __init__(self) -> None:
-        self._state = bytearray()
-        self._attempts = array("i")
-        self._step = array("i")
-        self._version_min = array("i")
-        self._version_max = array("i")
-        self._reward = array("d")
-        self._nodes = array("i")
-        self._node_lists: list[list[str]] = []  # each once
+        self._rows = bytearray()
+        self._node_lists: list[tuple[str, ...]] = []  # each once
         self._node_list_ids: dict[tuple[str, ...], int] = {}
         self._reasons: dict[int, str] = {}
         self.committed = 0
         self.dead = 0
 
     def __contains__(self, serial: int) -> bool:
-        return 0 <= serial < len(self._state) and self._state[serial] != _ABSENT
+        return 0 <= serial < len(self._rows) // _ROW.size and self._rows[serial * _ROW.size] != _ABSENT
 
     def add(self, entry: LedgerEntry) -> None:
         """Store the entry of a committed or dead task."""
-        self._grow(entry.serial + 1)
-        i = entry.serial
-        committed = entry.state == COMMITTED
-        self._state[i] = (_FILTERED if entry.filtered else _COMMITTED) if committed else _DEAD
+        committed, at, nodes = entry.state == COMMITTED, entry.serial * _ROW.size, tuple(entry.nodes)
         self.committed += committed
         self.dead += not committed
-        self._attempts[i] = entry.attempts
-        self._step[i] = _NONE if entry.step is None else entry.step
-        self._version_min[i] = _NONE if entry.version_min is None else entry.version_min
-        self._version_max[i] = _NONE if entry.version_max is None else entry.version_max
-        self._reward[i] = float("nan") if entry.reward_mean is None else entry.reward_mean
-        self._nodes[i] = self._node_list_id(tuple(entry.nodes))
+        if at >= len(self._rows):
+            self._rows.extend(bytes(at + _ROW.size - len(self._rows)))
+        node_list = self._node_list_ids.setdefault(nodes, len(self._node_lists))
+        if node_list == len(self._node_lists):
+            self._node_lists.append(nodes)
+        state = (_FILTERED if entry.filtered else _COMMITTED) if committed else _DEAD
+        optional = (_NONE if value is None else value for value in (entry.step, entry.version_min, entry.version_max))
+        reward = float("nan") if entry.reward_mean is None else entry.reward_mean
+        _ROW.pack_into(self._rows, at, state, entry.attempts, *optional, node_list, reward)
         if entry.reason:
-            self._reasons[i] = entry.reason
+            self._reasons[entry.serial] = entry.reason
 
     def get(self, serial: int) -> LedgerEntry:
         """The entry of a finished task. Raises KeyError when there is none."""
         if serial not in self:
             raise KeyError(serial)
-        reward = self._reward[serial]
+        state, attempts, *optional, node_list, reward = _ROW.unpack_from(self._rows, serial * _ROW.size)
+        step, version_min, version_max = (None if value == _NONE else value for value in optional)
         return LedgerEntry(
             serial=serial,
-            state=_NAMES[self._state[serial]],
-            attempts=self._attempts[serial],
-            nodes=list(self._node_lists[self._nodes[serial]]),
-            step=_optional(self._step[serial]),
-            version_min=_optional(self._version_min[serial]),
-            version_max=_optional(self._version_max[serial]),
+            state=_NAMES[state],
+            attempts=attempts,
+            nodes=list(self._node_lists[node_list]),
+            step=step,
+            version_min=version_min,
+            version_max=version_max,
             reward_mean=None if reward != reward else reward,
             reason=self._reasons.get(serial, ""),
-            filtered=self._state[serial] == _FILTERED,
+            filtered=state == _FILTERED,
         )
 
     def serials(self) -> Iterator[int]:
         """Serials of all finished tasks, ascending."""
-        return (i for i, state in enumerate(self._state) if state != _ABSENT)
-
-    def _grow(self, size: int) -> None:
-        if size <= len(self._state):
-            return
-        short = max(size - len(self._state), GROWTH)
-        self._state.extend(bytes(short))
-        for column in (self._attempts, self._step, self._version_min, self._version_max, self._nodes):
-            column.extend([0] * short)
-        self._reward.extend([0.0] * short)
-
-    def _node_list_id(self, nodes: tuple[str, ...]) -> int:
-        known = self._node_list_ids.get(nodes)
-        if known is None:
-            known = self._node_list_ids[nodes] = len(self._node_lists)
-            self._node_lists.append(list(nodes))
-        return known
+        return (serial for serial, state in enumerate(self._rows[:: _ROW.size]) if state != _ABSENT)
 
 
 class TaskTable:
@@ -297,7 +276,3 @@ class TaskTable:
         gone = bisect_left(self.freed, min(self.living, default=self.next_serial))
         del self.freed[:gone]
         self.freed_earlier += gone
-
-
-def _optional(value: int) -> int | None:
-    return None if value == _NONE else value
