@@ -141,8 +141,9 @@ class History:
         """The entry of a finished task. Raises KeyError when there is none."""
         if serial not in self:
             raise KeyError(serial)
-        state, attempts, *optional, node_list, reward = _ROW.unpack_from(self._rows, serial * _ROW.size)
-        step, version_min, version_max = (None if value == _NONE else value for value in optional)
+        row: tuple[int, int, int, int, int, int, float] = _ROW.unpack_from(self._rows, serial * _ROW.size)
+        state, attempts, node_list, reward = row[0], row[1], row[5], row[6]
+        step, version_min, version_max = (None if value == _NONE else value for value in row[2:5])
         return LedgerEntry(
             serial=serial,
             state=_NAMES[state],
