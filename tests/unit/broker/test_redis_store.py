@@ -1,5 +1,6 @@
 """The Redis store: settings of the server, its ACL line, lost records, and what belongs to which run."""
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from broker.journal.redis_store.store import RedisStore
 from broker.journal.redis_store.term import Term
 from broker.journal.run_folder import RunFolder
 from broker.journal.store import StoreFenced, StoreUnavailable
-from broker.main import run_info
+from broker.main import run_info, stand_by_and_lead
 from common.config.schema import Config
 from common.errors import BrokerError, UsageError
 from tests.broker_rig import job, tasks
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, free_port
 from tests.unit.broker.durable_rig import Rig
 from tests.waiting import until
 
@@ -237,6 +238,20 @@ def test_a_broker_whose_term_ended_before_it_served_writes_nothing(server: Redis
     leader.term.resign()
     with pytest.raises(StoreFenced, match="has ended before it served"):
         RunFolder(tmp_path, leader).begin(memory, HERE)
+    assert not (tmp_path / "broker.json").exists()
+
+
+def test_a_broker_whose_term_ended_before_it_served_frees_its_address_and_stands_by_again(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    config = job(tmp_path, name="NAME", store="redis", redis=server.address, address=f"tcp://127.0.0.1:{port}")
+    monkeypatch.setattr(Term, "lapsed", True)
+    for number in (1, 2):
+        assert stand_by_and_lead(config, run_info(config, b"")), "it is to stand by again"
+        assert server.ask("HGET", "slipstream:{NAME}:head", "term") == b"%d" % number
+        assert server.ask("EXISTS", "slipstream:{NAME}:leader") == 0, "the term was given back"
+        socket.create_server(("127.0.0.1", port)).close()
     assert not (tmp_path / "broker.json").exists()
 
 
