@@ -1,6 +1,5 @@
 """From a config to an episode driver."""
 
-import logging
 import sys
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
 from rollout_fleet.episode.sampler_protocol import Sampler
-
-logger = logging.getLogger(__name__)
 
 
 def build_driver(

@@ -4,9 +4,7 @@ import asyncio
 import hashlib
 import itertools
 import logging
-import os
 import signal
-import socket
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
@@ -38,7 +36,7 @@ CALL_DEADLINE_S = 10.0
 BROKER_TIMEOUT_S = 60.0
 
 
-def run_node(config: Config, broker_address: str, node_id: str | None = None) -> int:
+def run_node(config: Config, broker_address: str, node_id: str) -> int:
     """Serve the job at `broker_address` (tcp://HOST:PORT) until it is done or SIGTERM or SIGINT asks for a drain.
 
     Returns:
@@ -49,7 +47,7 @@ def run_node(config: Config, broker_address: str, node_id: str | None = None) ->
         SlipstreamError: the engine or the broker was lost.
     """
     keep_freed_memory()
-    return asyncio.run(_serve(config, broker_address, node_id or f"{socket.gethostname()}-{os.getpid()}"))
+    return asyncio.run(_serve(config, broker_address, node_id))
 
 
 async def _serve(config: Config, address: str, node_id: str) -> int:

@@ -7,7 +7,6 @@ leaves the engine.
 import asyncio
 import itertools
 import json
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -24,8 +23,6 @@ from rollout_fleet.vllm_patches import shared_files
 from rollout_fleet.vllm_patches.prefix_cache import salt
 from rollout_fleet.vllm_plugin import BACKEND
 from rollout_fleet.weights.engine_weights import UNLABELLED, EngineWeights
-
-logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 2.0  # for the engine process, which has nothing worth saving
 WORKERS_END_S = 10.0  # for its workers, once they were killed

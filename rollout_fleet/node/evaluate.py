@@ -1,7 +1,6 @@
 """Accuracy on held-out problems, through the same engine, driver and environment as training."""
 
 import asyncio
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.episode.sampler_protocol import Sampler
-
-logger = logging.getLogger(__name__)
 
 
 class EvalResult(msgspec.Struct, frozen=True):
