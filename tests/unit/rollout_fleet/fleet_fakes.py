@@ -133,7 +133,7 @@ def make_driver(
     environment: type | Stage,
     options: dict[str, object] | None = None,
     budget: Budget | None = None,
-    timeout_s: float = 5.0,
+    timeout_s: float = LIMIT_S,
     host: EnvironmentHost | None = None,
     tokenizer: Tokenizer | None = None,
     limits: Limits | None = None,

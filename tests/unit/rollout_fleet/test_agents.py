@@ -33,7 +33,7 @@ def policy(*said: str | Exception) -> ScriptedSampler:
 
 
 def driver_of(
-    agent: Agent | ProcessStage, sampler: ScriptedSampler, budget: Budget | None = None, timeout_s: float = 30.0
+    agent: Agent | ProcessStage, sampler: ScriptedSampler, budget: Budget | None = None, timeout_s: float = LIMIT_S
 ) -> AgentDriver:
     stage = agent if isinstance(agent, ProcessStage) else ThreadStage(agent, {}, new_host())
     rules = EpisodeRules(budget or Budget(4, 200, 2000), timeout_s=timeout_s, limits=LIMITS)
@@ -192,7 +192,7 @@ async def hangs(problem: Any, **_: Any) -> float:
     ],
 )
 def test_what_an_agent_does_wrong_fails_its_sample_with_the_reason(agent: Agent, reason: str, why: str) -> None:
-    sample = play(agent, policy("a"), timeout_s=1.0 if agent is hangs else 30.0)
+    sample = play(agent, policy("a"), timeout_s=1.0 if agent is hangs else LIMIT_S)
     assert sample.stop_reason == reason and why in str(sample.error)
 
 

@@ -16,7 +16,7 @@ from rollout_fleet.environments.isolation.placement import StageFailed
 from rollout_fleet.environments.isolation.process_host import Channel, ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Limits
 from tests.unit.rollout_fleet.fleet_fakes import CharacterTokenizer, ScriptedSampler, make_driver, say
-from tests.waiting import until, until_async
+from tests.waiting import LIMIT_S, until, until_async
 
 LIMITS = Limits(process=True, reset_s=60.0, step_s=30.0, cpu_s=1, memory_mib=512, observation_chars=10_000)
 BUDGET = Budget(4, 100, 20_000)
@@ -148,7 +148,7 @@ def test_a_fork_server_that_was_killed_is_replaced(host: ProcessHost) -> None:
     for process in left_over():
         with contextlib.suppress(psutil.NoSuchProcess):  # a child of one that was killed just now
             process.kill()
-            process.wait(5)
+            process.wait(LIMIT_S)
     assert play(host, "plain")[0].error is None
 
 
