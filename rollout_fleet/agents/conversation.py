@@ -52,13 +52,7 @@ class Turn:
 class Conversation:
     """One episode as the endpoint sees it. It calls the model for one request at a time, in the order of arrival."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        renderer: Renderer,
-        rules: EpisodeRules,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, sampler: Sampler, renderer: Renderer, rules: EpisodeRules, progress: Progress) -> None:
         self._sampler, self._renderer, self._progress = sampler, renderer, progress
         self._budget, self._sampling = rules.budget, rules.sampling
         self.job = rules.named or rules.sampling  # the distribution that a request may name
@@ -155,12 +149,7 @@ class Conversation:
         return record, list(prompt[len(record.tokens) :]), ()
 
     def _kept(
-        self,
-        request: AnyRequest,
-        record: TokenRecord,
-        words: Words,
-        prompt: list[int],
-        generation: Generation,
+        self, request: AnyRequest, record: TokenRecord, words: Words, prompt: list[int], generation: Generation
     ) -> api.Answer:
         ended = generation.finish_reason == "stop"
         text = self._renderer.text(generation.tokens[:-1] if ended else generation.tokens)

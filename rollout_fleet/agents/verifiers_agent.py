@@ -27,14 +27,7 @@ ROW_KEYS = ("prompt", "answer", "info", "task", "example_id")
 
 
 async def agent(
-    problem: dict[str, Any],
-    *,
-    base_url: str,
-    api_key: str,
-    model: str,
-    seed: int,
-    env_id: str,
-    arguments: str = "{}",
+    problem: dict[str, Any], *, base_url: str, api_key: str, model: str, seed: int, env_id: str, arguments: str = "{}"
 ) -> dict[str, Any]:
     """One rollout of `env_id`, scored by its rubric.
 

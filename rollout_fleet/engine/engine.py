@@ -100,11 +100,7 @@ class Engine:
         await self.weights.attach(self._llm, usable=not self._random)
 
     async def generate(
-        self,
-        prompt_ids: list[int],
-        max_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
+        self, prompt_ids: list[int], max_tokens: int, temperature: float = 1.0, top_p: float = 1.0
     ) -> Generation:
         """As Sampler.generate; SlipstreamError also when there are no weights yet or they are excluded."""
         self.weights.check_usable()

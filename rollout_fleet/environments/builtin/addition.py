@@ -14,12 +14,7 @@ class Addition:
     """
 
     def __init__(
-        self,
-        problem: dict[str, Any],
-        *,
-        seed: int,
-        prompt: str = "Q: {question}=? A:",
-        answer_after: str = "=",
+        self, problem: dict[str, Any], *, seed: int, prompt: str = "Q: {question}=? A:", answer_after: str = "="
     ) -> None:
         missing = [key for key in ("question", "answer") if key not in problem]
         if missing:

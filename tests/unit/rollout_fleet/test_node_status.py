@@ -31,15 +31,7 @@ class Clock:
         (HELD, 0, 5, 5, True, "environments", "the start of 5 environments"),
         (HELD, 0, 5, 4, True, "generating", ""),
         (WeightsState(version=12, incarnation=0, flipping=True), 0, 5, 5, True, "flipping", ""),
-        (
-            WeightsState(version=12, excluded="canary differs by 3"),
-            0,
-            5,
-            5,
-            True,
-            "excluded",
-            "canary differs by 3",
-        ),
+        (WeightsState(version=12, excluded="canary differs by 3"), 0, 5, 5, True, "excluded", "canary differs by 3"),
     ],
 )
 def test_the_explanation_names_who_unblocks_the_node(
