@@ -25,7 +25,7 @@ from collections.abc import Callable
 from broker.contract import HeartbeatReply, Lease, RunInfo
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from rollout_fleet.episode.concurrency import AdaptiveLimit
-from rollout_fleet.episode.group_progress import oldest_groups
+from rollout_fleet.episode.group_runner import oldest_groups
 from rollout_fleet.node.broker_timeout import RETRY_S
 from rollout_fleet.node.node_status import explain
 from rollout_fleet.node.running_groups import NodeParts, RunningGroups

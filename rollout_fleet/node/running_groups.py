@@ -9,8 +9,7 @@ from broker.contract import Lease, NodeBroker
 from broker.diagnosis.join_times import sentence
 from common.errors import BrokerError, SlipstreamError
 from common.rollouts import encode_group
-from rollout_fleet.episode.group_progress import GroupProgress
-from rollout_fleet.episode.group_runner import GroupRunner, RolledOut
+from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner, RolledOut
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightFeed
 from rollout_fleet.node.broker_timeout import BrokerTimeout
 from rollout_fleet.node.node_status import OwnStatus

@@ -10,8 +10,7 @@ from common.config.schema import LimitsConfig
 from common.rollouts import Sample
 from rollout_fleet.environments.description import limits_of, own_limits
 from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
-from rollout_fleet.episode.group_progress import GroupProgress
-from rollout_fleet.episode.group_runner import GroupRunner
+from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner
 from tests.unit.rollout_fleet.fleet_fakes import EOS, Base, ScriptedSampler, addition_task, in_turn, make_driver, say
 
 

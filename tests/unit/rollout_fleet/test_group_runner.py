@@ -9,8 +9,8 @@ from common.errors import SlipstreamError
 from common.rollouts import Task, VersionRun
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.protocol import Action, StepResult
-from rollout_fleet.episode.group_progress import GroupProgress
-from rollout_fleet.episode.group_runner import GroupRunner, RolledOut
+from rollout_fleet.episode.driver import Progress
+from rollout_fleet.episode.group_runner import REPORTED, GroupProgress, GroupRunner, RolledOut, oldest_groups
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, add, addition_task, make_driver, run, say
 
 
@@ -124,3 +124,27 @@ async def test_progress_says_where_every_episode_is() -> None:
     assert [(e.state, e.turns) for e in progress.episodes] == [("done", 1), ("done", 1)]
     assert progress.finished == 2
     assert progress.sampled_tokens == sampler.counters.tokens_generated
+
+
+def working(serial: int, leased_at: float, *episodes: Progress) -> GroupProgress:
+    return GroupProgress(addition_task(serial, 3), leased_at, episodes=list(episodes))
+
+
+def test_the_episode_that_waits_for_longest_is_told_about() -> None:
+    one = working(
+        7, 100.0, Progress(9, 1, "done", 104.0), Progress(20, 2, "engine", 105.0), Progress(30, 3, "environment", 101.0)
+    )
+    found = one.report(110.0)
+    assert (found.serial, found.samples, found.finished, found.age_s, found.tokens) == (7, 3, 1, 10.0, 59)
+    assert (found.turns, found.episode_tokens, found.state, found.state_s) == (3, 30, "environment", 9.0)
+
+
+def test_a_group_whose_episodes_wait_for_slots_says_so() -> None:
+    found = working(7, 100.0, *(Progress(since=100.0) for _ in range(3))).report(110.0)
+    assert (found.state, found.state_s, found.finished, found.turns) == ("queued", 10.0, 0, 0)
+    assert working(7, 100.0).report(110.0).state == "queued"
+
+
+def test_the_oldest_groups_are_told_about() -> None:
+    many = [working(i, 200.0 - i) for i in range(20)]
+    assert [w.serial for w in oldest_groups(many, 300.0)] == [19 - i for i in range(REPORTED)]
