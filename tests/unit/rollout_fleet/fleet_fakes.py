@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -222,12 +222,3 @@ def add(prompt: str) -> Generation:
     """The right answer to an addition prompt."""
     a, b = prompt.removeprefix("Q: ").removesuffix("=? A:").split("+")
     return say(f" {a}+{b} ={int(a) + int(b)}")
-
-
-def run(work: Awaitable[None], timeout_s: float = LIMIT_S) -> None:
-    """asyncio.run with a bound."""
-
-    async def bounded() -> None:
-        await asyncio.wait_for(work, timeout_s)
-
-    asyncio.run(bounded())

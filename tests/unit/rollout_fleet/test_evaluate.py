@@ -1,5 +1,6 @@
 """Evaluation over the episode driver."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from common.rollouts import Sample
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.node import evaluate as module
-from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, add, make_driver, new_host, run, say
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, add, make_driver, new_host, say
 
 PROBLEMS = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(10)]
 
@@ -33,13 +34,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, sampler: ScriptedSampler, greedy:
         return make_driver(sampler, Addition, host=host)
 
     monkeypatch.setattr(module, "build_driver", build)
-    found: list[Sample] = []
-
-    async def once() -> None:
-        found.extend(await module.evaluate(sampler, config(), PROBLEMS, greedy, new_host()))
-
-    run(once())
-    return found, asked[0]
+    return asyncio.run(module.evaluate(sampler, config(), PROBLEMS, greedy, new_host())), asked[0]
 
 
 def test_each_problem_is_played_once_in_order_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

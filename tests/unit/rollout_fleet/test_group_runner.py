@@ -11,17 +11,14 @@ from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.protocol import Action, StepResult
 from rollout_fleet.episode.driver import Progress
 from rollout_fleet.episode.group_runner import REPORTED, GroupProgress, GroupRunner, RolledOut, oldest_groups
-from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, add, addition_task, make_driver, run, say
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, add, addition_task, make_driver, say
 
 
 def roll(runner: GroupRunner, *tasks: Task) -> list[RolledOut]:
-    found: list[RolledOut] = []
+    async def once() -> list[RolledOut]:
+        return await asyncio.gather(*(runner.run(GroupProgress(t)) for t in tasks))
 
-    async def once() -> None:
-        found.extend(await asyncio.gather(*(runner.run(GroupProgress(t)) for t in tasks)))
-
-    run(once())
-    return found
+    return asyncio.run(once())
 
 
 def test_a_group_has_one_sample_per_seed_and_its_figures() -> None:
