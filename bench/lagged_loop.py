@@ -107,14 +107,14 @@ def train(overrides: list[str], lag: int) -> dict:
     from common.json_lines import dataset_rows
     from learner.batch.batch import assemble
     from learner.batch.packing import microbatches_for
-    from learner.loop.step_metrics import LossFigures
-    from learner.loop.task_source import shuffled
+    from learner.loop.step_metrics import loss_figures
+    from learner.loop.tasks import RowOrder
     from learner.loss.losses import policy_loss
     from learner.megatron.backend import MegatronBackend
 
     backend = MegatronBackend.of(config)
     rows = [json.loads(row) for _, row in dataset_rows(Path(config.tasks.dataset), "tasks.dataset")]
-    order = shuffled(config.run.seed, 0, len(rows))
+    order = RowOrder(len(rows), config.run.seed, shuffle=True).of_epoch(0)
     held_out = [json.loads(row) for _, row in dataset_rows(Path(config.tasks.eval_dataset), "tasks.eval_dataset")]
     loss = policy_loss(config.learner.loss, config.rollout.max_tokens)
     size = config.learner.groups_per_step
@@ -128,9 +128,9 @@ def train(overrides: list[str], lag: int) -> dict:
         packed = microbatches_for(batch.documents, 0, 1, config.learner.micro_batch_tokens)
         result = backend.train_step(packed, loss, config.rollout.temperature, entropy=True)
         versions.append(snapshot(backend))
-        figures = LossFigures.of(result)
+        figures = loss_figures(result)
         point = {"reward": batch.statistics.reward_mean, "staleness": batch.statistics.staleness_mean}
-        point |= {"ratio_max": figures.ratio_max, "drift": figures.drift_abs_mean, "grad_norm": result.grad_norm}
+        point |= {"ratio_max": figures["ratio_max"], "drift": figures["drift_abs_mean"], "grad_norm": result.grad_norm}
         curve.append({name: round(float(value), 5) for name, value in point.items()})
     final = accuracy(sampler, versions[-1], held_out)
     return {"lag": lag, "seed": config.run.seed, "held_out": round(final, 4), "curve": curve}

@@ -46,7 +46,7 @@ def measure(workload: tuple[str, int, float, int, int], layout: str, ranks: int,
         documents = [Document(np.zeros(n, np.int32), np.ones(n, np.uint8)) for n in lengths(*workload[1:4], step)]
         places = np.array([document.places for document in documents])
         padded = counted_places(places, multiple)
-        plans = plan(documents, ranks, bound, "micro_batch_tokens", multiple, hidden)
+        plans = plan(documents, ranks, bound, multiple, hidden)
         for numbers in (numbers for rank in plans for numbers in rank):
             taken = int(padded[numbers].sum()) if numbers else FILLER.places
             computed += -(-taken // whole) * whole

@@ -57,7 +57,7 @@ def bare_step(folder: Path, batch: Any) -> Callable[[], float]:
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     from common.config.schema import MoeConfig, ParallelConfig
-    from learner.megatron import model as learner_model
+    from learner.megatron.conversion import model as learner_model
     from learner.megatron.conversion.hf_folder import read_config
 
     # only the conversion is the learner's; what runs below is megatron-core's

@@ -6,9 +6,8 @@ All methods marked collective must be called by every rank with the same argumen
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -46,10 +45,10 @@ class LossOutput:
     """One microbatch's loss, as a sum; the backend divides by the global denominator."""
 
     loss_sum: Tensor  # scalar, differentiable
-    sums: dict[str, Tensor] = field(default_factory=dict)  # scalars, added over microbatches and data-parallel ranks
+    # Scalars and vectors, added over microbatches and data-parallel ranks; the same names and sizes everywhere.
+    sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)  # scalars, maximum over them
-    denominator: Tensor | None = None  # scalar, added over microbatches and data-parallel ranks; None: loss tokens
-    histograms: dict[str, Tensor] = field(default_factory=dict)  # 1-D, added like sums; same names and sizes everywhere
+    denominator: Tensor | None = None  # scalar, added like sums; None: loss tokens
 
 
 # (logprobs [T] float32 of the targets, entropy [T] float32 or None, microbatch) -> LossOutput. Documents arrive whole
@@ -65,9 +64,8 @@ class StepResult:
     loss_tokens: int
     grad_norm: float  # before clipping
     lr: float
-    sums: dict[str, float]
+    sums: dict[str, Any]  # float, or a list of them for a vector
     maxima: dict[str, float]
-    histograms: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Backend(Protocol):
@@ -75,8 +73,8 @@ class Backend(Protocol):
 
     rank: int
     world_size: int
-    data_parallel_rank: int
-    data_parallel_size: int
+    data_parallel_rank: int  # which replica's share of the batch this rank computes
+    data_parallel_size: int  # replicas
     vocab_size: int
     hidden_size: int  # packing weighs attention by it
     routing_shape: RoutingShape | None  # shape of Microbatch.routed_experts; None: nothing is replayed
@@ -106,13 +104,17 @@ class Backend(Protocol):
         ...
 
     def save_hf(self, path: Path) -> None:
-        """Write a Hugging Face folder with config and tokenizer that transformers and vLLM load. Collective."""
+        """Write a Hugging Face folder with config and tokenizer that transformers and vLLM load. Collective.
+
+        It is complete or absent, and takes the place of one that is there.
+        """
         ...
 
     def start_checkpoint(self, path: Path) -> None:
         """Begin to write model, optimizer, schedule and RNG, as they are now, into the new folder `path`.
 
-        Collective. The next steps may follow at once; one checkpoint at a time.
+        Collective. The next steps may follow at once; one checkpoint at a time. A process that is killed leaves an
+        incomplete folder.
         """
         ...
 
@@ -120,7 +122,7 @@ class Backend(Protocol):
         """Whether the started checkpoint is complete and durable; with `wait` it is on return. Collective.
 
         Raises:
-            SlipstreamError: it could not be written; nothing of it is left under its name.
+            SlipstreamError: it could not be written; nothing of it is left.
         """
         ...
 
@@ -135,10 +137,3 @@ class Backend(Protocol):
     def close(self) -> None:
         """Leave torch.distributed; the backend is unusable afterwards. Collective."""
         ...
-
-
-def shapes_agree(batch: Microbatch) -> bool:
-    """Whether every array of `batch` has T entries and the documents cover them."""
-    n = sum(batch.document_lengths)
-    arrays = (batch.tokens, batch.targets, batch.positions, batch.loss_mask, batch.advantages, batch.behavior_logprobs)
-    return all(x.shape == torch.Size([n]) for x in arrays)

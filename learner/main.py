@@ -8,6 +8,7 @@ The config says what is trained: an RL job, or a supervised warm start, which ha
 Told to stop (SIGTERM, Ctrl-C) the learner writes a checkpoint and leaves; the same command continues from there.
 """
 
+import argparse
 import logging
 import sys
 from collections.abc import Sequence
@@ -21,61 +22,92 @@ from common.config.schema import Config, SftConfig
 from common.process.lifecycle import leave
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
-from learner.checkpoint.folder import MODEL_FOLDER
-from learner.loop.resume import Resume
-from learner.loop.rollout_job import RolloutJob
-from learner.rank_process import RankProcess, guard, parse_arguments
-from learner.sft.warm_start import WarmStart
+from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder, TrainerState
+from learner.loop.batch_source import BatchSource
+from learner.loop.run_files import RunFiles
+from learner.rank_process import RankProcess, guard
 
 logger = logging.getLogger(__name__)
 
+Prepared = tuple[BatchSource, RunFiles | None, TrainerState | None]
 
-def train(config: Config | SftConfig, run_dir: RunDir, process: RankProcess, job: RolloutJob | WarmStart) -> str:
+
+def prepare(config: Config | SftConfig, run_dir: RunDir, process: RankProcess, broker: str | None) -> Prepared:
+    """The source of batches, and on the lead rank its files and the start state; before the model is loaded."""
+    from learner.loop.lead_rank import prepare_lead  # after the checks: these take seconds to import
+    from learner.loop.rollout_source import RolloutSource
+    from learner.sft.warm_start import RowSource
+
+    files = None
+    if process.is_lead:
+        run_dir.prepare(config)
+        files = RunFiles(config, run_dir)
+    if isinstance(config, SftConfig):
+        rows = RowSource(config, process.stop_requested)
+        return rows, files, files.start(rows.dataset.digest) if files else None
+    if files is None:
+        return RolloutSource(config), None, None
+    lead, state = prepare_lead(config, run_dir, files, broker, process.stop_requested)
+    lead.start()
+    return lead, files, state
+
+
+def train(config: Config | SftConfig, run_dir: RunDir, process: RankProcess, broker: str | None) -> str:
     """Load everything and run the loop; returns 'done' or 'drained'. Collective."""
-    resume = job.prepare() if process.is_lead else None
+    source, files, start = prepare(config, run_dir, process, broker)
     from learner.loop.trainer import Trainer
-    from learner.megatron.backend import MegatronBackend  # after the checks: it takes seconds to import
+    from learner.megatron.backend import MegatronBackend
     from learner.rank_monitor import RankMonitor
 
     trainer: Trainer | None = None
 
+    def close(state: str, reason: str = "") -> None:
+        if files is None:
+            return
+        version = trainer.version if trainer else start.policy_version if start else 0
+        try:
+            files.close(state, version, reason)
+        finally:
+            source.close(state, version, reason)
+
     def failed(reason: str) -> None:
-        job.close("failed", trainer.version if trainer else resume.version if resume else 0, reason)
+        close("failed", reason)
 
     try:
         backend = MegatronBackend.of(config)
         process.drain_on_signals()
-        told = backend.broadcast_bytes(msgspec.json.encode(resume) if resume else None)
-        resume = msgspec.json.decode(told, type=Resume)
-        if resume.checkpoint:
-            logger.info("resuming from %s", resume.checkpoint)
-            backend.load_checkpoint(Path(resume.checkpoint) / MODEL_FOLDER)
-        trainer = Trainer(config, run_dir, backend, job.source(backend, resume), resume, job.files)
+        told = backend.broadcast_bytes(msgspec.json.encode(start) if start else None)
+        start = msgspec.json.decode(told, type=TrainerState)
+        if start.policy_version:
+            checkpoint = CheckpointFolder(run_dir.checkpoints, keep=1).path(start.policy_version)
+            logger.info("resuming from %s", checkpoint)
+            backend.load_checkpoint(checkpoint / MODEL_FOLDER)
+        trainer = Trainer(config, run_dir, backend, source, start, files)
         timeout_s = config.learner.timeout_s
-        with RankMonitor(backend.rank, backend.world_size, timeout_s, job.report_silence, failed):
+        with RankMonitor(backend.rank, backend.world_size, timeout_s, source.report_silence, failed):
             state = trainer.run()
     except BaseException as error:
         failed(str(error))
         raise
-    job.close(state, trainer.version)
+    close(state)
     backend.close()
     return state
 
 
 def run(arguments: Sequence[str]) -> int:
     """One rank from start to end; raises SlipstreamError (exit code 1) or UsageError (exit code 2)."""
-    words = parse_arguments("learner.main", arguments)
+    parser = argparse.ArgumentParser(prog="python -m learner.main")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--broker", metavar="ADDRESS", help="instead of the one in the config or in RUN/broker.json")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    words = parser.parse_args(arguments)
     config = resolve_paths(load_either(words.config, words.overrides))
     check_config(config, str(words.config), "learner")
     run_dir = RunDir(config.run.dir)
     role = "sft" if isinstance(config, SftConfig) else "learner"
-    process = RankProcess.start(role, run_dir, config.learner.threads, config.telemetry.log_level)
+    process = RankProcess(role, run_dir, config.learner.threads, config.telemetry.log_level)
     keep_freed_memory()
-    if isinstance(config, SftConfig):
-        job = WarmStart(config, run_dir, process)
-    else:
-        job = RolloutJob(config, run_dir, process, words.broker)
-    state = train(config, run_dir, process, job)
+    state = train(config, run_dir, process, words.broker)
     logger.info("%s", {"done": "trained to run.steps", "drained": "stopped early; start again to go on"}[state])
     return 0
 

@@ -1,17 +1,14 @@
 """A learner rank as a process: arguments, signals, threads, logs and exit codes."""
 
-import argparse
 import logging
 import os
 import signal
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 from common.errors import EXIT_FAILED, SlipstreamError
-from common.process.lifecycle import DrainFlag, die_with_parent
+from common.process.lifecycle import die_with_parent
 from common.process.logs import setup_logging
 from common.process.run_dir import RunDir
 
@@ -20,57 +17,32 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The words of a rank's command line."""
-
-    config: Path
-    broker: str | None
-    overrides: list[str]
-
-
-def parse_arguments(program: str, words: Sequence[str]) -> Arguments:
-    """--config FILE [--broker ADDRESS] [key=value ...]; exits with code 2 on anything else."""
-    parser = argparse.ArgumentParser(prog=f"python -m {program}")
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--broker", metavar="ADDRESS", help="instead of the one in the config or in RUN/broker.json")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    found = parser.parse_args(words)
-    return Arguments(found.config, found.broker, found.overrides)
-
-
 class RankProcess:
-    """This process as one rank of torchrun's world (or alone)."""
+    """This process as one rank of torchrun's world (or alone).
 
-    def __init__(self, rank: int, flag: DrainFlag) -> None:
-        self.rank = rank
-        self._flag = flag
+    Attributes:
+        is_lead: whether this rank talks to the rest of the system.
+    """
 
-    @property
-    def is_lead(self) -> bool:
-        """Whether this rank talks to the rest of the system."""
-        return self.rank == 0
-
-    @classmethod
-    def start(cls, role: str, run_dir: RunDir, threads: int, log_level: str) -> "RankProcess":
+    def __init__(self, role: str, run_dir: RunDir, threads: int, log_level: str) -> None:
         """Tie the process to its parent, set up logs, threads and, alone in its world, the drain on signals."""
         rank = int(os.environ.get("RANK", "0"))
+        self.is_lead = rank == 0
+        self._reason: str | None = None
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
         setup_logging(role, str(rank), run_dir.logs, log_level)
         _quieten_libraries()
-        process = cls(rank, DrainFlag())
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             # A rank that waits for the others to join runs no Python, so a handler would keep torchrun from ending it.
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
         else:
-            process.drain_on_signals()
+            self.drain_on_signals()
 
         import torch
 
         torch.set_num_threads(threads)
-        return process
 
     def drain_on_signals(self) -> None:
         """From here on SIGTERM and SIGINT ask for a drain; called when every rank has joined the world.
@@ -78,16 +50,15 @@ class RankProcess:
         Unlike elsewhere, a second signal does not kill: torchrun passes a Ctrl-C on that the terminal has sent to every
         process already. The drain ends by itself, or torchrun ends it.
         """
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            self._flag.set(signal.Signals(number).name)
-
         for number in STOP_SIGNALS:
-            signal.signal(number, on_signal)
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._reason = self._reason or signal.Signals(number).name
 
     def stop_requested(self) -> str | None:
         """Name of the signal that asked this process to stop; None while there was none."""
-        return self._flag.reason or None
+        return self._reason
 
 
 def guard(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from common.config.loading import load_either
 from common.errors import EXIT_DONE, EXIT_FAILED
 from common.process.lifecycle import leave
 from common.process.run_dir import RunDir
-from learner.loop.learner_record import read_record
+from learner.loop.run_files import read_record
 
 
 def main(words: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from common.process.run_dir import RunDir
 from launch.doctor.findings import Finding, fine, problem, warning
 from launch.observe.observation import Observation, observe
 from launch.observe.stall_text import STOPPING, sentence, stalls_of
-from learner.loop.learner_record import read_record
+from learner.loop.run_files import read_record
 
 LOCKS = ("up.lock", "store/lock")
 LONG_S = 60.0  # a wait of this length is worth a warning

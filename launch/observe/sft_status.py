@@ -6,7 +6,7 @@ from common.config.schema import SftConfig
 from common.process.lifecycle import alive
 from common.process.run_dir import RunDir
 from launch.observe.metrics_tail import LATEST, MetricsTail
-from learner.loop.learner_record import read_record
+from learner.loop.run_files import read_record
 
 
 def as_json(run: RunDir, config: SftConfig) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from launch.observe.observation import observe
 from launch.up.core_pinning import available_cores, plan_cores
 from launch.up.roles import role_command, thread_environment
 from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit, end_text
-from learner.loop.learner_record import read_record
+from learner.loop.run_files import read_record
 
 BROKER_START_S = 30.0
 NODES_LEAVE_S = 30.0  # after the job is done, before they are told to

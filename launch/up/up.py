@@ -10,7 +10,7 @@ from common.process.lock_file import AlreadyLocked, take_lock
 from common.process.run_dir import RunDir
 from launch.resolve_target import load_job, need_broker_library
 from launch.up.job import Job
-from learner.loop.learner_record import read_record
+from learner.loop.run_files import read_record
 
 
 def command(args: argparse.Namespace) -> int:

@@ -6,8 +6,9 @@
 Both run on every rank from the same bytes, so every rank has the same batch.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from learner.backend_protocol import RoutingShape
 from learner.batch.dynamic_sampling import carries_signal
 from learner.batch.kv_age import cache_ages
 from learner.batch.packing import Document
-from learner.loss.advantages import ADVANTAGES, GroupRewards
+from learner.loss.advantages import ADVANTAGES
 
 ARRAY_DTYPES = {"tokens": "int32", "loss_mask": "uint8", "behavior_logprobs": "float32"}
 TRUNCATED = {"length", "turn_limit"}
@@ -173,154 +174,106 @@ def assemble(groups: Sequence[Group], step: int, config: Config, routing: Routin
         config: `learner.loss.advantage`, `learner.dynamic_sampling`, `staleness.max` and `weights.kv_cache` are read.
         routing: the shape of the experts to replay, as in `decode`.
     """
-    everything = sorted(groups, key=lambda g: g.serial)
-    ordered = [g for g in everything if not config.learner.dynamic_sampling or carries_signal(g)]
-    rewards = [_rewards(group) for group in ordered]
-    tally = _Tally()
+    kept: list[Group] = []
+    filtered: list[Group] = []
+    for group in sorted(groups, key=lambda g: g.serial):
+        dropped = config.learner.dynamic_sampling and not carries_signal(group)
+        (filtered if dropped else kept).append(group)
+    played: list[_Played] = []
     documents: list[Document] = []
-    for group, found, advantages in zip(
-        ordered, rewards, ADVANTAGES[config.learner.loss.advantage](rewards), strict=True
-    ):
-        tally.group(found.rewards[found.valid])
-        for i, sample in enumerate(group.samples):
-            if sample.error is not None:
-                tally.failed(sample)
-                continue
-            document = _document(sample, step, config.staleness.max, float(advantages[i]), tally)
-            if document is not None and config.weights.kv_cache == "keep":
-                tally.cache(sample, document.loss_mask)
-            if document is not None:
-                documents.append(document if routing is None else _routed(document, sample, routing))
-    for group in everything:
-        if config.learner.dynamic_sampling and not carries_signal(group):
-            tally.filtered(group)
-    return TrainingBatch(step, documents, tally.statistics())
+    rewards = [np.array([np.nan if s.error is not None else s.reward for s in group.samples]) for group in kept]
+    estimates = ADVANTAGES[config.learner.loss.advantage](rewards)
+    for group, advantages in zip(kept, estimates, strict=True):
+        for sample, advantage in zip(group.samples, advantages, strict=True):
+            if sample.error is None:
+                found, document = _prepare(sample, step, float(advantage), config, routing)
+                played.append(found)
+                documents += [document] if len(found.ages) else []
+    for group in filtered:  # trains nothing, but tells how the policy does
+        whole = (s for s in group.samples if s.error is None)
+        played += [_Played(s, int((s.loss_mask.numpy()[1:] > 0).sum()), 0, NO_AGES) for s in whole]
+    return TrainingBatch(step, documents, _statistics(kept, filtered, played))
 
 
-def _rewards(group: Group) -> GroupRewards:
-    valid = np.array([s.error is None for s in group.samples], dtype=bool)
-    return GroupRewards(
-        np.array([s.reward if s.error is None else 0.0 for s in group.samples], dtype=np.float64), valid
-    )
+@dataclass(frozen=True)
+class _Played:
+    """A sample with an episode, for the statistics."""
+
+    sample: Sample
+    sampled: int  # tokens
+    expired: int
+    ages: np.ndarray  # staleness of the tokens in the loss
+    cache_age: float = 0.0  # sum over these tokens
+    cache_age_max: int = 0
 
 
-def _document(sample: Sample, step: int, max_staleness: int, advantage: float, tally: "_Tally") -> Document | None:
-    """The sample without its expired tokens in the loss; None when no loss token is left."""
-    versions = sample.token_versions()
+NO_AGES = np.zeros(0, dtype=np.int32)
+
+
+def _prepare(
+    sample: Sample, step: int, advantage: float, config: Config, routing: RoutingShape | None
+) -> tuple[_Played, Document]:
+    """The sample for the statistics, and without its expired tokens for the loss."""
+    tokens, versions = sample.tokens.numpy(), sample.token_versions()
     sampled = sample.loss_mask.numpy() > 0
-    if len(sampled):
-        sampled[0] = False  # no token predicts it
-    too_old = expired(step, versions, max_staleness) & sampled
-    age = staleness(step, versions).astype(np.int32)
-    mask = sampled & ~too_old
-    tally.sample(sample, int(sampled.sum()), int(too_old.sum()), age[mask])
-    if not mask.any():
-        return None
-    return Document(
-        tokens=sample.tokens.numpy(),
+    sampled[:1] = False  # no token predicts it
+    too_old = expired(step, versions, config.staleness.max) & sampled
+    mask, age = sampled & ~too_old, staleness(step, versions).astype(np.int32)
+    cache_age, cache_age_max, experts = 0.0, 0, None
+    if config.weights.kv_cache == "keep" and mask.any():
+        mean, largest = cache_ages(sample)
+        cache_age, cache_age_max = float(mean @ mask), int((largest * mask).max())
+    if routing is not None and sample.routed_experts is not None:
+        experts = sample.routed_experts.numpy().reshape(len(tokens), routing.layers, routing.chosen)
+    document = Document(
+        tokens=tokens,
         loss_mask=mask.astype(np.uint8),
         behavior_logprobs=sample.behavior_logprobs.numpy(),
         staleness=age,
         advantage=advantage,
-        name=f"a sample of {len(versions)} tokens",
+        name=f"a sample of {len(tokens)} tokens",
+        routed_experts=experts,
     )
+    return _Played(sample, int(sampled.sum()), int(too_old.sum()), age[mask], cache_age, cache_age_max), document
 
 
-def _routed(document: Document, sample: Sample, shape: RoutingShape) -> Document:
-    """`document` with the experts that the engine used."""
-    if sample.routed_experts is None:
-        return document
-    experts = sample.routed_experts.numpy().reshape(len(document.tokens), shape.layers, shape.chosen)
-    return replace(document, routed_experts=experts)
-
-
-class _Tally:
-    """Counts while a batch is assembled."""
-
-    def __init__(self) -> None:
-        self._rewards: list[np.ndarray] = []
-        self._lengths: list[int] = []
-        self._expired: list[int] = []
-        self._turns = 0
-        self._truncated = 0
-        self._sequence = 0
-        self._mixed = 0
-        self._failures: list[str] = []
-        self._reasons: dict[str, int] = {}
-        self._failed_tokens = 0
-        self._ages: list[np.ndarray] = []
-        self._environment: dict[str, list[float]] = {}
-        self._filtered_groups = 0
-        self._cache_age, self._cache_age_max = 0.0, 0
-
-    def group(self, rewards: np.ndarray) -> None:
-        self._rewards.append(rewards)
-
-    def filtered(self, group: Group) -> None:
-        """A group that trains nothing, but tells how the policy does."""
-        self._filtered_groups += 1
-        self.group(np.array([s.reward for s in group.samples if s.error is None], dtype=np.float64))
-        for sample in group.samples:
-            if sample.error is not None:
-                self.failed(sample, trained=False)
-                continue
-            sampled = int((sample.loss_mask.numpy()[1:] > 0).sum())
-            self.sample(sample, sampled, 0, np.zeros(0, dtype=np.int32))
-
-    def failed(self, sample: Sample, trained: bool = True) -> None:
-        """A sample without an episode; the tokens of a group that is not trained on are the broker's to count."""
-        self._failures.append(sample.error or sample.stop_reason)
-        self._reasons[sample.stop_reason] = self._reasons.get(sample.stop_reason, 0) + 1
-        self._failed_tokens += int((sample.loss_mask.numpy() > 0).sum()) if trained else 0
-
-    def sample(self, sample: Sample, sampled: int, too_old: int, ages: np.ndarray) -> None:
-        self._lengths.append(sampled)
-        self._expired.append(too_old)
-        self._turns += sample.turns
-        self._truncated += sample.stop_reason in TRUNCATED
-        self._mixed += len({run.version for run in sample.version_runs}) > 1
-        self._ages.append(ages)
-        if len(ages):
-            self._sequence += len(sample.tokens.numpy()) - 1
-        for name, value in sample.metrics.items():
-            self._environment.setdefault(name, []).append(value)
-
-    def cache(self, sample: Sample, loss_mask: np.ndarray) -> None:
-        """Ages of the KV cache behind the tokens of `loss_mask`."""
-        mean, largest = cache_ages(sample)
-        self._cache_age += float(mean @ loss_mask)
-        self._cache_age_max = max(self._cache_age_max, int((largest * loss_mask).max(initial=0)))
-
-    def statistics(self) -> BatchStatistics:
-        rewards = np.concatenate([np.zeros(0), *self._rewards])
-        ages = np.concatenate([np.zeros(0, dtype=np.int32), *self._ages])
-        kept = max(len(self._lengths), 1)
-        return BatchStatistics(
-            groups=len(self._rewards) - self._filtered_groups,
-            groups_without_signal=sum(len(r) < 2 or bool((r == r[0]).all()) for r in self._rewards),
-            samples=len(self._lengths) + len(self._failures),
-            samples_failed=len(self._failures),
-            failures=tuple(dict.fromkeys(self._failures))[:3],
-            samples_truncated=self._truncated,
-            tokens_failed=self._failed_tokens,
-            tokens_expired=sum(self._expired),
-            tokens_expired_by_length_decile=length_deciles(self._lengths, self._expired),
-            tokens_trained=len(ages),
-            sequence_tokens=self._sequence,
-            reward_mean=float(rewards.mean()) if len(rewards) else 0.0,
-            reward_std=float(rewards.std()) if len(rewards) else 0.0,
-            staleness_mean=float(ages.mean()) if len(ages) else 0.0,
-            staleness_max=int(ages.max()) if len(ages) else 0,
-            length_mean=sum(self._lengths) / kept,
-            length_max=max(self._lengths, default=0),
-            turns_mean=self._turns / kept,
-            environment={name: float(np.mean(values)) for name, values in sorted(self._environment.items())},
-            groups_filtered=self._filtered_groups,
-            samples_mixed=self._mixed,
-            failed_by_reason=dict(sorted(self._reasons.items())),
-            kv_cache_age_mean=self._cache_age / max(len(ages), 1),
-            kv_cache_age_max=self._cache_age_max,
-        )
+def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequence[_Played]) -> BatchStatistics:
+    failed = [s for group in (*kept, *filtered) for s in group.samples if s.error is not None]
+    by_group = [[s.reward for s in group.samples if s.error is None] for group in (*kept, *filtered)]
+    rewards = np.array([reward for group in by_group for reward in group], dtype=np.float64)
+    lengths, too_old = [p.sampled for p in played], [p.expired for p in played]
+    ages = np.concatenate([NO_AGES, *(p.ages for p in played)])
+    count = max(len(played), 1)
+    environment: dict[str, list[float]] = {}
+    for name, value in (item for p in played for item in p.sample.metrics.items()):
+        environment.setdefault(name, []).append(value)
+    wasted = (s.loss_mask.numpy() for group in kept for s in group.samples if s.error is not None)
+    return BatchStatistics(
+        groups=len(kept),
+        groups_without_signal=sum(len(group) < 2 or len(set(group)) == 1 for group in by_group),
+        samples=len(played) + len(failed),
+        samples_failed=len(failed),
+        failures=tuple(dict.fromkeys(s.error or s.stop_reason for s in failed))[:3],
+        samples_truncated=sum(p.sample.stop_reason in TRUNCATED for p in played),
+        tokens_failed=sum(int((mask > 0).sum()) for mask in wasted),
+        tokens_expired=sum(too_old),
+        tokens_expired_by_length_decile=length_deciles(lengths, too_old),
+        tokens_trained=len(ages),
+        sequence_tokens=sum(len(p.sample.tokens.numpy()) - 1 for p in played if len(p.ages)),
+        reward_mean=float(rewards.mean()) if len(rewards) else 0.0,
+        reward_std=float(rewards.std()) if len(rewards) else 0.0,
+        staleness_mean=float(ages.mean()) if len(ages) else 0.0,
+        staleness_max=int(ages.max(initial=0)),
+        length_mean=sum(lengths) / count,
+        length_max=max(lengths, default=0),
+        turns_mean=sum(p.sample.turns for p in played) / count,
+        environment={name: float(np.mean(values)) for name, values in sorted(environment.items())},
+        groups_filtered=len(filtered),
+        samples_mixed=sum(len({run.version for run in p.sample.version_runs}) > 1 for p in played),
+        failed_by_reason=dict(sorted(Counter(s.stop_reason for s in failed).items())),
+        kv_cache_age_mean=sum(p.cache_age for p in played) / max(len(ages), 1),
+        kv_cache_age_max=max((p.cache_age_max for p in played), default=0),
+    )
 
 
 def length_deciles(lengths: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:

@@ -5,8 +5,6 @@ checked again when the request enters the engine. With `weights.kv_cache: keep` 
 values over a flip, so later tokens depend on older ones. With `recompute` they are computed again and every age is 0.
 """
 
-from itertools import accumulate
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,7 +32,7 @@ def cache_ages(sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         entries = np.arange(start, end, dtype=np.int64)  # that each token of the call attended to
         total = start * own[0] + np.cumsum(own) - own[0]
         mean[start:end] = np.maximum(own - total / np.maximum(entries, 1), 0)
-        largest[start:end] = np.maximum(own - np.array(list(accumulate(own.tolist(), min))), 0)
+        largest[start:end] = np.maximum(own - np.minimum.accumulate(own), 0)
     if len(mean) and sampled[1]:
         mean[0] = 0  # nothing came before it
     return mean, largest

@@ -25,6 +25,7 @@ import torch
 from common.errors import UsageError
 from learner.backend_protocol import Microbatch
 
+KEY = "learner.micro_batch_tokens"
 Plan = list[list[list[int]]]  # [rank][microbatch] -> document numbers
 
 
@@ -71,7 +72,6 @@ def plan(
     documents: Sequence[Document],
     ranks: int,
     micro_batch_tokens: int,
-    key: str,
     multiple: int = 1,
     hidden_size: int = 0,
 ) -> Plan:
@@ -86,7 +86,6 @@ def plan(
         documents: at least 2 tokens each.
         ranks: data-parallel size.
         micro_batch_tokens: bound on the places of one microbatch, over all its context-parallel ranks.
-        key: config key of the bound, for the error.
         multiple: the places of a document are rounded up to it; Backend.document_multiple.
         hidden_size: gives the cost of attention; 0 balances by places alone.
 
@@ -99,7 +98,7 @@ def plan(
         padded = f" (padded to a multiple of {multiple} for learner.parallel.context)" if multiple > 1 else ""
         raise UsageError(
             f"{documents[longest].name or f'document {longest}'} needs {places[longest]} tokens{padded} in one "
-            f"microbatch, but {key} is {micro_batch_tokens}; raise {key} or shorten the sequences"
+            f"microbatch, but {KEY} is {micro_batch_tokens}; raise {KEY} or shorten the sequences"
         )
     order = np.lexsort((np.arange(len(places)), -places)).tolist()
     sizes, costs = places.tolist(), cost(places, hidden_size).tolist()
@@ -158,12 +157,11 @@ def microbatches_for(
     rank: int,
     ranks: int,
     micro_batch_tokens: int,
-    key: str = "learner.micro_batch_tokens",
     multiple: int = 1,
     hidden_size: int = 0,
 ) -> list[Microbatch]:
     """Plan for all data-parallel ranks and build those of `rank`; see `plan` for what it raises."""
-    return build(documents, plan(documents, ranks, micro_batch_tokens, key, multiple, hidden_size)[rank])
+    return build(documents, plan(documents, ranks, micro_batch_tokens, multiple, hidden_size)[rank])
 
 
 FILLER = Document(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.uint8), name="filler")
@@ -171,23 +169,25 @@ FILLER = Document(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.uint8), name
 
 def _pack(documents: list[Document]) -> Microbatch:
     lengths = [document.places for document in documents]
-    total = sum(lengths)
     starts = np.cumsum([0, *lengths[:-1]])
-    tokens = np.concatenate([document.tokens[:-1] for document in documents]).astype(np.int64)
-    targets = np.concatenate([document.tokens[1:] for document in documents]).astype(np.int64)
-    mask = np.concatenate([document.loss_mask[1:] for document in documents]).astype(np.float32)
-    behavior = np.concatenate([_tail(d.behavior_logprobs, d.places, np.float32) for d in documents])
-    staleness = np.concatenate([_tail(d.staleness, d.places, np.int32) for d in documents])
+
+    def of_targets(name: str, dtype: type) -> torch.Tensor:
+        """[T] values of the targets, zeros in documents without them."""
+        rows = (getattr(document, name) for document in documents)
+        blank = (np.zeros(places, dtype) for places in lengths)
+        parts = [zeros if row is None else row[1:].astype(dtype) for row, zeros in zip(rows, blank, strict=True)]
+        return torch.from_numpy(np.concatenate(parts))
+
     advantages = np.repeat(np.array([document.advantage for document in documents], dtype=np.float32), lengths)
     return Microbatch(
-        tokens=torch.from_numpy(tokens),
-        targets=torch.from_numpy(targets),
-        positions=torch.from_numpy(np.arange(total, dtype=np.int64) - np.repeat(starts, lengths)),
+        tokens=torch.from_numpy(np.concatenate([d.tokens[:-1] for d in documents]).astype(np.int64)),
+        targets=of_targets("tokens", np.int64),
+        positions=torch.from_numpy(np.arange(sum(lengths), dtype=np.int64) - np.repeat(starts, lengths)),
         document_lengths=tuple(lengths),
-        loss_mask=torch.from_numpy(mask),
+        loss_mask=of_targets("loss_mask", np.float32),
         advantages=torch.from_numpy(advantages),
-        behavior_logprobs=torch.from_numpy(behavior),
-        staleness=torch.from_numpy(staleness),
+        behavior_logprobs=of_targets("behavior_logprobs", np.float32),
+        staleness=of_targets("staleness", np.int32),
         routed_experts=_routing(documents),
     )
 
@@ -202,8 +202,3 @@ def _routing(documents: list[Document]) -> torch.Tensor | None:
         for d in documents
     ]
     return torch.from_numpy(np.concatenate(rows))
-
-
-def _tail(values: np.ndarray | None, places: int, dtype: type) -> np.ndarray:
-    """[places] values of the targets, zeros when there are none."""
-    return np.zeros(places, dtype=dtype) if values is None else values[1:].astype(dtype)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from common.config.checks import resolve_paths
 from common.config.loading import load_either
+from common.config.schema import LearnerConfig, ModelConfig, MoeConfig, ParallelConfig
 from common.process.lifecycle import leave
 from common.process.run_dir import RunDir
 from learner.checkpoint.folder import MODEL_FOLDER
@@ -28,13 +29,32 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="new folder")
     words = parser.parse_args(arguments)
     config = resolve_paths(load_either(words.config))
-    RankProcess.start("export", RunDir(words.config.parent), config.learner.threads, config.telemetry.log_level)
-
-    from learner.megatron.conversion.convert import write_hugging_face  # after the checks: it takes seconds to import
-
-    write_hugging_face(config.model, words.checkpoint / MODEL_FOLDER, words.out)
+    RankProcess("export", RunDir(words.config.parent), config.learner.threads, config.telemetry.log_level)
+    convert(config.model, words.checkpoint / MODEL_FOLDER, words.out)
     logger.info("%s is written to %s", words.checkpoint, words.out)
     return 0
+
+
+def convert(model: ModelConfig, saved: Path, target: Path) -> None:
+    """Write `target`, a folder like model.path with the weights of the backend's files in `saved`.
+
+    Raises:
+        UsageError: model.path is no usable model, or the checkpoint is not one of it.
+    """
+    import learner.megatron.backend  # noqa: F401  (after the checks: takes seconds, and prepares for megatron)
+    from learner.megatron import checkpoint, parallel
+    from learner.megatron.conversion.export import Exporter
+    from learner.megatron.conversion.hf_folder import check_layout, read_config
+    from learner.megatron.conversion.model import DTYPES, build
+
+    source, alone = Path(model.path), ParallelConfig()
+    hf_config = read_config(source)
+    check_layout(hf_config, alone, world_size=1)
+    parallel.initialize(alone, seed=0, timeout_s=LearnerConfig().timeout_s)
+    built = build(source, hf_config, DTYPES[model.dtype], alone, MoeConfig())
+    checkpoint.load_weights(saved, built.chunks, alone)
+    Exporter(built, []).save(source, target)
+    parallel.shutdown()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,7 +25,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 _HIDDEN = re.compile(r"\.step-\d{6,}(\.\w+)?\.tmp")
 
 
-class StreamState(msgspec.Struct, frozen=True, kw_only=True):
+class StreamState(msgspec.Struct, kw_only=True):
     """The task stream in a checkpoint. Fields are only ever appended.
 
     Attributes:
@@ -104,6 +104,10 @@ class CheckpointFolder:
             return {}
         return dict(sorted((int(m[1]), p) for p in self._folder.iterdir() if (m := _NAME.fullmatch(p.name))))
 
+    def path(self, version: int) -> Path:
+        """Where the checkpoint of `version` is when it is complete."""
+        return self._folder / f"step-{version:06d}"
+
     def newest(self) -> tuple[Path, TrainerState] | None:
         """The newest checkpoint and its state; None when the run has none.
 
@@ -142,7 +146,7 @@ class CheckpointFolder:
         The backend has flushed its own files to the disk before.
         """
         scratch = self.scratch(state.policy_version)
-        final = self._folder / f"step-{state.policy_version:06d}"
+        final = self.path(state.policy_version)
         model = scratch / MODEL_FOLDER
         files = {str(path.relative_to(model)): path.stat().st_size for path in model.rglob("*") if path.is_file()}
         with open(scratch / STATE_FILE, "wb") as file:

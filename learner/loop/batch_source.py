@@ -1,15 +1,46 @@
-"""The protocol between the training loop and its batches: rollouts (rollout_source.py) or rows (learner/sft)."""
+"""The protocol between the training loop and its batches: rollouts (rollout_source.py) or rows (learner/sft).
+
+The lead rank's source gives a command per turn of the loop, which every rank obeys. While the lead waits for groups it
+sends WAIT about once a second, so that no collective reaches its limit.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from broker.contract import StoredGroup
 from common.metrics import SftMetrics, StepMetrics
-from learner.backend_protocol import LossFunction, Microbatch
+from learner.backend_protocol import Backend, LossFunction, Microbatch
 from learner.batch.batch import TrainingBatch
 from learner.checkpoint.folder import StreamState
-from learner.loop.rank_commands import Command
 from learner.loop.step_metrics import Step
+
+
+class Wait(msgspec.Struct, frozen=True, tag="wait"):
+    """No batch yet; ask again."""
+
+
+class Train(msgspec.Struct, frozen=True, tag="train"):
+    """Train step `step` on `groups`, which the lead has checked."""
+
+    step: int
+    groups: list[StoredGroup]
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """The job was asked to stop: checkpoint and leave."""
+
+
+class Fail(msgspec.Struct, frozen=True, tag="fail"):
+    """The lead cannot go on; every rank leaves with this error instead of waiting for it."""
+
+    reason: str
+    hopeless: bool = False  # a learner that is started again would fail again
+
+
+Command = Wait | Train | Drain | Fail
+decode_command = msgspec.msgpack.Decoder(Command).decode
 
 
 class BatchSource(Protocol):
@@ -37,12 +68,15 @@ class BatchSource(Protocol):
         """The metrics line of a step. Only the lead rank calls it."""
         ...
 
-    def tasks(self) -> StreamState:
-        """Where the task stream stands, for a checkpoint. Only the lead rank calls it."""
-        return StreamState()
+    def attach(self, backend: Backend, version: int) -> None:
+        """Called once, when model and checkpoint are loaded."""
 
     def begin(self, version: int) -> None:
         """Called once, before the first step. Collective."""
+
+    def stream_state(self) -> StreamState:
+        """Where the task stream stands, for a checkpoint. Only the lead rank calls it."""
+        return StreamState()
 
     def complete(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """The microbatches with everything that the loss reads. Collective."""
@@ -53,3 +87,9 @@ class BatchSource(Protocol):
 
     def report(self, state: str, waiting_on: str, version: int) -> None:
         """Say what the loop does now."""
+
+    def report_silence(self, ranks: str) -> None:
+        """Say which ranks are silent, '' when none is. Called from a thread."""
+
+    def close(self, state: str, version: int, reason: str) -> None:
+        """Say how the job ended (done, drained or failed), and release everything."""

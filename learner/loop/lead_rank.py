@@ -5,35 +5,36 @@ Other ranks have no Lead; they learn what to do from the commands that the train
 
 import logging
 from collections import Counter
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from broker.contract import BrokerStatus, LearnerBroker, ObserverBroker, StoredGroup
+from broker.connect import Access, BrokerConnection, connect
+from broker.contract import BrokerStatus, LedgerEntry, StoredGroup
 from common.config.schema import Config
-from common.errors import HopelessError, SlipstreamError
+from common.errors import HopelessError, SlipstreamError, UsageError
+from common.metrics import StepMetrics
+from common.process.broker_address import find_broker
+from common.process.run_dir import RunDir
 from common.rollouts import Group
+from common.weights.messages import Canary
+from learner.backend_protocol import Backend
 from learner.batch.batch import BadGroup, expired_groups
 from learner.batch.dynamic_sampling import most_replaced, without_signal
-from learner.loop.rank_commands import Command, Drain, Fail, Train, Wait
-from learner.loop.resume import check_not_behind, check_not_forgotten
+from learner.checkpoint.folder import StreamState, TrainerState
+from learner.loop.batch_source import Command, Drain, Fail, Train, Wait
+from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import Reporter
-from learner.loop.step_metrics import FleetFigures, Totals
-from learner.loop.task_stream import TaskStream
-from learner.publish.publisher import WeightPublisher
+from learner.loop.step_metrics import Step, step_metrics
+from learner.loop.tasks import TaskSource, TaskStream
+from learner.publish.publisher import WeightPublisher, create_publisher
 
 logger = logging.getLogger(__name__)
 
+BROKER_WAIT_S = 30.0
 TAKE_WAIT_S = 1.0  # bound on one turn of the loop without a batch, so that no rank waits longer in a broadcast
 DEAD_STEPS = 3  # steps' worth of tasks that may die without one step in between, before the run stops
 BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
-
-
-Decode = Callable[[StoredGroup], Group]  # raises BadGroup
-
-
-class LeadBroker(LearnerBroker, ObserverBroker, Protocol):
-    """The part of a broker client that the lead uses."""
 
 
 class StallMeter:
@@ -51,13 +52,13 @@ class StallMeter:
         return sum(max(0.0, total - before.get(node, 0.0)) for node, total in now.items())
 
 
-class Lead:
-    """The part of the loop that runs on one rank. TAKE_WAIT_S or the broker client's deadline bounds every wait."""
+class Lead(RolloutSource):
+    """The source of batches of the lead rank. TAKE_WAIT_S or the broker client's deadline bounds every wait."""
 
     def __init__(
         self,
         config: Config,
-        broker: LeadBroker,
+        broker: BrokerConnection,
         publisher: WeightPublisher,
         tasks: TaskStream,
         files: RunFiles,
@@ -65,11 +66,12 @@ class Lead:
         stop_requested: Callable[[], str | None],
     ) -> None:
         """`stop_requested` returns why the job should drain, None while it should not."""
-        self.config = config
+        super().__init__(config)
         self.broker, self.publisher, self.reporter = broker, publisher, reporter
         self.tasks, self.files = tasks, files
         self.stop_requested = stop_requested
         files.commit = lambda step: self.broker.commit(step)
+        reporter.undelivered = lambda: publisher.stats().undelivered
         self._status: BrokerStatus | None = None  # fetched for the last metrics line, until the next turn has used it
         self._regenerated = 0  # groups given back by the step that is being gathered
         self._missing = config.learner.groups_per_step  # groups that the step still waits for
@@ -80,19 +82,26 @@ class Lead:
         self._ejections = 0
         self._replays_below = 0
         self._dead_at_last_take = 0
+        self._groups: list[Group] = []  # the newest Train command has them
 
-    def attach(self, version: int) -> None:
+    def start(self) -> None:
+        """Begin to report, and open the weight plane."""
+        self.reporter.start()
+        self.reporter.update(weights_address=self.publisher.start())
+
+    def attach(self, backend: Backend, version: int) -> None:
         """Say to the broker that this incarnation trains from `version` on; everything before is durable."""
+        super().attach(backend, version)
         report = self.reporter.snapshot()
         attached = self.broker.attach(report)
-        check_not_behind(version, attached.committed_step)
+        _check_not_behind(version, attached.committed_step)
         if not self.tasks.attach(attached):
             self.files.events.add("tasks_renumbered", step=version)
             logger.warning("the broker knows less than the checkpoint; tasks not yet consumed are offered again")
         if version > 0:
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
         if attached.committed_step < version - 1:
-            check_not_forgotten(version, self.tasks.consumed, self.broker.ledger())
+            _check_not_forgotten(version, self.tasks.consumed, self.broker.ledger())
         if self.config.learner.dynamic_sampling:
             found = self.broker.ledger()
             self._filtered_before = Counter(e.step for e in found if e.filtered and e.state == "taken")
@@ -102,23 +111,20 @@ class Lead:
         if self._replays_below > version:
             logger.info("steps %d to %d replay the groups they had", version, self._replays_below - 1)
 
-    def next_command(self, step: int, decode: Decode) -> tuple[Command, list[Group]]:
-        """The command for every rank, and the decoded groups of a Train command.
-
-        It blocks for at most TAKE_WAIT_S plus broker round trips.
-        """
+    def next_command(self, step: int) -> Command:
+        """It blocks for at most TAKE_WAIT_S plus broker round trips."""
         if reason := self.stop_requested():
             logger.info("draining: %s", reason)
-            return Drain(), []
+            return Drain()
         stats = self.publisher.stats()
         if stats.fatal:
-            return Fail(f"no node may generate with version {step}: {stats.fatal}", hopeless=not stats.crashed), []
+            return Fail(f"no node may generate with version {step}: {stats.fatal}", hopeless=not stats.crashed)
         try:
-            return self._gather(step, decode)
+            return self._gather(step)
         except SlipstreamError as error:
-            return Fail(str(error), hopeless=isinstance(error, HopelessError)), []
+            return Fail(str(error), hopeless=isinstance(error, HopelessError))
 
-    def _gather(self, step: int, decode: Decode) -> tuple[Command, list[Group]]:
+    def _gather(self, step: int) -> Wait | Train:
         """Offer tasks, take groups, give back what cannot be trained on; Wait: not enough groups yet.
 
         Raises:
@@ -134,9 +140,9 @@ class Lead:
         in_order = self.config.staleness.expired == "wait"
         taken = self.broker.take(step, self.config.learner.groups_per_step, TAKE_WAIT_S, in_order)
         if taken is None:
-            return Wait(), []
+            return Wait()
         self._dead_at_last_take = status.groups_dead
-        usable, refused = self._decode(taken, decode)
+        usable, refused = self._usable(taken)
         flat = without_signal(usable) if self.config.learner.dynamic_sampling else []
         if self.config.staleness.expired == "regenerate":
             trained = [group for group in usable if group.serial not in flat]
@@ -145,14 +151,15 @@ class Lead:
             self.broker.regenerate(step, refused)
             self._regenerated += len(refused)
             self.files.events.add("groups_regenerated", step=step, groups=len(refused), first_serial=min(refused))
-            return Wait(), []
+            return Wait()
         if not self._filter(step, flat, len(taken)):
-            return Wait(), []
+            return Wait()
         if step < self._replays_below:
             self.files.events.add("replay", step=step, groups=len(taken))
         self.tasks.consume([group.serial for group in taken])
         self._missing, self._replaced = self.config.learner.groups_per_step, 0
-        return Train(step, taken), usable
+        self._groups = usable
+        return Train(step, taken)
 
     def _filter(self, step: int, flat: list[int], taken: int) -> bool:
         """Tell the broker which groups the step trains nothing on; returns whether it has all that it may take."""
@@ -190,7 +197,7 @@ class Lead:
         if missing > 0:
             self.broker.offer(self.tasks.next(missing))
 
-    def _decode(self, taken: list[StoredGroup], decode: Decode) -> tuple[list[Group], list[int]]:
+    def _usable(self, taken: list[StoredGroup]) -> tuple[list[Group], list[int]]:
         """(usable groups, serials of the others).
 
         Raises:
@@ -200,7 +207,7 @@ class Lead:
         refused: list[int] = []
         for stored in taken:
             try:
-                usable.append(decode(stored))
+                usable.append(self.decode(stored))
             except BadGroup as error:
                 logger.error("%s; it is generated again", error)
                 self.files.events.add("bad_group", serial=error.serial, node=error.node_id, reason=error.reason)
@@ -229,16 +236,96 @@ class Lead:
         state = "replaying" if step < self._replays_below else "waiting"
         self.reporter.set(state, text, policy_version=step, groups_missing=self._missing)
 
-    def fleet_figures(self) -> FleetFigures:
-        """Broker, nodes and weight plane as of now, for the step's metrics line."""
+    def line(self, step: Step) -> StepMetrics:
+        """The step's metrics line, with broker, nodes and weight plane as of now."""
         self._status = status = self.broker.status()
         regenerated, self._regenerated = self._regenerated, 0
-        return FleetFigures(status, self.publisher.stats(), regenerated, self._stalls.advance(status))
+        published = self.publisher.stats()
+        if published.ejections > self._ejections:
+            nodes, self._ejections = published.ejections - self._ejections, published.ejections
+            self.files.events.add("ejection", step=step.batch.step, nodes=nodes)
+        self.reporter.update(waste=step.totals.waste())
+        stall_s = self._stalls.advance(status)
+        return step_metrics(step, self.files.incarnation, status, published, regenerated, stall_s)
 
-    def stepped(self, step: int, totals: Totals) -> None:
-        """Report the waste so far, and note nodes that were ejected since the last step."""
-        self.reporter.set_waste(totals.waste())
-        ejections = self.publisher.stats().ejections
-        if ejections > self._ejections:
-            self.files.events.add("ejection", step=step, nodes=ejections - self._ejections)
-            self._ejections = ejections
+    def stream_state(self) -> StreamState:
+        return self.tasks.state()
+
+    def report(self, state: str, waiting_on: str, version: int) -> None:
+        self.reporter.set(state, waiting_on, policy_version=version)
+
+    def report_silence(self, ranks: str) -> None:
+        self.reporter.set_silence(ranks)
+
+    def _decoded(self, groups: Sequence[StoredGroup]) -> list[Group]:
+        return self._groups
+
+    def _canary_owed(self) -> bool:
+        return self.publisher.stats().canary_owed
+
+    def _hand_over(self, version: int, canary: Canary | None) -> None:
+        receipt = self.publisher.publish(version, self.backend.export(), canary)
+        self.files.events.add("publish", version=receipt.version, bytes=receipt.payload_bytes)
+
+    def close(self, state: str, version: int, reason: str) -> None:
+        """Tell the broker how the job ended and release everything but the files."""
+        self.reporter.set(state, reason or f"{state} at version {version}", policy_version=version)
+        self.publisher.close()
+        self.reporter.stop()
+        self.broker.close()
+
+
+def prepare_lead(
+    config: Config,
+    run_dir: RunDir,
+    files: RunFiles,
+    broker_address: str | None,
+    stop_requested: Callable[[], str | None],
+) -> tuple[Lead, TrainerState]:
+    """Become the run's learner, then find where the run stands. The publisher and the reporter are not started.
+
+    Raises:
+        BrokerUnreachable: no broker, within its deadline.
+        BrokerError: the run has a living learner of this incarnation.
+        UsageError: the dataset is not the one that the checkpoint was trained on.
+    """
+    source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
+    access = Access(
+        address=broker_address or find_broker(config, run_dir, BROKER_WAIT_S),
+        role="learner",
+        max_message_bytes=config.broker.max_message_bytes,
+        credentials=config.broker.credentials,
+        deadline_s=min(BROKER_WAIT_S, config.learner.timeout_s / 2),  # the other ranks wait in a collective meanwhile
+    )
+    reporter = Reporter(lambda: connect(access))
+    state = files.start(source.digest, reporter.take_over)
+    reporter.set("starting", "loading the model", policy_version=state.policy_version)
+    publisher = create_publisher(config, state.incarnation)
+    tasks = TaskStream(source, state.tasks)
+    return Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested), state
+
+
+def _check_not_behind(version: int, committed_step: int) -> None:
+    """Raise UsageError when the broker has committed steps that the checkpoint of `version` lacks; -1 for none."""
+    if committed_step < version:
+        return
+    first = f"its checkpoint is of step {version}" if version else "it has no checkpoint"
+    raise UsageError(
+        f"the learner would train step {version} next ({first}). The broker has committed steps up to "
+        f"{committed_step}: the groups of steps {version} to {committed_step} are gone. Put a checkpoint of step "
+        f"{committed_step + 1} back into RUN/checkpoints, or start anew in another run.dir"
+    )
+
+
+def _check_not_forgotten(version: int, consumed: Callable[[int], bool], ledger: Sequence[LedgerEntry]) -> None:
+    """Raise UsageError when the broker would hand out groups that the checkpoint of `version` was trained on."""
+    again = [entry for entry in ledger if entry.state not in ("committed", "dead") and consumed(entry.serial)]
+    if not again:
+        return
+    raise UsageError(
+        f"the checkpoint of step {version} was trained on {len(again)} groups that the broker does not know as taken "
+        f"(the first is task {again[0].serial}, {again[0].state}). Its store lost the newest moves, as in a power cut "
+        "with broker.durability: everysec, or was put back from a copy. They would be trained on twice. Move RUN/store "
+        "away (with broker.store: redis the run's keys and RUN/redis.json, docs/redis.md) and start again: what the "
+        "checkpoint has not consumed is then generated anew"
+    )

@@ -1,38 +1,111 @@
-"""The lead rank's files in RUN: checkpoints, metrics, events, and the record of how the learner ended."""
+"""The lead rank's files in RUN: checkpoints, metrics, events, and learner.json, which says how the learner ended."""
 
+import hashlib
+import logging
+import os
+import time
 from collections.abc import Callable
 
+import msgspec
+
+from common.config.schema import Config, SftConfig
+from common.errors import UsageError
 from common.metrics import MetricsWriter, SftMetrics, StepMetrics
 from common.process.event_file import EventFile
-from common.process.run_dir import RunDir
-from learner.checkpoint.folder import CheckpointFolder, TrainerState
-from learner.loop.learner_record import write_record
-from learner.loop.resume import Resume
+from common.process.run_dir import RunDir, write_json
+from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
+
+logger = logging.getLogger(__name__)
+
+
+class LearnerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """RUN/learner.json: the learner's newest start, and how it ended.
+
+    Attributes:
+        state: running | done | drained | failed.
+    """
+
+    pid: int
+    incarnation: int
+    state: str
+    policy_version: int
+    time_s: float
+
+
+def read_record(run_dir: RunDir) -> LearnerRecord | None:
+    """The record of the run's newest learner; None when there was none or it is torn."""
+    try:
+        return msgspec.json.decode(run_dir.learner_json.read_bytes(), type=LearnerRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def write_record(run_dir: RunDir, incarnation: int, state: str, policy_version: int) -> None:
+    """Replace the record atomically, unless a later learner has taken over: a replaced one ends behind it."""
+    newest = read_record(run_dir)
+    if newest is not None and newest.incarnation > incarnation:
+        return
+    record = LearnerRecord(
+        pid=os.getpid(), incarnation=incarnation, state=state, policy_version=policy_version, time_s=time.time()
+    )
+    write_json(run_dir.learner_json, record)
 
 
 class RunFiles:
     """The run folder of one learner. Only the lead rank has one.
 
     Attributes:
+        incarnation: which start of the learner this is, from 0.
         commit: called with the last step of a checkpoint that is durable.
     """
 
-    def __init__(self, run_dir: RunDir, keep: int) -> None:
-        """`keep` checkpoints stay on the disk."""
-        self.checkpoints = CheckpointFolder(run_dir.checkpoints, keep)
+    def __init__(self, config: Config | SftConfig, run_dir: RunDir) -> None:
+        self.checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep)
         self.events = EventFile(run_dir.events, "learner")
-        self._run_dir = run_dir
-        self._incarnation = 0
+        self._config, self._run_dir = config, run_dir
+        self.incarnation = 0
         self._metrics: MetricsWriter | None = None
         self._closed = False
         self.commit: Callable[[int], None] = lambda step: None
 
-    def begin(self, resume: Resume) -> None:
-        """Note that a learner starts."""
-        self._incarnation = resume.incarnation
-        write_record(self._run_dir, resume.incarnation, "running", resume.version)
-        detail = {"incarnation": resume.incarnation, "step": resume.version, "checkpoint": resume.checkpoint}
+    def start(self, dataset_digest: str, take_over: Callable[[int, int], None] | None = None) -> TrainerState:
+        """Note that a learner starts; returns the state from which it does: the newest checkpoint's, or version 0.
+
+        Unfinished folders of a killed learner are removed.
+
+        Args:
+            dataset_digest: identifies the dataset as it is now.
+            take_over: called with the incarnation and the version known so far. No other learner can commit after it
+                has returned. Until then a living learner may complete a checkpoint, so the newest one is read again.
+
+        Raises:
+            UsageError: the dataset is not the one that the checkpoint was trained on.
+        """
+        state = self._newest(dataset_digest)
+        record = read_record(self._run_dir)
+        self.incarnation = max(record.incarnation if record else -1, state.incarnation) + 1
+        if take_over is not None:
+            take_over(self.incarnation, state.policy_version)
+            state = self._newest(dataset_digest)
+        for name in self.checkpoints.remove_incomplete():
+            self.events.add("incomplete_checkpoint_removed", name=name)
+        path = self.checkpoints.path(state.policy_version) if state.policy_version else ""
+        digest = hashlib.sha256(msgspec.json.encode(self._config)).hexdigest()[:16]
+        if path and state.config_digest != digest:
+            logger.warning("the config changed since %s was written", path)
+        write_record(self._run_dir, self.incarnation, "running", state.policy_version)
+        detail = {"incarnation": self.incarnation, "step": state.policy_version, "checkpoint": str(path)}
         self.events.add("learner_started", **detail)
+        return msgspec.structs.replace(state, incarnation=self.incarnation, config_digest=digest)
+
+    def _newest(self, dataset_digest: str) -> TrainerState:
+        path, state = self.checkpoints.newest() or (None, None)
+        if state is None:
+            return TrainerState(policy_version=0, incarnation=-1, tasks=StreamState(), dataset_digest=dataset_digest)
+        if state.dataset_digest != dataset_digest:
+            dataset = self._config.tasks.dataset
+            raise UsageError(f"tasks.dataset: {dataset} changed since {path} was written; restore it")
+        return state
 
     def open_metrics(self, version: int) -> None:
         """Open the metrics file; lines of steps from `version` on are removed, because these steps come again."""
@@ -56,7 +129,7 @@ class RunFiles:
         if self._closed:
             return
         self._closed = True
-        write_record(self._run_dir, self._incarnation, state, version)
+        write_record(self._run_dir, self.incarnation, state, version)
         self.events.add("learner_stopped", state=state, step=version, reason=reason)
         self.events.close()
         if self._metrics is not None:

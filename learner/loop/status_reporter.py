@@ -6,11 +6,11 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
-from broker.contract import LEARNER_ENDED, Delivery, LearnerReport, Waste
+from broker.connect import BrokerConnection
+from broker.contract import LEARNER_ENDED, Delivery, LearnerReport
 from common.errors import SlipstreamError
 from learner.publish.figures import Undelivered
 
@@ -20,23 +20,19 @@ INTERVAL_S = 1.0
 SHOWN_DELIVERIES = 16
 
 
-class ReportSink(Protocol):
-    """The part of a broker client that the reporter uses, on a connection of its own."""
-
-    def report(self, report: LearnerReport) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Reporter:
-    """Sends the newest LearnerReport about once a second and at every change of state."""
+    """Sends the newest LearnerReport about once a second and at every change of state.
 
-    def __init__(self, connect: Callable[[], ReportSink]) -> None:
+    Attributes:
+        undelivered: gives the nodes that wait for a version; called from the reporting thread.
+    """
+
+    def __init__(self, connect: Callable[[], BrokerConnection]) -> None:
         self._connect = connect
         self._report = LearnerReport(os.getpid(), 0, "starting", 0, instance=secrets.token_hex(8))
         self._silence = ""
         self._silent_since = 0.0
-        self._undelivered: Callable[[], Sequence[Undelivered]] = tuple
+        self.undelivered: Callable[[], Sequence[Undelivered]] = tuple
         self._since = time.monotonic()
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -50,10 +46,7 @@ class Reporter:
             BrokerError: another process of this incarnation is alive, or a later one has come.
             BrokerUnreachable: no broker, within its deadline.
         """
-        with self._lock:
-            self._report = msgspec.structs.replace(
-                self._report, incarnation=incarnation, policy_version=policy_version, step=policy_version
-            )
+        self.update(incarnation=incarnation, policy_version=policy_version, step=policy_version)
         client = self._connect()
         try:
             client.report(self.snapshot())
@@ -65,7 +58,7 @@ class Reporter:
 
     def snapshot(self) -> LearnerReport:
         """The report as of now; silent ranks come before what the loop does."""
-        missing, now = self._undelivered(), time.perf_counter()
+        missing, now = self.undelivered(), time.perf_counter()
         oldest = [Delivery(m.node_id, m.version, m.stage, now - m.since) for m in missing[:SHOWN_DELIVERIES]]
         with self._lock:
             report, since = self._report, self._since
@@ -84,36 +77,19 @@ class Reporter:
                 self._changed.set()
             self._silence = silence
 
-    def watch_publisher(self, undelivered: Callable[[], Sequence[Undelivered]]) -> None:
-        """Reports say from now on which nodes wait for a version; called from the reporting thread."""
-        self._undelivered = undelivered
-
     def set(self, state: str, waiting_on: str = "", policy_version: int | None = None, groups_missing: int = 0) -> None:
-        """Change state; `since_s` starts over only when `state` is another one."""
+        """Say what the loop does now."""
+        version = {} if policy_version is None else {"policy_version": policy_version, "step": policy_version}
+        self.update(state=state, waiting_on=waiting_on, groups_missing=groups_missing, **version)
+
+    def update(self, **fields: object) -> None:
+        """Change fields of the report. `since_s` starts over with another state, which is sent at once."""
         with self._lock:
-            if state != self._report.state:
+            before, self._report = self._report, msgspec.structs.replace(self._report, **fields)
+            if before.state != self._report.state:
                 self._since = time.monotonic()
+            if (before.state, before.weights_address) != (self._report.state, self._report.weights_address):
                 self._changed.set()
-            version = self._report.policy_version if policy_version is None else policy_version
-            self._report = msgspec.structs.replace(
-                self._report,
-                state=state,
-                waiting_on=waiting_on,
-                policy_version=version,
-                step=version,
-                groups_missing=groups_missing,
-            )
-
-    def set_waste(self, waste: dict[str, Waste]) -> None:
-        """Report the learner's own waste since step 0, by reason."""
-        with self._lock:
-            self._report = msgspec.structs.replace(self._report, waste=waste)
-
-    def set_weights_address(self, address: str) -> None:
-        """From now on nodes learn from the broker where the weight plane listens."""
-        with self._lock:
-            self._report = msgspec.structs.replace(self._report, weights_address=address)
-        self._changed.set()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Send the last state and end the thread; waits for a sending that is under way, at most `timeout_s`."""
@@ -123,7 +99,7 @@ class Reporter:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        client: ReportSink | None = None
+        client: BrokerConnection | None = None
         warned = False
         while True:
             last = self._stopping.is_set()

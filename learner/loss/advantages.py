@@ -6,31 +6,17 @@ means and deviations. It also gives 0 where fewer than two rewards can be compar
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 STD_EPS = 1e-6
 
 
-@dataclass(frozen=True)
-class GroupRewards:
-    """One group as an estimator sees it.
-
-    Attributes:
-        rewards: [G] float64, one reward per sample.
-        valid: [G] bool, False where the sample failed.
-    """
-
-    rewards: np.ndarray
-    valid: np.ndarray
+# rewards of all groups of one optimizer step, [G] float64 each, NaN where the sample failed -> [G] float64 of each
+AdvantageEstimator = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 
 
-# all groups of one optimizer step -> [G] float64 for each of them
-AdvantageEstimator = Callable[[Sequence[GroupRewards]], list[np.ndarray]]
-
-
-def grpo(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
+def grpo(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Group-relative advantage: A_i = (r_i - mean(r)) / (std(r) + 1e-6) over the sample's group.
 
     DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision. The standard deviation is the sample one
@@ -39,7 +25,7 @@ def grpo(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
     return [_within(group, lambda kept: (kept - kept.mean()) / (kept.std(ddof=1) + STD_EPS)) for group in groups]
 
 
-def dr_grpo(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
+def dr_grpo(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Group-relative advantage without the division: A_i = r_i - mean(r) over the sample's group.
 
     Understanding R1-Zero-Like Training (arXiv 2503.20783), section 3.2: dividing by the deviation gives more weight
@@ -48,7 +34,7 @@ def dr_grpo(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
     return [_within(group, lambda kept: kept - kept.mean()) for group in groups]
 
 
-def rloo(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
+def rloo(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Leave-one-out baseline: A_i = r_i - mean of the other rewards of the group.
 
     Back to Basics (arXiv 2402.14740), the RLOO estimator. It is n / (n - 1) times dr_grpo, which
@@ -57,26 +43,25 @@ def rloo(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
     return [_within(group, lambda kept: (kept - kept.mean()) * (len(kept) / (len(kept) - 1))) for group in groups]
 
 
-def reinforce_pp(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
+def reinforce_pp(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Normalised over the global batch: A_i = (r_i - mean(R)) / (std(R) + 1e-6), R all rewards of the step.
 
     This is REINFORCE++ (arXiv 2501.03262) with global advantage normalisation, without a baseline per prompt and
     without the KL term in the reward. Moments are over samples; the deviation is the sample one. Groups may have one
     sample.
     """
-    rewards = np.concatenate([np.zeros(0), *(group.rewards[group.valid] for group in groups)])
+    rewards = np.concatenate([np.zeros(0), *(group[~np.isnan(group)] for group in groups)])
     if len(rewards) < 2:
-        return [np.zeros(len(group.rewards)) for group in groups]
+        return [np.zeros(len(group)) for group in groups]
     mean, deviation = rewards.mean(), rewards.std(ddof=1) + STD_EPS
-    return [np.where(group.valid, (group.rewards - mean) / deviation, 0.0) for group in groups]
+    return [np.nan_to_num((group - mean) / deviation, nan=0.0) for group in groups]
 
 
-def _within(group: GroupRewards, estimate: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """[G] `estimate` of the valid rewards in their places, 0 elsewhere."""
-    out = np.zeros(len(group.rewards))
-    kept = group.rewards[group.valid]
-    if len(kept) >= 2:
-        out[group.valid] = estimate(kept)
+def _within(group: np.ndarray, estimate: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """[G] `estimate` of the rewards in their places, 0 elsewhere."""
+    out, valid = np.zeros(len(group)), ~np.isnan(group)
+    if valid.sum() >= 2:
+        out[valid] = estimate(group[valid])
     return out
 
 

@@ -15,99 +15,75 @@ divides. The divergence and the entropy are means over the same tokens as the ob
 everything becomes a weighted mean: sum of w * (objective + ...) over sum of w.
 """
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from common.config.schema import LossConfig
 from learner.backend_protocol import LossFunction, LossOutput, Microbatch
-from learner.loss.corrections import CORRECTIONS, Corrected, veto
+from learner.loss.corrections import CORRECTIONS, veto
 from learner.loss.kl_estimators import KL_ESTIMATORS
-from learner.loss.objectives import OBJECTIVES, PolicyTokens, Surrogate
+from learner.loss.objectives import OBJECTIVES, PolicyTokens
 from learner.loss.proximal import PROXIMALS
 from learner.loss.ratios import Documents, bounded_exp
 from learner.loss.reductions import REDUCTIONS, Count
 from learner.loss.token_diagnostics import token_counts, token_sums
 
 
-@dataclass(frozen=True)
-class _Terms:
-    """Everything of one microbatch that is summed; [T] each."""
-
-    documents: Documents
-    corrected: Corrected
-    vetoed: Tensor | None
-    surrogate: Surrogate
-    kl: Tensor | None
-    entropy: Tensor | None
-
-
 def policy_loss(config: LossConfig, max_tokens: int) -> LossFunction:
     """The reinforcement-learning loss for `config`.
 
-    The returned function's sums and histograms are those of token_diagnostics.py, and the sums `entropy` and `kl` where
-    they are computed, all over loss tokens. Maximum: `ratio`. Its gradient reaches `entropy` only if
-    `entropy_coefficient` is positive.
+    The returned function's sums are those of token_diagnostics.py, and `entropy` and `kl` where they are computed, all
+    over loss tokens. Maximum: `ratio`. Its gradient reaches `entropy` only if `entropy_coefficient` is positive.
 
     Args:
         config: chooses from the registries.
         max_tokens: rollout.max_tokens, for the reduction `fixed_length`.
     """
-    proximal_of, correction, objective = PROXIMALS[config.proximal], CORRECTIONS[config.correction], config.objective
-
-    def loss(logprobs: Tensor, entropy: Tensor | None, batch: Microbatch) -> LossOutput:
-        mask = batch.loss_mask > 0
-        documents = Documents(batch.document_lengths, mask)
-        behavior = _within(mask, batch.behavior_logprobs.to(logprobs.dtype))
-        logprobs = _within(mask, logprobs)
-        current = logprobs.detach()
-        proximal = proximal_of(current, behavior, batch.staleness)
-        log_weights, vetoed = proximal - behavior, None
-        corrected = correction(log_weights, documents, config)
-        if config.correction_veto is not None:
-            corrected, vetoed = veto(corrected, log_weights, documents, config.correction_veto)
-        tokens = PolicyTokens(logprobs, proximal, batch.advantages.to(logprobs.dtype), documents)
-        surrogate = OBJECTIVES[objective](tokens, config)
-        kl = _divergence(config, logprobs, mask, batch.reference_logprobs)
-        terms = _Terms(documents, corrected, vetoed, surrogate, kl, None if entropy is None else _within(mask, entropy))
-        return _output(config, max_tokens, terms, current - behavior, batch.staleness)
-
-    return loss
+    return partial(_policy_loss, config, max_tokens)
 
 
-def _output(config: LossConfig, max_tokens: int, terms: _Terms, drift: Tensor, staleness: Tensor | None) -> LossOutput:
-    """Sums of the terms; drift: [T] logprobs - behavior_logprobs without gradient."""
-    mask, corrected = terms.documents.mask, terms.corrected
+def _policy_loss(
+    config: LossConfig, max_tokens: int, logprobs: Tensor, entropy: Tensor | None, batch: Microbatch
+) -> LossOutput:
+    mask = batch.loss_mask > 0
+    documents = Documents(batch.document_lengths, mask)
+    behavior = _within(mask, batch.behavior_logprobs.to(logprobs.dtype))
+    logprobs = _within(mask, logprobs)
+    current, vetoed = logprobs.detach(), None
+    drift = current - behavior
+    proximal = PROXIMALS[config.proximal](current, behavior, batch.staleness)
+    corrected = CORRECTIONS[config.correction](proximal - behavior, documents, config)
+    if config.correction_veto is not None:
+        corrected, vetoed = veto(corrected, proximal - behavior, documents, config.correction_veto)
+    tokens = PolicyTokens(logprobs, proximal, batch.advantages.to(logprobs.dtype), documents)
+    surrogate = OBJECTIVES[config.objective](tokens, config)
+    sums = token_sums(mask, drift, corrected, vetoed, surrogate.clipped) | token_counts(mask, drift, batch.staleness)
     weights = _within(mask, corrected.weights)
     counted = (corrected.counted & mask).to(weights.dtype)
     worth = weights if config.correction_normalize else counted
-    values = weights * terms.surrogate.values
-    sums = token_sums(mask, drift, corrected, terms.vetoed, terms.surrogate.clipped)
-    if terms.kl is not None:
-        values = values - config.kl_coefficient * worth * terms.kl
-        sums["kl"] = terms.kl.detach().sum()
-    if terms.entropy is not None:
-        sums["entropy"] = terms.entropy.detach().sum()
+    values = weights * surrogate.values
+    if config.kl_coefficient:
+        kl = _divergence(config, logprobs, mask, batch.reference_logprobs)
+        values = values - config.kl_coefficient * worth * kl
+        sums["kl"] = kl.detach().sum()
+    if entropy is not None:
+        entropy = _within(mask, entropy)
+        sums["entropy"] = entropy.detach().sum()
         if config.entropy_coefficient:
-            values = values + config.entropy_coefficient * worth * terms.entropy
-    count = Count(terms.documents, counted, worth, max_tokens, config.correction_normalize)
-    reduced = REDUCTIONS[config.reduction](count)
-    if reduced.share is not None:
-        values = reduced.share * values
+            values = values + config.entropy_coefficient * worth * entropy
+    count = Count(documents, counted, worth, max_tokens, config.correction_normalize)
+    share, denominator = REDUCTIONS[config.reduction](count)
+    if share is not None:
+        values = share * values
     return LossOutput(
-        -_within(mask, values).sum(),
-        sums,
-        {"ratio": _within(mask, bounded_exp(drift)).max()},
-        reduced.denominator,
-        token_counts(mask, drift, staleness),
+        -_within(mask, values).sum(), sums, {"ratio": _within(mask, bounded_exp(drift)).max()}, denominator
     )
 
 
-def _divergence(config: LossConfig, logprobs: Tensor, mask: Tensor, reference: Tensor | None) -> Tensor | None:
-    """[T] estimates of the divergence from the reference model, 0 outside the loss; None when it is not asked for."""
-    if not config.kl_coefficient:
-        return None
+def _divergence(config: LossConfig, logprobs: Tensor, mask: Tensor, reference: Tensor | None) -> Tensor:
+    """[T] estimates of the divergence from the reference model, 0 outside the loss."""
     if reference is None:
         raise ValueError("kl_coefficient is positive, but the microbatch has no reference_logprobs")
     return KL_ESTIMATORS[config.kl_estimator](_within(mask, reference.to(logprobs.dtype)) - logprobs)

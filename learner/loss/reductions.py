@@ -33,45 +33,33 @@ class Count:
     normalized: bool
 
 
-@dataclass(frozen=True)
-class Reduced:
-    """A reduction of one microbatch.
-
-    Attributes:
-        share: [T] factor of the token's term in the sum, or None for 1.
-        denominator: scalar.
-    """
-
-    share: Tensor | None
-    denominator: Tensor
+# -> ([T] factor of each token's term in the sum, None for 1; scalar denominator)
+Reduction = Callable[[Count], tuple[Tensor | None, Tensor]]
 
 
-Reduction = Callable[[Count], Reduced]
-
-
-def token_mean(count: Count) -> Reduced:
+def token_mean(count: Count) -> tuple[Tensor | None, Tensor]:
     """Every token of the global batch weighs the same: DAPO (arXiv 2503.14476), section 3.3."""
-    return Reduced(None, count.worth.sum())
+    return None, count.worth.sum()
 
 
-def sequence_mean(count: Count) -> Reduced:
+def sequence_mean(count: Count) -> tuple[Tensor | None, Tensor]:
     """Every document weighs the same, whatever its length: GRPO (arXiv 2402.03300), equation 3.
 
     Documents without a counted token are left out.
     """
     share = _share_of_document(count)
-    return Reduced(share, (share * count.worth).sum())
+    return share, (share * count.worth).sum()
 
 
-def fixed_length(count: Count) -> Reduced:
+def fixed_length(count: Count) -> tuple[Tensor | None, Tensor]:
     """The sum over tokens, divided by documents x rollout.max_tokens: a token's weight depends on no length.
 
     Dr. GRPO (arXiv 2503.20783), section 3.2 and its listing. Documents without any loss token are left out. Under
     `correction_normalize` a document counts with the mean weight of its tokens.
     """
     if count.normalized:
-        return Reduced(None, count.max_tokens * (_share_of_document(count) * count.worth).sum())
-    return Reduced(None, count.max_tokens * (count.documents.counts > 0).sum().to(count.worth.dtype))
+        return None, count.max_tokens * (_share_of_document(count) * count.worth).sum()
+    return None, count.max_tokens * (count.documents.counts > 0).sum().to(count.worth.dtype)
 
 
 def _share_of_document(count: Count) -> Tensor:

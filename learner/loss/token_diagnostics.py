@@ -31,12 +31,7 @@ def token_sums(
     `weight_squared` are those of the corrected weights. Counts of tokens: `correction_clipped` (weight truncated),
     `correction_masked` (weight set to 0, but not by the veto), `vetoed`, `objective_clipped`.
 
-    Args:
-        mask: [T] bool.
-        drift: [T] logprobs - behavior_logprobs without gradient, 0 outside the loss.
-        corrected: after the veto.
-        vetoed: [T] bool, or None without a veto.
-        clipped: [T] bool, where the objective's bound applies.
+    `drift`: [T] logprobs - behavior_logprobs without gradient, 0 outside the loss. `corrected` is after the veto.
     """
     flags = {
         "correction_clipped": corrected.truncated,

@@ -13,27 +13,24 @@ compat.enable()  # before the first import of megatron
 
 import logging
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from common.config.parallel_layout import document_multiple
-from common.config.schema import Config, LearnerConfig, ModelConfig, MoeConfig, SftConfig, SftLearnerConfig
+from common.config.schema import Config, LearnerConfig, ModelConfig, SftConfig, SftLearnerConfig
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.megatron import parallel
 from learner.megatron.checkpoint import Writer
 from learner.megatron.conversion import verify
 from learner.megatron.conversion.export import Exporter
 from learner.megatron.conversion.hf_folder import check_layout, read_config
-from learner.megatron.model import DTYPES, Model, build
+from learner.megatron.conversion.model import DTYPES, build
+from learner.megatron.memory import Offload, Reference, without_routing
 from learner.megatron.moe import Experts
-from learner.megatron.offload import Offload
 from learner.megatron.optimizer import Optimizer, wrap_chunks
-from learner.megatron.reference import Reference, without_routing
 from learner.megatron.schedule import Schedule
 
 gc.freeze()  # later collections do not walk them either
@@ -45,17 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronBackend:
-    """A Hugging Face model on Megatron-Core with its optimizer, spread over the ranks of the world.
-
-    Attributes:
-        rank: global rank.
-        world_size: ranks in all.
-        data_parallel_rank: which replica's share of the batch this rank computes.
-        data_parallel_size: replicas.
-        vocab_size: entries of the vocabulary.
-        hidden_size: width of the model.
-        routing_shape, document_multiple: see learner.backend_protocol.Backend.
-    """
+    """A Hugging Face model on Megatron-Core with its optimizer; see learner.backend_protocol.Backend."""
 
     @classmethod
     def of(cls, config: Config | SftConfig) -> "MegatronBackend":
@@ -91,8 +78,7 @@ class MegatronBackend:
         self.document_multiple = document_multiple(layout)
         self.hidden_size = int(hf_config.hidden_size)
         if model.verify:
-            assemble = partial(build, experts=MoeConfig())
-            verify.check_translation(self.model_path, hf_config, dtype, layout, assemble, self._forward)
+            verify.check_translation(self.model_path, hf_config, dtype, layout)
         built = build(self.model_path, hf_config, dtype, layout, learner.moe, learner.memory.recompute)
         self.chunks = wrap_chunks(built)
         self.optimizer = Optimizer(self.chunks, learner.optimizer, dtype, total_steps)
@@ -112,77 +98,49 @@ class MegatronBackend:
                 *(layout.expert, self.data_parallel_size, model.dtype, parallel.device().type),
             )
 
-    @staticmethod
-    def _forward(built: Model) -> verify.LogProbs:
-        experts = Experts(built.chunks, built.config, MoeConfig())
-        return Schedule(built.chunks, built.config, parallel.device(), experts).logprobs
-
     def train_step(
         self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False
     ) -> StepResult:
-        """See learner.backend_protocol.Backend.train_step. Collective.
-
-        Raises:
-            SlipstreamError: the gradient norm is not finite; the weights are unchanged.
-        """
+        """Raises SlipstreamError when the gradient norm is not finite; the weights are unchanged."""
         with self.offload.parameters(), self.offload.gradients():
             self.optimizer.zero_grad()
             totals = self.schedule.train(microbatches, loss, temperature, entropy)
             with self.offload.optimizer():
                 norm, rate = self.optimizer.step()
         mean = totals.loss_sum / totals.denominator if totals.denominator > 0 else 0.0
-        return StepResult(mean, totals.loss_tokens, norm, rate, totals.sums, totals.maxima, totals.histograms)
+        return StepResult(mean, totals.loss_tokens, norm, rate, totals.sums, totals.maxima)
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
-        """[T] float32 log-probabilities of the targets, on the CPU of every rank of the replica. Collective."""
         with self.offload.parameters():
             return self.schedule.logprobs(microbatches, temperature)
 
     def reference_logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
-        """As `logprobs`, of the model in learner.loss.reference (else model.path), with its own routing. Collective."""
+        """The reference is the model in learner.loss.reference, else in model.path; it has its own routing."""
         with self.offload.parameters(), self.reference.in_place():
             return self.schedule.logprobs(without_routing(microbatches), temperature)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor on this rank's device), in a fixed order, on every rank. Collective.
-
-        A tensor may share memory with the parameter: copy it before asking for the next one.
-        """
-        with torch.no_grad(), self.offload.parameters():
+        """On this rank's device. A tensor may share memory with the parameter: copy it before asking for the next."""
+        with self.offload.parameters():
             yield from self.exporter.tensors()
 
     def save_hf(self, path: Path) -> None:
-        """Write a Hugging Face folder that transformers and vLLM load; complete or absent. Collective."""
         with self.offload.parameters():
-            self.exporter.save(self.model_path, Path(path))
+            self.exporter.save(self.model_path, path)
 
     def start_checkpoint(self, path: Path) -> None:
-        """Begin to write model, optimizer, step and RNG, as they are now, into the new folder `path`. Collective."""
         with self.offload.parameters(), self.offload.optimizer():
-            self.checkpoints.start(Path(path))
+            self.checkpoints.start(path)
 
     def checkpoint_done(self, wait: bool) -> bool:
-        """Whether the last started checkpoint is complete and durable; with `wait` it is on return. Collective.
-
-        Raises:
-            SlipstreamError: it could not be written; there is no such folder.
-        """
         return self.checkpoints.done(wait)
 
-    def save_checkpoint(self, path: Path) -> None:
-        """`start_checkpoint` and wait: durable on return, or absent. Collective."""
-        self.start_checkpoint(path)
-        self.checkpoint_done(wait=True)
-
     def load_checkpoint(self, path: Path) -> None:
-        """The reverse, also under another parallel layout. Collective."""
         with self.offload.parameters(), self.offload.optimizer():
-            self.checkpoints.load(Path(path))
+            self.checkpoints.load(path)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes to every rank. Collective."""
         return parallel.broadcast_bytes(data)
 
     def close(self) -> None:
-        """Leave torch.distributed. Collective."""
         parallel.shutdown()

@@ -2,13 +2,12 @@
 
 A save has three parts. `Writer.start` plans it with the other ranks and copies this rank's share to host memory. A
 thread writes and flushes the copy while training continues. `Writer.done` sees when the threads of all ranks have
-finished, adds the index and renames the folder to its name. Upstream forks writers instead, which is unsafe in a
-process with live gloo or CUDA threads.
+finished and adds the index, without which a folder is no checkpoint. Upstream forks writers instead, which is unsafe
+in a process with live gloo or CUDA threads.
 """
 
 import io
 import logging
-import os
 import queue
 import shutil
 import threading
@@ -30,8 +29,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from common.config.schema import ParallelConfig
 from common.errors import SlipstreamError, UsageError
+from common.process.files import sync
 from learner.megatron import parallel
-from learner.megatron.conversion import atomic_folder
 from learner.megatron.optimizer import Optimizer
 
 logger = logging.getLogger(__name__)
@@ -59,19 +58,19 @@ class Save:
         """Plan the save and copy the share to host memory. Collective.
 
         Args:
-            path: the checkpoint to be; its staging folder exists.
+            path: an empty folder.
             sharded: Megatron's sharded state, preprocessed.
             common: the state that is the same on every rank.
             live: addresses of the storages that the next step changes.
         """
-        self.path, self.folder = path, atomic_folder.staging_path(path)
+        self.path = path
         self.results: list[Any] = []
         self.problem = ""
         # prepare_write_data uses this queue; without it, it would start a process for one
         filesystem_async._results_queue = queue.Queue()
         strategy = _PlanOnly()
         self._config = CheckpointingConfig(strategy.backend, strategy.version)
-        self._writer, self._metadata = strategy.async_save(sharded, self.folder)
+        self._writer, self._metadata = strategy.async_save(sharded, self.path)
         self._transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
         self._buckets = [_copied(bucket, live) for bucket in self._writer.write_buckets]
         if torch.cuda.is_available():
@@ -94,10 +93,8 @@ class Save:
             if self._common is not None:
                 encoded = io.BytesIO()
                 torch.save(self._common, encoded)
-                with open(self.folder / _COMMON, "wb") as file:
-                    file.write(encoded.getbuffer())
-                    file.flush()
-                    os.fsync(file.fileno())
+                (self.path / _COMMON).write_bytes(encoded.getbuffer())
+                sync(self.path / _COMMON)
             for bucket in self._buckets:
                 self.results += _write(self._transforms, bucket)
         except Exception as error:
@@ -106,10 +103,11 @@ class Save:
             self._buckets = []
 
     def publish(self, results: list[list[Any]]) -> None:
-        """Rank 0, when every rank has written: index and name. Raises OSError."""
+        """Rank 0, when every rank has written: the index. Raises OSError."""
         self._writer.finish(self._metadata, results)  # flushes what it writes
-        save_config(self._config, str(self.folder))
-        atomic_folder.publish(self.path, unsynced=[self.folder / _INDEX])
+        save_config(self._config, str(self.path))
+        sync(self.path / _INDEX)
+        sync(self.path)
 
 
 def _copied(bucket: Any, live: set[int]) -> Any:
@@ -156,7 +154,8 @@ class Writer:
         problem = ""
         if dist.get_rank() == 0:
             try:
-                atomic_folder.prepare(path)
+                shutil.rmtree(path, ignore_errors=True)
+                path.mkdir(parents=True)
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
         _raise_everywhere(path, problem)
@@ -198,7 +197,7 @@ class Writer:
             except OSError as error:
                 problem = f"rank 0: {type(error).__name__}: {error}"
             if problem:
-                shutil.rmtree(save.folder, ignore_errors=True)  # a full disk needs the space
+                shutil.rmtree(save.path, ignore_errors=True)  # a full disk needs the space
         _raise_everywhere(save.path, problem)
         return True
 

@@ -12,7 +12,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from common.config.schema import OptimizerConfig
 from common.errors import SlipstreamError
-from learner.megatron.model import Model
+from learner.megatron.conversion.model import Model
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:

@@ -131,16 +131,13 @@ def gather_to_lead(value: Any) -> list[Any]:
 
 def _broadcast(data: bytes | None, source: int, group: dist.ProcessGroup | None, where: torch.device) -> bytes:
     mine = dist.get_rank() == source
-    payload = bytearray(data or b"") if mine else bytearray()
-    size = torch.tensor([len(payload)], dtype=torch.int64, device=where)
+    size = torch.tensor([len(data or b"") if mine else 0], dtype=torch.int64, device=where)
     dist.broadcast(size, source, group=group)
-    n = int(size.item())
-    if n == 0:
+    if not int(size):
         return b""
-    buffer = (
-        torch.frombuffer(payload, dtype=torch.uint8).to(where)
-        if mine
-        else torch.empty(n, dtype=torch.uint8, device=where)
-    )
+    if mine and data is not None:
+        dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(where), source, group=group)
+        return data
+    buffer = torch.empty(int(size), dtype=torch.uint8, device=where)
     dist.broadcast(buffer, source, group=group)
-    return data if mine and data is not None else buffer.cpu().numpy().tobytes()
+    return buffer.cpu().numpy().tobytes()

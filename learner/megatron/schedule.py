@@ -1,6 +1,6 @@
 """Microbatches of packed documents through Megatron's forward-backward schedule."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -8,17 +8,17 @@ import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
 from common.config.schema import ParallelConfig
 from learner.backend_protocol import LossFunction, LossOutput, Microbatch
 from learner.megatron import parallel
+from learner.megatron.logprobs import logprobs_and_entropy
 from learner.megatron.moe import Experts
-from learner.megatron.output_head import Head
 from learner.megatron.pack_layout import PackPart
 
 
@@ -29,9 +29,8 @@ class Totals:
     loss_sum: float
     loss_tokens: int
     denominator: float
-    sums: dict[str, float]
+    sums: dict[str, Any]  # float, or a list of them for a vector
     maxima: dict[str, float]
-    histograms: dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,45 @@ def _nothing() -> Microbatch:
     return Microbatch(one, one, torch.zeros(1, dtype=torch.int64), (1,), zero, zero, zero, age, zero)
 
 
-def _values(sums: dict[str, Tensor], names: list[str]) -> list[Tensor | float]:
-    return [sums.get(name, 0.0) for name in names]
+class Head:
+    """In the place of the output layer: the last stage returns hidden states, and all logits never exist at once."""
+
+    def __init__(self, chunks: list[Any], sequence_parallel: bool) -> None:
+        """From here on the last of `chunks`, if it has the output layer, returns hidden states.
+
+        `chunks` are GPTModels, in their data-parallel wrappers or bare.
+        """
+        self._sequence_parallel = sequence_parallel
+        self._group: dist.ProcessGroup = mpu.get_tensor_model_parallel_group()
+        last = chunks[-1].module if isinstance(chunks[-1], DistributedDataParallel) else chunks[-1]
+        self._model = last if last.post_process else None
+        if self._model is not None:
+            self._model.output_layer.forward = _nothing_done
+
+    def logprobs(
+        self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T] log-probabilities of the targets, and [T] entropies or None. Collective over the tensor-parallel ranks.
+
+        `hidden`: [1, T / (tensor ranks under sequence parallelism), H], as the last stage returns it.
+        """
+        assert self._model is not None  # only the last stage has hidden states to ask about
+        gather = (
+            gather_from_sequence_parallel_region if self._sequence_parallel else copy_to_tensor_model_parallel_region
+        )
+        rows = gather(hidden.squeeze(0), group=self._group)  # the backward pass sums the ranks' parts of its gradient
+        if self._model.share_embeddings_and_output_weights:
+            weight = self._model.shared_embedding_or_output_weight()
+        else:
+            weight = self._model.output_layer.weight
+        inputs = rows, weight, targets, temperature, self._group
+        logprobs, entropies = logprobs_and_entropy(*inputs, with_entropy=entropy)
+        return logprobs, entropies if entropy else None
+
+
+def _nothing_done(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+    """In place of the output layer's forward: (hidden states, no bias)."""
+    return hidden, None
 
 
 class Schedule:
@@ -203,27 +239,18 @@ class Schedule:
         return msgspec.msgpack.decode(parallel.broadcast_from_last_stage(encoded), type=Totals)
 
     def _reduce_over_data_parallel(self, reports: list[tuple[LossOutput, Tensor]]) -> Totals:
-        sum_names = sorted({name for output, _ in reports for name in output.sums})
-        max_names = sorted({name for output, _ in reports for name in output.maxima})
-        histograms = reports[0][0].histograms
-        sizes = [len(values) for values in histograms.values()]
+        def joined(values: Iterable[Tensor]) -> Tensor:
+            return torch.cat([x.detach().double().reshape(-1) for x in values])
 
-        def column(values: list[Any]) -> Tensor:
-            return torch.stack([torch.as_tensor(x, device=self.device).detach().double() for x in values])
-
-        sums = torch.stack(
-            [
-                column([o.loss_sum, n, n if o.denominator is None else o.denominator, *_values(o.sums, sum_names)])
-                for o, n in reports
-            ]
-        ).sum(0)
-        if histograms:
-            counts = [torch.cat([o.histograms[name].double() for name in histograms]) for o, _ in reports]
-            sums = torch.cat([sums, torch.stack(counts).sum(0)])
-        lowest = float("-inf")
-        maxima = None
-        if max_names:
-            maxima = torch.stack([column([o.maxima.get(n, lowest) for n in max_names]) for o, _ in reports]).amax(0)
+        first, maxima = reports[0][0], None
+        divisors = [tokens if output.denominator is None else output.denominator for output, tokens in reports]
+        rows = [
+            joined((output.loss_sum, tokens, divisor, *output.sums.values()))
+            for (output, tokens), divisor in zip(reports, divisors, strict=True)
+        ]
+        sums = torch.stack(rows).sum(0)
+        if first.maxima:
+            maxima = torch.stack([joined(output.maxima.values()) for output, _ in reports]).amax(0)
         group = mpu.get_data_parallel_group(with_context_parallel=True)
         if self._context_group.rank() > 0:
             sums.zero_()  # the same as context rank 0's
@@ -231,13 +258,13 @@ class Schedule:
             dist.all_reduce(sums, group=group)
             if maxima is not None:
                 dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-        scalars, *vectors = sums.split([len(sums) - sum(sizes), *sizes])
-        loss_sum, tokens, denominator, *rest = scalars.tolist()
+        loss_sum, tokens, denominator = sums[:3].tolist()
+        parts = sums[3:].split([value.numel() for value in first.sums.values()])
+        named = zip(first.sums.items(), parts, strict=True)
         return Totals(
             loss_sum,
             round(tokens),
             denominator,
-            dict(zip(sum_names, rest, strict=True)),
-            dict(zip(max_names, maxima.tolist() if maxima is not None else [], strict=True)),
-            {name: values.tolist() for name, values in zip(histograms, vectors, strict=True)},
+            {name: part.tolist() if value.dim() else part.item() for (name, value), part in named},
+            dict(zip(first.maxima, maxima.tolist() if maxima is not None else [], strict=True)),
         )

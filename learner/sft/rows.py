@@ -7,7 +7,6 @@ segments' tokens, as in an episode. Or a row is {"messages": [{"role": ..., "con
 assistant's tokens are learnt (learner/sft/chat.py).
 """
 
-import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 from common.errors import UsageError
 from common.json_lines import dataset_rows
 from learner.batch.packing import Document
-from learner.loop.task_source import shuffled
+from learner.loop.tasks import RowOrder
 from learner.sft.chat import Chat, ChatTemplate, ChatTokenizer, check_messages
 
 KEY = "tasks.dataset"
@@ -87,20 +86,12 @@ class SftDataset:
                 self._chats.check(row, self._names[-1])
             self._rows.append(row)
         self.digest = digest.hexdigest()[:16]
-        self._shuffle = shuffle
-        self._order = functools.lru_cache(maxsize=2)(lambda epoch: shuffled(seed, epoch, len(self._rows)))
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        self._order = RowOrder(len(self._rows), seed, shuffle)
 
     def step(self, step: int, sequences: int) -> list[Document]:
         """The `sequences` documents of one step; epochs follow one another without a gap."""
-        places = range(step * sequences, (step + 1) * sequences)
-        return self.documents([self._row(place) for place in places])
-
-    def _row(self, place: int) -> int:
-        epoch, at = divmod(place, len(self._rows))
-        return int(self._order(epoch)[at]) if self._shuffle else at
+        positions = range(step * sequences, (step + 1) * sequences)
+        return self.documents([self._order.row(position)[1] for position in positions])
 
     def documents(self, rows: Sequence[int]) -> list[Document]:
         """Token documents of these rows, all segments tokenised in one call.

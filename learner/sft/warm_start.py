@@ -11,16 +11,10 @@ from pathlib import Path
 from broker.contract import StoredGroup
 from common.config.schema import SftConfig
 from common.metrics import SftMetrics
-from common.process.run_dir import RunDir
-from learner.backend_protocol import Backend
 from learner.batch.batch import BatchStatistics, TrainingBatch
-from learner.loop.batch_source import BatchSource
-from learner.loop.rank_commands import Command, Drain, Train
-from learner.loop.resume import Resume, find_start
-from learner.loop.run_files import RunFiles
+from learner.loop.batch_source import BatchSource, Command, Drain, Train
 from learner.loop.step_metrics import Step
 from learner.loss.losses import cross_entropy
-from learner.rank_process import RankProcess
 from learner.sft.rows import SftDataset, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -33,14 +27,14 @@ class RowSource(BatchSource):
 
     loss = staticmethod(cross_entropy)
 
-    def __init__(
-        self,
-        config: SftConfig,
-        dataset: SftDataset,
-        stop_requested: Callable[[], str | None] = lambda: None,
-    ) -> None:
-        """`stop_requested` returns why the run should drain, None while it should not."""
-        self._config, self._dataset, self._stop_requested = config, dataset, stop_requested
+    def __init__(self, config: SftConfig, stop_requested: Callable[[], str | None]) -> None:
+        """Read and check the rows; raises UsageError.
+
+        `stop_requested` returns why the run should drain, None while it should not.
+        """
+        tokenizer = load_tokenizer(Path(config.model.path))
+        self.dataset = SftDataset(Path(config.tasks.dataset), tokenizer, config.run.seed, config.tasks.shuffle)
+        self._config, self._stop_requested = config, stop_requested
         self._logged_s = time.monotonic()
 
     def next_command(self, step: int) -> Command:
@@ -50,7 +44,7 @@ class RowSource(BatchSource):
         return Train(step, [])
 
     def batch(self, step: int, groups: Sequence[StoredGroup]) -> TrainingBatch:
-        documents = self._dataset.step(step, self._config.learner.sequences_per_step)
+        documents = self.dataset.step(step, self._config.learner.sequences_per_step)
         statistics = BatchStatistics(
             samples=len(documents),
             tokens_trained=sum(int(document.loss_mask.sum()) for document in documents),
@@ -73,35 +67,3 @@ class RowSource(BatchSource):
             sequence_tokens=step.batch.statistics.sequence_tokens,
             step_s=step.times.step_s,
         )
-
-
-class WarmStart:
-    """As learner.loop.rollout_job.RolloutJob, for a warm start."""
-
-    def __init__(self, config: SftConfig, run_dir: RunDir, process: RankProcess) -> None:
-        """Read and check the rows, on every rank; raises UsageError."""
-        self._config, self._run_dir, self._process = config, run_dir, process
-        tasks = config.tasks
-        self._dataset = SftDataset(
-            Path(tasks.dataset), load_tokenizer(Path(config.model.path)), config.run.seed, tasks.shuffle
-        )
-        self.files: RunFiles | None = None
-
-    def prepare(self) -> Resume:
-        self._run_dir.prepare(self._config)
-        self.files = files = RunFiles(self._run_dir, self._config.learner.checkpoint.keep)
-        resume, _ = find_start(self._config, self._run_dir, files.checkpoints, files.events, self._dataset.digest)
-        files.begin(resume)
-        return resume
-
-    def source(self, backend: Backend, resume: Resume) -> BatchSource:
-        if self.files is not None:
-            self.files.open_metrics(resume.version)
-        return RowSource(self._config, self._dataset, self._process.stop_requested)
-
-    def report_silence(self, ranks: str) -> None:
-        """A warm start has no reporter; the log of the rank that ends says it."""
-
-    def close(self, state: str, version: int, reason: str = "") -> None:
-        if self.files is not None:
-            self.files.close(state, version, reason)

@@ -37,8 +37,7 @@ from common.config.schema import (
 from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import write_atomic
 from common.rollouts import Sample, VersionRun, decode_group
-from learner.loop.task_source import TaskSource
-from learner.loop.task_stream import TaskStream
+from learner.loop.tasks import TaskSource, TaskStream
 from rollout_fleet.episode.driver import Progress
 from rollout_fleet.episode.group_runner import GroupRunner
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState

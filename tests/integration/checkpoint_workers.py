@@ -41,7 +41,7 @@ def job_resume(folder: Path, spec: dict[str, Any]) -> None:
 def job_fresh(folder: Path, spec: dict[str, Any]) -> None:
     """A checkpoint from before the first step, loaded into an optimizer that has taken some."""
     backend = tiny_models.backend(folder, spec)
-    backend.save_checkpoint(folder / "checkpoints" / spec["name"])
+    tiny_models.save(backend, folder / "checkpoints" / spec["name"])
     steps = [[tiny_models.step(backend, n) for n in range(2)]]
     backend.load_checkpoint(folder / "checkpoints" / spec["name"])
     steps.append([tiny_models.step(backend, n) for n in range(2)])
@@ -60,7 +60,7 @@ def job_full_disk(folder: Path, spec: dict[str, Any]) -> None:
         if small and backend.rank == backend.world_size - 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # writing more is an OSError
         try:
-            backend.save_checkpoint(folder / "checkpoints" / f"{spec['name']}-{attempt}")
+            tiny_models.save(backend, folder / "checkpoints" / f"{spec['name']}-{attempt}")
             messages.append("")
         except SlipstreamError as error:
             messages.append(str(error))

@@ -34,7 +34,7 @@ def job_train(folder: Path, spec: dict[str, Any]) -> None:
             )
         )
         begun = str(checkpoints.begin(STEPS)).encode()
-    backend.save_checkpoint(Path(backend.broadcast_bytes(begun if backend.rank == 0 else None).decode()))
+    tiny_models.save(backend, Path(backend.broadcast_bytes(begun if backend.rank == 0 else None).decode()))
     if backend.rank == 0:
         checkpoints.finish(TrainerState(policy_version=STEPS, incarnation=0, tasks=StreamState()))
     rows = backend.logprobs(tiny_models.share(backend, 0), tiny_models.TEMPERATURE)

@@ -40,7 +40,8 @@ def job_measure(folder: Path, spec: dict[str, Any]) -> None:
     result["optimizer"] = sum(_optimizer_bytes(o) for o in backend.optimizer.megatron.chained_optimizers)
     if spec["ranks"] == 1:
         path = folder / "checkpoints" / spec["name"]
-        backend.save_checkpoint(path)
+        backend.start_checkpoint(path)
+        backend.checkpoint_done(wait=True)
         result["checkpoint"] = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     fork_rig.write(folder / spec["name"], backend.rank, {}, result)
 

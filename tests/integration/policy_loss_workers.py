@@ -87,7 +87,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
         backend.optimizer.zero_grad()
         totals = backend.schedule.train(mine, policy_loss(config, MAX_TOKENS), tiny_models.TEMPERATURE, entropy=True)
         found = {f"gradient.{n}": x for n, x in gradients(backend).items()}
-        figures = dict(sums=totals.sums, histograms=totals.histograms, maxima=totals.maxima)
+        figures = dict(sums=totals.sums, maxima=totals.maxima)
         result = {"loss": totals.loss_sum / totals.denominator, "tokens": totals.loss_tokens, **figures}
         fork_rig.write(folder / spec["name"] / name, backend.rank, found, result)
 
@@ -136,11 +136,7 @@ def _whole(packs: list[Microbatch]) -> Microbatch:
 
 
 def _figures(out: Any) -> dict[str, Any]:
-    return {
-        "sums": {n: x.item() for n, x in out.sums.items()},
-        "histograms": {n: x.tolist() for n, x in out.histograms.items()},
-        "maxima": {n: x.item() for n, x in out.maxima.items()},
-    }
+    return {part: {n: x.tolist() for n, x in getattr(out, part).items()} for part in ("sums", "maxima")}
 
 
 JOBS = {"reference": job_reference, "layout": job_layout, "spoiled": job_spoiled}

@@ -194,7 +194,7 @@ def test_killed_with_9_at_any_moment_of_a_save_it_resumes_from_the_one_before(
     draw = random.Random(11)
     with job.served() as client, process([sys.executable, str(HERE / "learner_forks.py")], stdin=True) as forks:
         hits = 0
-        for moment in (".step-*.tmp", "*/.model.partial/*", "*/.model.partial/*.distcp", ".step-*.tmp/model", "step-*"):
+        for moment in (".step-*", ".step-*/model", ".step-*/model/*", ".step-*/model/metadata.json", "step-*"):
             hits += kill_in_a_save(job, forks, draw.uniform(0.0, 0.01), moment)
             complete = [path.name for path in job.run.checkpoints.glob("step-*")]
             assert len(complete) <= 2  # the newest, and before it is pruned the one before

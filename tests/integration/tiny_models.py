@@ -107,3 +107,9 @@ def backend(folder: Path, spec: dict[str, Any]) -> Any:
         optimizer=OPTIMIZER,
     )
     return MegatronBackend(model, learner, total_steps=10, seed=spec.get("seed", 1))
+
+
+def save(backend: Any, path: Path) -> None:
+    """A checkpoint that is on the disk on return. Collective."""
+    backend.start_checkpoint(path)
+    backend.checkpoint_done(wait=True)

@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.backend_protocol import shapes_agree
 from learner.batch.packing import FILLER, Document, cost, counted_places, microbatches_for, plan
 
 
@@ -26,7 +25,7 @@ class Case:
         """Cost of every rank's microbatches."""
         bound = max(1, int(self.places.sum())) if roomy else self.bound
         costs = cost(self.places, self.hidden_size)
-        plans = plan(self.documents, self.ranks, bound, "key", self.multiple, self.hidden_size)
+        plans = plan(self.documents, self.ranks, bound, self.multiple, self.hidden_size)
         return [sum(costs[i] for numbers in rank for i in numbers) for rank in plans]
 
 
@@ -58,7 +57,9 @@ def test_every_loss_token_exactly_once_and_within_the_bound(case: Case) -> None:
     trained: list[int] = []
     seen: list[int] = []
     for batch in (batch for part in parts for batch in part):
-        assert shapes_agree(batch)
+        n = sum(batch.document_lengths)
+        arrays = (batch.tokens, batch.targets, batch.positions, batch.loss_mask, batch.advantages)
+        assert all(x.shape == (n,) for x in (*arrays, batch.behavior_logprobs))
         counted = counted_places(np.array(batch.document_lengths), case.multiple).sum()
         assert counted <= case.bound or batch.document_lengths == (FILLER.places,)
         chosen = batch.loss_mask > 0
@@ -81,7 +82,7 @@ def test_ranks_differ_by_no_more_than_the_most_expensive_document(case: Case) ->
 @settings(deadline=None)
 @given(cases())
 def test_at_most_twice_as_many_microbatches_as_the_tokens_need(case: Case) -> None:
-    plans = plan(case.documents, case.ranks, case.bound, "key", case.multiple, case.hidden_size)
+    plans = plan(case.documents, case.ranks, case.bound, case.multiple, case.hidden_size)
     # With a microbatch less all would have been more than half full; their number grows by a rank's or 5 % at a time.
     half_full = 2 * int(case.places.sum()) / case.bound
     assert len(plans[0]) * case.ranks <= 1.05 * half_full + case.ranks

@@ -2,17 +2,18 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from learner.megatron import parallel
-from learner.megatron.conversion import atomic_folder
-from learner.megatron.model import Model
+from learner.megatron.conversion import hf_folder
+from learner.megatron.conversion.model import Model
 
 SHARD_BYTES = 4 << 30
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -24,6 +25,7 @@ class Exporter:
     def __init__(self, model: Model, chunks: list[Any]) -> None:
         self.model, self.chunks = model, chunks
 
+    @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, on every rank, in the same order each time. Collective.
 
@@ -42,39 +44,37 @@ class Exporter:
 
     def save(self, source: Path, path: Path) -> None:
         """A folder like `source` with the current weights, complete or absent. Collective."""
-        writer = dist.get_rank() == 0
-        shards: list[dict[str, Tensor]] = [{}]
-        files: list[tuple[Path, list[str]]] = []
-        staging = atomic_folder.prepare(path) if writer else path
-        size = 0
-
-        def flush() -> None:
-            file = staging / f"part-{len(files)}.safetensors"
-            save_file(shards[0], file, metadata={"format": "pt"})
-            file.chmod(0o644)  # safetensors leaves it readable by the owner alone
-            files.append((file, list(shards[0])))
-            shards[0] = {}
-
-        total = 0
-        for name, tensor in self.tensors():
-            if not writer:
-                continue
-            n = tensor.numel() * tensor.element_size()
-            if size + n > SHARD_BYTES and shards[0]:
-                flush()
-                size = 0
-            shards[0][name] = tensor.detach().to("cpu", copy=True).contiguous()
-            size += n
-            total += n
-        if writer:
-            flush()
-            _name_shards(staging, files, total)
-            _copy_others(source, staging)
-            atomic_folder.publish(path)
+        if dist.get_rank() == 0:
+            with hf_folder.new_folder(path) as staging:
+                _write_shards(staging, self.tensors())
+                _copy_others(source, staging)
+        else:
+            for _ in self.tensors():
+                pass
         parallel.barrier()
 
 
-def _name_shards(folder: Path, files: list[tuple[Path, list[str]]], total_bytes: int) -> None:
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Files of at most SHARD_BYTES, and an index if there are several."""
+    files: list[tuple[Path, list[str]]] = []
+    shard: dict[str, Tensor] = {}
+    size = total = 0
+
+    def flush() -> None:
+        file = folder / f"part-{len(files)}.safetensors"
+        save_file(shard, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors leaves it readable by the owner alone
+        files.append((file, list(shard)))
+        shard.clear()
+
+    for name, tensor in tensors:
+        n = tensor.numel() * tensor.element_size()
+        if size + n > SHARD_BYTES and shard:
+            flush()
+            size = 0
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size, total = size + n, total + n
+    flush()
     if len(files) == 1:
         files[0][0].rename(folder / "model.safetensors")
         return
@@ -83,7 +83,7 @@ def _name_shards(folder: Path, files: list[tuple[Path, list[str]]], total_bytes:
         name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
         file.rename(folder / name)
         weight_map.update(dict.fromkeys(names, name))
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 

@@ -19,12 +19,14 @@ import transformers
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from common.config.schema import ParallelConfig
+from common.config.schema import MoeConfig, ParallelConfig
 from common.errors import SlipstreamError, UsageError
 from learner.backend_protocol import Microbatch
 from learner.megatron import parallel
 from learner.megatron.conversion import hf_folder, tiny_model
-from learner.megatron.model import Model
+from learner.megatron.conversion.model import build
+from learner.megatron.moe import Experts
+from learner.megatron.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +37,7 @@ SHARE = 0.9
 FLOOR_CPU, FLOOR_CUDA = 1e-3, 5e-2  # smallest limits in nats; CUDA multiplies float32 as TF32 in other kernels
 ROUNDING = 4.0  # times the error that Hugging Face itself makes in the model's dtype
 
-Build = Callable[[Path, Any, torch.dtype, ParallelConfig], Model]
 LogProbs = Callable[[list[Microbatch], float], list[Tensor]]
-Forward = Callable[[Model], LogProbs]
 
 
 class _Expected(msgspec.Struct):
@@ -47,21 +47,10 @@ class _Expected(msgspec.Struct):
     limit: float
 
 
-def check_translation(
-    path: Path, config: Any, dtype: torch.dtype, layout: ParallelConfig, build: Build, forward: Forward
-) -> None:
-    """Compare a miniature of `config` under `layout`. Collective, after parallel.initialize.
+def check_translation(path: Path, config: Any, dtype: torch.dtype, layout: ParallelConfig) -> None:
+    """Compare a miniature of `config`, the model's in `path`, under `layout`. Collective; raises UsageError.
 
-    Args:
-        path: the model's folder, for the message.
-        config: its transformers configuration.
-        dtype: the model's dtype; the miniature has it too where there is CUDA.
-        layout: the miniature has as many layers on each stage.
-        build: learner.megatron.model.build.
-        forward: gives the log-probability function of a built model.
-
-    Raises:
-        UsageError: they differ.
+    It has the model's dtype only where there is CUDA.
     """
     layout = msgspec.structs.replace(layout, first_stage_layers=None, last_stage_layers=None)
     kind = dtype if torch.cuda.is_available() else torch.float32
@@ -70,11 +59,13 @@ def check_translation(
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         expected = _miniature(Path(folder), small, kind)
         try:
-            model = build(Path(folder), hf_folder.read_config(Path(folder)), kind, layout)
+            model = build(Path(folder), hf_folder.read_config(Path(folder)), kind, layout, MoeConfig())
         except UsageError as error:
             raise UsageError(str(error).replace(folder, f"{path} (a miniature of it)")) from None
-        found = forward(model)([_documents(small.vocab_size)], 1.0)[0]
-        del model
+        experts = Experts(model.chunks, model.config, MoeConfig())
+        schedule = Schedule(model.chunks, model.config, parallel.device(), experts)
+        found = schedule.logprobs([_documents(small.vocab_size)], 1.0)[0]
+        del model, experts, schedule
     gc.collect()
     tracker.set_states(state)  # the model that follows starts as if there had been none
     torch.set_rng_state(random)
@@ -82,16 +73,9 @@ def check_translation(
 
 
 def check_weights(path: Path, config: Any, dtype: torch.dtype, logprobs: LogProbs) -> None:
-    """Compare the loaded model itself if its folder has at most SMALL_BYTES of weights. Collective.
+    """Compare the loaded model itself if its folder has at most SMALL_BYTES of weights. Collective; raises UsageError.
 
-    Args:
-        path: the model's folder.
-        config: its transformers configuration.
-        dtype: the dtype that it was loaded in.
-        logprobs: the loaded model's function, as learner.backend_protocol.Backend has it.
-
-    Raises:
-        UsageError: they differ.
+    `logprobs` is the loaded model's function, as learner.backend_protocol.Backend has it.
     """
     if sum(file.stat().st_size for file in path.glob("*.safetensors")) > SMALL_BYTES:
         return

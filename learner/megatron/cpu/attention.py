@@ -1,7 +1,7 @@
 """Core attention without Transformer Engine: torch's SDPA, causal, documents packed end to end (THD).
 
-Takes the place of TEDotProductAttention in a layer spec. Layouts are Megatron's own: sbhd, q [s, b, heads, dim];
-thd, q [t, heads, dim] with document bounds in PackedSeqParams.
+Takes the place of TEDotProductAttention in a layer spec. The layout is Megatron's thd: q [t, heads, dim], with the
+bounds of the documents in PackedSeqParams.
 """
 
 import math
@@ -47,14 +47,10 @@ class AttentionPlan:
     mask, so only the gather and the scatter need the true lengths. Under context parallelism this rank has the queries
     of two chunks of each document, and the keys of whole documents, gathered from all ranks (pack_layout.py).
 
-    Args:
-        lengths: lengths of the documents over all context ranks; multiples of 2 * contexts if there are several.
-        contexts: context-parallel ranks.
-        rank: this context-parallel rank.
-        window: tokens to the left that a query sees besides itself; None: all.
     """
 
     def __init__(self, lengths: list[int], contexts: int = 1, rank: int = 0, window: int | None = None) -> None:
+        """`lengths` of the documents are over all context ranks; `window` tokens to the left are seen (None: all)."""
         if contexts > 1 and any(n % (2 * contexts) for n in lengths):
             raise ValueError(f"documents must be padded to a multiple of {2 * contexts}")
         grouped: dict[int, list[tuple[int, int]]] = {}
@@ -156,14 +152,12 @@ class SDPACoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Queries [s, b, heads, dim] give [s, b, heads * dim]; packed queries [t, heads, dim] give [t, heads * dim]."""
-        if attention_bias is not None:
-            raise NotImplementedError("attention bias without Transformer Engine")
+        """Packed queries [t, heads, dim] give [t, heads * dim]."""
+        if packed_seq_params is None or attention_bias is not None:
+            raise NotImplementedError("unpacked sequences or attention bias without Transformer Engine")
         if (attn_mask_type or self.attn_mask_type) not in _CAUSAL:
             raise NotImplementedError("only causal attention without Transformer Engine")
         if self.context.size() > 1:
-            if packed_seq_params is None:
-                raise NotImplementedError("context parallelism of unpacked sequences without Transformer Engine")
             sizes = [key.size(-1), value.size(-1)]
             # backward sums what the queries of every rank ask of this rank's keys and values
             both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.context)
@@ -171,13 +165,7 @@ class SDPACoreAttention(MegatronModule):
         repeats = query.size(-2) // key.size(-2)
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=-2) for x in (key, value))
-        if packed_seq_params is not None:
-            plan = AttentionPlan.of(packed_seq_params, self.context.size(), self.context.rank(), self.window)
-            return self._packed(query, key, value, plan)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, dim]
-        return self._attend(q, k, v, self._windowed(q.size(2))).permute(2, 0, 1, 3).flatten(2)
-
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+        plan = AttentionPlan.of(packed_seq_params, self.context.size(), self.context.rank(), self.window)
         if plan.total != query.size(0):
             raise ValueError(f"documents cover {plan.total} positions of this rank, the pack has {query.size(0)}")
         outputs = []
@@ -186,14 +174,8 @@ class SDPACoreAttention(MegatronModule):
                 x.index_select(0, index).unflatten(0, (group.documents, -1)).transpose(1, 2)
                 for x, index in ((query, group.queries), (key, group.keys), (value, group.keys))
             )
-            outputs.append(self._attend(q, k, v, group.seen).transpose(1, 2).flatten(0, 1))
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=group.seen, is_causal=group.seen is None, scale=self.scale
+            )
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, plan.order).flatten(1)
-
-    def _windowed(self, n: int) -> Tensor | None:
-        if self.window is None or self.window >= n - 1:
-            return None
-        i, j = torch.arange(n)[:, None], torch.arange(n)[None]
-        return (j <= i) & (j >= i - self.window)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.scale)

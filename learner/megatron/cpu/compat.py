@@ -49,7 +49,7 @@ def enable() -> None:
         return
     if any(name.startswith("megatron.") for name in sys.modules):
         raise RuntimeError("compat.enable() must come before the first import of megatron")
-    _check_versions()
+    check_versions()
     _view = _torch_view()
     sys.meta_path.insert(0, _Finder())
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
@@ -63,7 +63,8 @@ def enable() -> None:
     layers.register()
 
 
-def _check_versions() -> None:
+def check_versions() -> None:
+    """Raise UsageError for another version of megatron-core or megatron-bridge than the verified one."""
     for package, verified in VERIFIED.items():
         try:
             found = importlib.metadata.version(package)

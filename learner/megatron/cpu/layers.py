@@ -9,62 +9,49 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
-from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from learner.megatron.cpu.attention import SDPACoreAttention
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, config: Any, eps: float) -> Tensor:
-    if config.layernorm_zero_centered_gamma:
-        weight = weight + 1
-    if config.normalization == "RMSNorm":
-        return (F.rms_norm(x.float(), (x.size(-1),), None, eps) * weight.float()).to(x.dtype)
-    return F.layer_norm(x.float(), (x.size(-1),), weight.float(), bias.float(), eps).to(x.dtype)
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (F.rms_norm(x.float(), (x.size(-1),), None, eps) * weight.float()).to(x.dtype)
 
 
-def _norm_parameters(config: Any, size: int) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
-    fill = 0.0 if config.layernorm_zero_centered_gamma else 1.0
-    weight = torch.nn.Parameter(torch.full((size,), fill, dtype=config.params_dtype))
-    bias = None
-    if config.normalization == "LayerNorm":
-        bias = torch.nn.Parameter(torch.zeros(size, dtype=config.params_dtype))
-    for parameter in (weight, bias):
-        if parameter is not None:
-            parameter.sequence_parallel = config.sequence_parallel
-    return weight, bias
+def _norm_weight(config: Any, size: int) -> torch.nn.Parameter:
+    if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
+        raise NotImplementedError(f"normalization {config.normalization} without Transformer Engine")
+    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+    weight.sequence_parallel = config.sequence_parallel
+    return weight
 
 
 class Norm(torch.nn.Module):
-    """TENorm: RMSNorm or LayerNorm, computed in float32."""
+    """TENorm: RMSNorm, computed in float32."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        self.config, self.eps = config, eps
-        self.weight, self.bias = _norm_parameters(config, hidden_size)
+        self.eps, self.weight = eps, _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _norm(x, self.weight, self.bias, self.config, self.eps)
+        return _norm(x, self.weight, self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
-    """TELayerNormColumnParallelLinear: the norm's parameters live in the linear layer."""
+    """TELayerNormColumnParallelLinear: the norm's weight lives in the linear layer."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.eps = config.layernorm_epsilon
-        self.layer_norm_weight, self.layer_norm_bias = _norm_parameters(config, input_size)
+        self.eps, self.layer_norm_weight = config.layernorm_epsilon, _norm_weight(config, input_size)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(
-            _norm(x, self.layer_norm_weight, self.layer_norm_bias, self.config, self.eps), *args, **kwargs
-        )
+        return super().forward(_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
 
 
 class DuplicatedLinear(torch.nn.Module):
@@ -94,16 +81,6 @@ class DuplicatedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return F.linear(x, self.weight), None
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
-        return make_sharded_tensors_for_checkpoint(
-            {"weight": self.weight},
-            prefix,
-            None,
-            sharded_offsets,
-            tp_group=mpu.get_tensor_model_parallel_group(),
-            dp_cp_group=metadata["dp_cp_group"],
-        )
 
 
 class _GroupedLinear(torch.nn.Module):
@@ -183,17 +160,11 @@ ColumnParallelGroupedLinear.__name__ = "TEColumnParallelGroupedLinear"
 RowParallelGroupedLinear.__name__ = "TERowParallelGroupedLinear"
 
 
-class CpuSpecProvider(BackendSpecProvider):
+class CpuSpecProvider(LocalSpecProvider):
     """Answers megatron-core's layer specs in Transformer Engine's place."""
 
     def linear(self) -> type:
         return DuplicatedLinear
-
-    def column_parallel_linear(self) -> type:
-        return ColumnParallelLinear
-
-    def row_parallel_linear(self) -> type:
-        return RowParallelLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
@@ -207,14 +178,11 @@ class CpuSpecProvider(BackendSpecProvider):
     def core_attention(self) -> type:
         return SDPACoreAttention
 
-    def activation_func(self) -> None:
-        return None
-
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
-        if moe_use_grouped_gemm:
-            grouped = MLPSubmodules(linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear)
-            return TEGroupedMLP, grouped
-        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        if not moe_use_grouped_gemm:
+            return super().grouped_mlp_modules(moe_use_grouped_gemm, moe_use_legacy_grouped_gemm)
+        grouped = MLPSubmodules(linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear)
+        return TEGroupedMLP, grouped
 
 
 def register() -> None:

@@ -39,7 +39,7 @@ from launch.doctor.findings import Finding
 from launch.doctor.machine import Gpu, Machine
 from launch.keys import make
 from launch.plan.review import review
-from learner.loop.learner_record import write_record
+from learner.loop.run_files import write_record
 from tests.launch_rig import MODELS, ROOT, config_of, living_broker, model_folder, write_broker
 from tests.redis_server import RedisServer, free_port
 from tests.waiting import LIMIT_S, until

@@ -46,7 +46,7 @@ def test_full_sequences_fill_microbatches_as_packing_does() -> None:
         found = batch(job(max_model_len=length, learner={"world_size": ranks}))
         tokens = np.zeros(length, np.int32)
         documents = [Document(tokens, tokens.astype(np.uint8)) for _ in range(32)]
-        assert found.microbatches == len(plan(documents, ranks, 4096, "key")[0])
+        assert found.microbatches == len(plan(documents, ranks, 4096)[0])
         assert (found.sequences, found.longest, found.tokens) == (32, length - 1, 32 * (length - 1))
 
 

@@ -8,7 +8,7 @@ import pytest
 from common.config.schema import ModelConfig, RunConfig, SftConfig, SftTasksConfig
 from common.process.run_dir import RunDir
 from launch.cli import main
-from learner.loop.learner_record import write_record
+from learner.loop.run_files import write_record
 from tests.launch_rig import json_of
 
 STEPS = 20

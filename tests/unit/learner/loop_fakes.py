@@ -24,12 +24,9 @@ from common.weights.messages import Canary
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder
 from learner.loop.lead_rank import Lead
-from learner.loop.resume import find_start
-from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import Reporter
-from learner.loop.task_source import TaskSource
-from learner.loop.task_stream import TaskStream
+from learner.loop.tasks import TaskSource, TaskStream
 from learner.loop.trainer import Trainer
 from learner.publish.figures import PublishStats
 from learner.publish.publisher import PublishReceipt
@@ -62,7 +59,7 @@ class BigramBackend:
             raise Killed
         self.steps += 1
         self.table.grad = None
-        total, divisor, sums, maxima, histograms = 0.0, 0.0, {}, {}, {}
+        total, divisor, sums, maxima = 0.0, 0.0, {}, {}
         tokens = int(sum(batch.loss_mask.sum() for batch in microbatches))
         for batch in microbatches:
             logprobs = torch.log_softmax(self.table[batch.tokens] / temperature, -1)
@@ -72,18 +69,15 @@ class BigramBackend:
             total += out.loss_sum.item()
             divisor += tokens if out.denominator is None else out.denominator.item()
             for name, value in out.sums.items():
-                sums[name] = sums.get(name, 0.0) + value.item()
+                sums[name] = sums.get(name, 0.0) + value.double()
             for name, value in out.maxima.items():
                 maxima[name] = max(maxima.get(name, 0.0), value.item())
-            for name, values in out.histograms.items():
-                histograms[name] = [
-                    a + b for a, b in zip(histograms.get(name, [0.0] * len(values)), values.tolist(), strict=True)
-                ]
         with torch.no_grad():
             self.table.grad /= max(divisor, 1e-9)
             self.table -= 0.5 * self.table.grad
         norm = self.table.grad.norm().item()
-        return StepResult(total / max(divisor, 1e-9), tokens, norm, 0.5, sums, maxima, histograms)
+        sums = {name: value.tolist() for name, value in sums.items()}
+        return StepResult(total / max(divisor, 1e-9), tokens, norm, 0.5, sums, maxima)
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         with torch.no_grad():
@@ -98,6 +92,7 @@ class BigramBackend:
         yield "table", self.table.detach()
 
     def save_hf(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         np.save(path / "table.npy", self.table.detach().numpy())
 
@@ -292,7 +287,7 @@ def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> W
     """A learner as main.py would build it, with fakes where other processes would be."""
     run_dir = RunDir(config.run.dir)
     run_dir.path.mkdir(parents=True, exist_ok=True)
-    files = RunFiles(run_dir, config.learner.checkpoint.keep)
+    files = RunFiles(config, run_dir)
     size, k = config.learner.groups_per_step, config.staleness.max
     memory = memory or MemoryBroker(RunInfo("test", config.run.dir, size, k, config.tasks.max_attempts, 60.0, 1 << 30))
     publisher, backend, stop = RecordingPublisher(), BigramBackend(), []
@@ -300,16 +295,12 @@ def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> W
     broker = FedBroker(memory, fleet, files.checkpoints)
     source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
     reporter = Reporter(NoSink)
-    resume, state = find_start(config, run_dir, files.checkpoints, files.events, source.digest, reporter.take_over)
-    if resume.checkpoint:
-        backend.load_checkpoint(Path(resume.checkpoint) / MODEL_FOLDER)
-    files.begin(resume)
-    files.open_metrics(resume.version)
-    tasks = TaskStream(source, state.tasks if state else None)
+    state = files.start(source.digest, reporter.take_over)
+    if state.policy_version:
+        backend.load_checkpoint(files.checkpoints.path(state.policy_version) / MODEL_FOLDER)
+    tasks = TaskStream(source, state.tasks)
     lead = Lead(config, broker, publisher, tasks, files, reporter, lambda: stop[0] if stop else None)
-    lead.attach(resume.version)
-    rollouts = RolloutSource(config, backend, resume.incarnation, lead)
-    trainer = Trainer(config, run_dir, backend, rollouts, resume, files)
+    trainer = Trainer(config, run_dir, backend, lead, state, files)
     return World(config, memory, publisher, fleet, broker, backend, trainer, lead, stop)
 
 

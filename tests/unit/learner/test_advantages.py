@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from common.config.schema import LossConfig
-from learner.loss.advantages import ADVANTAGES, STD_EPS, GroupRewards, dr_grpo, grpo, reinforce_pp, rloo
+from learner.loss.advantages import ADVANTAGES, STD_EPS, dr_grpo, grpo, reinforce_pp, rloo
 
 WITHIN_GROUPS = [grpo, dr_grpo, rloo]
 
 
-def group(rewards: list[float], valid: list[bool] | None = None) -> GroupRewards:
-    return GroupRewards(np.array(rewards), np.array([True] * len(rewards) if valid is None else valid))
+def group(rewards: list[float], valid: list[bool] | None = None) -> np.ndarray:
+    return np.where([True] * len(rewards) if valid is None else valid, rewards, np.nan)
 
 
 def test_dr_grpo_is_the_distance_from_the_group_mean() -> None:

@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from common.errors import UsageError
-from learner.backend_protocol import shapes_agree
 from learner.batch.packing import Document, build, cost, microbatches_for, plan
-
-KEY = "learner.micro_batch_tokens"
 
 
 def document(tokens: int, start: int = 0, advantage: float = 0.0) -> Document:
@@ -22,7 +19,6 @@ def document(tokens: int, start: int = 0, advantage: float = 0.0) -> Document:
 
 def test_a_microbatch_holds_shifted_targets_and_their_own_figures() -> None:
     (batch,) = build([document(3, 10, 0.5), document(4, 20, -1.0)], [[0, 1]])
-    assert shapes_agree(batch)
     assert batch.tokens.tolist() == [10, 11, 20, 21, 22]
     assert batch.targets.tolist() == [11, 12, 21, 22, 23]
     assert batch.positions.tolist() == [0, 1, 0, 1, 2]
@@ -49,7 +45,7 @@ def test_supervised_documents_get_zeros_for_what_they_lack() -> None:
 
 
 def test_no_documents_still_give_one_microbatch_per_rank() -> None:
-    assert plan([], 3, 100, KEY) == [[[]], [[]], [[]]]
+    assert plan([], 3, 100) == [[[]], [[]], [[]]]
 
 
 def test_a_document_longer_than_the_bound_names_the_key() -> None:
@@ -74,20 +70,20 @@ def test_cost_of_attention_is_kaplans_ratio() -> None:
 
 def test_long_documents_weigh_more_than_their_tokens() -> None:
     documents = [document(9), *[document(2)] * 8]
-    by_places = plan(documents, 2, 100, KEY)
+    by_places = plan(documents, 2, 100)
     assert sorted(sum(documents[i].places for i in rank[0]) for rank in by_places) == [8, 8]
-    by_cost = plan(documents, 2, 100, KEY, hidden_size=1)  # 8 + 64 / 12 = 13.3 against 1.08
+    by_cost = plan(documents, 2, 100, hidden_size=1)  # 8 + 64 / 12 = 13.3 against 1.08
     assert sorted(len(rank[0]) for rank in by_cost) == [1, 8]
-    assert [0] in [rank[0] for rank in plan([document(9), *[document(2)] * 12], 2, 100, KEY, hidden_size=1)]
+    assert [0] in [rank[0] for rank in plan([document(9), *[document(2)] * 12], 2, 100, hidden_size=1)]
 
 
 def test_the_number_of_microbatches_is_near_the_least_possible() -> None:
     draw = np.random.default_rng(1)
     documents = [document(int(n)) for n in draw.integers(100, 1000, 500)]
-    count = len(plan(documents, 1, 4096, KEY)[0])
+    count = len(plan(documents, 1, 4096)[0])
     assert count <= 1.1 * sum(d.places for d in documents) / 4096 + 1
 
 
 def test_the_order_of_documents_is_kept_within_a_microbatch() -> None:
-    plans = plan([document(n) for n in (5, 30, 6, 20, 7)], 1, 1000, KEY)
+    plans = plan([document(n) for n in (5, 30, 6, 20, 7)], 1, 1000)
     assert plans == [[[0, 1, 2, 3, 4]]]

@@ -16,8 +16,8 @@ from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.run_dir import BrokerFile, RunDir, write_json
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
-from learner.loop.learner_record import next_incarnation, read_record, write_record
-from learner.loop.rollout_job import prepare_lead
+from learner.loop.lead_rank import Lead, prepare_lead
+from learner.loop.run_files import RunFiles, read_record, write_record
 from learner.loop.status_reporter import Reporter
 from tests.waiting import LIMIT_S
 
@@ -59,15 +59,31 @@ def _dead_pid() -> int:
     return child
 
 
-def test_incarnations_count_over_records_and_checkpoints(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    assert next_incarnation(run_dir, None) == 0
-    write_record(run_dir, 0, "running", 0)
-    assert next_incarnation(run_dir, None) == 1
-    assert next_incarnation(run_dir, 4) == 5
+def test_incarnations_count_over_records_and_checkpoints(make_config: MakeConfig) -> None:
+    config = make_config()
+    run_dir = RunDir(config.run.dir)
+
+    def next_incarnation() -> int:
+        run_dir.prepare(config)
+        files = RunFiles(config, run_dir)
+        state = files.start("digest")
+        files.events.close()
+        return state.incarnation
+
+    assert [next_incarnation(), next_incarnation()] == [0, 1]
+    folder = CheckpointFolder(run_dir.checkpoints, 2)
+    folder.begin(2).mkdir()
+    folder.finish(TrainerState(policy_version=2, incarnation=4, tasks=StreamState(), dataset_digest="digest"))
+    assert next_incarnation() == 5
     run_dir.learner_json.write_text("{torn")
     assert read_record(run_dir) is None
-    assert next_incarnation(run_dir, 4) == 5
+    assert next_incarnation() == 5
+
+
+def prepare(config: Config) -> tuple[Lead, TrainerState]:
+    run_dir = RunDir(config.run.dir)
+    run_dir.prepare(config)
+    return prepare_lead(config, run_dir, RunFiles(config, run_dir), "tcp://127.0.0.1:9", lambda: None)
 
 
 def test_another_dataset_is_refused_at_resume(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -77,7 +93,7 @@ def test_another_dataset_is_refused_at_resume(make_config: MakeConfig, tmp_path:
     folder.begin(2).mkdir()
     folder.finish(TrainerState(policy_version=2, incarnation=0, tasks=StreamState(), dataset_digest="other"))
     with pytest.raises(UsageError, match=r"tasks\.dataset: .* changed since .*step-000002"):
-        prepare_lead(config, run_dir, "tcp://127.0.0.1:9")
+        prepare(config)
 
 
 class ClosableLearner(MemoryLearner):
@@ -89,18 +105,17 @@ class ClosableLearner(MemoryLearner):
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
     """The broker that `prepare_lead` finds."""
     broker = MemoryBroker(RunInfo("run", "RUN", 1, 2, 3, 60.0, 1 << 30))
-    monkeypatch.setattr("learner.loop.rollout_job.connect", lambda access: ClosableLearner(broker.state))
+    monkeypatch.setattr("learner.loop.lead_rank.connect", lambda access: ClosableLearner(broker.state))
     return broker
 
 
 def test_the_config_may_be_changed_where_that_is_harmless(make_config: MakeConfig, memory: MemoryBroker) -> None:
     config = make_config()
-    run_dir = RunDir(config.run.dir)
-    run_dir.prepare(config)
+    RunDir(config.run.dir).prepare(config)
     longer = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=100))
-    parts = prepare_lead(longer, run_dir, "tcp://127.0.0.1:9")
-    assert parts.resume.version == 0
-    parts.files.events.close()
+    lead, state = prepare(longer)
+    assert state.policy_version == 0
+    lead.files.events.close()
 
 
 def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_read(
@@ -108,10 +123,9 @@ def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_r
 ) -> None:
     """The first one completes version 2 while the second one starts: read and committed, or neither."""
     config = make_config()
-    run_dir = RunDir(config.run.dir)
-    first = prepare_lead(config, run_dir, "tcp://127.0.0.1:9")
+    first, state = prepare(config)
     first.broker.attach(first.reporter.snapshot())
-    digest = first.resume.dataset_digest
+    digest = state.dataset_digest
 
     def complete_and_commit(version: int) -> None:
         first.files.checkpoints.begin(version).mkdir()
@@ -128,8 +142,8 @@ def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_r
         take_over(self, incarnation, policy_version)
 
     monkeypatch.setattr(Reporter, "take_over", at_the_last_moment)
-    second = prepare_lead(config, run_dir, "tcp://127.0.0.1:9")
-    assert (second.resume.version, second.resume.incarnation) == (2, 1)
+    second, state = prepare(config)
+    assert (state.policy_version, state.incarnation) == (2, 1)
     assert second.reporter.snapshot().policy_version == 2
     with pytest.raises(BrokerError, match="was replaced by incarnation 1"):
         complete_and_commit(3)

@@ -69,7 +69,7 @@ def test_a_report_names_the_nodes_that_a_version_has_not_reached() -> None:
     reporter = Reporter(Sink)
     began = time.perf_counter() - 5
     many = [Undelivered(f"n{i}", 8, "receiving", began) for i in range(SHOWN_DELIVERIES + 4)]
-    reporter.watch_publisher(lambda: many)
+    reporter.undelivered = lambda: many
     report = reporter.snapshot()
     assert [d.node_id for d in report.deliveries] == [f"n{i}" for i in range(SHOWN_DELIVERIES)]
     assert (report.deliveries[0].version, report.deliveries[0].stage) == (8, "receiving")

@@ -9,8 +9,7 @@ from broker.contract import Attached
 from common.errors import UsageError
 from common.json_lines import dataset_rows
 from learner.checkpoint.folder import StreamState
-from learner.loop.task_source import TaskSource
-from learner.loop.task_stream import TaskStream
+from learner.loop.tasks import TaskSource, TaskStream
 
 
 def dataset(folder: Path, rows: int = 10) -> Path:

@@ -180,7 +180,7 @@ def test_a_drained_run_goes_on_to_the_same_weights(make_world: MakeWorld) -> Non
     world.fleet.hold_back = lambda serial, turn: world.stop.append("SIGTERM") if serial == 6 else False
     assert world.run() == "drained"
     again = world.restart()
-    assert again.trainer.resume.incarnation == 1
+    assert again.trainer.state.incarnation == 1
     assert again.run() == "done"
     np.testing.assert_array_equal(world.final_table(), expected)
     assert [line.step for line in world.lines()] == list(range(6))

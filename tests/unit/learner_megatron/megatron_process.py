@@ -129,4 +129,4 @@ def test_torch_is_left_alone_and_megatron_sees_its_own_view() -> None:
 def test_another_version_of_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compat.VERIFIED, "megatron-core", "0.15.0")
     with pytest.raises(UsageError, match=r"needs megatron-core 0\.15\.0, found 0\.16\.1"):
-        compat._check_versions()
+        compat.check_versions()

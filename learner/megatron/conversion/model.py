@@ -17,7 +17,6 @@ from common.config.schema import MoeConfig, ParallelConfig, Recompute
 from common.errors import UsageError
 from learner.megatron import moe
 from learner.megatron.conversion import bridge_fixes, hf_folder
-from learner.megatron.conversion.architectures import check_names
 from learner.megatron.conversion.bridges import mixtral as _mixtral  # noqa: F401  (registers itself)
 
 logger = logging.getLogger(__name__)
@@ -127,7 +126,9 @@ def _check_names(path: Path, hf_config: Any, bridge: AutoBridge) -> None:
     registry, names = translator.mapping_registry(), bridge.hf_pretrained.state.source.get_all_keys()
     alike = {name: re.sub(r"(?<=\.)\d+(?=\.)", "0", name) for name in names}  # one look-up for all layers and experts
     taken = {one for one in set(alike.values()) if registry.hf_to_megatron_lookup(one) is not None}
-    check_names(path, names, [name for name, one in alike.items() if one in taken], hf_config.num_hidden_layers)
+    hf_folder.check_names(
+        path, names, [name for name, one in alike.items() if one in taken], hf_config.num_hidden_layers
+    )
 
 
 def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> None:

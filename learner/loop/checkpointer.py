@@ -7,45 +7,28 @@ One at a time: a checkpoint that is due while the last one is still being writte
 """
 
 from pathlib import Path
-from typing import Protocol
 
 from common.errors import SlipstreamError
 from learner.backend_protocol import Backend
-from learner.checkpoint.folder import CheckpointFolder, TrainerState
-
-
-class CheckpointOwner(Protocol):
-    """The lead rank's part."""
-
-    checkpoints: CheckpointFolder
-
-    def finish_checkpoint(self, state: TrainerState) -> None:
-        """Make a written checkpoint complete and durable, and only then let the broker forget its groups."""
-        ...
+from learner.checkpoint.folder import TrainerState
+from learner.loop.run_files import RunFiles
 
 
 class Checkpointer:
     """One rank's view of the checkpoint that is being written. Every method is collective."""
 
-    def __init__(self, backend: Backend, asynchronous: bool, owner: CheckpointOwner | None, version: int) -> None:
+    def __init__(self, backend: Backend, asynchronous: bool, files: RunFiles | None, version: int) -> None:
+        """`files` are given on the lead rank. A checkpoint of `version`, where the loop starts, is not needed.
+
+        Without `asynchronous`, `start` waits for the disk.
         """
-        Args:
-            backend: writes model and optimizer.
-            asynchronous: False waits for the disk in `start`.
-            owner: on the lead rank, None elsewhere.
-            version: that of the checkpoint that the loop starts from; 0 needs none.
-        """
-        self._backend, self._asynchronous, self._owner = backend, asynchronous, owner
+        self._backend, self._asynchronous, self._files = backend, asynchronous, files
         self._started = version
         self._writing = False
         self._state: TrainerState | None = None  # belongs to the one being written; on the lead rank only
 
     def start(self, version: int, state: TrainerState | None) -> None:
-        """Begin the checkpoint of `version`, unless there is one.
-
-        Args:
-            version: the loop's, and that of the backend's weights.
-            state: the loop's, on the lead rank; None elsewhere.
+        """Begin the checkpoint of `version`, unless there is one; `state` is the loop's, on the lead rank.
 
         Raises:
             SlipstreamError: this checkpoint or the last one cannot be written.
@@ -67,9 +50,9 @@ class Checkpointer:
         if not self._writing or not self._backend.checkpoint_done(wait):
             return
         self._writing = False
-        if self._owner is not None and self._state is not None:
+        if self._files is not None and self._state is not None:
             try:
-                self._owner.finish_checkpoint(self._state)
+                self._files.finish_checkpoint(self._state)
             except OSError as error:
                 raise SlipstreamError(
                     f"checkpoint of version {self._started} could not be completed: {error}"
@@ -78,12 +61,12 @@ class Checkpointer:
     def _begin(self, version: int) -> Path:
         """The backend's new folder, the same on every rank."""
         told = b""
-        if self._owner is not None:
+        if self._files is not None:
             try:
-                told = b"+" + str(self._owner.checkpoints.begin(version)).encode()
+                told = b"+" + str(self._files.checkpoints.begin(version)).encode()
             except OSError as error:
                 told = b"-" + str(error).encode()
-        told = self._backend.broadcast_bytes(told if self._owner is not None else None)
+        told = self._backend.broadcast_bytes(told if self._files is not None else None)
         if told[:1] == b"-":
             raise SlipstreamError(f"checkpoint of version {version} could not be begun: {told[1:].decode()}")
         return Path(told[1:].decode())

@@ -1,0 +1,136 @@
+"""The tasks of a job: which they are, which are offered to the broker, and which no step has consumed yet.
+
+The dataset numbers its tasks 0, 1, 2, ... (positions). Position n is row `order(epoch)[n % rows]` of epoch n // rows,
+and the order follows from (run.seed, epoch) alone. The broker numbers the tasks that it is offered likewise (serials).
+They are the same as long as the broker remembers the run. A broker that starts with an empty store counts from 0
+again, and its store has another id than the checkpoint names. A learner that resumes then offers first the positions
+that were offered and never consumed, so each position is still consumed once.
+"""
+
+import copy
+import functools
+import hashlib
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from broker.contract import Attached
+from common.json_lines import dataset_rows
+from common.rollouts import Task
+from learner.checkpoint.folder import StreamState
+
+
+class RowOrder:
+    """The rows of a dataset, epoch after epoch; depends on nothing but the arguments."""
+
+    def __init__(self, rows: int, seed: int, shuffle: bool) -> None:
+        self._rows, self._seed, self._shuffle = rows, seed, shuffle
+        self._order = functools.lru_cache(maxsize=2)(self.of_epoch)
+
+    def of_epoch(self, epoch: int) -> np.ndarray:
+        """[rows] int64."""
+        if not self._shuffle:
+            return np.arange(self._rows)
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, epoch]))).permutation(self._rows)
+
+    def row(self, position: int) -> tuple[int, int]:
+        """(epoch, row) of a position, in any order of calls."""
+        epoch, place = divmod(position, self._rows)
+        return epoch, int(self._order(epoch)[place])
+
+
+class TaskSource:
+    """Tasks by position.
+
+    Attributes:
+        digest: identifies the dataset's rows; checkpoints have it, so that a resumed job notices another dataset.
+    """
+
+    def __init__(self, dataset: Path, seed: int, group_size: int, shuffle: bool = True) -> None:
+        """Read and check the dataset; raises UsageError on a missing, empty or malformed file."""
+        self._rows = [row for _, row in dataset_rows(dataset, "tasks.dataset")]
+        self._seed, self._group_size = seed, group_size
+        self._order = RowOrder(len(self._rows), seed, shuffle)
+        self.digest = hashlib.sha256(b"\n".join(self._rows)).hexdigest()[:16]
+
+    def task(self, position: int) -> Task:
+        """The same for the same dataset, seed and position, in any order of calls."""
+        epoch, row = self._order.row(position)
+        seed = int(np.random.SeedSequence([self._seed, position, 1]).generate_state(1)[0]) >> 1
+        return Task(position, self._rows[row], seed, self._group_size, epoch)
+
+
+class TaskStream:
+    """Offers tasks in order and keeps count; the lead rank's, not thread-safe."""
+
+    def __init__(self, source: TaskSource, state: StreamState | None = None) -> None:
+        self._source = source
+        self._state = copy.deepcopy(state or StreamState())
+
+    @property
+    def outstanding(self) -> int:
+        """Tasks offered that no step has consumed, dead ones included."""
+        return len(self._state.outstanding)
+
+    @property
+    def renumbered(self) -> bool:
+        """Whether a broker lost its memory, so that serials are lower than positions."""
+        return self._state.renumbered
+
+    def attach(self, attached: Attached) -> bool:
+        """Agree with the broker on the next serial. Returns False when it lost its memory, or the newest part of it.
+
+        Tasks that were offered after the checkpoint came in the order in which they come now, so the stream
+        advances to the broker's serial. This also covers an earlier learner that met the new store.
+        A store with fewer serials than the checkpoint lost its newest records, as in a power cut with
+        broker.durability: everysec. Only the lost tasks are offered again.
+        """
+        state = self._state
+        known = not state.store_id or attached.store_id == state.store_id
+        behind = attached.next_serial < state.next_serial
+        if known and behind and state.store_id:
+            self._forget(attached.next_serial)
+        elif not known or behind:
+            self._forget(0)
+        state.store_id = attached.store_id
+        while state.next_serial < attached.next_serial:
+            self._advance()
+        return known and not behind
+
+    def _forget(self, first: int) -> None:
+        """The broker no longer knows the serials from `first` on."""
+        state = self._state
+        lost = [serial for serial in state.outstanding if serial >= first]
+        state.backlog = sorted([*(state.outstanding.pop(serial) for serial in lost), *state.backlog])
+        state.next_serial, state.renumbered = first, True
+
+    def next(self, count: int) -> list[Task]:
+        """The next `count` tasks to offer, under the broker's serials."""
+        offered = [self._advance() for _ in range(count)]
+        return [msgspec.structs.replace(self._source.task(position), serial=serial) for serial, position in offered]
+
+    def consume(self, serials: list[int]) -> None:
+        """A step trains on these."""
+        for serial in serials:
+            self._state.outstanding.pop(serial, None)
+
+    def consumed(self, serial: int) -> bool:
+        """Whether a step has trained on it, or filtered it."""
+        return serial < self._state.next_serial and serial not in self._state.outstanding
+
+    def state(self) -> StreamState:
+        return copy.deepcopy(self._state)
+
+    def _advance(self) -> tuple[int, int]:
+        """(serial, position) of the next task, counted as offered."""
+        state = self._state
+        if state.backlog:
+            position = state.backlog.pop(0)
+        else:
+            position = state.cursor
+            state.cursor += 1
+        serial = state.next_serial
+        state.next_serial += 1
+        state.outstanding[serial] = position
+        return serial, position
