@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.contract import StoredGroup
@@ -306,6 +306,7 @@ def counted(turns: list[tuple[int, list[int]]]) -> tuple[list[float], list[int]]
 steps = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 
+@settings(deadline=None)
 @given(turns=st.lists(st.tuples(st.integers(1, 5), steps), min_size=1, max_size=4), first=st.integers(0, 9))
 def test_ages_are_those_of_an_entry_by_entry_count(turns: list[tuple[int, list[int]]], first: int) -> None:
     at, rising = first, []
