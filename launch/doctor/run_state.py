@@ -2,16 +2,16 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 import psutil
 
-from broker.diagnosis.stalls import Stall
 from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
 from common.process.lifecycle import alive
 from common.process.lock_file import is_locked, lock_holder
 from common.process.run_dir import RunDir
-from launch.doctor.findings import Finding, fine, problem, warning
+from launch.doctor.findings import Finding, fine, judged, problem, warning
 from launch.observe.observation import Observation, observe
 from launch.observe.stall_text import STOPPING, sentence, stalls_of
 from learner.loop.run_files import read_record
@@ -55,41 +55,39 @@ def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], b
     except UsageError as error:
         fix = "another run.dir, or remove the folder"
         found.append(problem("run", str(error), "a run goes on with what it began with", fix))
-    seen = _observed(run)
+    seen = None
+    with suppress(SlipstreamError):
+        seen = observe(run, ANSWER_S)
     running = seen is not None and seen.live
     if seen is not None and (seen.live or seen.unreachable):
-        found += stall_findings(seen)
-    found += [*_stale_broker(run, seen), *_held_locks(run, running), *_left_over(run, running), *_learner_gone(run)]
-    if not found:
-        found.append(fine("run", f"{run.path}: nothing in the way"))
-    return found, running
+        found += _stalls(seen)
+    if not running:
+        found += [*_stale_broker(run), *_locks(run), *_left_over(run)]
+    record = read_record(run)
+    if record is not None and record.state == "running" and not alive(record.pid):
+        what = f"learner {record.pid} did not say how it ended"
+        why = f"it was killed at version {record.policy_version} or later (or runs on another machine)"
+        found.append(warning("run", what, why, "`slipstream up CONFIG` continues from the newest checkpoint"))
+    return found or [fine("run", f"{run.path}: nothing in the way")], running
 
 
-def stall_findings(seen: Observation) -> list[Finding]:
+def _stalls(seen: Observation) -> list[Finding]:
     """A finding for each wait of a running job."""
-    found = [_of_stall(stall) for stall in stalls_of(seen)]
+    found = [
+        judged(
+            "stall",
+            sentence(stall),
+            (stall.kind in STOPPING, "problem", "the job does not get on", ADVICE.get(stall.kind, stall.release)),
+            ((stall.since_s or 0.0) > LONG_S, "warning", "that is long", ADVICE.get(stall.kind, stall.release)),
+        )
+        for stall in stalls_of(seen)
+    ]
     return found or [fine("run", f"runs, broker {seen.status.pid} at {seen.status.address}; nobody waits for long")]
 
 
-def _of_stall(stall: Stall) -> Finding:
-    fix = ADVICE.get(stall.kind, stall.release)
-    if stall.kind in STOPPING:
-        return problem("stall", sentence(stall), "the job does not get on", fix)
-    if (stall.since_s or 0.0) > LONG_S:
-        return warning("stall", sentence(stall), "that is long", fix)
-    return fine("stall", sentence(stall))
-
-
-def _observed(run: RunDir) -> Observation | None:
-    try:
-        return observe(run, ANSWER_S)
-    except SlipstreamError:
-        return None
-
-
-def _stale_broker(run: RunDir, seen: Observation | None) -> Iterator[Finding]:
+def _stale_broker(run: RunDir) -> Iterator[Finding]:
     file = run.broker()
-    if file is None or (seen is not None and seen.live):
+    if file is None:
         return
     if alive(file.pid):
         state = process_state(file.pid)
@@ -102,11 +100,8 @@ def _stale_broker(run: RunDir, seen: Observation | None) -> Iterator[Finding]:
         yield warning("run", what, why, "nothing: `slipstream up` and `slipstream broker` replace it")
 
 
-def _held_locks(run: RunDir, running: bool) -> Iterator[Finding]:
-    if running:
-        return
-    for name in LOCKS:
-        path = run.path / name
+def _locks(run: RunDir) -> Iterator[Finding]:
+    for path in (run.path / name for name in LOCKS):
         if is_locked(path):
             pid = lock_holder(path)
             what = f"{path} is held by process {pid or 'unknown (of another user or machine)'}"
@@ -114,35 +109,23 @@ def _held_locks(run: RunDir, running: bool) -> Iterator[Finding]:
             yield problem("run", what, "another job works on this folder, or what is left of one", fix)
 
 
-def _left_over(run: RunDir, running: bool) -> Iterator[Finding]:
+def _left_over(run: RunDir) -> Iterator[Finding]:
     """Learners and nodes of this run without a broker."""
-    if running:
-        return
-    left = processes_of(run)
-    if left:
+    if left := processes_of(run):
         named = ", ".join(f"{pid} ({role})" for pid, role in left[:6])
-        why = "they hold memory and cores, and would join the next job of this folder"
+        why = "they take memory and cores, and would join the next job of this folder"
         yield problem("run", f"processes of this run without a broker: {named}", why, f"kill {left[0][0]}, ...")
 
 
 def processes_of(run: RunDir) -> list[tuple[int, str]]:
     """(pid, role) of processes on this machine whose command line names RUN/config.yaml."""
     config, found = os.fspath(run.config.resolve()), []
-    for process in psutil.process_iter(["pid", "cmdline"]):
+    for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if config in words and process.info["pid"] != os.getpid() and "doctor" not in words:
-            found.append(
-                (process.info["pid"], next((r for r in ("learner", "rollout", "broker") if r in words), "role"))
-            )
+        if config in words and process.pid != os.getpid() and "doctor" not in words:
+            role = next((word for word in words if word in ("learner", "rollout", "broker")), "role")
+            found.append((process.pid, role))
     return found
-
-
-def _learner_gone(run: RunDir) -> Iterator[Finding]:
-    record = read_record(run)
-    if record is not None and record.state == "running" and not alive(record.pid):
-        what = f"learner {record.pid} did not say how it ended"
-        why = f"it was killed at version {record.policy_version} or later (or runs on another machine)"
-        yield warning("run", what, why, "`slipstream up CONFIG` continues from the newest checkpoint")
 
 
 def process_state(pid: int) -> str:

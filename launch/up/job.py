@@ -93,11 +93,8 @@ class Job:
         log = log_path(logs, "learner", "0")
         self._begin("learner", ["learner"], log, cores=plan.learner, max_restarts=restarts)
         for name, cores in zip(self.nodes, plan.nodes, strict=True):
-            words, log, env = (
-                ["rollout", "--node-id", name],
-                log_path(logs, "rollout", name),
-                thread_environment(threads),
-            )
+            words, log = ["rollout", "--node-id", name], log_path(logs, "rollout", name)
+            env = thread_environment(threads)
             self._begin(name, words, log, child_cores=cores, max_restarts=restarts, env=env)
 
     def _begin(self, name: str, words: Sequence[str], log: Path, **options: Any) -> None:
@@ -123,19 +120,16 @@ class Job:
         """Until the learner is done (True) or the job is to stop (False); raises JobFailed."""
         while not flag.wait(POLL_S):
             for role in self.supervisor.poll():
-                if role.spec.name == "learner" and role.exit_code == 0:
-                    return self._learner_ended()
-                self._check_end(role)
+                if role.spec.name != "learner" or role.exit_code != 0:
+                    self._check_end(role)
+                    continue
+                record = read_record(self.run_dir)
+                done = record is not None and record.state == "done"
+                if not done:
+                    self._note("the learner was told to stop; stopping the job")
+                return done
             self._show()
         self._note(f"{flag.reason}: stopping; again to kill everything at once")
-        return False
-
-    def _learner_ended(self) -> bool:
-        """A learner ends with exit code 0 when the job is done, and when someone told it to stop."""
-        record = read_record(self.run_dir)
-        if record is not None and record.state == "done":
-            return True
-        self._note("the learner was told to stop; stopping the job")
         return False
 
     def _check_end(self, role: Role) -> None:
