@@ -15,7 +15,7 @@ from pathlib import Path
 
 import harness
 import psutil
-from simulate import Node, Speeds
+from simulated_engine import Node, Speeds
 
 from common.config.schema import Config
 from launch.up.core_pinning import CorePlan, available_cores, plan_cores

@@ -20,46 +20,17 @@ bench/async_tail.py calibrates these on real processes and compares.
 
 import heapq
 import itertools
-import math
 import random
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+
+from simulated_engine import Node, Speeds, seconds_at, straight
 
 Episode = tuple[int, ...]  # sampled tokens of each turn
 Lengths = Callable[[int], list[Episode]]  # the samples of a task, by serial
 LOOKAHEAD_GROUPS = 2
 LEASE_AT_ONCE = 4
-Curve = tuple[tuple[int, float], ...]
-NEARLY = 1e-6  # tokens
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Seconds, as in the module's docstring; `*_shared`: how many times longer work takes while the other side works.
-
-    Attributes:
-        step_s: (requests, seconds) of an engine step, by requests; linear between these, and beyond.
-    """
-
-    step_s: Curve
-    call_s: float
-    train_s: float
-    train_token_s: float
-    deliver_s: float
-    train_pair_s: float = 0.0
-    flip_s: float = 0.0
-    prefill_s: float = 0.0
-    context_s: float = 0.0
-    engine_shared: float = 1.0
-    learner_shared: float = 1.0
-
-    def train_seconds(self, lengths: Sequence[int]) -> float:
-        """Seconds of a step on episodes of so many tokens."""
-        pairs = sum(length**2 for length in lengths)
-        return self.train_s + self.train_token_s * sum(lengths) + self.train_pair_s * pairs
 
 
 @dataclass(frozen=True)
@@ -90,95 +61,6 @@ class Outcome:
     staleness_max: int = 0
     tokens: int = 0
     step_ends: list[float] = field(default_factory=list)
-
-
-def straight(step_s: float, request_s: float) -> Curve:
-    """An engine step of `step_s` seconds, and `request_s` for each request."""
-    return (0, step_s), (1, step_s + request_s)
-
-
-@lru_cache(4096)
-def seconds_at(curve: Curve, requests: int) -> float:
-    """Seconds of an engine step with `requests`."""
-    above = min(max(bisect_left(curve, (requests,)), 1), len(curve) - 1)
-    (low, low_s), (high, high_s) = curve[above - 1], curve[above]
-    return low_s + (high_s - low_s) * (requests - low) / (high - low)
-
-
-class Node:
-    """An engine that shares its time evenly: all running requests advance one token an engine step."""
-
-    def __init__(self, speeds: Speeds) -> None:
-        self._speeds = speeds
-        # end on the token clock, tie, [serial, turn, sample], context less the clock at its start
-        self._calls: list[tuple[float, int, list[int], float]] = []
-        self._ties = itertools.count()
-        self._tokens = 0.0  # The clock: tokens of a request that runs since time 0.
-        self._behind = 0.0  # Context of all running requests, less the clock for each.
-        self._debt_s = 0.0  # work that comes before the next token: calls and flips
-        self._at = 0.0
-        self._slower = 1.0  # times as long as alone
-        self.unfinished = 0  # episodes that run or wait for a place
-        self.taken = 0  # places
-        self.queue: deque[tuple[int, int]] = deque()  # (serial, sample) that wait for a place
-        self.due = 0  # number of the newest scheduled end; earlier ones are out of date
-        self.version = 0
-
-    @property
-    def busy(self) -> bool:
-        """Whether a call runs."""
-        return bool(self._calls)
-
-    def _pace(self) -> tuple[float, float]:
-        """(seconds of the next engine step, how much longer each one is than the one before)."""
-        speeds, requests = self._speeds, len(self._calls)
-        context = self._behind + requests * self._tokens
-        return seconds_at(speeds.step_s, requests) + speeds.context_s * context, speeds.context_s * requests
-
-    def advance(self, now: float) -> None:
-        """Let time pass."""
-        passed, self._at = now - self._at, now
-        worked = passed / self._slower
-        paid = min(worked, self._debt_s)
-        self._debt_s -= paid
-        if self._calls:
-            step_s, growth_s = self._pace()
-            left = worked - paid
-            self._tokens += 2 * left / (step_s + math.sqrt(step_s**2 + 2 * growth_s * left))
-
-    def share(self, slower: float) -> None:
-        """Work takes this many times as long from here on; `advance` first."""
-        self._slower = slower
-
-    def start(self, tokens: int, call: list[int], context: int = 0) -> None:
-        """A call of the model with so many sampled tokens before it; `advance` first."""
-        self._debt_s += self._speeds.call_s + (0.0 if self._debt_s else self._speeds.prefill_s)
-        behind = context - self._tokens
-        self._behind += behind
-        heapq.heappush(self._calls, (self._tokens + tokens, next(self._ties), call, behind))
-
-    def stand_still(self, seconds: float) -> None:
-        """Nothing is generated for a while."""
-        self._debt_s += seconds
-
-    def next_end(self) -> float | None:
-        """When the next call ends if nothing changes."""
-        if not self._calls:
-            return None
-        step_s, growth_s = self._pace()
-        tokens = max(0.0, self._calls[0][0] - self._tokens)
-        return self._at + self._slower * (self._debt_s + tokens * (step_s + growth_s * tokens / 2))
-
-    def ended(self) -> list[list[int]]:
-        """Calls that are through by now."""
-        out: list[list[int]] = []
-        while self._calls and self._calls[0][0] <= self._tokens + NEARLY:
-            _, _, call, behind = heapq.heappop(self._calls)
-            self._behind -= behind
-            out.append(call)
-        if not self._calls:
-            self._behind = 0.0  # rounding does not add up
-        return out
 
 
 class Simulation:
