@@ -8,7 +8,6 @@ import pytest
 from common.config.loading import key_paths
 from common.config.schema import Config
 from launch.cli import HANDLERS
-from launch.dev.doc_markers import replaced
 from launch.dev.docs_reference import DOCS, config_page, metrics_page
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,16 +46,6 @@ def test_the_index_has_every_page_and_the_page_of_commands_every_command() -> No
 def test_the_page_of_configs_has_every_config() -> None:
     text = (ROOT / "configs" / "README.md").read_text()
     assert [path.stem for path in (ROOT / "configs").glob("*.yaml") if f"`{path.stem}`" not in text] == []
-
-
-def test_what_stands_between_the_marks_is_replaced_and_nothing_else() -> None:
-    assert replaced("a <b> old </b> c </b>", "<b>", "</b>", "new") == "a <b>new</b> c </b>"
-
-
-@pytest.mark.parametrize(("page", "missing"), [("a </b>", "<b>"), ("a <b> old", "</b>"), ("</b> <b>", "</b>")])
-def test_a_missing_mark_is_named(page: str, missing: str) -> None:
-    with pytest.raises(ValueError, match=f"no '{missing}'"):
-        replaced(page, "<b>", "</b>", "new")
 
 
 # ---------------------------------------------------------------- written by a program
