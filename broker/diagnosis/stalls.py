@@ -76,6 +76,17 @@ def _full(status: BrokerStatus) -> Iterator[Stall]:
 
 # ---------------------------------------------------------------- the learner
 
+ENDED = {  # state -> the one that waits, the end, the release
+    "drained": ("nodes", "was told to stop and left at version {version}", "started again, it goes on from there"),
+    "failed": ("everyone", "failed at version {version}: {reason}", "started again, it goes on from its checkpoint"),
+}
+BUSY = {  # state -> the release
+    "starting": "it has loaded and checked the model, and publishes its first version",
+    "checkpointing": "the checkpoint is copied, or on the disk when it is the last one",
+    "publishing": "the weights are copied for the weight plane",
+    "stalled": "the ranks answer again; else all end after learner.timeout_s and resume from the checkpoint",
+}
+
 
 def _learner(status: BrokerStatus) -> Iterator[Stall]:
     learner = status.learner
@@ -88,29 +99,15 @@ def _learner(status: BrokerStatus) -> Iterator[Stall]:
         waits = f"the learner (pid {learner.pid}), which has sent nothing since it was {learner.state}"
         release = "it goes on (is it stopped, swapping or cut off?), or is started again"
         yield Stall("learner_silent", "everyone", waits, status.learner_last_seen_s, release)
-    elif learner.state in LEARNER_ENDED:
-        yield from _ended(learner, status.learner_last_seen_s)
+    elif learner.state in ENDED:
+        who, how, release = ENDED[learner.state]
+        how = how.format(version=learner.policy_version, reason=learner.waiting_on or "see its log")
+        yield Stall(f"learner_{learner.state}", who, f"the learner, which {how}", status.learner_last_seen_s, release)
     elif learner.state in ("waiting", "replaying"):
         yield from _waiting(status, learner, since_s)
-    elif learner.state in ("starting", "checkpointing", "publishing", "stalled") and since_s > PROMPT_S:
-        on = learner.waiting_on or "itself"
-        release = {
-            "starting": "it has loaded and checked the model, and publishes its first version",
-            "checkpointing": "the checkpoint is copied, or on the disk when it is the last one",
-            "publishing": "the weights are copied for the weight plane",
-            "stalled": "the ranks answer again; else all end after learner.timeout_s and resume from the checkpoint",
-        }[learner.state]
-        yield Stall(f"learner_{learner.state}", "the learner", f"{on} ({learner.state})", since_s, release)
-
-
-def _ended(learner: LearnerReport, since_s: float) -> Iterator[Stall]:
-    at = learner.policy_version
-    if learner.state == "drained":
-        waits = f"the learner, which was told to stop and left at version {at}"
-        yield Stall("learner_drained", "nodes", waits, since_s, "started again, it goes on from there")
-    elif learner.state == "failed":
-        waits = f"the learner, which failed at version {at}: {learner.waiting_on or 'see its log'}"
-        yield Stall("learner_failed", "everyone", waits, since_s, "started again, it goes on from its checkpoint")
+    elif learner.state in BUSY and since_s > PROMPT_S:
+        waits = f"{learner.waiting_on or 'itself'} ({learner.state})"
+        yield Stall(f"learner_{learner.state}", "the learner", waits, since_s, BUSY[learner.state])
 
 
 def _waiting(status: BrokerStatus, learner: LearnerReport, since_s: float) -> Iterator[Stall]:
@@ -253,18 +250,10 @@ _ENDS = {
 class _Late(NamedTuple):
     """A group that later tasks have overtaken, or whose environment does not answer."""
 
+    since_s: float
     node_id: str
     group: GroupWork
-    last_seen_s: float
-
-    @property
-    def since_s(self) -> float:
-        in_environment = self.group.state == "environment"
-        return (self.group.state_s if in_environment else self.group.age_s) + self.last_seen_s
-
-    @property
-    def missing(self) -> int:
-        return self.group.samples - self.group.finished
+    there_s: float  # since its episode has its state
 
 
 def _groups(status: BrokerStatus) -> list[Stall]:
@@ -277,7 +266,8 @@ def _groups(status: BrokerStatus) -> list[Stall]:
             stuck = group.state == "environment" and group.state_s + node.last_seen_s > SLOW_ENVIRONMENT_S
             if overtaken or stuck:
                 state = group.state if group.state in _ENDS else "engine"
-                late = _Late(node.report.node_id, group, node.last_seen_s)
+                since_s = (group.state_s if state == "environment" else group.age_s) + node.last_seen_s
+                late = _Late(since_s, node.report.node_id, group, group.state_s + node.last_seen_s)
                 merged.setdefault((state, overtaken), []).append(late)
     return [_straggler(state, overtaken, groups) for (state, overtaken), groups in merged.items()]
 
@@ -285,11 +275,12 @@ def _groups(status: BrokerStatus) -> list[Stall]:
 def _straggler(state: str, overtaken: bool, groups: list[_Late]) -> Stall:
     longest = max(groups, key=lambda late: late.since_s)
     samples = sum(late.group.samples for late in groups)
-    at = f"{sum(late.missing for late in groups)} of {samples} samples on {named(sorted({g.node_id for g in groups}))}"
+    missing = samples - sum(late.group.finished for late in groups)
+    at = f"{missing} of {samples} samples on {named(sorted({late.node_id for late in groups}))}"
     first = f"task {longest.group.serial}: " if len(groups) > 1 else ""
     # A node counts tokens when a call to the engine returns, so a running call adds none.
     known = f"{longest.group.episode_tokens:,} tokens" + (" before it" if state == "engine" else "")
-    episode = f"{first}turn {longest.group.turns}, {known}, {longest.group.state_s + longest.last_seen_s:.0f} s there"
+    episode = f"{first}turn {longest.group.turns}, {known}, {longest.there_s:.0f} s there"
     waits = {
         "environment": f"its environment ({at}; {episode})",
         "queued": f"a free slot in the engine ({at})",
