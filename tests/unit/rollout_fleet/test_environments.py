@@ -1,13 +1,18 @@
-"""Addition and number guessing: prompts, answers, rewards."""
+"""Addition, number guessing and GSM8K: prompts, answers, rewards."""
 
 import asyncio
+from decimal import Decimal
 from typing import Any
 
 import pytest
 
 from rollout_fleet.environments.builtin.addition import Addition
+from rollout_fleet.environments.builtin.gsm8k import PROMPT, Gsm8k, final_number, gold_number
 from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 from rollout_fleet.environments.protocol import Action, StepResult
+from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, say, text_of
+from tests.unit.rollout_fleet.fleet_fakes import play as episode
 
 
 def act(text: str, ended: bool = True) -> Action:
@@ -22,11 +27,6 @@ def judge(text: str, ended: bool = True, **options: Any) -> float:
 def play(number: int, *guesses: str, **options: Any) -> list[StepResult]:
     environment = NumberGuessing({"number": number}, seed=0, **options)
     return [asyncio.run(environment.step(act(guess))) for guess in guesses]
-
-
-def test_addition_asks_in_the_documented_form() -> None:
-    environment = Addition({"question": "384+519", "answer": "903"}, seed=0)
-    assert asyncio.run(environment.reset()) == "Q: 384+519=? A:"
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,10 @@ def test_addition_judges_what_stands_after_the_last_equals_sign(text: str, rewar
     assert judge(text) == reward
 
 
-def test_addition_gives_nothing_for_an_answer_that_was_cut_off() -> None:
-    assert judge(" =903", ended=False) == 0.0
+def test_an_answer_that_was_cut_off_earns_nothing() -> None:
+    assert judge(" =903", ended=False) == judge_answer("#### 72", ended=False).reward == 0.0
+    environment = NumberGuessing({"number": 12}, seed=0)
+    assert asyncio.run(environment.step(act("12", ended=False))).reward == 0.0
 
 
 def test_addition_options_change_prompt_and_marker() -> None:
@@ -60,10 +62,6 @@ def test_addition_options_change_prompt_and_marker() -> None:
 def test_addition_names_what_a_problem_lacks() -> None:
     with pytest.raises(ValueError, match="no 'answer'"):
         Addition({"question": "1+1"}, seed=0)
-
-
-def test_guessing_opens_with_the_range() -> None:
-    assert asyncio.run(NumberGuessing({"number": 7}, seed=0).reset()) == "Guess 1-31\n"
 
 
 def test_guessing_answers_with_the_range_that_is_left() -> None:
@@ -94,11 +92,6 @@ def test_guessing_ends_without_reward_on_anything_but_a_number(text: str) -> Non
     assert (result.reward, result.done, result.metrics["malformed"]) == (0.0, True, 1.0)
 
 
-def test_guessing_gives_nothing_for_a_number_that_was_cut_off() -> None:
-    environment = NumberGuessing({"number": 12}, seed=0)
-    assert asyncio.run(environment.step(act("12", ended=False))).reward == 0.0
-
-
 @pytest.mark.parametrize("problem", [{}, {"number": 0}, {"number": 32}, {"number": "7"}])
 def test_guessing_refuses_numbers_outside_its_range(problem: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"1\.\.31"):
@@ -115,3 +108,75 @@ def test_bisection_finds_every_number_in_five_guesses(number: int) -> None:
             break
         low, high = (int(x) for x in str(result.observation).split()[1].split("-"))
     assert result.reward == 1.0
+
+
+# ---------------------------------------------------------------- GSM8K
+
+
+ROW = {
+    "question": "Natalia sold clips to 48 friends in April, and half as many in May. How many altogether?",
+    "answer": "She sold 48/2 = <<48/2=24>>24 in May.\nAltogether 48+24 = <<48+24=72>>72.\n#### 72",
+}
+
+
+def judge_answer(text: str, ended: bool = True, answer: str = "#### 72") -> StepResult:
+    environment = Gsm8k({"question": "?", "answer": answer}, seed=0)
+    return asyncio.run(environment.step(Action(text, (), ended)))
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("24 in May, so 48 + 24 = 72\n#### 72", 1.0),
+        ("The answer is 72.", 1.0),
+        ("$72.00", 1.0),
+        (r"thus \boxed{72}, which took 3 steps", 1.0),
+        (r"\boxed{71}, no: $\boxed{72}$", 1.0),
+        (r"\boxed{72\text{ clips}}", 1.0),
+        (r"\boxed{x} and 72", 1.0),
+        ("72 or 73", 0.0),
+        ("-72", 0.0),
+        ("7 2", 0.0),
+        ("seventy-two", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_final_number_decides(text: str, reward: float) -> None:
+    assert judge_answer(text).reward == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [("#### 1,234", "1234"), ("so #### $5", "5"), ("#### -0.5 ", "-0.5"), ("a #### 3 b #### 4", "4")],
+)
+def test_gold_numbers_may_have_commas_signs_and_fractions(answer: str, gold: str) -> None:
+    assert gold_number(answer) == Decimal(gold)
+    assert judge_answer(f"it is {gold}", answer=answer).reward == 1.0
+    assert final_number("1,234,567.5") == Decimal("1234567.5")
+
+
+@pytest.mark.parametrize("row", [{}, {"question": "?", "answer": "72"}, {"question": "?", "answer": "#### many"}])
+def test_a_row_of_another_format_is_told_the_right_one(row: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match='"answer": text that ends with "#### NUMBER"') as error:
+        Gsm8k(row, seed=0)
+    assert str(row) in str(error.value)
+
+
+def test_the_prompt_goes_through_the_chat_template() -> None:
+    tokenizer = qwen()
+    sampler = speaker(tokenizer, "#### 72")
+    sample = episode(make_driver(sampler, Gsm8k, tokenizer=tokenizer), ROW)
+    question = PROMPT.replace("{question}", ROW["question"])
+    asked = tokenizer.decode(sampler.calls[0].prompt)
+    assert asked == f"<|im_start|>user\n{question}<eos>\n<|im_start|>assistant\n<think></think>"
+    assert sample.reward == 1.0
+
+
+def test_without_a_chat_template_the_prompt_is_plain_text() -> None:
+    sample = episode(make_driver(ScriptedSampler(in_turn(say("#### 72"))), Gsm8k), ROW)
+    assert text_of(sample, 0) == PROMPT.replace("{question}", ROW["question"])
+
+
+def test_a_question_with_braces_is_left_as_it_is() -> None:
+    chat = asyncio.run(Gsm8k({"question": "{x}?", "answer": "#### 1"}, seed=0, prompt="Q: {question} {y}").reset())
+    assert chat.messages == (("user", "Q: {x}? {y}"),)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.errors import SlipstreamError
-from common.rollouts import Group, VersionRun, decode_group, encode_group
+from common.rollouts import VersionRun
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 from rollout_fleet.environments.protocol import Action, Budget, StepResult
@@ -65,44 +65,21 @@ def test_version_runs_are_offsets_into_the_whole_sample_and_equal_neighbours_mer
     assert sampled.tolist() == [3, 3, 4, 4, 4, 4, 4, 6, 6]
 
 
-def test_a_sample_survives_the_wire() -> None:
-    sample = play(make_driver(ScriptedSampler(in_turn(say("16"), say("20"))), NumberGuessing), {"number": 20})
-    decoded = decode_group(encode_group(Group(3, [sample]))).samples[0]
-    assert decoded == sample
-    assert decoded.tokens.numpy().dtype == np.int32
+BUDGETS = {
+    "tokens of all turns": ([say("16"), say("24"), say("2", ended=False)], Budget(8, 7, 1000), [7, 4, 1], "length"),
+    "no observation behind the last turn": ([say("16"), say("24")], Budget(8, 6, 1000), [6, 3], "length"),
+    "turns and text": ([say("16"), say("24", ended=False)], Budget(8, 100, 30), [19, 2], "length"),
+    "turns": ([say("1"), say("2")], Budget(2, 100, 1000), [100, 98], "turn_limit"),
+}
 
 
-def test_the_token_budget_counts_sampled_tokens_of_all_turns() -> None:
-    sampler = ScriptedSampler(in_turn(say("16"), say("24"), say("2", ended=False)))
-    driver = make_driver(sampler, NumberGuessing, budget=Budget(max_turns=8, max_tokens=7, max_context=1000))
-    sample = play(driver, {"number": 20})
-    assert [c.max_tokens for c in sampler.calls] == [7, 4, 1]
-    assert (sample.stop_reason, sample.reward, sample.error) == ("length", 0.0, None)
-
-
-def test_a_turn_that_ends_exactly_at_the_budget_keeps_no_observation_behind_it() -> None:
-    sampler = ScriptedSampler(in_turn(say("16"), say("24")))
-    driver = make_driver(sampler, NumberGuessing, budget=Budget(max_turns=8, max_tokens=6, max_context=1000))
-    sample = play(driver, {"number": 20})
-    assert sample.stop_reason == "length"
-    assert sample.loss_mask.numpy()[-1] == 1
-    assert len(sampler.calls) == 2
-
-
-def test_the_context_bounds_turns_and_text_together() -> None:
-    sampler = ScriptedSampler(in_turn(say("16"), say("24", ended=False)))
-    driver = make_driver(sampler, NumberGuessing, budget=Budget(max_turns=8, max_tokens=100, max_context=30))
-    sample = play(driver, {"number": 20})
-    assert [c.max_tokens for c in sampler.calls] == [19, 2]
-    assert len(sample.tokens.numpy()) == 30
-    assert sample.stop_reason == "length"
-
-
-def test_the_turn_limit_ends_an_episode_that_would_go_on() -> None:
-    driver = make_driver(ScriptedSampler(in_turn(say("1"), say("2"))), NumberGuessing, budget=Budget(2, 100, 1000))
-    sample = play(driver, {"number": 20})
-    assert (sample.stop_reason, sample.turns, sample.error) == ("turn_limit", 2, None)
-    assert sample.loss_mask.numpy()[-1] == 1
+@pytest.mark.parametrize(("said", "budget", "asked", "reason"), BUDGETS.values(), ids=BUDGETS)
+def test_an_episode_ends_at_its_budget(said: list[Generation], budget: Budget, asked: list[int], reason: str) -> None:
+    sampler = ScriptedSampler(in_turn(*said))
+    sample = play(make_driver(sampler, NumberGuessing, budget=budget), {"number": 20})
+    assert [call.max_tokens for call in sampler.calls] == asked
+    assert (sample.stop_reason, sample.reward, sample.error, sample.turns) == (reason, 0.0, None, len(said))
+    assert sample.loss_mask.numpy()[-1] == 1 and len(sample.tokens.numpy()) <= budget.max_context
 
 
 def test_a_prompt_that_does_not_fit_fails_the_sample_with_both_numbers() -> None:
@@ -166,6 +143,9 @@ def test_an_environment_that_raises_fails_its_sample_with_a_reason(where: str, e
         (StepResult(reward=float("nan")), "not finite"),
         (StepResult(reward="lots"), "could not convert"),  # type: ignore[arg-type]
         (StepResult(observation=3.5, done=False), "TypeError"),  # type: ignore[arg-type]
+        (StepResult(reward=1.0, metrics={"a": float("nan")}), "metric 'a' is not finite"),
+        (StepResult(reward=1.0, metrics={str(i): 1.0 for i in range(65)}), "65 metrics"),
+        (StepResult(reward=1.0, metrics={"a": "much"}), "could not convert"),  # type: ignore[dict-item]
     ],
 )
 def test_an_answer_that_makes_no_sense_fails_the_sample(result: Any, reason: str) -> None:
@@ -174,8 +154,7 @@ def test_an_answer_that_makes_no_sense_fails_the_sample(result: Any, reason: str
             return result
 
     sample = play(make_driver(ScriptedSampler(lambda _: say("x")), Nonsense), {})
-    assert sample.stop_reason == "environment_error"
-    assert reason in str(sample.error)
+    assert sample.stop_reason == "environment_error" and reason in str(sample.error)
 
 
 def test_a_hanging_environment_times_out_and_keeps_what_was_sampled() -> None:
@@ -186,7 +165,7 @@ def test_a_hanging_environment_times_out_and_keeps_what_was_sampled() -> None:
 
     started = time.monotonic()
     sample = play(make_driver(ScriptedSampler(in_turn(say("x"))), Hangs, timeout_s=0.1), {})
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 50
     assert (sample.stop_reason, text_of(sample, 1)) == ("timeout", "x" + chr(EOS))
     assert "within 0.1 s" in str(sample.error)
 
@@ -212,17 +191,12 @@ def test_an_aborted_request_is_a_cancelled_sample() -> None:
     assert (sample.stop_reason, sample.error) == ("cancelled", "the engine aborted the request")
 
 
-def test_a_request_that_the_engine_refuses_fails_its_sample_only() -> None:
-    sampler = ScriptedSampler(lambda _: ValueError("token 999 is outside the vocabulary"))
-    sample = play(make_driver(sampler, Addition), SUM)
-    assert sample.stop_reason == "environment_error"
-    assert "outside the vocabulary" in str(sample.error)
-
-
-def test_a_dead_engine_is_not_the_samples_fault() -> None:
-    driver = make_driver(ScriptedSampler(lambda _: SlipstreamError("engine died")), Addition)
+def test_a_request_that_the_engine_refuses_fails_its_sample_and_a_dead_engine_does_not() -> None:
+    refused = ScriptedSampler(lambda _: ValueError("token 999 is outside the vocabulary"))
+    sample = play(make_driver(refused, Addition), SUM)
+    assert sample.stop_reason == "environment_error" and "outside the vocabulary" in str(sample.error)
     with pytest.raises(SlipstreamError, match="engine died"):
-        play(driver, SUM)
+        play(make_driver(ScriptedSampler(lambda _: SlipstreamError("engine died")), Addition), SUM)
 
 
 async def test_cancelling_an_episode_cancels_its_request_and_the_progress_stays_known() -> None:

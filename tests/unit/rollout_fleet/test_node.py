@@ -48,11 +48,14 @@ class Site:
         broker: MemoryBroker | None = None,
         play: Callable[..., Any] | None = None,
         adapt: AdaptiveLimit | None = None,
+        gated: bool = False,
     ) -> None:
         self.info = run_info()
         self.broker = broker or MemoryBroker(self.info)
         self.learner = self.broker.learner()
         self.sampler = ScriptedSampler(respond)
+        if gated:
+            self.sampler.gate.clear()
         self.feed = ScriptedFeed()
         self.status = OwnStatus(name)
         self.link = InOwnerLoop(self.broker.node())
@@ -161,8 +164,7 @@ async def test_weights_of_an_earlier_incarnation_lease_nothing() -> None:
 
 
 async def test_it_leases_ahead_but_no_further_than_two_groups() -> None:
-    async with Site(concurrency=4) as site:
-        site.sampler.gate.clear()
+    async with Site(concurrency=4, gated=True) as site:
         site.attach(tasks=8)
         await until_async(lambda: site.states().count("leased") == 4)
         await asyncio.sleep(0.1)
@@ -202,8 +204,7 @@ async def test_a_node_whose_environments_start_says_so_until_the_first_of_them_a
         await answer.wait()
         return await site.driver.run(problem, seed, progress, *more)
 
-    async with Site(play=slow_start) as site:
-        site.sampler.gate.clear()
+    async with Site(play=slow_start, gated=True) as site:
         site.attach(tasks=1)
         await until_async(lambda: site.status.report().state == "environments")
         assert site.status.report().waiting_on == "the start of 2 environments"
@@ -224,8 +225,7 @@ async def test_the_limit_follows_what_the_kv_cache_carries(monkeypatch: pytest.M
             return super().look(*arguments)
 
     adapt = Counted(2, 8, 2)
-    async with Site(concurrency=4, adapt=adapt) as site:
-        site.sampler.gate.clear()
+    async with Site(concurrency=4, adapt=adapt, gated=True) as site:
         site.attach(tasks=8)
         await until_async(lambda: site.sampler.now == 8)
         site.sampler.counters.running, site.sampler.counters.waiting = 6, 2
@@ -248,8 +248,7 @@ async def test_a_node_whose_id_was_taken_by_another_process_stops() -> None:
 
 async def test_heartbeats_come_from_a_thread_of_their_own_and_keep_leases() -> None:
     now = [0.0]
-    async with Site(broker=MemoryBroker(run_info(lease_s=30.0), lambda: now[0])) as site:
-        site.sampler.gate.clear()
+    async with Site(broker=MemoryBroker(run_info(lease_s=30.0), lambda: now[0]), gated=True) as site:
         site.attach(tasks=1)
         await until_async(lambda: len(site.status.leases) == 1)
         for _ in range(3):
@@ -309,8 +308,7 @@ async def test_a_group_whose_samples_all_fail_counts_as_an_attempt_with_the_reas
 
 
 async def test_a_drain_finishes_what_runs_and_returns_what_has_not_started() -> None:
-    async with Site(concurrency=4) as site:
-        site.sampler.gate.clear()
+    async with Site(concurrency=4, gated=True) as site:
         site.attach(tasks=8)
         await until_async(lambda: site.states().count("leased") == 4 and len(site.sampler.calls) == 4)
         site.node.request_drain("SIGTERM")
@@ -333,8 +331,7 @@ async def test_a_drain_while_the_engine_starts_needs_no_engine() -> None:
 
 
 async def test_a_drain_is_bounded_and_gives_running_groups_back() -> None:
-    async with Site(drain_s=0.2) as site:
-        site.sampler.gate.clear()
+    async with Site(drain_s=0.2, gated=True) as site:
         site.attach(tasks=1)
         await until_async(lambda: len(site.sampler.calls) == 2)
         site.node.request_drain("SIGTERM")
@@ -344,8 +341,7 @@ async def test_a_drain_is_bounded_and_gives_running_groups_back() -> None:
 
 
 async def test_a_finished_learner_drains_the_node_without_waiting() -> None:
-    async with Site(drain_s=60) as site:
-        site.sampler.gate.clear()
+    async with Site(drain_s=60, gated=True) as site:
         site.attach(tasks=1)
         await until_async(lambda: len(site.sampler.calls) == 2)
         site.learner.report(learner_report(state="done"))
@@ -353,8 +349,7 @@ async def test_a_finished_learner_drains_the_node_without_waiting() -> None:
 
 
 async def test_an_excluded_node_gives_everything_back_says_why_and_fails() -> None:
-    async with Site() as site:
-        site.sampler.gate.clear()
+    async with Site(gated=True) as site:
         site.attach(tasks=4)
         await until_async(lambda: len(site.sampler.calls) == 4)
         site.feed.set(excluded="canary differs by 3.2")

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from common.errors import SlipstreamError
 from common.rollouts import Sample
 from rollout_fleet.environments.isolation.placement import StageFailed
 from rollout_fleet.environments.isolation.process_host import Channel, ProcessHost, ProcessStage
@@ -53,6 +54,13 @@ def host(modules: tuple[str, str]) -> Iterator[ProcessHost]:
     found = ProcessHost(modules)
     yield found
     found.close()
+
+
+@pytest.fixture
+def new_host() -> Iterator[Callable[..., ProcessHost]]:
+    """Makes hosts that end with the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *arguments, **named: stack.enter_context(contextlib.closing(ProcessHost(*arguments, **named)))
 
 
 def play(host: ProcessHost, how: str, limits: Limits = LIMITS, count: int = 1) -> list[Sample]:
@@ -132,14 +140,12 @@ def test_what_goes_wrong_there_fails_the_sample_with_its_reason_and_leaves_no_pr
 
 @pytest.mark.parametrize("how", ["fork_bomb", "fork_and_leave", "spin"])
 def test_where_the_kernel_allows_no_namespaces_everything_ends_too(
-    host: ProcessHost, modules: tuple[str, str], how: str
+    host: ProcessHost, modules: tuple[str, str], new_host: Callable[..., ProcessHost], how: str
 ) -> None:
-    plain = ProcessHost(modules, isolate=False)
-    try:
-        (sample,) = play(plain, how)
-        assert sample.stop_reason == "environment_killed", sample.error
-    finally:
-        plain.close()
+    plain = new_host(modules, isolate=False)
+    (sample,) = play(plain, how)
+    assert sample.stop_reason == "environment_killed", sample.error
+    plain.close()
     until(lambda: len(left_over()) <= 1, "only the other tests' fork server stays")
 
 
@@ -153,21 +159,18 @@ def test_a_fork_server_that_was_killed_is_replaced(host: ProcessHost) -> None:
 
 
 def test_what_the_first_episode_imports_is_imported_once_for_the_later_ones(
-    folder: Path, modules: tuple[str, str]
+    folder: Path, modules: tuple[str, str], new_host: Callable[..., ProcessHost]
 ) -> None:
-    host, log = ProcessHost(modules), folder / "plain_library.imports"
-    try:
+    host, log = new_host(modules), folder / "plain_library.imports"
+    assert play(host, "plain_library")[0].error is None
+
+    def episode_imports_nothing() -> bool:
+        before = log.read_text()
         assert play(host, "plain_library")[0].error is None
+        return log.read_text() == before
 
-        def episode_imports_nothing() -> bool:
-            before = log.read_text()
-            assert play(host, "plain_library")[0].error is None
-            return log.read_text() == before
-
-        until(episode_imports_nothing)
-        assert play(host, "spin")[0].stop_reason == "environment_killed"
-    finally:
-        host.close()
+    until(episode_imports_nothing)
+    assert play(host, "spin")[0].stop_reason == "environment_killed"
 
 
 async def opened(host: ProcessHost, how: str) -> tuple[Channel, psutil.Process]:
@@ -186,74 +189,53 @@ async def reset(channel: Channel, how: str) -> Any:
     )
 
 
-def test_an_episode_that_is_handed_over_while_fork_servers_change_gets_its_process(
-    modules: tuple[str, str], caplog: pytest.LogCaptureFixture
+async def test_an_episode_that_is_handed_over_while_fork_servers_change_gets_its_process(
+    modules: tuple[str, str], new_host: Callable[..., ProcessHost], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    host = ProcessHost(modules)
-
-    async def change() -> None:
-        first, server = await opened(host, "plain_library")
-        server.suspend()
-        second = await host.open(LIMITS, 60.0)  # the old server has the request and has not read it
-        await host.learn(first)
-        await until_async(lambda: "imported in advance" in caplog.text, "the new fork server")
-        with contextlib.suppress(psutil.NoSuchProcess):
-            server.resume()
-        assert await reset(second, "plain_library")
-        await until_async(lambda: not server.is_running(), "the end of the old fork server")
-        first.close()
-        second.close()
-
-    try:
-        asyncio.run(change())
-    finally:
-        host.close()
+    host = new_host(modules)
+    first, server = await opened(host, "plain_library")
+    server.suspend()
+    second = await host.open(LIMITS, 60.0)  # the old server has the request and has not read it
+    await host.learn(first)
+    await until_async(lambda: "imported in advance" in caplog.text, "the new fork server")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        server.resume()
+    assert await reset(second, "plain_library")
+    await until_async(lambda: not server.is_running(), "the end of the old fork server")
+    first.close()
+    second.close()
 
 
-def test_a_fork_server_that_is_slow_is_waited_for(modules: tuple[str, str]) -> None:
-    host = ProcessHost(modules)
-
-    async def crowd() -> None:
-        first, server = await opened(host, "plain")
-        server.suspend()
-        openings = [asyncio.create_task(host.open(LIMITS, 60.0)) for _ in range(320)]
-        _, waiting = await asyncio.wait(openings, timeout=2.0)
-        assert waiting, "the socket to the fork server is full"
-        assert server.is_running() and server.status() == psutil.STATUS_STOPPED
-        server.kill()
-        first.close()
-        for channel in await asyncio.gather(*openings):
-            channel.close()
-
-    try:
-        asyncio.run(crowd())
-    finally:
-        host.close()
+async def test_a_fork_server_that_is_slow_is_waited_for(
+    modules: tuple[str, str], new_host: Callable[..., ProcessHost]
+) -> None:
+    host = new_host(modules)
+    first, server = await opened(host, "plain")
+    server.suspend()
+    openings = [asyncio.create_task(host.open(LIMITS, 60.0)) for _ in range(320)]
+    _, waiting = await asyncio.wait(openings, timeout=2.0)
+    assert waiting, "the socket to the fork server is full"
+    assert server.is_running() and server.status() == psutil.STATUS_STOPPED
+    server.kill()
+    first.close()
+    for channel in await asyncio.gather(*openings):
+        channel.close()
 
 
 def test_a_library_that_starts_threads_is_left_to_the_episodes(
-    modules: tuple[str, str], caplog: pytest.LogCaptureFixture
+    modules: tuple[str, str], new_host: Callable[..., ProcessHost], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    host = ProcessHost(modules)
-    try:
-        assert play(host, "threaded_library")[0].error is None
-        until(lambda: "modules that start threads are not imported in advance" in caplog.text)
-        assert play(host, "threaded_library")[0].error is None
-    finally:
-        host.close()
+    host = new_host(modules)
+    assert play(host, "threaded_library")[0].error is None
+    until(lambda: "modules that start threads are not imported in advance" in caplog.text)
+    assert play(host, "threaded_library")[0].error is None
 
 
-def test_a_module_that_does_not_import_is_named() -> None:
-    from common.errors import SlipstreamError
-
-    host = ProcessHost(("no_such_environment",))
-    try:
-        with pytest.raises(SlipstreamError, match="No module named 'no_such_environment'"):
-            play(host, "plain")
-    finally:
-        host.close()
+def test_a_module_that_does_not_import_is_named(new_host: Callable[..., ProcessHost]) -> None:
+    with pytest.raises(SlipstreamError, match="No module named 'no_such_environment'"):
+        play(new_host(("no_such_environment",)), "plain")
 
 
 def test_an_interpreter_that_is_not_there_is_the_node_s_fault_and_no_sample_s() -> None:
@@ -283,7 +265,7 @@ def test_an_episode_that_is_given_up_while_processes_start_hands_over_no_other_c
         for mine, theirs in asyncio.run(given_up()):
             with mine:
                 theirs.close()
-                mine.settimeout(10)
+                mine.settimeout(LIMIT_S)
                 assert mine.recv(1) == b""  # nobody else holds the other end
     finally:
         host.close()

@@ -1,4 +1,4 @@
-"""Groups: concurrency, seeds, figures for the ledger, failures."""
+"""Groups: concurrency, seeds, figures for the ledger, failures, and how far they are."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.protocol import Action, StepResult
 from rollout_fleet.episode.driver import Progress
 from rollout_fleet.episode.group_runner import REPORTED, GroupProgress, GroupRunner, RolledOut, oldest_groups
-from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, add, addition_task, make_driver, say
+from tests.unit.rollout_fleet.fleet_fakes import Base, ScriptedSampler, add, addition_task, make_driver, say
 
 
 def roll(runner: GroupRunner, *tasks: Task) -> list[RolledOut]:
@@ -50,19 +50,18 @@ def test_concurrency_bounds_episodes_over_all_groups() -> None:
     assert runner.episodes_running == 0
 
 
-def test_a_failed_sample_is_counted_and_leaves_the_reward_mean() -> None:
-    class Moody(Addition):
-        def __init__(self, problem: dict[str, Any], *, seed: int) -> None:
-            super().__init__(problem, seed=seed)
-            self.seed = seed
-
+def test_a_failed_sample_is_counted_by_its_reason_and_leaves_the_reward_mean() -> None:
+    class Moody(Base):
         async def step(self, action: Action) -> StepResult:
             if self.seed % 2:
                 raise RuntimeError("bad day")
-            return await super().step(action)
+            return StepResult(reward=1.0)
 
-    (done,) = roll(GroupRunner(make_driver(ScriptedSampler(add), Moody), 8), addition_task(2, group_size=4))
+    reasons: list[str] = []
+    runner = GroupRunner(make_driver(ScriptedSampler(lambda _: say("x")), Moody), 8, reasons.append)
+    (done,) = roll(runner, addition_task(2, group_size=4))
     assert (done.meta.failed_samples, done.meta.reward_mean, done.failure) == (2, 1.0, None)
+    assert reasons == ["environment_error"] * 2
 
 
 def test_a_group_of_failures_says_why() -> None:

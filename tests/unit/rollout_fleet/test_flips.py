@@ -1,0 +1,201 @@
+"""A version on its way into an engine: when it is asked for, what a flip leaves behind, the time that steps lose."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.weights.receiver import StagingStatus
+from rollout_fleet.engine.scheduler_stats import StepClock
+from rollout_fleet.vllm_patches.flip import drop_cache
+from rollout_fleet.weights.engine_weights import (
+    FIRST_POLL_S,
+    LAST_POLL_S,
+    EngineWeights,
+    Flip,
+    StagingFailed,
+    next_poll_s,
+    until_staged,
+)
+from rollout_fleet.weights.weight_proof import Proof
+
+
+class EngineInSmall:
+    """Requests as vLLM's scheduler keeps them, and what its EngineCore does to them when the caches are dropped."""
+
+    def __init__(self, preemptions: list[int]) -> None:
+        running = [SimpleNamespace(num_preemptions=n, num_computed_tokens=9) for n in preemptions]
+        self.scheduler = SimpleNamespace(running=running, waiting=[])
+
+    def _reset_caches(self, reset_running_requests: bool) -> None:
+        while reset_running_requests and self.scheduler.running:
+            request = self.scheduler.running.pop()
+            request.num_computed_tokens = 0
+            request.num_preemptions += 1
+            self.scheduler.waiting.insert(0, request)
+
+
+def test_it_is_a_preemption_of_nobody_also_not_of_those_who_were_preempted_before() -> None:
+    engine = EngineInSmall([0, 1, 3])
+    drop_cache(engine)
+    assert [request.num_preemptions for request in engine.scheduler.waiting] == [0, 0, 0]
+
+
+class Core:
+    """Notes how many halves of flips there are while the engine flips."""
+
+    def __init__(self, weights: EngineWeights, fails: bool) -> None:
+        self.weights, self.fails, self.seen, self.version = weights, fails, list[int](), -1
+
+    async def call_utility_async(self, method: str, incarnation: int, version: int, recompute: bool) -> float:
+        self.seen.append(self.weights.half_flips)
+        self.version = version
+        if self.fails:
+            raise RuntimeError("no")
+        return 0.25
+
+    async def pause_scheduler_async(self, mode: str, **_: Any) -> None:
+        if mode == "keep":
+            self.seen.append(self.weights.half_flips)
+
+    async def resume_scheduler_async(self) -> None:
+        self.seen.append(self.weights.half_flips)
+
+    async def prove(self, method: str, kwargs: dict[str, Any]) -> list[bytes]:
+        assert method == "slipstream_proof"
+        return [msgspec.msgpack.encode(Proof(0, self.version, "sum"))]
+
+
+@pytest.mark.parametrize(("batches_in_flight", "calls"), [(False, 1), (True, 3)])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_they_are_odd_from_the_pause_to_the_resumption_and_even_after(
+    batches_in_flight: bool, calls: int, fails: bool
+) -> None:
+    weights = EngineWeights(recompute=False)
+    core = Core(weights, fails)
+    scheduler = SimpleNamespace(async_scheduling=batches_in_flight)
+    config = SimpleNamespace(scheduler_config=scheduler, max_concurrent_batches=1)
+    llm = SimpleNamespace(engine_core=core, vllm_config=config, collective_rpc=core.prove)
+    await weights.attach(llm, usable=True)
+    for flips in (1, 2):
+        core.seen.clear()
+        if fails:
+            with pytest.raises(RuntimeError):
+                await weights.flip(0, flips, "sum")
+        else:
+            assert isinstance(await weights.flip(0, flips, "sum"), Flip)
+        assert set(core.seen) == {2 * flips - 1} and len(core.seen) == (min(calls, 2) if fails else calls)
+        assert weights.half_flips == 2 * flips
+
+
+@pytest.mark.parametrize(
+    ("took_s", "share", "pause_s"),
+    [
+        (0.0, 0.0, LAST_POLL_S),
+        (0.1, 0.1, LAST_POLL_S),  # 0.9 s to come
+        (0.05, 0.8, 0.0125),
+        (0.05, 1.0, FIRST_POLL_S),  # every bucket is there, the last one is being verified
+    ],
+)
+def test_the_next_question_comes_when_the_rest_should_be_there(took_s: float, share: float, pause_s: float) -> None:
+    assert next_poll_s(took_s, share) == pytest.approx(pause_s)
+
+
+class Arriving:
+    """A transfer of `seconds` that notes when it is asked for."""
+
+    def __init__(self, seconds: float) -> None:
+        self.began, self.seconds = time.perf_counter(), seconds
+        self.asked: list[float] = []
+
+    async def read(self) -> StagingStatus:
+        share = (time.perf_counter() - self.began) / self.seconds
+        self.asked.append(share)
+        return StagingStatus("receiving", share=share) if share < 1 else StagingStatus("staged", receive_s=self.seconds)
+
+
+def test_a_version_is_found_soon_after_it_is_there_with_few_questions() -> None:
+    transfer = Arriving(0.2)
+    assert asyncio.run(until_staged(transfer.read)) == 0.2
+    assert len(transfer.asked) <= 0.2 / LAST_POLL_S + 4, "one in 20 ms, and some at the end"
+    transfer = Arriving(0.031)
+    asyncio.run(until_staged(transfer.read))
+    assert all(share < 1 for share in transfer.asked[:-1]), "the first question after its arrival finds it"
+
+
+def test_a_transfer_that_failed_says_why_and_one_that_is_no_more_that_it_was_given_up() -> None:
+    async def failed() -> StagingStatus:
+        return StagingStatus("failed", error="bucket 3")
+
+    async def void() -> StagingStatus:
+        return StagingStatus()
+
+    for read, says in ((failed, "bucket 3"), (void, "given up")):
+        with pytest.raises(StagingFailed, match=says):
+            asyncio.run(until_staged(read))
+
+
+class Steps:
+    """Steps of chosen duration, behind five ordinary ones."""
+
+    def __init__(self) -> None:
+        self.now, self.half_flips = 0.0, 0
+        self.clock = StepClock(lambda: self.now, batch=1000, flips=lambda: self.half_flips)
+        assert [self.step(0.01) for _ in range(5)] == [0.0] * 5
+
+    def step(self, took_s: float, recomputed: int = 0, running: int = 8) -> float:
+        self.now += took_s
+        return self.clock.step(running, recomputed)
+
+
+def test_what_a_step_takes_longer_for_preempted_requests_is_lost() -> None:
+    steps = Steps()
+    assert steps.step(0.05, recomputed=400) == pytest.approx(0.04)
+    assert steps.step(0.01) == pytest.approx(0.0)
+
+
+def test_with_batches_in_flight_the_time_lies_in_the_step_after() -> None:
+    steps = Steps()
+    assert steps.step(0.01, recomputed=400) + steps.step(0.05) == pytest.approx(0.04)
+    assert steps.step(0.02) == 0.0  # an ordinary one again
+
+
+def test_a_larger_batch_is_no_loss_and_a_pause_is_no_step() -> None:
+    steps = Steps()
+    for _ in range(200):
+        steps.step(0.02)
+    assert steps.step(0.06, recomputed=400) == pytest.approx(0.04, rel=0.01)
+    steps.step(0.02)
+    steps.step(5.0)  # a pause
+    assert steps.step(0.06, recomputed=400) == pytest.approx(0.04, rel=0.1)
+
+
+def test_more_tokens_than_a_step_takes_are_computed_again_in_the_steps_after() -> None:
+    steps = Steps()
+    lost = steps.step(0.05, recomputed=3500) + sum(steps.step(0.05) for _ in range(3))
+    assert lost == pytest.approx(0.16)
+    assert steps.step(0.01) == pytest.approx(0.0)  # the one after, in case that batches are in flight
+    assert steps.step(0.05) == 0.0  # an ordinary one again
+
+
+@pytest.mark.parametrize("marks", [(2, 2), (1, 2), (1, 1)])
+def test_a_step_with_a_flip_in_it_is_no_loss(marks: tuple[int, int]) -> None:
+    """`marks`: half flips when this step is heard of and when the next one is: a flip may lie in either or in both."""
+    steps = Steps()
+    steps.half_flips = marks[0]
+    assert steps.step(5.0, recomputed=400) == 0.0
+    steps.half_flips = marks[1]
+    assert steps.step(0.01 if marks == (2, 2) else 5.0) == pytest.approx(0.0)
+    steps.half_flips = 2
+    steps.step(0.01)
+    assert steps.step(0.05, recomputed=400) == pytest.approx(0.04), "it is not taken for the usual either"
+
+
+def test_an_idle_engine_loses_nothing() -> None:
+    steps = Steps()
+    steps.step(0.01, running=0)
+    assert steps.step(60.0, recomputed=400) == 0.0
+    assert steps.step(0.01) == pytest.approx(0.0)
