@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,11 +65,6 @@ class EpisodeRules:
     limits: Limits = field(default_factory=Limits)
     named: Sampling | None = None
 
-    def slots(self) -> AbstractAsyncContextManager[Any]:
-        """Bounds the episodes of this kind that run at once."""
-        most = self.limits.max_concurrent
-        return asyncio.Semaphore(most) if most is not None else nullcontext()
-
 
 @dataclass
 class Progress:
@@ -120,7 +115,8 @@ class EpisodeDriver:
 
     def __init__(self, sampler: Sampler, renderer: Renderer, stage: Stage, rules: EpisodeRules) -> None:
         self.sampler, self.renderer, self.stage, self.rules = sampler, renderer, stage, rules
-        self._slots = rules.slots()
+        most = rules.limits.max_concurrent
+        self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
 
     async def begin(self, problem: dict[str, Any], seed: int, group_seed: int, progress: Progress) -> Episode:
         """A new episode, not played yet."""

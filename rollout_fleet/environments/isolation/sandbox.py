@@ -6,12 +6,12 @@ process_host.py says which faults that contains.
 import ast
 import asyncio
 import atexit
+import contextlib
 import functools
 import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 
 from rollout_fleet.environments.isolation import ipc_frames
 from rollout_fleet.environments.isolation.placement import EnvironmentDied, EnvironmentRaised, Flood
@@ -20,6 +20,7 @@ from rollout_fleet.environments.protocol import Limits
 
 NAME = "<code>"
 LEAST_FILE_BYTES = 1 << 20
+FULL_OR_CLOSED = contextlib.suppress(OSError, ValueError)  # the output's file is full, or the code closed the stream
 
 
 @functools.cache
@@ -63,8 +64,9 @@ def execute(code: str, chars: int) -> str:
         os.dup2(file.fileno(), 2)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         _run(code)
-        _quietly(sys.stdout.flush)
-        _quietly(sys.stderr.flush)
+        for stream in (sys.stdout, sys.stderr):
+            with FULL_OR_CLOSED:
+                stream.flush()
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         text = file.read(4 * chars).decode("utf-8", "replace")
@@ -86,11 +88,5 @@ def _run(code: str) -> None:
     except BaseException as error:  # whatever it raises is its output
         frames_of_code = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == NAME]
         said = traceback.format_list(frames_of_code) + traceback.format_exception_only(error)
-        _quietly(lambda: sys.stderr.write("".join(said)))
-
-
-def _quietly(action: Callable[[], object]) -> None:
-    try:
-        action()
-    except (OSError, ValueError):
-        return  # the file is full, or the code closed the stream
+        with FULL_OR_CLOSED:
+            sys.stderr.write("".join(said))
