@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from broker.contract import HeartbeatReply, LearnerReport, NodeBroker, NodeReport, RunInfo
+from broker.contract import HeartbeatReply, LearnerReport, NodeBroker, NodeReport
 from common.rollouts import Sample, Task, VersionRun
 from rollout_fleet.environments.isolation.placement import Stage, ThreadStage
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
@@ -193,18 +193,6 @@ class InOwnerLoop:
         reply = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))  # type: ignore[arg-type]
         self.beats += 1
         return reply
-
-
-def run_info(groups_per_step: int = 4, max_staleness: int = 1, lease_s: float = 30.0) -> RunInfo:
-    return RunInfo(
-        name="test",
-        run_dir="/nowhere",
-        groups_per_step=groups_per_step,
-        max_staleness=max_staleness,
-        max_attempts=3,
-        lease_s=lease_s,
-        max_bytes=1 << 30,
-    )
 
 
 def learner_report(state: str = "waiting", version: int = 0, incarnation: int = 0) -> LearnerReport:

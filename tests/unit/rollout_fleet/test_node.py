@@ -21,6 +21,7 @@ from rollout_fleet.node.heartbeat import Heartbeat
 from rollout_fleet.node.node import Node
 from rollout_fleet.node.node_status import OwnStatus
 from rollout_fleet.node.running_groups import NodeParts
+from tests.broker_rig import run_info
 from tests.unit.rollout_fleet.fleet_fakes import (
     InOwnerLoop,
     ScriptedFeed,
@@ -29,7 +30,6 @@ from tests.unit.rollout_fleet.fleet_fakes import (
     addition_task,
     learner_report,
     make_driver,
-    run_info,
 )
 from tests.waiting import LIMIT_S, until_async
 
@@ -50,7 +50,7 @@ class Site:
         adapt: AdaptiveLimit | None = None,
         gated: bool = False,
     ) -> None:
-        self.info = run_info()
+        self.info = run_info(groups_per_step=4)
         self.broker = broker or MemoryBroker(self.info)
         self.learner = self.broker.learner()
         self.sampler = ScriptedSampler(respond)
@@ -248,7 +248,7 @@ async def test_a_node_whose_id_was_taken_by_another_process_stops() -> None:
 
 async def test_heartbeats_come_from_a_thread_of_their_own_and_keep_leases() -> None:
     now = [0.0]
-    async with Site(broker=MemoryBroker(run_info(lease_s=30.0), lambda: now[0]), gated=True) as site:
+    async with Site(broker=MemoryBroker(run_info(groups_per_step=4), lambda: now[0]), gated=True) as site:
         site.attach(tasks=1)
         await until_async(lambda: len(site.status.leases) == 1)
         for _ in range(3):

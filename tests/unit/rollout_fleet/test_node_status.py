@@ -11,7 +11,7 @@ from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
 from rollout_fleet.join_timing import JoinTimer, process_age_s
 from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
 from rollout_fleet.node.node_status import OwnStatus, explain
-from tests.unit.rollout_fleet.fleet_fakes import run_info
+from tests.broker_rig import run_info
 
 HELD = WeightsState(version=12, incarnation=0, waiting_on="")
 
