@@ -87,7 +87,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     weights: str = ""
     trained: list[list[list[Any]]] = []
-    stream: StreamState = StreamState()
+    stream: StreamState = msgspec.field(default_factory=StreamState)
 
     @classmethod
     def load(cls, run_dir: Path) -> "Checkpoint":
