@@ -15,6 +15,7 @@ from broker.delivery.tables import Move, Tables
 from broker.delivery.task_table import COMMITTED, DEAD, LEASED, READY, TAKEN, Entry
 from common.rollouts import GroupMeta, Task
 
+REMEMBERED_TOKENS = 8192  # a repeated result with one of the newest accepted tokens is still answered with True
 MOST_NODES_NAMED = 64  # the newest nodes that leased a task
 
 # -------------------------------------------------------------------- tasks
@@ -95,7 +96,9 @@ class Accepted(Move, frozen=True, tag="accepted"):
     meta: GroupMeta
 
     def apply(self, tables: Tables) -> None:
-        tables.remember(self.token, tables.tasks.leased[self.token].node)
+        tables.accepted[self.token] = tables.tasks.leased[self.token].node
+        if len(tables.accepted) > REMEMBERED_TOKENS:
+            tables.accepted.popitem(last=False)
         entry = tables.end_lease(self.token)
         entry.state, entry.meta = READY, self.meta
         insort(tables.tasks.ready, entry.serial)

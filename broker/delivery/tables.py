@@ -17,7 +17,6 @@ from broker.delivery.task_table import Entry, Stored, TaskTable
 
 TOKEN_BYTES = 8
 POOL_TOKENS = 512
-REMEMBERED_TOKENS = 8192  # a repeated result with one of the newest accepted tokens is still answered with True
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -126,9 +125,3 @@ class Tables:
         now = self.clock()
         entry.leased_at, entry.deadline = now, now + min(self.run.lease_s, self.run.max_lease_s)
         self.lease_deadlines.add(entry.token, entry.deadline)
-
-    def remember(self, token: str, node_id: str) -> None:
-        """Keep an accepted token, so that a repetition of the result is answered with True."""
-        self.accepted[token] = node_id
-        if len(self.accepted) > REMEMBERED_TOKENS:
-            self.accepted.popitem(last=False)

@@ -14,7 +14,6 @@ from broker.journal.store import StoreUnavailable
 from common.config.schema import Config
 from common.errors import BrokerUnreachable, UsageError
 from common.process.run_dir import RunDir, write_atomic
-from common.redis_address import parse_redis
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +40,9 @@ class Leading:
     """
 
     def __init__(self, config: Config, run_dir: str) -> None:
-        at = parse_redis(config.broker.redis or "")
-        self.server = f"unix://{at.path}" if at.scheme == "unix" else f"{at.scheme}://{at.host}:{at.port}/{at.db}"
+        self.server = config.broker.redis or ""
         self._config = config
-        self._client = open_client(config.broker.redis or "", config.broker.credentials)
+        self._client = open_client(self.server, config.broker.credentials)
         self.term = Term(self._client, self.server, config.run.name, run_dir)
         self._file = RunDir(config.run.dir).redis_json
         self.lost = ""
