@@ -16,8 +16,9 @@ import msgspec
 from broker_ways import PATIENCE_S, Load
 
 from broker.connect import Access, connect, connect_node
-from broker.contract import LearnerBroker, LearnerReport, Lease, NodeReport
+from broker.contract import LearnerReport, Lease, NodeReport
 from broker.main import run_broker
+from broker.messaging.client_methods import LearnerBroker
 from common.config.schema import (
     BrokerConfig,
     Config,

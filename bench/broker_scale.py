@@ -30,8 +30,9 @@ from broker_embedded import HEARTBEAT_S, PROBLEM, Times, broker_process, wait_fo
 from broker_ways import cpu_s
 
 from broker.connect import Access, connect
-from broker.contract import LearnerBroker, Lease, NodeReport
+from broker.contract import Lease, NodeReport
 from broker.messaging.async_client import AsyncBrokerClient
+from broker.messaging.client_methods import LearnerBroker
 from common.rollouts import Task, encode_group
 
 NODE_PROCESSES = 4

@@ -1,14 +1,16 @@
 """Connections to the brokers of a run, at one address or several."""
 
-from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from broker.contract import LearnerBroker, NodeBroker, ObserverBroker
+from broker.messaging.client_methods import LearnerBroker, NodeBroker
 from common.errors import UsageError
 from common.redis_address import is_redis
-from common.security.credentials import Credential, Role, curve_credentials, load_credential
+from common.security.credentials import Role, curve_credentials, load_credential
+
+if TYPE_CHECKING:  # loads ZeroMQ
+    from broker.messaging.async_client import ConnectionOptions
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,59 +35,30 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
 
 
-class BrokerConnection(LearnerBroker, ObserverBroker, Protocol):
-    """A synchronous connection; any thread may call. Leaving the context closes it."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class NodeConnection(NodeBroker, Protocol):
-    """An asynchronous connection of the event loop that makes the first call."""
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(self, *_: object) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-def connect(access: Access) -> BrokerConnection:
+def connect(access: Access) -> LearnerBroker:
     """A learner's or an observer's connection; raises UsageError when the address or the credentials are of no use."""
     _check_scheme(access.address)
     from broker.messaging.sync_client import BrokerClient
 
-    return BrokerClient(
-        access.address,
-        deadline_s=access.deadline_s,
-        retry_s=access.retry_s,
-        max_message_bytes=access.max_message_bytes,
-        credential=_credential(access),
-    )
+    return BrokerClient(access.address, **_options(access))
 
 
-def connect_node(access: Access) -> NodeConnection:
+def connect_node(access: Access) -> NodeBroker:
     """A node's connection; raises UsageError when the address or the credentials are of no use."""
     _check_scheme(access.address)
     from broker.messaging.async_client import AsyncBrokerClient
 
-    return AsyncBrokerClient(
-        access.address,
-        deadline_s=access.deadline_s,
-        retry_s=access.retry_s,
-        max_message_bytes=access.max_message_bytes,
-        credential=_credential(access),
-    )
+    return AsyncBrokerClient(access.address, **_options(access))
 
 
-def _credential(access: Access) -> Credential | None:
+def _options(access: Access) -> "ConnectionOptions":
     folder = curve_credentials(access.credentials)
-    return load_credential(folder, access.role, access.name) if folder is not None else None
+    return {
+        "deadline_s": access.deadline_s,
+        "retry_s": access.retry_s,
+        "max_message_bytes": access.max_message_bytes,
+        "credential": load_credential(folder, access.role, access.name) if folder is not None else None,
+    }
 
 
 def _check_scheme(addresses: str) -> None:

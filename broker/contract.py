@@ -1,4 +1,6 @@
-"""The delivery contract: what a broker promises, and the messages that carry it.
+"""The delivery contract: what a broker promises, and what it and its clients tell each other.
+
+The calls are in broker/messaging/client_methods.py.
 
 States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> committed, or dead after
 `max_attempts` failures or lost leases, of two nodes where two work. Every backend passes tests/contract/.
@@ -21,7 +23,7 @@ States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> c
 - A store (what a broker remembers, in memory or on a disk) has a random `store_id` from its making to its end.
 """
 
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -58,12 +60,15 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
 
 
 class StoredGroup(msgspec.Struct, frozen=True, gc=False):
-    """A ready group: meta for bookkeeping, payload = encoded common.rollouts.Group, bytes or a view of bytes."""
+    """A ready group: meta for bookkeeping, payload = encoded common.rollouts.Group, bytes or a view of bytes.
+
+    On the wire the payload is empty and follows in a frame of its own.
+    """
 
     serial: int
     node_id: str
     meta: GroupMeta
-    payload: bytes
+    payload: bytes = b""
 
 
 class Waste(msgspec.Struct, frozen=True):
@@ -273,84 +278,6 @@ class LedgerEntry(msgspec.Struct, frozen=True):
     reward_mean: float | None
     reason: str = ""  # last failure
     filtered: bool = False  # `step` took it, and trained nothing on it
-
-
-class LearnerBroker(Protocol):
-    """The learner's side. Calls block; all raise BrokerUnreachable after the client's deadline."""
-
-    def attach(self, report: LearnerReport) -> Attached:
-        """A learner (re)starts. Raises BrokerError when it was replaced, or another of its incarnation is alive."""
-        ...
-
-    def offer(self, tasks: list[Task]) -> int:
-        """Add tasks; serials already known are ignored. Returns how many were new. Raises BrokerError on a gap."""
-        ...
-
-    def take(self, step: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
-        """The `count` oldest ready groups for `step`, or what `step` took before; None when not ready in `wait_s`.
-
-        Filtered groups that passed their place on do not count, and are among those returned. `in_order` never lets
-        a group overtake another: it waits until the oldest living tasks that no step took are all ready.
-        """
-        ...
-
-    def regenerate(self, step: int, serials: list[int]) -> None:
-        """Give up groups that `step` took: their tasks become pending again and `step` may take others."""
-        ...
-
-    def filter(self, step: int, serials: list[int], most_replaced: int) -> None:
-        """`step` trains nothing on these groups that it took; it keeps them. May be repeated.
-
-        At most `most_replaced` filtered groups of a step, the first ones, pass their place to the next task: then
-        `take` gives as many more. Raises BrokerError when a serial was never offered, or is committed.
-        """
-        ...
-
-    def commit(self, step: int) -> None:
-        """Everything taken by steps <= `step` is in a durable checkpoint."""
-        ...
-
-    def report(self, report: LearnerReport) -> None:
-        """Keep `status` current."""
-        ...
-
-
-class NodeBroker(Protocol):
-    """A node's side (asynchronous client)."""
-
-    async def register(self, report: NodeReport) -> RunInfo: ...
-
-    async def lease(self, node_id: str, version: int, max_groups: int, wait_s: float) -> list[Lease]:
-        """Up to `max_groups` oldest admissible tasks; waits at most `wait_s` for the first."""
-        ...
-
-    async def heartbeat(self, report: NodeReport, tokens: list[str]) -> HeartbeatReply:
-        """Renew these leases."""
-        ...
-
-    async def complete(self, node_id: str, token: str, meta: GroupMeta, payload: bytes) -> bool:
-        """Hand in a group; False when the token is no longer current (the group is discarded and counted)."""
-        ...
-
-    async def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
-        """The whole group failed, `tokens` sampled in `seconds` are lost; counts as an attempt."""
-        ...
-
-    async def release(self, node_id: str, tokens: list[str]) -> None:
-        """Return leases without counting an attempt (drain)."""
-        ...
-
-    async def leave(self, node_id: str) -> None: ...
-
-
-class ObserverBroker(Protocol):
-    """Anyone with read access."""
-
-    def status(self) -> BrokerStatus: ...
-
-    def ledger(self) -> list[LedgerEntry]: ...
-
-    def events(self, after: int) -> list["BrokerEvent"]: ...
 
 
 class BrokerEvent(msgspec.Struct, frozen=True):

@@ -16,7 +16,6 @@ from broker.journal.redis_store.leading import Leading
 from broker.journal.run_folder import RunFolder
 from broker.journal.store import StoreFenced, StoreUnavailable
 from broker.messaging.bind_address import candidates
-from broker.server.bind import bind
 from broker.server.server import BrokerServer
 from broker.server.standby import Standby
 from common.config.schema import Config
@@ -24,6 +23,7 @@ from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
 from common.process.lifecycle import alive
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
+from common.security.credentials import curve_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,15 @@ def lead(config: Config, run: RunInfo, addresses: Sequence[str], leading: Leadin
         try:
             if memory.journal is not None:
                 addresses = candidates(addresses, memory.journal.store.address)
-            server = bind(memory, config.broker, addresses, files.tick, files.path / QUARANTINE)
+            server = BrokerServer(
+                memory.state,
+                addresses,
+                config.broker.max_message_bytes,
+                files.tick,
+                curve_credentials(config.broker.credentials),
+                files.path / QUARANTINE,
+                memory.journal,
+            )
             try:
                 files.begin(memory, server.address)
             except BaseException:

@@ -9,8 +9,9 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from broker.connect import Access, NodeConnection, connect_node
+from broker.connect import Access, connect_node
 from broker.contract import RunInfo
+from broker.messaging.client_methods import NodeBroker
 from common.config.schema import Config
 from common.errors import BrokerUnreachable, SlipstreamError, UsageError
 from common.process.malloc_tuning import keep_freed_memory
@@ -108,7 +109,7 @@ def _adaptive_limit(config: Config, engine: "Engine") -> AdaptiveLimit | None:
     return AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if low < high else None
 
 
-async def _register(broker: NodeConnection, status: OwnStatus, address: str) -> RunInfo:
+async def _register(broker: NodeBroker, status: OwnStatus, address: str) -> RunInfo:
     try:
         return await asyncio.wait_for(broker.register(status.report()), JOIN_WAIT_S)
     except (BrokerUnreachable, TimeoutError) as error:
@@ -116,7 +117,7 @@ async def _register(broker: NodeConnection, status: OwnStatus, address: str) -> 
         raise UsageError(f"cannot join a job at {address}: {reason}; is its broker running?") from error
 
 
-async def _leave(broker: NodeConnection, status: OwnStatus) -> None:
+async def _leave(broker: NodeBroker, status: OwnStatus) -> None:
     """Last figures, then goodbye; a broker that is gone needs neither."""
     try:
         await broker.heartbeat(status.report(), [])

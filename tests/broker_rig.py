@@ -59,7 +59,7 @@ def serving(
     address: str = "tcp://127.0.0.1:0", state: DeliveryState | None = None, **more: Any
 ) -> Iterator[BrokerServer]:
     """A server that runs in a thread; `more` are arguments of BrokerServer."""
-    server = BrokerServer(state or new_state(), address, more.pop("max_message_bytes", MAX_MESSAGE_BYTES), **more)
+    server = BrokerServer(state or new_state(), [address], more.pop("max_message_bytes", MAX_MESSAGE_BYTES), **more)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -93,11 +93,12 @@ def dealer(address: str, credential: Credential | None = None, public: str = "")
         yield socket
 
 
-def ask(socket: "zmq.Socket[bytes]", request: wire.Request, *payloads: bytes) -> wire.AnyReply:
-    """The reply to one request."""
+def ask(socket: "zmq.Socket[bytes]", request: wire.Request[Any], *payloads: bytes) -> Any:
+    """The answer to one request, or the reply where that is no answer."""
     socket.send_multipart([wire.encode(request), *payloads])
     header, *rest = socket.recv_multipart()
-    return wire.decode_reply(header, len(rest))
+    reply = wire.decode_reply(header)
+    return request.read(reply.value, rest) if isinstance(reply, wire.Answer) else reply
 
 
 def tasks(count: int, first: int = 0) -> list[Task]:

@@ -19,9 +19,9 @@ import sys
 import termios
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -138,12 +138,9 @@ def _shut(fd: int) -> None:
 
 
 def own_memory() -> int:
-    """Resident bytes of this process that belong to no file; 0 where the system does not say."""
-    try:
-        fields = Path("/proc/self/statm").read_text().split()
-    except OSError:
-        return 0
-    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+    """Resident bytes of this process that belong to no file."""
+    memory = psutil.Process().memory_info()
+    return memory.rss - memory.shared
 
 
 def give_free_memory_back() -> None:

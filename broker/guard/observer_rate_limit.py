@@ -29,7 +29,7 @@ class Pace:
         return True
 
 
-def reply_bytes(request: wire.Request, state: DeliveryState) -> int:
+def reply_bytes(request: wire.AnyRequest, state: DeliveryState) -> int:
     """Estimated size of the reply to an observer's request; 0 for other requests."""
     if isinstance(request, wire.AskLedger):
         return LEDGER_ENTRY_BYTES * state.tasks.next_serial

@@ -7,11 +7,11 @@ import zmq
 
 from broker.delivery.state import DeliveryState
 from broker.guard import flood_guard
-from broker.guard.authorization import OBSERVING, Roles
+from broker.guard.authorization import refusal
 from broker.guard.flood_guard import FloodGuard
 from broker.guard.observer_rate_limit import Pace, reply_bytes
 from broker.guard.rejected_messages import Denied, Later, Refusals
-from broker.messaging.wire import AnyRequest
+from broker.messaging.wire import AnyRequest, ObserverRequest
 from common.security.credentials import Identity, load_server
 from common.security.curve import CurveServer, KeyRing
 
@@ -40,7 +40,6 @@ class Gate:
     ) -> None:
         self.refusals = Refusals(state, quarantine)
         self.curve: CurveServer | None = None
-        self._roles = Roles(state)
         self._state = state
         self._pace = Pace()
         self._floods: FloodGuard | None = None
@@ -66,10 +65,10 @@ class Gate:
 
         The learner never waits, so that observers cannot delay training.
         """
-        reason = self._roles.refusal(sender, request) if self.curve is not None else ""
+        reason = refusal(self._state, sender, request) if self.curve is not None else ""
         if reason:
             raise Denied(reason, request.id)
-        if type(request) in OBSERVING and (sender is None or sender.role != "learner"):
+        if isinstance(request, ObserverRequest) and (sender is None or sender.role != "learner"):
             cost = reply_bytes(request, self._state)
             if cost and not self._pace.spend(cost):
                 raise Later("the broker limits the replies to observers; it answers as soon as it may", request.id)

@@ -1,75 +1,67 @@
-"""The asynchronous client: a node's side of the contract, many requests in flight on one connection.
-
-It reads the ZeroMQ socket's file descriptor with the running event loop. That descriptor signals edges only, so the
-socket is read until it is empty after every signal and after every send.
-"""
+"""The asynchronous client: many requests in flight on one connection, repeated until they are answered."""
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import zmq
 
-from broker.contract import HeartbeatReply, Lease, NodeReport, RunInfo
+from broker.contract import Lease
 from broker.messaging import wire
 from broker.messaging.addresses import NOT_CONNECTED_S, SILENT_S, TURN_PAUSE_S, Addresses
-from broker.messaging.pending_requests import Call, Calls
-from broker.messaging.sockets import connect_dealer, frame_limit
-from broker.messaging.sync_client import checked, new_identity, received, unreachable
-from common.errors import BrokerError, BrokerUnreachable, UsageError
-from common.rollouts import GroupMeta
+from broker.messaging.client_methods import NodeBroker
+from broker.messaging.loop_socket import LoopSocket
+from broker.messaging.pending_requests import AnyFuture, Call, Calls
+from broker.messaging.sockets import frame_limit
+from common.errors import BrokerError, BrokerUnreachable, SlipstreamError, UsageError
 from common.security.credentials import Credential
-from common.security.curve import Handshakes
 
 logger = logging.getLogger(__name__)
 
-LONG_POLL_S = 5.0  # a longer wait is asked for in pieces, each a sign of life
-MAX_REASON_CHARS = 2000
 SEND_PAUSE_S = 0.02  # before another attempt while there is no connection
+WAITING_PAUSE_S = 0.5  # before a request is repeated whose answer the broker cannot give yet
 
-R = TypeVar("R", bound=wire.SingleReply)
+R = TypeVar("R")
 
 
-class AsyncBrokerClient:
-    """NodeBroker over ZeroMQ. Belongs to the event loop that makes the first call.
+class ConnectionOptions(TypedDict, total=False):
+    """How a client connects.
+
+    Attributes:
+        deadline_s: without an answer for this long (beyond what the request itself waits), give up; 30.
+        retry_s: pause before a request is repeated; 2.
+        max_message_bytes: broker.max_message_bytes; a larger group is refused here.
+        credential: proves who this client is, to a broker that asks for it.
+    """
+
+    deadline_s: float
+    retry_s: float
+    max_message_bytes: int
+    credential: Credential | None
+
+
+class Connection:
+    """Carries requests to the broker that leads. Belongs to the event loop that makes the first call.
 
     Args:
         address: tcp://HOST:PORT or ipc://PATH; several with commas between them.
-        deadline_s: without an answer for this long (beyond what the request itself waits), give up.
-        retry_s: pause before a request is repeated.
-        max_message_bytes: broker.max_message_bytes; a larger group is refused here.
-        credential: proves who this client is, to a broker that asks for it.
-
-    Every method raises BrokerUnreachable at the deadline, BrokerError when the broker refuses, and UsageError when it
-    refuses the credential. A cancelled `lease` hands back what the broker may have leased to it.
+        options: see ConnectionOptions.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        deadline_s: float = 30.0,
-        retry_s: float = 2.0,
-        max_message_bytes: int = 1 << 30,
-        credential: Credential | None = None,
-    ) -> None:
+    def __init__(self, address: str, **options: Unpack[ConnectionOptions]) -> None:
         self._addresses = Addresses(address)
-        self._credential = credential
-        self._handshakes: Handshakes | None = None
-        self._deadline_s, self._retry_s = deadline_s, retry_s
-        self._max_message_bytes = max_message_bytes
+        self._deadline_s, self._retry_s = options.get("deadline_s", 30.0), options.get("retry_s", 2.0)
+        self._max_message_bytes = options.get("max_message_bytes", 1 << 30)
+        self._credential = options.get("credential")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._ids = itertools.count()
+        self._socket: LoopSocket | None = None
+        self._closed = False
         self._calls = Calls(self._attempt)
-        self._reading = False  # a read is due in this turn of the loop
         self._since = 0.0  # when the broker was connected to or last heard of, event loop time
         self._turning: asyncio.TimerHandle | None = None
-        self._cancelled_leases: dict[int, str] = {}  # request id -> node
+        self._unwanted: dict[int, wire.AskLease] = {}  # requests that were cancelled, by id
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -77,104 +69,68 @@ class AsyncBrokerClient:
         """The broker that this client uses now."""
         return self._addresses.current
 
-    async def __aenter__(self) -> "AsyncBrokerClient":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
     async def close(self) -> None:
         """Close the connection; calls under way raise BrokerUnreachable."""
+        self._closed = True
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         for call in list(self._calls.by_id.values()):
-            self._finish(call, BrokerUnreachable(f"the connection to the broker at {self.address} was closed"))
+            self._fail(call, self._was_closed())
         self._calls.close()
         if self._turning is not None:
             self._turning.cancel()
         self._disconnect()
         self._context.term()
 
-    # ---------------------------------------------------------------- the contract
-
-    async def register(self, report: NodeReport) -> RunInfo:
-        """See NodeBroker."""
-        return (await self._ask(wire.Registered, wire.Register, report=report)).run
-
-    async def lease(self, node_id: str, version: int, max_groups: int, wait_s: float) -> list[Lease]:
-        """See NodeBroker. While it waits, a heartbeat that reports a newer version makes that one count."""
-        end = self._running_loop().time() + wait_s
-        while True:
-            left_s = max(0.0, end - self._running_loop().time())
-            leases = await self._lease_piece(node_id, version, max_groups, min(left_s, LONG_POLL_S))
-            if leases or left_s <= LONG_POLL_S:
-                return leases
-
-    async def heartbeat(self, report: NodeReport, tokens: list[str]) -> HeartbeatReply:
-        """See NodeBroker."""
-        return (await self._ask(wire.Beaten, wire.Heartbeat, report=report, tokens=tokens)).reply
-
-    async def complete(self, node_id: str, token: str, meta: GroupMeta, payload: bytes) -> bool:
-        """See NodeBroker.
+    async def ask(self, request: wire.Request[R], wait_s: float = 0.0, payload: bytes | None = None) -> R:
+        """The answer to a request, which `payload` follows and for which the broker may wait `wait_s`.
 
         Raises:
-            BrokerError: also when the payload is larger than the broker takes; `fail` the lease then.
+            BrokerUnreachable: no answer came within the deadline.
+            BrokerError: the broker refuses the request, or the payload is too large.
+            UsageError: the broker refuses the credential.
         """
-        if len(payload) > self._max_message_bytes:
+        if payload is not None and len(payload) > self._max_message_bytes:
             raise BrokerError(
                 f"a group of {len(payload)} bytes exceeds broker.max_message_bytes ({self._max_message_bytes})"
             )
-        reply = await self._ask(wire.Completed, wire.Complete, payload=payload, node_id=node_id, token=token, meta=meta)
-        return reply.accepted
-
-    async def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
-        """See NodeBroker."""
-        fields = {"reason": reason[:MAX_REASON_CHARS], "tokens": tokens, "seconds": seconds}
-        await self._ask(wire.Done, wire.Fail, None, node_id=node_id, token=token, **fields)
-
-    async def release(self, node_id: str, tokens: list[str]) -> None:
-        """See NodeBroker."""
-        await self._ask(wire.Done, wire.Release, node_id=node_id, tokens=tokens)
-
-    async def leave(self, node_id: str) -> None:
-        """See NodeBroker."""
-        await self._ask(wire.Done, wire.Leave, node_id=node_id)
-
-    # ---------------------------------------------------------------- calls
-
-    async def _ask(self, expected: type[R], kind: type[wire.Request], payload: bytes | None = None, **fields: Any) -> R:
-        call = self._start(kind(id=next(self._ids), **fields), 0.0, payload)
+        frames = [wire.encode(request)] if payload is None else [wire.encode(request), payload]
+        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         try:
-            return checked(await call.future, expected)
-        finally:
-            self._forget(call)
-
-    async def _lease_piece(self, node_id: str, version: int, max_groups: int, wait_s: float) -> list[Lease]:
-        request = wire.AskLease(
-            id=next(self._ids), node_id=node_id, version=version, max_groups=max_groups, wait_s=wait_s
-        )
-        call = self._start(request, wait_s)
-        call.lease_for = node_id
-        try:
-            return checked(await call.future, wire.Leased).leases
+            self.start(request, frames, future, wait_s)
+            return await future
         except asyncio.CancelledError:
-            if call.future.done() and not call.future.cancelled():
-                self._hand_back(node_id, call.future.result())
-            else:
-                self._cancelled_leases[call.id] = node_id
-                self._in_background(partial(self._cancel, call.id))
+            if isinstance(request, wire.AskLease):
+                self._abandon(request, future)
             raise
         finally:
-            self._forget(call)
+            self._calls.by_id.pop(request.id, None)
+
+    def start(self, request: wire.Request[R], frames: list[bytes], future: AnyFuture[R], wait_s: float = 0.0) -> None:
+        """Send a request from the loop; `future` gets the answer, or an error as `ask` raises them."""
+        limit_s = wait_s + self._deadline_s
+        call = Call(request, frames, limit_s, asyncio.get_running_loop().time() + limit_s, future)
+        self._calls.by_id[request.id] = call
+        self._attempt(call)
+
+    # ---------------------------------------------------------------- leases of cancelled calls
+
+    def _abandon(self, request: wire.AskLease, future: "asyncio.Future[Any]") -> None:
+        if not future.done() or future.cancelled():
+            self._unwanted[request.id] = request
+            self._in_background(partial(self._cancel, request.id))
+        elif future.exception() is None:
+            self._hand_back(request, future.result())
 
     async def _cancel(self, target: int) -> None:
-        await self._ask(wire.Done, wire.Cancel, target=target)
-        self._cancelled_leases.pop(target, None)
+        await self.ask(wire.Cancel(target=target))
+        self._unwanted.pop(target, None)
 
-    def _hand_back(self, node_id: str, reply: wire.SingleReply) -> None:
-        if isinstance(reply, wire.Leased) and reply.leases:
-            self._in_background(partial(self.release, node_id, [lease.token for lease in reply.leases]))
+    def _hand_back(self, request: wire.AskLease, leases: list[Lease]) -> None:
+        if leases:
+            release = wire.Release(node_id=request.node_id, tokens=[lease.token for lease in leases])
+            self._in_background(partial(self.ask, release))
 
     def _in_background(self, work: Callable[[], Awaitable[None]]) -> None:
         async def run() -> None:
@@ -183,138 +139,122 @@ class AsyncBrokerClient:
             except (BrokerError, BrokerUnreachable) as error:
                 logger.warning("leases of a cancelled request stay until their deadline: %s", error)
 
-        task = self._running_loop().create_task(run())
+        task = asyncio.get_running_loop().create_task(run())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _start(self, request: wire.Request, wait_s: float, payload: bytes | None = None) -> Call:
-        loop = self._running_loop()
-        frames = [wire.encode(request)] if payload is None else [wire.encode(request), payload]
-        limit_s = wait_s + self._deadline_s
-        call = Call(request.id, frames, limit_s, loop.time() + limit_s, loop.create_future())
-        self._calls.by_id[call.id] = call
-        self._attempt(call)
-        return call
+    # ---------------------------------------------------------------- requests on their way
 
     def _attempt(self, call: Call) -> None:
         """Send, and come back here when no answer came in time."""
-        loop = self._running_loop()
-        now = loop.time()
+        now = asyncio.get_running_loop().time()
         if call.future.done():
             return
-        if now >= call.end:
-            self._finish(call, unreachable(",".join(self._addresses.all), call.limit_s, call.connected))
+        try:
+            socket = self._connected()
+            if now >= call.end:
+                raise self._unreachable(call, socket)
+            silent_s = now - max(self._since, call.end - call.limit_s)
+            if self._addresses.several and silent_s > (SILENT_S if call.connected else NOT_CONNECTED_S):
+                self._turn()
+                socket = self._connected()
+            call.connected = socket.send(call.frames)
+        except SlipstreamError as error:
+            self._fail(call, error)
             return
-        silent_s = now - max(self._since, call.end - call.limit_s)
-        if self._addresses.several and silent_s > (SILENT_S if call.connected else NOT_CONNECTED_S):
-            self._turn()
-        sent = self._send(call.frames)
-        refusal = self._refusal(sent)
-        if refusal:
-            self._finish(call, UsageError(refusal))
-            return
-        call.connected = sent
-        self._calls.remind_at(call, min(call.end, now + (self._retry_s if sent else SEND_PAUSE_S)))
-        if not self._reading:  # one read for all that is sent in this turn of the loop
-            self._reading = True
-            loop.call_soon(self._read)
+        self._calls.remind_at(call, min(call.end, now + (self._retry_s if call.connected else SEND_PAUSE_S)))
 
-    def _refusal(self, sent: bool) -> str:
-        """Why the broker will not have this client, as far as an attempt to send tells."""
-        if self._handshakes is None:
-            return ""
-        if not sent:
-            return self._handshakes.refusal()
-        self._handshakes.proven()
-        return ""
-
-    def _finish(self, call: Call, error: Exception) -> None:
-        self._forget(call)
+    def _fail(self, call: Call, error: Exception) -> None:
+        self._calls.by_id.pop(call.id, None)
         if not call.future.done():
             call.future.set_exception(error)
 
-    def _forget(self, call: Call) -> None:
-        self._calls.by_id.pop(call.id, None)
+    def _unreachable(self, call: Call, socket: LoopSocket) -> SlipstreamError:
+        if not call.connected and (suspicion := socket.suspicion()):
+            return UsageError(suspicion)
+        why = "is connected but does not answer" if call.connected else "cannot be connected to; is it running?"
+        where = ",".join(self._addresses.all)
+        return BrokerUnreachable(f"the broker at {where} {why} (waited {call.limit_s:.0f} s)")
+
+    def _was_closed(self) -> BrokerUnreachable:
+        return BrokerUnreachable(f"the connection to the broker at {self.address} was closed")
 
     # ---------------------------------------------------------------- the socket
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._connect(self._loop)
-        return self._loop
-
-    def _connect(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._socket, self._handshakes = connect_dealer(
-            self._context, self.address, new_identity(), frame_limit(self._max_message_bytes), self._credential
-        )
-        loop.add_reader(cast(int, self._socket.getsockopt(zmq.FD)), self._read)
-        self._since = loop.time()
+    def _connected(self) -> LoopSocket:
+        if self._closed:
+            raise self._was_closed()
+        if self._socket is None:
+            limit = frame_limit(self._max_message_bytes)
+            self._socket = LoopSocket(self._context, self.address, limit, self._credential, self._on_message)
+            self._since = asyncio.get_running_loop().time()
+        return self._socket
 
     def _disconnect(self) -> None:
-        if self._socket is not None and self._loop is not None:
-            self._loop.remove_reader(cast(int, self._socket.getsockopt(zmq.FD)))
-            if self._handshakes is not None:
-                self._handshakes.close()
-            self._socket.close(linger=0)
+        if self._socket is not None:
+            self._socket.close()
             self._socket = None
 
     def _turn(self, leader: str = "") -> None:
-        """Connect to another broker; calls under way are sent again."""
-        loop, self._turning = self._running_loop(), None
-        if self._socket is None or not (self._addresses.several or leader):
-            return
-        self._disconnect()
-        self._addresses.turn(self.address, leader)
-        self._connect(loop)
+        """Leave this broker if there is another one; calls under way are sent again."""
+        self._turning = None
+        if self._addresses.several or leader:
+            self._disconnect()
+            self._addresses.turn(self.address, leader)
+        again_at = asyncio.get_running_loop().time() + SEND_PAUSE_S
         for call in self._calls.by_id.values():
             call.connected = False
-            self._calls.remind_at(call, loop.time() + SEND_PAUSE_S)
+            self._calls.remind_at(call, again_at)
 
-    def _send(self, frames: list[bytes]) -> bool:
-        if self._socket is None:
-            raise BrokerUnreachable(f"the connection to the broker at {self.address} was closed")
+    def _on_message(self, frames: list[bytes]) -> None:
+        header, *payloads = frames
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        return True
+            reply = wire.decode_reply(header)
+        except wire.WireError as error:
+            reply = wire.Refused(id=error.request_id, reason=f"the broker's answer cannot be read: {error}")
+        self._since = asyncio.get_running_loop().time()
+        for single in reply.replies if isinstance(reply, wire.Batch) else [reply]:
+            self._dispatch(single, payloads)
 
-    def _read(self) -> None:
-        self._reading = False
-        while self._socket is not None:
-            try:
-                header, *payloads = received(self._socket, zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                reply = wire.decode_reply(header, len(payloads))
-            except wire.WireError as error:
-                reply = wire.Refused(id=error.request_id, reason=f"the broker's answer cannot be read: {error}")
-            for single in wire.singles(reply):
-                self._dispatch(single)
-
-    def _dispatch(self, reply: wire.SingleReply) -> None:
-        self._since = self._running_loop().time()
-        if isinstance(reply, wire.Waiting):
-            call = self._calls.by_id.get(reply.id)
-            if call is not None:
-                logger.warning("the broker has this request but cannot answer yet: %s", reply.reason)
-                call.end = self._running_loop().time() + call.limit_s
-            return
+    def _dispatch(self, reply: wire.SingleReply, payloads: list[bytes]) -> None:
         if isinstance(reply, wire.NotLeading):
             if self._turning is None:
-                self._turning = self._running_loop().call_later(TURN_PAUSE_S, self._turn, reply.leader)
-            return
-        call = self._calls.by_id.pop(reply.id, None)
+                self._turning = asyncio.get_running_loop().call_later(TURN_PAUSE_S, self._turn, reply.leader)
+        elif isinstance(reply, wire.Waiting):
+            self._wait_longer(reply)
+        else:
+            self._settle(reply, payloads)
+
+    def _wait_longer(self, reply: wire.Waiting) -> None:
+        call = self._calls.by_id.get(reply.id)
         if call is not None:
-            if not call.future.done():
-                call.future.set_result(reply)
-            elif call.future.cancelled() and call.lease_for:  # before the cancelled task had its turn
-                self._hand_back(call.lease_for, reply)
+            logger.warning("the broker has this request but cannot answer yet: %s", reply.reason)
+            call.end = self._since + call.limit_s
+            if len(call.frames) == 1:  # the broker may have asked to repeat it later; a group is too large for that
+                self._calls.remind_at(call, self._since + min(self._retry_s, WAITING_PAUSE_S))
+
+    def _settle(self, reply: wire.Refused | wire.AnyAnswer, payloads: list[bytes]) -> None:
+        call = self._calls.by_id.pop(reply.id, None)
+        request = call.request if call is not None else self._unwanted.pop(reply.id, None)
+        if isinstance(reply, wire.Refused):
+            if call is not None:
+                self._fail(call, BrokerError(reply.reason))
+            elif request is None:
+                logger.error("the broker refused a message: %s", reply.reason)
             return
-        node_id = self._cancelled_leases.pop(reply.id, None)
-        if node_id is not None:
-            self._hand_back(node_id, reply)
-        elif isinstance(reply, wire.Refused):
-            logger.error("the broker refused a message: %s", reply.reason)
+        if request is None:
+            return
+        try:
+            value = request.read(reply.value, payloads)
+        except wire.WireError as error:
+            if call is not None:
+                self._fail(call, BrokerError(f"the broker's answer cannot be read: {error}"))
+            return
+        if call is not None and not call.future.done():
+            call.future.set_result(value)
+        elif isinstance(request, wire.AskLease):  # cancelled; perhaps the cancelled task has not had its turn yet
+            self._hand_back(request, value)
+
+
+class AsyncBrokerClient(Connection, NodeBroker):
+    """NodeBroker over ZeroMQ; see Connection."""

@@ -1,27 +1,35 @@
 """Requests under way on one asynchronous connection, and the one timer that reminds of those without an answer."""
 
 import asyncio
+import concurrent.futures
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from broker.messaging import wire
 
 TIMER_STEP_S = 0.01  # reminders this close come together, so that many calls without an answer cost few timers
 NEVER = float("inf")
 
+R = TypeVar("R")
+AnyFuture = asyncio.Future[R] | concurrent.futures.Future[R]
+
 
 @dataclass(slots=True)
 class Call:
     """A request under way: repeated until answered, or given up at `end` (event loop time)."""
 
-    id: int
+    request: wire.Request[Any]
     frames: list[bytes]
     limit_s: float
     end: float
-    future: "asyncio.Future[wire.SingleReply]"
+    future: AnyFuture[Any]  # the answer
     remind_at: float = 0.0
     connected: bool = False
-    lease_for: str = ""  # the node that asks for leases
+
+    @property
+    def id(self) -> int:
+        return self.request.id
 
 
 class Calls:

@@ -1,7 +1,9 @@
 """Where the broker listens, and the one module that knows ZeroMQ's socket options."""
 
 import errno
+import logging
 import socket as posix_socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
@@ -11,38 +13,65 @@ from common.errors import UsageError
 from common.security.credentials import Credential
 from common.security.curve import HANDSHAKE_MS, CurveServer, Handshakes, secure_client
 
+logger = logging.getLogger(__name__)
+
 COPY_BYTES = 256 << 10  # up to here copying a frame costs less than telling pyzmq's own thread when it was sent
 HEADER_BYTES_FLOOR = 1 << 20  # a header may always be this large
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, max_frame_bytes: int, curve: CurveServer | None = None
+    context: zmq.Context[zmq.Socket[bytes]],
+    addresses: Sequence[str],
+    max_frame_bytes: int,
+    curve: CurveServer | None = None,
+    claim: Callable[[str], None] = lambda address: None,
 ) -> zmq.Socket[bytes]:
-    """A ROUTER socket bound to `address`; its real address is in LAST_ENDPOINT.
+    """A ROUTER socket bound to the first of `addresses` that can be had; its real address is in LAST_ENDPOINT.
+
+    Args:
+        claim: called with an address that was bound; raises UsageError when it is another process's all the same.
 
     Raises:
-        UsageError: when the address is not allowed (beyond loopback without `curve`), in use or cannot be bound.
+        UsageError: each is not allowed (beyond loopback without `curve`), in use or cannot be bound.
     """
-    check_address(address, curve is not None)
-    if address.startswith("ipc://") and _ipc_in_use(address.removeprefix("ipc://")):
-        raise _in_use(address)  # ZeroMQ itself would take a living broker's path over
+    refused: list[str] = []
+    for address in addresses:
+        try:
+            check_address(address, curve is not None)
+            if address.startswith("ipc://") and _ipc_in_use(address.removeprefix("ipc://")):
+                raise _in_use(address)  # ZeroMQ itself would take a living broker's path over
+            router = _bound(context, address, max_frame_bytes, curve)
+            try:
+                claim(address)
+            except UsageError:
+                router.close()
+                raise
+        except UsageError as error:
+            refused.append(str(error))
+            continue
+        if refused and address.endswith(":0"):
+            logger.warning("%s; taking another port, which running nodes and learners do not know", refused[-1])
+        return router
+    raise UsageError("; ".join(refused))
+
+
+def _bound(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, max_frame_bytes: int, curve: CurveServer | None
+) -> zmq.Socket[bytes]:
+    where = bindable(address)
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to a client that is gone raises
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects keeps its identity
     router.setsockopt(zmq.RCVHWM, 64)  # per client: what a slow broker does not read waits at the sender
     router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-    _set_heartbeats(router)
     router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    router.setsockopt(zmq.IPV6, int("[" in where))
+    _set_heartbeats(router)
     if curve is not None:
         curve.secure(router)
     try:
-        where = bindable(address)
-        router.setsockopt(zmq.IPV6, int("[" in where))
         router.bind(where)
-    except UsageError:
-        router.close()
-        raise
     except zmq.ZMQError as error:
         router.close()
         if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):

@@ -5,15 +5,21 @@ broker neither decodes nor copies. Every request has an id that its reply repeat
 same request again with the same id, so requests are idempotent or remembered. Replies without payloads that a client
 gets at the same time come in one message, a Batch.
 
+A request's class says everything that the transports need to know about it: `Request[R]` is answered with an R.
+Its tag is the name of the rule in the delivery state that it asks for (broker/server/answers.py).
 Structs are keyed; fields are only appended and have defaults. SCHEMA changes when an old reader would misread one.
 """
 
-from typing import Annotated, TypeVar
+import itertools
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast, get_args
 
 import msgspec
 from msgspec import Meta
 
 from broker.contract import (
+    LEARNER_ENDED,
+    Attached,
     BrokerEvent,
     BrokerStatus,
     HeartbeatReply,
@@ -22,18 +28,23 @@ from broker.contract import (
     LedgerEntry,
     NodeReport,
     RunInfo,
+    StoredGroup,
 )
 from common.rollouts import GroupMeta, Task
 from common.wire_types import Name, Seconds, StepNumber, Tally, Version
 
-SCHEMA = 1
+SCHEMA = 2
+MAX_REASON_CHARS = 2000
 Token = Annotated[str, Meta(max_length=256)]
 Tokens = Annotated[list[Token], Meta(max_length=1 << 14)]
 Tasks = Annotated[list[Task], Meta(max_length=1 << 13)]
 Serials = Annotated[list[int], Meta(max_length=1 << 20)]
-Reason = Annotated[str, Meta(max_length=1 << 16)]
+Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 WaitSeconds = Annotated[float, Meta(ge=0, le=1e9)]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+
+R = TypeVar("R")
+_ids = itertools.count()
 
 
 class WireError(ValueError):
@@ -44,129 +55,183 @@ class WireError(ValueError):
         self.request_id = request_id
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    id: int
+class Request(msgspec.Struct, Generic[R], frozen=True, kw_only=True, gc=False):
+    """A request that is answered with an R.
+
+    Attributes:
+        payloads: frames that follow the header.
+        once: a repetition must get the first answer again, because the move would be made twice.
+    """
+
+    id: int = msgspec.field(default_factory=_ids.__next__)
     schema: int = SCHEMA
+    payloads: ClassVar[int] = 0
+    once: ClassVar[bool] = False
+
+    @property
+    def promised(self) -> bool:
+        """Whether the answer waits until the move is as durable as broker.durability says."""
+        return False
+
+    def read(self, value: msgspec.Raw, payloads: Sequence[bytes]) -> R:
+        """The answer from a reply's value. Raises WireError when it cannot be read."""
+        if payloads:
+            raise WireError(f"the answer to {type(self).__name__} came with {len(payloads)} payload frames", self.id)
+        try:
+            return cast(R, _values[type(self)].decode(value))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise WireError(f"the answer to {type(self).__name__} does not decode: {error}", self.id) from error
 
 
-class LearnerRequest(Request, frozen=True, kw_only=True):
+class LearnerRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     incarnation: int | None = None  # the sender's, once it has attached
     instance: str = ""  # likewise
 
+    @property
+    def promised(self) -> bool:
+        return True
 
-class Attach(LearnerRequest, frozen=True, kw_only=True, tag="attach"):
+
+class Attach(LearnerRequest[Attached], frozen=True, kw_only=True, tag="attach"):
     report: LearnerReport
 
 
-class Offer(LearnerRequest, frozen=True, kw_only=True, tag="offer"):
+class Offer(LearnerRequest[int], frozen=True, kw_only=True, tag="offer"):
+    once: ClassVar[bool] = True
     tasks: Tasks
 
 
-class Take(LearnerRequest, frozen=True, kw_only=True, tag="take"):
+class Take(LearnerRequest[list[StoredGroup] | None], frozen=True, kw_only=True, tag="take"):
+    """Answered with the groups, whose payloads follow as one frame each; None: not ready in time."""
+
     step: StepNumber
     count: Count
     wait_s: WaitSeconds
     in_order: bool = False
 
+    def read(self, value: msgspec.Raw, payloads: Sequence[bytes]) -> list[StoredGroup] | None:
+        groups = super().read(value, ())
+        if len(payloads) != len(groups or ()):
+            raise WireError(f"{len(groups or ())} groups came with {len(payloads)} payload frames", self.id)
+        pairs = zip(groups or (), payloads, strict=True)
+        return groups and [msgspec.structs.replace(group, payload=payload) for group, payload in pairs]
 
-class Regenerate(LearnerRequest, frozen=True, kw_only=True, tag="regenerate"):
+
+class Regenerate(LearnerRequest[None], frozen=True, kw_only=True, tag="regenerate"):
     step: StepNumber
     serials: Serials
 
 
-class Filter(LearnerRequest, frozen=True, kw_only=True, tag="filter"):
+class Filter(LearnerRequest[None], frozen=True, kw_only=True, tag="filter"):
     step: StepNumber
     serials: Serials
     most_replaced: Annotated[int, Meta(ge=0)]
 
 
-class Commit(LearnerRequest, frozen=True, kw_only=True, tag="commit"):
+class Commit(LearnerRequest[int], frozen=True, kw_only=True, tag="commit"):
     step: StepNumber
 
 
-class Report(LearnerRequest, frozen=True, kw_only=True, tag="report"):
+class Report(LearnerRequest[None], frozen=True, kw_only=True, tag="report"):
     report: LearnerReport
 
+    @property
+    def promised(self) -> bool:
+        """Only a learner's last report, because nodes leave because of it."""
+        return self.report.state in LEARNER_ENDED
 
-class Register(Request, frozen=True, kw_only=True, tag="register"):
+
+class NodeRequest(Request[R], Generic[R], frozen=True, kw_only=True):
+    @property
+    def node(self) -> str | None:
+        """The node id that the request speaks for."""
+        return None
+
+
+class NodeReportRequest(NodeRequest[R], Generic[R], frozen=True, kw_only=True):
     report: NodeReport
 
+    @property
+    def node(self) -> str | None:
+        return self.report.node_id
 
-class AskLease(Request, frozen=True, kw_only=True, tag="lease"):
+
+class NamedNodeRequest(NodeRequest[R], Generic[R], frozen=True, kw_only=True):
     node_id: Name
+
+    @property
+    def node(self) -> str | None:
+        return self.node_id
+
+
+class Register(NodeReportRequest[RunInfo], frozen=True, kw_only=True, tag="register"):
+    pass
+
+
+class AskLease(NamedNodeRequest[list[Lease]], frozen=True, kw_only=True, tag="lease"):
+    once: ClassVar[bool] = True
     version: Version
     max_groups: Count
     wait_s: WaitSeconds
 
 
-class Cancel(Request, frozen=True, kw_only=True, tag="cancel"):
+class Cancel(NodeRequest[None], frozen=True, kw_only=True, tag="cancel"):
     """The sender no longer wants the answer to its request `target`."""
 
     target: int
 
 
-class Heartbeat(Request, frozen=True, kw_only=True, tag="heartbeat"):
-    report: NodeReport
+class Heartbeat(NodeReportRequest[HeartbeatReply], frozen=True, kw_only=True, tag="heartbeat"):
     tokens: Tokens
 
 
-class Complete(Request, frozen=True, kw_only=True, tag="complete"):
-    """Followed by one payload frame."""
+class Complete(NamedNodeRequest[bool], frozen=True, kw_only=True, tag="complete"):
+    """The group follows as one payload frame."""
 
-    node_id: Name
+    payloads: ClassVar[int] = 1
     token: Token
     meta: GroupMeta
 
+    @property
+    def promised(self) -> bool:
+        return True
 
-class Fail(Request, frozen=True, kw_only=True, tag="fail"):
-    node_id: Name
+
+class Fail(NamedNodeRequest[None], frozen=True, kw_only=True, tag="fail"):
     token: Token
     reason: Reason
     tokens: Tally = 0
     seconds: Seconds = 0.0
 
 
-class Release(Request, frozen=True, kw_only=True, tag="release"):
-    node_id: Name
+class Release(NamedNodeRequest[None], frozen=True, kw_only=True, tag="release"):
     tokens: Tokens
 
 
-class Leave(Request, frozen=True, kw_only=True, tag="leave"):
-    node_id: Name
-
-
-class AskStatus(Request, frozen=True, kw_only=True, tag="status"):
+class Leave(NamedNodeRequest[None], frozen=True, kw_only=True, tag="leave"):
     pass
 
 
-class AskLedger(Request, frozen=True, kw_only=True, tag="ledger"):
+class ObserverRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     pass
 
 
-class AskEvents(Request, frozen=True, kw_only=True, tag="events"):
+class AskStatus(ObserverRequest[BrokerStatus], frozen=True, kw_only=True, tag="status"):
+    pass
+
+
+class AskLedger(ObserverRequest[list[LedgerEntry]], frozen=True, kw_only=True, tag="ledger"):
+    pass
+
+
+class AskEvents(ObserverRequest[list[BrokerEvent]], frozen=True, kw_only=True, tag="events"):
     after: int
 
 
-AnyRequest = (
-    Attach
-    | Offer
-    | Take
-    | Regenerate
-    | Filter
-    | Commit
-    | Report
-    | Register
-    | AskLease
-    | Cancel
-    | Heartbeat
-    | Complete
-    | Fail
-    | Release
-    | Leave
-    | AskStatus
-    | AskLedger
-    | AskEvents
-)
+LearnerMessage = Attach | Offer | Take | Regenerate | Filter | Commit | Report
+NodeMessage = Register | AskLease | Cancel | Heartbeat | Complete | Fail | Release | Leave
+ObserverMessage = AskStatus | AskLedger | AskEvents
+AnyRequest = LearnerMessage | NodeMessage | ObserverMessage
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -192,76 +257,19 @@ class NotLeading(Reply, frozen=True, kw_only=True, tag="not_leading"):
     leader: str = ""
 
 
-class Done(Reply, frozen=True, kw_only=True, tag="done"):
-    pass
+class Answer(Reply, Generic[R], frozen=True, kw_only=True, tag="answer"):
+    """The request was carried out, or had nothing to do."""
+
+    value: R
 
 
-class Attached(Reply, frozen=True, kw_only=True, tag="attached"):
-    next_serial: int
-    store_id: str = ""
-    committed_step: int = -1
+def value_of(reply: Reply) -> Any:
+    """An answer's value; None for any other reply."""
+    return cast(Answer[Any], reply).value if isinstance(reply, Answer) else None
 
 
-class Offered(Reply, frozen=True, kw_only=True, tag="offered"):
-    new: int
-
-
-class TakenGroup(msgspec.Struct, frozen=True, gc=False):
-    serial: int
-    node_id: str
-    meta: GroupMeta
-
-
-class Taken(Reply, frozen=True, kw_only=True, tag="taken"):
-    """Followed by one payload frame per group; None: not ready in time."""
-
-    groups: list[TakenGroup] | None
-
-
-class Registered(Reply, frozen=True, kw_only=True, tag="registered"):
-    run: RunInfo
-
-
-class Leased(Reply, frozen=True, kw_only=True, tag="leased"):
-    leases: list[Lease]
-
-
-class Beaten(Reply, frozen=True, kw_only=True, tag="beaten"):
-    reply: HeartbeatReply
-
-
-class Completed(Reply, frozen=True, kw_only=True, tag="completed"):
-    accepted: bool
-
-
-class StatusReply(Reply, frozen=True, kw_only=True, tag="status"):
-    status: BrokerStatus
-
-
-class LedgerReply(Reply, frozen=True, kw_only=True, tag="ledger"):
-    entries: list[LedgerEntry]
-
-
-class EventsReply(Reply, frozen=True, kw_only=True, tag="events"):
-    events: list[BrokerEvent]
-
-
-SingleReply = (
-    Refused
-    | Done
-    | Attached
-    | Offered
-    | Taken
-    | Registered
-    | Leased
-    | Beaten
-    | Completed
-    | StatusReply
-    | LedgerReply
-    | EventsReply
-    | Waiting
-    | NotLeading
-)
+AnyAnswer = Answer[msgspec.Raw]
+SingleReply = Refused | Waiting | NotLeading | AnyAnswer
 
 
 class Batch(Reply, frozen=True, kw_only=True, tag="batch"):
@@ -280,14 +288,17 @@ class _Envelope(msgspec.Struct, frozen=True):
     schema: int = -1
 
 
-_Message = TypeVar("_Message", bound=Request | Reply)
+_Message = TypeVar("_Message", bound=Request[Any] | Reply)
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(AnyRequest)
-_replies = msgspec.msgpack.Decoder(AnyReply)
+_requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
+_replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 _envelopes = msgspec.msgpack.Decoder(_Envelope)
+_values = {  # for each request R of Request[R]
+    kind: msgspec.msgpack.Decoder(get_args(kind.__orig_bases__[0])[0]) for kind in get_args(AnyRequest)
+}
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: Request[Any] | Reply) -> bytes:
     """Header bytes of a message."""
     return _encoder.encode(message)
 
@@ -299,24 +310,15 @@ def decode_request(header: bytes | memoryview, payloads: int) -> AnyRequest:
         WireError: when the bytes, the schema version or the number of payload frames are not right.
     """
     request = _decode(header, _requests)
-    expected = 1 if isinstance(request, Complete) else 0
-    if payloads != expected:
-        raise WireError(f"{type(request).__name__} came with {payloads} payload frames, not {expected}", request.id)
+    if payloads != request.payloads:
+        found = f"{type(request).__name__} came with {payloads} payload frames, not {request.payloads}"
+        raise WireError(found, request.id)
     return request
 
 
-def decode_reply(header: bytes | memoryview, payloads: int) -> AnyReply:
-    """The same for replies."""
-    reply = _decode(header, _replies)
-    expected = len(reply.groups or ()) if isinstance(reply, Taken) else 0
-    if payloads != expected:
-        raise WireError(f"{type(reply).__name__} came with {payloads} payload frames, not {expected}", reply.id)
-    return reply
-
-
-def singles(reply: AnyReply) -> "list[SingleReply]":
-    """The replies that a message brought."""
-    return reply.replies if isinstance(reply, Batch) else [reply]
+def decode_reply(header: bytes | memoryview) -> AnyReply:
+    """Header bytes to a reply; the request reads an answer's value. Raises WireError."""
+    return _decode(header, _replies)
 
 
 def _decode(header: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:

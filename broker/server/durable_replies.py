@@ -9,72 +9,67 @@ from typing import NamedTuple
 
 import zmq
 
-from broker.contract import LEARNER_ENDED
 from broker.journal.journal import Journal
 from broker.messaging import wire
 
-PROMISES = (
-    wire.Attach, wire.Offer, wire.Take, wire.Regenerate, wire.Filter, wire.Commit, wire.Complete,
-)  # fmt: skip
-MOST_HELD = 1 << 16
-WORD_S = 1.0
+MOST_DELAYED = 1 << 16
+WAITING_EVERY_S = 1.0
 
 
-def promises(request: wire.AnyRequest) -> bool:
-    """Whether the answer waits for the disk. A learner's last report counts, because nodes leave because of it."""
-    if isinstance(request, wire.Report):
-        return request.report.state in LEARNER_ENDED
-    return isinstance(request, PROMISES)
-
-
-class Held(NamedTuple):
+class Delayed(NamedTuple):
     client: bytes
     reply: wire.Reply
     payloads: list[bytes | zmq.Frame]
 
 
-class HeldReplies:
+class DelayedReplies:
     """Delayed replies in order; a request that is repeated meanwhile is answered once."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._this_turn: dict[tuple[bytes, int], Held] = {}
-        self._word_at = 0.0
-        self._waiting: OrderedDict[tuple[bytes, int], tuple[int, Held]] = OrderedDict()
+        self._this_turn: dict[tuple[bytes, int], Delayed] = {}
+        self._next_waiting = 0.0
+        self._delayed: OrderedDict[tuple[bytes, int], tuple[int, Delayed]] = OrderedDict()
 
-    def hold(self, held: Held) -> None:
-        """Keep a reply until `released` gives it back."""
-        key = (held.client, held.reply.id)
-        if key not in self._waiting:
-            self._this_turn[key] = held
+    def add(self, delayed: Delayed) -> None:
+        """Keep a reply until its promise is durable."""
+        key = (delayed.client, delayed.reply.id)
+        if key not in self._delayed:
+            self._this_turn[key] = delayed
 
-    def end_turn(self) -> list[Held]:
-        """Send the turn's moves off; returns the replies that may go out now. Raises StoreFailed."""
+    def end_turn(self, now: float) -> list[Delayed]:
+        """Send the turn's moves off; returns the replies that may go out now. Raises StoreFailed.
+
+        While the store cannot be written, there is about once a second a Waiting with the reason for every delayed one.
+        """
+        self._journal.noticed()
+        self._delay()
+        return [*self._released(), *self._waiting(now)]
+
+    def close(self) -> list[Delayed]:
+        """Close the journal; returns the replies whose promise is durable at the end."""
+        self._delay()
+        self._journal.close()
+        return self._released()
+
+    def _delay(self) -> None:
         last = self._journal.end_turn()
-        for key, held in self._this_turn.items():
-            self._waiting[key] = (last, held)
+        self._delayed.update((key, (last, delayed)) for key, delayed in self._this_turn.items())
         self._this_turn.clear()
-        while len(self._waiting) > MOST_HELD:  # the oldest clients gave up long ago; living ones ask again
-            self._waiting.popitem(last=False)
-        return self.released()
+        while len(self._delayed) > MOST_DELAYED:  # the oldest clients gave up long ago; living ones ask again
+            self._delayed.popitem(last=False)
 
-    def waiting(self, now: float) -> list[Held]:
-        """A Waiting with the reason for every delayed reply, about once a second while the store cannot be written."""
-        reason = self._journal.stuck
-        if not reason or now < self._word_at:
-            return []
-        self._word_at = now + WORD_S
-        word = f"{reason}; nothing is acknowledged until there is room"
-        return [Held(h.client, wire.Waiting(id=h.reply.id, reason=word), []) for _, h in self._waiting.values()]
-
-    def released(self) -> list[Held]:
-        """Replies whose promise is durable."""
+    def _released(self) -> list[Delayed]:
         acknowledged = self._journal.acknowledged
-        free: list[Held] = []
-        while self._waiting:
-            key, (seq, held) = next(iter(self._waiting.items()))
-            if seq > acknowledged:
-                break
-            del self._waiting[key]
-            free.append(held)
-        return free
+        released: list[Delayed] = []
+        while self._delayed and next(iter(self._delayed.values()))[0] <= acknowledged:
+            released.append(self._delayed.popitem(last=False)[1][1])
+        return released
+
+    def _waiting(self, now: float) -> list[Delayed]:
+        stuck = self._journal.stuck
+        if not stuck or now < self._next_waiting:
+            return []
+        self._next_waiting = now + WAITING_EVERY_S
+        reason = f"{stuck}; nothing is acknowledged until there is room"
+        return [Delayed(d.client, wire.Waiting(id=d.reply.id, reason=reason), []) for _, d in self._delayed.values()]

@@ -1,7 +1,9 @@
 """Requests that wait for something to happen: leases for tasks, takes for ready groups."""
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from broker.messaging.wire import AskLease, Take
 
@@ -9,59 +11,58 @@ Key = tuple[bytes, int]  # client, request id
 MOST_LEASES = 8  # parked requests of one node; a client that behaves has one, besides those that it cancels
 HEAP_SLACK = 1024  # deadlines of requests that are no longer parked
 
-
-@dataclass(slots=True)
-class ParkedLease:
-    client: bytes
-    request: AskLease
+Q = TypeVar("Q", AskLease, Take)
 
 
 @dataclass(slots=True)
-class ParkedTake:
+class Parked(Generic[Q]):
     client: bytes
-    request: Take
+    request: Q
+
+    @property
+    def key(self) -> Key:
+        return self.client, self.request.id
+
+
+AnyParked = Parked[AskLease] | Parked[Take]
 
 
 class ParkingLot:
     """Parked requests in order of arrival, each with a deadline in monotonic seconds."""
 
     def __init__(self) -> None:
-        self.leases: dict[Key, ParkedLease] = {}
-        self.takes: dict[Key, ParkedTake] = {}
+        self.leases: dict[Key, Parked[AskLease]] = {}
+        self.takes: dict[Key, Parked[Take]] = {}
         self._by_node: dict[str, dict[Key, None]] = {}  # oldest first
         self._deadlines: list[tuple[float, Key]] = []
 
-    def park_take(self, client: bytes, request: Take, deadline: float) -> list[ParkedTake]:
-        """Keep a take, in place of every other; returns those. A repetition of a parked one changes nothing."""
-        key = (client, request.id)
-        if key in self.takes:
-            return []
-        replaced = list(self.takes.values())
-        self.takes = {key: ParkedTake(client, request)}
-        self._push(deadline, key)
-        return replaced
+    def park(self, client: bytes, request: AskLease | Take, deadline: float) -> list[AnyParked]:
+        """Keep a request; returns those that it replaces. A repetition of a parked one changes nothing.
 
-    def park_lease(self, client: bytes, request: AskLease, deadline: float) -> list[ParkedLease]:
-        """Keep a lease request, in place of those that another process sent for the same node; returns those.
-
-        And in place of the node's oldest ones when there are too many.
+        A take replaces every other take. A lease request replaces those that another process sent for the same node,
+        and the node's oldest ones when there are too many.
         """
         key = (client, request.id)
-        if key in self.leases:
+        if key in self.leases or key in self.takes:
             return []
-        parked = self._by_node.get(request.node_id, {})
-        others = [k for k in parked if k[0] != client]
-        own = [k for k in parked if k[0] == client]
-        others += own[: max(0, len(own) - MOST_LEASES + 1)]
-        replaced = [self.leases[k] for k in others]
-        for other in others:
-            self.drop(other)
-        self.leases[key] = ParkedLease(client, request)
-        self._by_node.setdefault(request.node_id, {})[key] = None
+        if isinstance(request, Take):
+            replaced = self.drop_all(list(self.takes))
+            self.takes[key] = Parked(client, request)
+        else:
+            parked = self.of_node(request.node_id)
+            own = [k for k in parked if k[0] == client]
+            others = [k for k in parked if k[0] != client] + own[: max(0, len(own) - MOST_LEASES + 1)]
+            replaced = self.drop_all(others)
+            self.leases[key] = Parked(client, request)
+            self._by_node.setdefault(request.node_id, {})[key] = None
         self._push(deadline, key)
         return replaced
 
-    def drop(self, key: Key) -> ParkedLease | ParkedTake | None:
+    def drop_all(self, keys: Iterable[Key]) -> list[AnyParked]:
+        """Remove and return those of these requests that are parked."""
+        return [parked for parked in map(self.drop, keys) if parked is not None]
+
+    def drop(self, key: Key) -> AnyParked | None:
         """Remove and return a parked request; None when it is not parked."""
         lease = self.leases.pop(key, None)
         if lease is None:
@@ -76,13 +77,13 @@ class ParkingLot:
         """Lease requests parked for a node."""
         return list(self._by_node.get(node_id, ()))
 
-    def everything(self) -> list[ParkedLease | ParkedTake]:
+    def everything(self) -> list[AnyParked]:
         """All that is parked."""
         return [*self.leases.values(), *self.takes.values()]
 
-    def overdue(self, now: float) -> list[ParkedLease | ParkedTake]:
+    def overdue(self, now: float) -> list[AnyParked]:
         """Remove and return the requests whose deadline is at or before `now`."""
-        found: list[ParkedLease | ParkedTake] = []
+        found: list[AnyParked] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             parked = self.drop(heapq.heappop(self._deadlines)[1])
             if parked is not None:

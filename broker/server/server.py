@@ -10,7 +10,8 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import zmq
@@ -19,13 +20,12 @@ from broker.delivery.state import DeliveryState
 from broker.guard.rejected_messages import Later
 from broker.guard.request_guard import Gate
 from broker.journal.journal import Journal
-from broker.journal.store import PayloadLost
 from broker.messaging import wire
 from broker.messaging.bind_address import reachable
 from broker.messaging.sockets import bind_router, frame_limit
-from broker.server.durable_replies import Held, HeldReplies, promises
+from broker.server.durable_replies import Delayed, DelayedReplies
 from broker.server.handlers import Handlers
-from broker.server.long_polls import ParkedLease, ParkedTake
+from broker.server.long_polls import AnyParked
 from broker.server.reply_batches import Outbox
 from common.errors import BrokerError
 from common.security.credentials import Identity
@@ -44,7 +44,8 @@ class BrokerServer:
 
     Args:
         state: the delivery state; only the thread in `run` touches it from then on.
-        address: tcp://HOST:PORT (0: a free one) or ipc://PATH; beyond loopback only with credentials.
+        addresses: tcp://HOST:PORT (0: a free one) or ipc://PATH; beyond loopback only with credentials. The first
+            one that can be had is bound.
         max_message_bytes: largest header or payload that is accepted.
         on_tick: called in every turn of the loop, at least about once a second.
         credentials: key folder; clients must then prove a key of it.
@@ -54,13 +55,13 @@ class BrokerServer:
     Clients connect to `address`.
 
     Raises:
-        UsageError: when the address is refused or in use, or the keys cannot be used.
+        UsageError: all addresses are refused or in use, or the keys cannot be used.
     """
 
     def __init__(
         self,
         state: DeliveryState,
-        address: str,
+        addresses: Sequence[str],
         max_message_bytes: int,
         on_tick: Callable[[], None] = lambda: None,
         credentials: str | None = None,
@@ -71,22 +72,19 @@ class BrokerServer:
         self._max_message_bytes = max_message_bytes
         self._on_tick = on_tick
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        gate: Gate | None = None
-        try:
-            gate = self._gate = Gate(self._context, state, credentials, quarantine)
-            self._router = bind_router(self._context, address, frame_limit(max_message_bytes), gate.curve)
-        except Exception:
-            if gate is not None:
-                gate.close()
-            self._context.term()
-            raise
-        gate.watch(self._router, max_message_bytes)
+        with ExitStack() as undo:
+            undo.callback(self._context.term)
+            self._gate = Gate(self._context, state, credentials, quarantine)
+            undo.callback(self._gate.close)
+            self._router = bind_router(self._context, addresses, frame_limit(max_message_bytes), self._gate.curve)
+            undo.pop_all()
+        self._gate.watch(self._router, max_message_bytes)
         self.address = reachable(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
         state.address = self.address
         self._handlers = Handlers(state)
         self._outbox = Outbox(self._router, self._undelivered)
         self._journal = journal
-        self._held = HeldReplies(journal) if journal is not None else None
+        self._delayed = DelayedReplies(journal) if journal is not None else None
         self._remembered: OrderedDict[tuple[bytes, int], wire.Reply] = OrderedDict()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -115,8 +113,9 @@ class BrokerServer:
             self._read_all()
             self._serve_parked()
             for parked in self._handlers.parked.everything():
-                self._answer_empty(parked)
-            self._finish_journal()
+                self._answer_in_vain(parked)
+            if self._delayed is not None:
+                self._put(self._delayed.close())
             self._outbox.flush()
         finally:
             self.close()
@@ -137,28 +136,18 @@ class BrokerServer:
             self._state.expire()
         self._serve_parked()
         for parked in self._handlers.parked.overdue(now):
-            self._answer_empty(parked)
+            self._answer_in_vain(parked)
         if ticking:
             self._next_tick = now + TICK_S
             self._gate.tick()
-        self._send_released()
+        if self._delayed is not None:
+            self._put(self._delayed.end_turn(time.monotonic()))
         self._outbox.flush()
         self._on_tick()  # last, because it may take a while
 
-    def _send_released(self) -> None:
-        """The end of a turn: what was recorded goes to the disk, and replies go out whose records are there."""
-        if self._held is not None and self._journal is not None:
-            self._journal.noticed()
-            for held in [*self._held.end_turn(), *self._held.waiting(time.monotonic())]:
-                self._outbox.put(held.client, held.reply, held.payloads)
-
-    def _finish_journal(self) -> None:
-        """The last promises: kept and sent, or not sent."""
-        if self._held is not None and self._journal is not None:
-            self._held.end_turn()
-            self._journal.close()
-            for held in self._held.released():
-                self._outbox.put(held.client, held.reply, held.payloads)
+    def _put(self, replies: list[Delayed]) -> None:
+        for client, reply, payloads in replies:
+            self._outbox.put(client, reply, payloads)
 
     def _timeout_ms(self) -> int:
         times = (self._next_tick, self._state.next_deadline(), self._handlers.parked.next_deadline())
@@ -204,7 +193,7 @@ class BrokerServer:
             return
         except wire.WireError as error:
             self._gate.refusals.note(client, error, header, len(payloads))
-            self._send(client, wire.Refused(id=error.request_id, reason=str(error)))
+            self._outbox.put(client, wire.Refused(id=error.request_id, reason=str(error)))
             return
         try:
             reply = self._remembered.get((client, request.id)) or self._answer(client, request, payloads)
@@ -212,53 +201,40 @@ class BrokerServer:
             logger.exception("%s failed", type(request).__name__)
             reply = wire.Refused(id=request.id, reason="internal error of the broker; its log has the details")
         if reply is not None:
-            self._send(client, reply, promised=promises(request))
+            self._send(client, request, reply)
 
     def _answer(self, client: bytes, request: wire.AnyRequest, payloads: list[bytes | zmq.Frame]) -> wire.Reply | None:
         reply, displaced = self._handlers.handle(client, request, payloads[0] if payloads else None)
         for parked in displaced:
-            self._answer_empty(parked)
+            self._answer_in_vain(parked)
         return reply
 
     def _serve_parked(self) -> None:
-        for client, reply in self._handlers.serve_parked():
-            self._send(client, reply, promised=isinstance(reply, wire.Taken))
+        for parked, reply in self._handlers.serve_parked():
+            self._send(parked.client, parked.request, reply)
 
-    def _answer_empty(self, parked: ParkedLease | ParkedTake) -> None:
-        request = parked.request
-        if isinstance(request, wire.Take):
-            self._send(parked.client, wire.Taken(id=request.id, groups=None))
-        else:
-            self._send(parked.client, wire.Leased(id=request.id, leases=[]))
+    def _answer_in_vain(self, parked: AnyParked) -> None:
+        self._outbox.put(parked.client, self._handlers.in_vain(parked))
 
-    def _send(self, client: bytes, reply: wire.Reply, promised: bool = False) -> None:
+    def _send(self, client: bytes, request: wire.AnyRequest, reply: wire.Reply) -> None:
         """Answer at once; only a promise is delayed until it is durable."""
         try:
-            payloads = self._handlers.payloads(reply)
-        except PayloadLost:
-            assert isinstance(reply, wire.Taken)
-            reply, payloads = self._handlers.give_up_lost(reply), []
+            reply, payloads = self._handlers.split(reply)
         except BrokerError as error:
             reply, payloads = wire.Refused(id=reply.id, reason=str(error)), []
-        if _must_not_repeat(reply):
+        if request.once and wire.value_of(reply):
             self._remember((client, reply.id), reply)
-        if promised and self._held is not None and not isinstance(reply, wire.Refused):
-            self._held.hold(Held(client, reply, payloads))
+        if request.promised and self._delayed is not None and not isinstance(reply, wire.Refused):
+            self._delayed.add(Delayed(client, reply, payloads))
         else:
             self._outbox.put(client, reply, payloads)
 
     def _undelivered(self, client: bytes, reply: wire.Reply) -> None:
         logger.debug("no answer to a client that is gone: %s", type(reply).__name__)
         self._remembered.pop((client, reply.id), None)
-        if isinstance(reply, wire.Leased):
-            self._handlers.undo_leases(reply)
+        self._handlers.undo(reply)
 
     def _remember(self, key: tuple[bytes, int], reply: wire.Reply) -> None:
         self._remembered[key] = reply
         if len(self._remembered) > 4096:
             self._remembered.popitem(last=False)
-
-
-def _must_not_repeat(reply: wire.Reply) -> bool:
-    """Whether a repeated request must get this same reply: leases would be given twice, a count would be 0."""
-    return (isinstance(reply, wire.Leased) and bool(reply.leases)) or isinstance(reply, wire.Offered)

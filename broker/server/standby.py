@@ -49,29 +49,19 @@ class Standby:
             keys = curve_credentials(config.credentials)
             if keys is not None:
                 self._curve = CurveServer(self._context, load_server(keys), KeyRing(keys, ROLES))
-            self._router = self._bind(addresses, frame_limit(config.max_message_bytes))
+            limit = frame_limit(config.max_message_bytes)
+            self._router = bind_router(self._context, addresses, limit, self._curve, self._claim)
         except BaseException:
             self._close()
             raise
         self.bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = reachable(self.bound)
 
-    def _bind(self, addresses: Sequence[str], max_frame_bytes: int) -> "zmq.Socket[bytes]":
-        refused: list[str] = []
-        for address in addresses:
-            try:
-                router = bind_router(self._context, address, max_frame_bytes, self._curve)
-            except UsageError as error:
-                refused.append(str(error))
-                continue
-            try:
-                self._lock = take_lock(self._run_dir / f".broker-{quote(address, safe='')}.lock")
-            except AlreadyLocked as error:
-                router.close()
-                refused.append(f"broker.address: {address} is that of process {error.holder}")
-                continue
-            return router
-        raise UsageError("; ".join(refused))
+    def _claim(self, address: str) -> None:
+        try:
+            self._lock = take_lock(self._run_dir / f".broker-{quote(address, safe='')}.lock")
+        except AlreadyLocked as error:
+            raise UsageError(f"broker.address: {address} is that of process {error.holder}") from None
 
     def stop(self) -> None:
         """End `run`; may be called from a signal handler."""

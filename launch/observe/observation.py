@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from broker.connect import Access, connect
-from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, LearnerReport, NodeStatus, ObserverBroker
+from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, LearnerReport, NodeStatus
+from broker.messaging.client_methods import ObserverBroker
 from common.errors import BrokerUnreachable, SlipstreamError, UsageError
 from common.process.lifecycle import alive
 from common.process.run_dir import RunDir

@@ -152,7 +152,7 @@ def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) ->
 @contextmanager
 def serving(state: DeliveryState, config: Config, run: RunDir) -> Generator[None]:
     """While active, a broker with `state` serves the run's learner."""
-    server = BrokerServer(state, config.broker.addresses[0], config.broker.max_message_bytes)
+    server = BrokerServer(state, config.broker.addresses, config.broker.max_message_bytes)
     thread = threading.Thread(target=server.run, name="broker", daemon=True)
     thread.start()
     write_json(run.broker_json, BrokerFile(getpid(), server.address, time.time()))

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from broker.connect import Access, BrokerConnection, connect
+from broker.connect import Access, connect
 from broker.contract import BrokerStatus, LedgerEntry, StoredGroup
+from broker.messaging.client_methods import LearnerBroker
 from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError, UsageError
 from common.metrics import StepMetrics
@@ -58,7 +59,7 @@ class Lead(RolloutSource):
     def __init__(
         self,
         config: Config,
-        broker: BrokerConnection,
+        broker: LearnerBroker,
         publisher: WeightPublisher,
         tasks: TaskStream,
         files: RunFiles,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from broker.connect import BrokerConnection
 from broker.contract import LEARNER_ENDED, Delivery, LearnerReport
+from broker.messaging.client_methods import LearnerBroker
 from common.errors import SlipstreamError
 from learner.publish.figures import Undelivered
 
@@ -27,7 +27,7 @@ class Reporter:
         undelivered: gives the nodes that wait for a version; called from the reporting thread.
     """
 
-    def __init__(self, connect: Callable[[], BrokerConnection]) -> None:
+    def __init__(self, connect: Callable[[], LearnerBroker]) -> None:
         self._connect = connect
         self._report = LearnerReport(os.getpid(), 0, "starting", 0, instance=secrets.token_hex(8))
         self._silence = ""
@@ -99,7 +99,7 @@ class Reporter:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        client: BrokerConnection | None = None
+        client: LearnerBroker | None = None
         warned = False
         while True:
             last = self._stopping.is_set()

@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from broker.contract import HeartbeatReply, NodeBroker
+from broker.contract import HeartbeatReply
+from broker.messaging.client_methods import NodeBroker
 from common.errors import BrokerError, SlipstreamError
 from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
 from rollout_fleet.node.node_status import OwnStatus

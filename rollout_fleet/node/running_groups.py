@@ -5,8 +5,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from broker.contract import Lease, NodeBroker
+from broker.contract import Lease
 from broker.diagnosis.join_times import sentence
+from broker.messaging.client_methods import NodeBroker
 from common.errors import BrokerError, SlipstreamError
 from common.rollouts import encode_group
 from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner, RolledOut

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.contract import LearnerBroker, LearnerReport, NodeBroker, NodeReport, RunInfo, Waste
-from broker.delivery.in_process import MemoryBroker
+from broker.contract import LearnerReport, NodeReport, RunInfo, Waste
 from broker.delivery.leasing import ALONE
 from broker.delivery.nodes import wasted_tokens
 from broker.delivery.state import DeliveryState
@@ -23,7 +22,9 @@ from broker.journal.recovery import recover
 from broker.journal.redis_store.store import RedisStore
 from broker.journal.store import Store
 from broker.messaging.async_client import AsyncBrokerClient
+from broker.messaging.client_methods import LearnerBroker, NodeBroker
 from broker.messaging.sync_client import BrokerClient
+from broker.server.in_process import MemoryBroker
 from broker.server.server import BrokerServer
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
@@ -86,7 +87,7 @@ def memory(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
 
 
 def zeromq(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
-    yield from served(BrokerServer(DeliveryState(run), "tcp://127.0.0.1:0", 1 << 20), runner)
+    yield from served(BrokerServer(DeliveryState(run), ["tcp://127.0.0.1:0"], 1 << 20), runner)
 
 
 def zeromq_files(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
@@ -104,7 +105,7 @@ def durable(store: Store, run: RunInfo, runner: asyncio.Runner) -> Iterator[Back
     journal = Journal(store, "fsync", segment_bytes=1 << 12)
     state = DeliveryState(run, recorder=journal, retain_steps=2)
     recover(journal, state)
-    yield from served(BrokerServer(state, "tcp://127.0.0.1:0", 1 << 20, journal=journal), runner)
+    yield from served(BrokerServer(state, ["tcp://127.0.0.1:0"], 1 << 20, journal=journal), runner)
 
 
 def served(server: BrokerServer, runner: asyncio.Runner) -> Iterator[Backend]:

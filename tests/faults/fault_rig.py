@@ -18,8 +18,9 @@ from fault_promise import EVERYTHING, always_fails, check_promise, final_ledger,
 from fault_proxy import Proxy
 from fault_redis import RedisUnderTest
 
-from broker.connect import Access, BrokerConnection, connect
+from broker.connect import Access, connect
 from broker.contract import LedgerEntry
+from broker.messaging.client_methods import LearnerBroker
 from common.errors import BrokerError, BrokerUnreachable
 from common.process.run_dir import RunDir
 from tests.waiting import LIMIT_S, until
@@ -60,7 +61,7 @@ class Rig:
         self.since = EVERYTHING
         self._started: list[Process] = []
         self._proxies: list[Proxy] = []
-        self._observer: BrokerConnection | None = None
+        self._observer: LearnerBroker | None = None
         rows = [{"n": n, "poison": always_fails(n, poisoned)} for n in range(PROMPTS)]
         (run_dir / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -207,7 +208,7 @@ class Rig:
     # ---------------------------------------------------------------- looking
 
     @property
-    def observer(self) -> BrokerConnection:
+    def observer(self) -> LearnerBroker:
         if self._observer is None:
             self._observer = connect(Access(address=self.address, role="observer", deadline_s=LIMIT_S, retry_s=0.5))
         return self._observer

@@ -21,9 +21,10 @@ from typing import Any
 import msgspec
 from fault_options import GROUP_SIZE, BrokerOptions, Checkpoint, LearnerOptions, NodeOptions, Trained
 
-from broker.connect import Access, BrokerConnection, NodeConnection, connect, connect_node
+from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport
 from broker.main import run_broker
+from broker.messaging.client_methods import LearnerBroker, NodeBroker
 from common.arrays import Array
 from common.config.schema import (
     BrokerConfig,
@@ -121,7 +122,7 @@ class SleepingDriver:
 class Repeating:
     """A node's connection that hands in every group three times: twice at once, and once more some time later."""
 
-    def __init__(self, inner: NodeConnection, later_s: float) -> None:
+    def __init__(self, inner: NodeBroker, later_s: float) -> None:
         self._inner, self._later_s = inner, later_s
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -168,7 +169,7 @@ async def node(o: NodeOptions) -> int:
 class Learner:
     """The lead rank's way with the broker, without a model: checkpoints every third step, and commits then."""
 
-    def __init__(self, o: LearnerOptions, broker: BrokerConnection) -> None:
+    def __init__(self, o: LearnerOptions, broker: LearnerBroker) -> None:
         self._o, self._broker = o, broker
         self._run_dir = Path(o.run_dir)
         self._incarnation, self._instance = o.incarnation, secrets.token_hex(8)

@@ -11,36 +11,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from broker.contract import LearnerReport, NodeReport
 from broker.messaging import wire
-from common.rollouts import GroupMeta, Task
 from common.weights import messages
+from tests.unit.broker.test_authorization import REQUESTS
 
 Frames = list[bytes]
 
-NODE = NodeReport("fuzzed-node", 1, "host", "generating", 0)
-LEARNER = LearnerReport(1, 1, "training", 0)
-REQUESTS: list[wire.Request] = [
-    wire.Attach(id=1, report=LEARNER),
-    wire.Offer(id=2, tasks=[Task(0, b"{}", 0, 4)]),
-    wire.Take(id=3, step=0, count=1, wait_s=0.1),
-    wire.Regenerate(id=4, step=0, serials=[0]),
-    wire.Filter(id=5, step=0, serials=[0], most_replaced=1),
-    wire.Commit(id=6, step=0),
-    wire.Report(id=7, report=LEARNER),
-    wire.Register(id=8, report=NODE),
-    wire.AskLease(id=9, node_id="fuzzed-node", version=0, max_groups=1, wait_s=0.1),
-    wire.Cancel(id=10, target=9),
-    wire.Heartbeat(id=11, report=NODE, tokens=["t"]),
-    wire.Fail(id=13, node_id="fuzzed-node", token="t", reason="r"),
-    wire.Release(id=14, node_id="fuzzed-node", tokens=["t"]),
-    wire.Leave(id=15, node_id="fuzzed-node"),
-    wire.AskStatus(id=16),
-    wire.AskLedger(id=17),
-    wire.AskEvents(id=18, after=-1),
-]
-COMPLETE = wire.Complete(id=12, node_id="fuzzed-node", token="t", meta=GroupMeta(0, 0, 0.5, 10))
-REQUEST_FRAMES: list[Frames] = [[wire.encode(r)] for r in REQUESTS] + [[wire.encode(COMPLETE), b"payload" * 50]]
+REQUEST_FRAMES: list[Frames] = [[wire.encode(r), *[b"payload" * 50] * r.payloads] for r, _ in REQUESTS]
 CONTROL_FRAMES: list[Frames] = [
     [messages.encode(message)]
     for message in (

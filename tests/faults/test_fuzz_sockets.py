@@ -170,7 +170,7 @@ def test_a_broker_with_keys_is_untouched_by_strangers_and_by_an_observer_that_se
         assert status.refused_messages > 0.6 * MESSAGES  # some are valid after all, and a cut connection loses some
         assert 0 < status.denied_requests < status.refused_messages
         assert 0 < status.quarantined_messages == len(list((tmp_path / "run" / "quarantine").glob("*.bin"))) <= 32
-        assert roll_out_one(target.address, load_credential(keys, "node", "a"), "n0")
+        assert roll_out_one(target.address, load_credential(keys, "node", "a"), "good")
         target.assert_sound(resident)
 
 
@@ -184,11 +184,11 @@ def test_a_node_that_sends_garbage_under_its_own_key_harms_neither_the_learner_n
     ):
         offer(learner)
         resident = target.resident_bytes()
-        assert roll_out_one(target.address, load_credential(keys, "node", "a"), "n0")
+        assert roll_out_one(target.address, load_credential(keys, "node", "a"), "good")
         message_attack(target.address, fuzzing.REQUEST_FRAMES, 3, bad_key, bad_key.server_public)
         after = learner.ledger()
         assert [e.serial for e in after] == list(range(TASKS))
-        assert (after[0].state, after[0].nodes) == ("ready", ["n0"])
+        assert (after[0].state, after[0].nodes) == ("ready", ["good"])
         assert {e.state for e in after[1:]} <= {"pending", "leased"}
         status = learner.status()
         assert status.learner is not None
@@ -249,5 +249,5 @@ def test_a_message_that_never_ends_costs_its_sender_the_connection_and_nobody_el
         assert sent < most
         until(lambda: target.resident_bytes() - resident < FLOOD_BYTES)
         assert target.log.read_text().count("cut a connection") == 1
-        assert roll_out_one(target.address, None, "n0")
+        assert roll_out_one(target.address, None, "good")
         target.assert_sound(resident, FLOOD_BYTES)

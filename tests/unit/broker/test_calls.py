@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+from broker.messaging import wire
 from broker.messaging.pending_requests import Call, Calls
 from tests.waiting import until_async
 
@@ -10,7 +11,7 @@ from tests.waiting import until_async
 def noted(calls: Calls, number: int, delay_s: float) -> None:
     """A call to be reminded of in `delay_s`."""
     loop = asyncio.get_running_loop()
-    calls.by_id[number] = Call(number, [], 1.0, 1.0, loop.create_future())
+    calls.by_id[number] = Call(wire.AskStatus(id=number), [], 1.0, 1.0, loop.create_future())
     calls.remind_at(calls.by_id[number], loop.time() + delay_s)
 
 

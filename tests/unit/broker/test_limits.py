@@ -51,10 +51,10 @@ def test_a_node_that_parks_lease_requests_without_end_has_only_its_newest_ones_p
 def test_deadlines_of_requests_that_were_cancelled_do_not_pile_up() -> None:
     lot = ParkingLot()
     for i in range(20 * HEAP_SLACK):
-        lot.park_lease(b"c", ask_lease(i), 60.0)
+        lot.park(b"c", ask_lease(i), 60.0)
         lot.drop((b"c", i))
     assert len(lot._deadlines) <= HEAP_SLACK + 2
-    lot.park_lease(b"c", ask_lease(-1), 50.0)
+    lot.park(b"c", ask_lease(-1), 50.0)
     assert [p.request.id for p in lot.overdue(55.0)] == [-1]
 
 

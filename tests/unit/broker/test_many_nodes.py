@@ -53,7 +53,7 @@ class Crowd:
     def served(self) -> list[tuple[str, list[int]]]:
         """(client, serials) of every answer that can be given now."""
         found = self.handlers.serve_parked()
-        return [(c.decode(), [le.task.serial for le in r.leases]) for c, r in found if isinstance(r, wire.Leased)]
+        return [(p.client.decode(), [le.task.serial for le in r.value]) for p, r in found if isinstance(r, wire.Answer)]
 
 
 @pytest.fixture

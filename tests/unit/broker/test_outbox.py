@@ -5,8 +5,14 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from broker.contract import StoredGroup
 from broker.messaging import wire
 from broker.server.reply_batches import Outbox
+from tests.broker_rig import META
+
+
+def small(number: int) -> wire.Reply:
+    return wire.Waiting(id=number, reason="because")
 
 
 class Ends:
@@ -31,7 +37,7 @@ class Ends:
         found: list[tuple[wire.AnyReply, list[bytes]]] = []
         while self.clients[name].poll(50):
             header, *payloads = self.clients[name].recv_multipart()
-            found.append((wire.decode_reply(header, len(payloads)), payloads))
+            found.append((wire.decode_reply(header), payloads))
         return found
 
 
@@ -45,38 +51,39 @@ def ends() -> Iterator[Ends]:
 
 
 def test_small_replies_to_one_client_go_in_one_message_in_order(ends: Ends) -> None:
-    replies = [wire.Completed(id=i, accepted=True) for i in range(5)]
+    replies = [small(i) for i in range(5)]
     for reply in replies:
         ends.outbox.put(b"a", reply)
     assert ends.messages(b"a") == []
     ends.outbox.flush()
     (message,) = ends.messages(b"a")
     assert message == (wire.Batch(id=-1, replies=replies), [])
-    assert wire.singles(message[0]) == replies
 
 
 def test_a_single_reply_is_not_wrapped_and_clients_are_not_mixed(ends: Ends) -> None:
-    ends.outbox.put(b"a", wire.Done(id=1))
-    ends.outbox.put(b"b", wire.Done(id=2))
+    ends.outbox.put(b"a", small(1))
+    ends.outbox.put(b"b", small(2))
     ends.outbox.flush()
-    assert ends.messages(b"a") == [(wire.Done(id=1), [])]
-    assert ends.messages(b"b") == [(wire.Done(id=2), [])]
+    assert ends.messages(b"a") == [(small(1), [])]
+    assert ends.messages(b"b") == [(small(2), [])]
 
 
 def test_what_has_payloads_goes_at_once(ends: Ends) -> None:
-    meta = wire.GroupMeta(0, 0, 0.5, 4)
-    taken = wire.Taken(id=1, groups=[wire.TakenGroup(i, "n0", meta) for i in range(2)])
-    ends.outbox.put(b"a", wire.Done(id=0))
-    ends.outbox.put(b"a", taken, [b"first", b"second"])
-    assert ends.messages(b"a") == [(taken, [b"first", b"second"])]
+    groups = [StoredGroup(i, "n0", META) for i in range(2)]
+    ends.outbox.put(b"a", small(0))
+    ends.outbox.put(b"a", wire.Answer(id=1, value=groups), [b"first", b"second"])
+    [(reply, payloads)] = ends.messages(b"a")
+    assert isinstance(reply, wire.Answer)
+    taken = wire.Take(step=0, count=2, wait_s=0).read(reply.value, payloads)
+    assert taken == [StoredGroup(0, "n0", META, b"first"), StoredGroup(1, "n0", META, b"second")]
 
 
 def test_every_reply_to_a_client_that_is_gone_is_told_once(ends: Ends) -> None:
     for i in range(3):
-        ends.outbox.put(b"gone", wire.Done(id=i))
-    ends.outbox.put(b"a", wire.Done(id=9))
+        ends.outbox.put(b"gone", small(i))
+    ends.outbox.put(b"a", small(9))
     ends.outbox.flush()
-    assert ends.undelivered == [(b"gone", wire.Done(id=i)) for i in range(3)]
-    assert ends.messages(b"a") == [(wire.Done(id=9), [])]
+    assert ends.undelivered == [(b"gone", small(i)) for i in range(3)]
+    assert ends.messages(b"a") == [(small(9), [])]
     ends.outbox.flush()
     assert len(ends.undelivered) == 3

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from broker.contract import LearnerReport, RunInfo
-from broker.delivery.in_process import MemoryLearner
 from broker.delivery.task_table import Entry
 from broker.journal.file_store.folder import StoreFolder, new_info
 from broker.journal.recording import Recording, open_recording, preloaded
+from broker.server.in_process import MemoryLearner
 from common.config.loading import load_config
 from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError

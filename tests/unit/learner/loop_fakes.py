@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo, StoredGroup
-from broker.delivery.in_process import MemoryBroker, MemoryLearner
+from broker.server.in_process import MemoryBroker, MemoryLearner
 from common.arrays import Array
 from common.config.schema import Config
 from common.errors import SlipstreamError

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from broker.contract import RunInfo
-from broker.delivery.in_process import MemoryBroker, MemoryLearner
+from broker.server.in_process import MemoryBroker, MemoryLearner
 from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
@@ -96,16 +96,11 @@ def test_another_dataset_is_refused_at_resume(make_config: MakeConfig, tmp_path:
         prepare(config)
 
 
-class ClosableLearner(MemoryLearner):
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
     """The broker that `prepare_lead` finds."""
     broker = MemoryBroker(RunInfo("run", "RUN", 1, 2, 3, 60.0, 1 << 30))
-    monkeypatch.setattr("learner.loop.lead_rank.connect", lambda access: ClosableLearner(broker.state))
+    monkeypatch.setattr("learner.loop.lead_rank.connect", lambda access: MemoryLearner(broker.state))
     return broker
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from broker.contract import StoredGroup, Waste
-from broker.delivery.in_process import MemoryBroker
+from broker.server.in_process import MemoryBroker
 from common.errors import HopelessError, UsageError
 from common.metrics import StepMetrics, read_metrics
 from common.rollouts import Group, encode_group

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from broker.contract import HeartbeatReply, LearnerReport, NodeBroker, NodeReport
+from broker.contract import HeartbeatReply, LearnerReport, NodeReport
+from broker.messaging.client_methods import NodeBroker
 from common.rollouts import Sample, Task, VersionRun
 from rollout_fleet.environments.isolation.placement import Stage, ThreadStage
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost

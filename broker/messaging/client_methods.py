@@ -1,0 +1,176 @@
+"""The calls of the delivery contract, one class per role. A transport adds `ask`, which carries a request.
+
+Every call raises BrokerUnreachable when no answer comes within the client's deadline. It raises BrokerError when the
+broker refuses it, and UsageError when the broker refuses the credential.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from broker.contract import (
+    Attached,
+    BrokerEvent,
+    BrokerStatus,
+    HeartbeatReply,
+    LearnerReport,
+    Lease,
+    LedgerEntry,
+    NodeReport,
+    RunInfo,
+    StoredGroup,
+)
+from broker.messaging import wire
+from common.rollouts import GroupMeta, Task
+
+TAKE_PIECE_S, LEASE_PIECE_S = 1.0, 5.0  # a longer wait is asked for in pieces, each a sign of life
+OFFER_TASKS = 512  # tasks in one message
+
+R = TypeVar("R")
+
+
+class ObserverBroker(ABC):
+    """The calls of everyone with read access. They block; leaving the context closes the connection."""
+
+    @abstractmethod
+    def ask(self, request: wire.Request[R], wait_s: float = 0.0) -> R:
+        """The answer to a request, for which the broker may wait `wait_s`."""
+
+    def close(self) -> None:
+        """Give the connection up."""
+        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def status(self) -> BrokerStatus:
+        """Counts, learner, nodes, waste and the store."""
+        return self.ask(wire.AskStatus())
+
+    def ledger(self) -> list[LedgerEntry]:
+        """Every task ever offered, ascending by serial."""
+        return self.ask(wire.AskLedger())
+
+    def events(self, after: int) -> list[BrokerEvent]:
+        """Recent events with an index greater than `after`."""
+        return self.ask(wire.AskEvents(after=after))
+
+
+class LearnerBroker(ObserverBroker):
+    """The learner's calls, besides those of an observer."""
+
+    _sender: dict[str, Any] | None = None  # incarnation and instance, once attached
+
+    def attach(self, report: LearnerReport) -> Attached:
+        """A learner (re)starts. Raises BrokerError when it was replaced, or another of its incarnation is alive."""
+        attached = self.ask(wire.Attach(report=report))
+        self._sender = {"incarnation": report.incarnation, "instance": report.instance}
+        return attached
+
+    def offer(self, tasks: list[Task]) -> int:
+        """Add tasks; serials already known are ignored. Returns how many were new. Raises BrokerError on a gap."""
+        parts = [tasks[start : start + OFFER_TASKS] for start in range(0, len(tasks), OFFER_TASKS)]
+        return sum(self.ask(wire.Offer(**self._who(), tasks=part)) for part in parts)
+
+    def take(self, step: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
+        """The `count` oldest ready groups for `step`, or what `step` took before; None when not ready in `wait_s`.
+
+        Filtered groups that passed their place on do not count, and are among those returned. `in_order` never lets
+        a group overtake another: it waits until the oldest living tasks that no step took are all ready.
+        """
+        end = time.monotonic() + wait_s
+        while True:
+            piece_s = min(max(0.0, end - time.monotonic()), TAKE_PIECE_S)
+            request = wire.Take(**self._who(), step=step, count=count, wait_s=piece_s, in_order=in_order)
+            groups = self.ask(request, piece_s)
+            if groups is not None or time.monotonic() >= end:
+                return groups
+
+    def regenerate(self, step: int, serials: list[int]) -> None:
+        """Give up groups that `step` took: their tasks become pending again and `step` may take others."""
+        self.ask(wire.Regenerate(**self._who(), step=step, serials=serials))
+
+    def filter(self, step: int, serials: list[int], most_replaced: int) -> None:
+        """`step` trains nothing on these groups that it took; it keeps them. May be repeated.
+
+        At most `most_replaced` filtered groups of a step, the first ones, pass their place to the next task: then
+        `take` gives as many more. Raises BrokerError when a serial was never offered, or is committed.
+        """
+        self.ask(wire.Filter(**self._who(), step=step, serials=serials, most_replaced=most_replaced))
+
+    def commit(self, step: int) -> None:
+        """Everything taken by steps <= `step` is in a durable checkpoint."""
+        self.ask(wire.Commit(**self._who(), step=step))
+
+    def report(self, report: LearnerReport) -> None:
+        """Keep `status` current."""
+        self.ask(wire.Report(**self._who(), report=report))
+
+    def _who(self) -> dict[str, Any]:
+        return self._sender or {}
+
+
+class NodeBroker(ABC):
+    """A node's calls, for the event loop that makes the first one."""
+
+    @abstractmethod
+    async def ask(self, request: wire.Request[R], wait_s: float = 0.0, payload: bytes | None = None) -> R:
+        """The answer to a request, which `payload` follows and for which the broker may wait `wait_s`."""
+
+    async def close(self) -> None:
+        """Give the connection up; calls under way raise BrokerUnreachable."""
+        return
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def register(self, report: NodeReport) -> RunInfo:
+        """Join the run."""
+        return await self.ask(wire.Register(report=report))
+
+    async def lease(self, node_id: str, version: int, max_groups: int, wait_s: float) -> list[Lease]:
+        """Up to `max_groups` oldest admissible tasks; waits at most `wait_s` for the first.
+
+        While it waits, a heartbeat that reports a newer version makes that one count. A cancelled call hands back what
+        the broker may have leased to it.
+        """
+        end = time.monotonic() + wait_s
+        while True:
+            left_s = max(0.0, end - time.monotonic())
+            piece_s = min(left_s, LEASE_PIECE_S)
+            request = wire.AskLease(node_id=node_id, version=version, max_groups=max_groups, wait_s=piece_s)
+            leases = await self.ask(request, piece_s)
+            if leases or left_s <= LEASE_PIECE_S:
+                return leases
+
+    async def heartbeat(self, report: NodeReport, tokens: list[str]) -> HeartbeatReply:
+        """Renew these leases."""
+        return await self.ask(wire.Heartbeat(report=report, tokens=tokens))
+
+    async def complete(self, node_id: str, token: str, meta: GroupMeta, payload: bytes) -> bool:
+        """Hand in a group; False when the token is no longer current (the group is discarded and counted).
+
+        Raises:
+            BrokerError: also when the payload is larger than the broker takes; `fail` the lease then.
+        """
+        return await self.ask(wire.Complete(node_id=node_id, token=token, meta=meta), payload=payload)
+
+    async def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
+        """The whole group failed, `tokens` sampled in `seconds` are lost; counts as an attempt."""
+        reason = reason[: wire.MAX_REASON_CHARS]
+        await self.ask(wire.Fail(node_id=node_id, token=token, reason=reason, tokens=tokens, seconds=seconds))
+
+    async def release(self, node_id: str, tokens: list[str]) -> None:
+        """Return leases without counting an attempt (drain)."""
+        await self.ask(wire.Release(node_id=node_id, tokens=tokens))
+
+    async def leave(self, node_id: str) -> None:
+        """Leave the run; leases go back without counting an attempt."""
+        await self.ask(wire.Leave(node_id=node_id))

@@ -1,0 +1,95 @@
+"""One client socket that the running event loop reads.
+
+ZeroMQ's file descriptor signals edges only, so the socket is read until it is empty after every signal and after every
+send.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import cast
+
+import zmq
+
+from broker.messaging.sockets import connect_dealer
+from common.errors import UsageError
+from common.security.credentials import Credential
+
+_EVENTS, _IN = int(zmq.EVENTS), int(zmq.POLLIN)  # plain numbers: operators of enums are slow
+VIEW_BYTES = 16 << 10  # smaller frames are copied: their memory may be a small part of a larger buffer
+
+
+class LoopSocket:
+    """Connects on construction.
+
+    Args:
+        max_frame_bytes: ZeroMQ closes the connection at a larger frame.
+        on_message: called in the loop with the frames of each message.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        max_frame_bytes: int,
+        credential: Credential | None,
+        on_message: Callable[[list[bytes]], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        identity = b"c" + secrets.token_bytes(12)  # a routing id that no other client has
+        self._socket, self._handshakes = connect_dealer(context, address, identity, max_frame_bytes, credential)
+        self._loop.add_reader(self._fileno(), self.read)
+        self._reading = False  # a read is due in this turn of the loop
+
+    def close(self) -> None:
+        """No more messages."""
+        self._loop.remove_reader(self._fileno())
+        self._handshakes.close()
+        self._socket.close(linger=0)
+
+    def send(self, frames: list[bytes]) -> bool:
+        """Whether the message is on its way; False while there is no connection.
+
+        Raises:
+            UsageError: the broker has refused this client.
+        """
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            if refusal := self._handshakes.refusal():
+                raise UsageError(refusal) from None
+            return False
+        finally:
+            if not self._reading:  # one read for all that is sent in this turn of the loop
+                self._reading = True
+                self._loop.call_soon(self.read)
+        self._handshakes.proven()
+        return True
+
+    def suspicion(self) -> str:
+        """The likely reason for which there is no connection; '' when none is known."""
+        return self._handshakes.suspicion()
+
+    def read(self) -> None:
+        """Deliver what has arrived."""
+        self._reading = False
+        while not self._socket.closed and self._readable():
+            self._on_message(received(self._socket))
+
+    def _readable(self) -> bool:
+        return bool(cast(int, self._socket.get(_EVENTS)) & _IN)  # cheaper than zmq.Again
+
+    def _fileno(self) -> int:
+        return cast(int, self._socket.getsockopt(zmq.FD))
+
+
+def received(socket: "zmq.Socket[bytes]") -> list[bytes]:
+    """The frames of the next message; large ones are views of ZeroMQ's own memory, which is theirs alone."""
+    frames: list[bytes] = []
+    more = True
+    while more:
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        more = frame.more
+        frames.append(frame.bytes if len(frame) < VIEW_BYTES else cast(bytes, frame.buffer))
+    return frames
