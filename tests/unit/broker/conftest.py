@@ -12,7 +12,6 @@ import pytest
 
 from broker import main
 from broker.messaging.sync_client import BrokerClient
-from broker.server import bind
 from broker.server.server import BrokerServer
 from common.config.schema import Config
 from tests.waiting import LIMIT_S, until
@@ -42,7 +41,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Running:
             super().__init__(*arguments, **named)  # type: ignore[arg-type]
             servers.append(self)
 
-    monkeypatch.setattr(bind, "BrokerServer", Remembered)
+    monkeypatch.setattr(main, "BrokerServer", Remembered)
 
     @contextmanager
     def life(config: Config) -> Iterator[Life]:
