@@ -1,6 +1,7 @@
 """A one-rank world for the training loop: a real torch model, the real in-memory broker, a fleet without threads."""
 
 import asyncio
+import contextlib
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -255,6 +256,12 @@ class World:
         state = self.trainer.run()
         self.lead.files.close(state, self.trainer.version)
         return state
+
+    def run_killed(self) -> None:
+        """Run until the process is killed."""
+        with contextlib.suppress(Killed):
+            self.run()
+            raise AssertionError("nothing killed it")
 
     def restart(self, memory: MemoryBroker | None = None) -> "World":
         return world(self.config, memory or self.memory)

@@ -2,8 +2,10 @@
 
 import copy
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -191,8 +193,7 @@ def test_a_killed_run_replays_and_ends_bitwise_equal(make_world: MakeWorld, kill
     expected = make_world(run={"steps": 6}).unbroken()
     world = make_world(run={"steps": 6})
     world.backend.fail_at = killed_at
-    with pytest.raises(Killed):
-        world.run()
+    world.run_killed()
     assert len(world.lines()) == killed_at
     again = world.restart()
     assert again.trainer.version == killed_at // 2 * 2
@@ -212,8 +213,7 @@ def test_a_kill_between_checkpoint_and_commit_is_made_good_at_the_next_start(mak
         raise Killed
 
     world.broker.commit = killed
-    with pytest.raises(Killed):
-        world.run()
+    world.run_killed()
     assert world.broker.status().groups_committed == 0
     again = world.restart()
     assert again.broker.status().groups_committed == 4
@@ -246,8 +246,7 @@ def test_a_half_written_checkpoint_is_ignored(make_world: MakeWorld) -> None:
         raise Killed
 
     world.backend.start_checkpoint = killed
-    with pytest.raises(Killed):
-        world.run()
+    world.run_killed()
     again = world.restart()
     assert again.trainer.version == 0
     assert again.run() == "done"
@@ -298,37 +297,23 @@ def test_an_unusable_group_is_generated_again(make_world: MakeWorld) -> None:
     assert [entry.state for entry in world.broker.ledger()] == ["committed"] * 8
 
 
-def test_a_group_that_stays_unusable_stops_the_run_with_the_reason(make_world: MakeWorld) -> None:
-    world = make_world()
+def half_groups(world: World) -> None:
     world.fleet.spoil = lambda group: encode_group(Group(group.serial, group.samples[:1]))
-    with pytest.raises(HopelessError, match=r"unusable 3 times: group 0 from node fake: 1 samples, expected 2"):
-        world.run()
 
 
-def test_a_canary_that_fails_everywhere_stops_the_run(make_world: MakeWorld) -> None:
-    world = make_world()
+def failing_canary(world: World) -> None:
     world.publisher.fatal = "log-probabilities differ by 3.1, weights.canary_tolerance is 0.5"
-    with pytest.raises(HopelessError, match=r"no node may generate .* weights\.canary_tolerance is 0\.5"):
-        world.run()
 
 
-def test_an_environment_that_only_fails_stops_the_run(make_world: MakeWorld) -> None:
-    import msgspec
-
-    world = make_world(run={"steps": 8})
-
+def failing_environment(world: World) -> None:
     def fail(group: Group) -> bytes:
         samples = [msgspec.structs.replace(s, error="no calculator") for s in group.samples]
         return encode_group(Group(group.serial, samples))
 
     world.fleet.spoil = fail
-    with pytest.raises(HopelessError, match=r"every sample of the last 3 steps failed; reasons: no calculator"):
-        world.run()
-    assert world.backend.steps == 0
 
 
-def test_tasks_that_only_die_stop_the_run_with_the_last_reason(make_world: MakeWorld) -> None:
-    world = make_world(run={"steps": 8})
+def dying_tasks(world: World) -> None:
     node = world.fleet.node
 
     async def fail(node_id: str, token: str, meta: object, payload: bytes) -> bool:
@@ -336,7 +321,23 @@ def test_tasks_that_only_die_stop_the_run_with_the_last_reason(make_world: MakeW
         return False
 
     node.complete = fail
-    with pytest.raises(HopelessError, match=r"[6-9] tasks died .* 3 failed attempts; .* no calculator"):
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (half_groups, r"unusable 3 times: group 0 from node fake: 1 samples, expected 2"),
+        (failing_canary, r"no node may generate .* weights\.canary_tolerance is 0\.5"),
+        (failing_environment, r"every sample of the last 3 steps failed; reasons: no calculator"),
+        (dying_tasks, r"[6-9] tasks died .* 3 failed attempts; .* no calculator"),
+    ],
+)
+def test_a_run_that_cannot_go_on_stops_with_the_reason(
+    make_world: MakeWorld, spoil: Callable[[World], None], said: str
+) -> None:
+    world = make_world(run={"steps": 8})
+    spoil(world)
+    with pytest.raises(HopelessError, match=said):
         world.run()
     assert world.backend.steps == 0
 
@@ -366,8 +367,7 @@ def test_a_store_that_lost_what_the_checkpoint_was_trained_on_is_refused_before_
         return taken
 
     world.broker.take = copying
-    with pytest.raises(Killed):
-        world.run()
+    world.run_killed()
     with pytest.raises(UsageError, match=r"checkpoint of step 2 was trained on 2 groups .*task 2, ready.*RUN/store"):
         world.restart(before[0])
     again = world.with_new_broker()  # the store was moved away

@@ -1,19 +1,19 @@
 """Vocabulary-parallel log-probabilities from hidden states against torch's log_softmax, in float64."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 
+from common.process.lifecycle import leave
 from learner.megatron.logprobs import logprobs_and_entropy
+from tests import forked
 from tests.waiting import LIMIT_S
 
-ROOT = Path(__file__).resolve().parents[3]
 CHUNKS = [1, 30, 1 << 20]  # a row at a time, some rows, everything at once
 
 
@@ -136,57 +136,40 @@ def test_no_tokens_give_no_logprobs() -> None:
     assert torch.equal(weight.grad, torch.zeros(5, 2))
 
 
-_RANK = """
-import sys, torch, torch.distributed as dist
-from common.process.lifecycle import leave
-from learner.megatron.logprobs import logprobs_and_entropy
-torch.set_num_threads(1)
-rank, where = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{where}/store", rank=rank, world_size=2)
-torch.manual_seed(4)
-hidden = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
-weight = torch.randn(14, 5, dtype=torch.float64, requires_grad=True)
-targets, weights = torch.randint(14, (9,)), torch.randn(2, 9, dtype=torch.float64)
-log_p = (hidden @ weight.t() / 0.6).log_softmax(-1)
-wanted = log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
-gradients = torch.autograd.grad((torch.stack(wanted) * weights).sum(), (hidden, weight))
-part = slice(rank * 7, rank * 7 + 7)
-for chunk in (1, 40, 1 << 20):
-    mine = [x.detach().clone().requires_grad_() for x in (hidden, weight[part])]
-    found = logprobs_and_entropy(*mine, targets, 0.6, dist.group.WORLD, chunk)
-    (torch.stack(found) * weights).sum().backward()
-    torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(mine[1].grad, gradients[1][part], rtol=1e-11, atol=1e-12)
-    dist.all_reduce(mine[0].grad)
-    torch.testing.assert_close(mine[0].grad, gradients[0], rtol=1e-11, atol=1e-12)
-    with torch.no_grad():
-        alone, _ = logprobs_and_entropy(*mine, targets, 0.6, dist.group.WORLD, chunk, with_entropy=False)
-    torch.testing.assert_close(alone, wanted[0], rtol=1e-12, atol=1e-12)
-print("equal")
-leave(0)  # as a rank ends: gloo's threads do not survive the interpreter's teardown
-"""
+def share_the_vocabulary(rank: int, folder: str, pipe: Connection) -> None:
+    """A rank with half of the vocabulary: values, and its parts of the gradients, against those of the whole."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.manual_seed(4)
+    hidden = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(14, 5, dtype=torch.float64, requires_grad=True)
+    targets, weights = torch.randint(14, (9,)), torch.randn(2, 9, dtype=torch.float64)
+    wanted = expected(hidden, weight, targets, 0.6)
+    gradients = torch.autograd.grad((torch.stack(wanted) * weights).sum(), (hidden, weight))
+    part = slice(rank * 7, rank * 7 + 7)
+    for chunk in (1, 40, 1 << 20):
+        mine = [x.detach().clone().requires_grad_() for x in (hidden, weight[part])]
+        found = logprobs_and_entropy(*mine, targets, 0.6, dist.group.WORLD, chunk)
+        (torch.stack(found) * weights).sum().backward()
+        torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mine[1].grad, gradients[1][part], rtol=1e-11, atol=1e-12)
+        dist.all_reduce(mine[0].grad)
+        torch.testing.assert_close(mine[0].grad, gradients[0], rtol=1e-11, atol=1e-12)
+        with torch.no_grad():
+            alone = logprobs_of(*mine, targets, 0.6, dist.group.WORLD, chunk)
+        torch.testing.assert_close(alone, wanted[0], rtol=1e-12, atol=1e-12)
+    pipe.send_bytes(b"equal")
+    leave(0)  # as a rank ends: gloo's threads do not survive the interpreter's teardown
 
 
 def test_two_ranks_that_share_the_vocabulary_get_the_values_and_their_parts_of_the_gradients(tmp_path: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(rank), str(tmp_path)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=LIMIT_S) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for process, (out, err) in zip(ranks, outputs, strict=True):
-        assert process.returncode == 0, err
-        assert out.strip() == "equal"
+    pipes = [forked.context().Pipe(duplex=False) for _ in range(2)]
+    ranks = [forked.start(share_the_vocabulary, rank, str(tmp_path), pipes[rank][1]) for rank in range(2)]
+    for (ours, theirs), rank in zip(pipes, ranks, strict=True):
+        theirs.close()
+        assert ours.poll(LIMIT_S) and ours.recv_bytes() == b"equal"
+        rank.join(LIMIT_S)
+        assert rank.exitcode == 0
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
