@@ -95,6 +95,21 @@ def test_a_replica_is_refused(server: RedisServer) -> None:
         check_server(server.client(), server.address, "fsync")
 
 
+def test_a_server_that_goes_away_while_its_settings_are_read_may_come_back(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.client()
+    read = client.config_get
+
+    def killed(setting: str) -> Any:
+        server.kill()
+        return read(setting)
+
+    monkeypatch.setattr(client, "config_get", killed)
+    with pytest.raises(StoreUnavailable, match="does not take records"):
+        check_server(client, server.address, "fsync")
+
+
 def test_the_acl_line_suffices_for_a_broker_and_keeps_it_to_its_run(server: RedisServer, tmp_path: Path) -> None:
     page = Path(__file__).parents[3] / "docs" / "redis.md"
     assert f"user {acl_line('NAME', 'PASSWORD')}\n" in page.read_text()
