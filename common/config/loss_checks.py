@@ -6,17 +6,15 @@ from common.config.loss_defaults import clip_bounds, correction_bounds
 from common.config.parallel_layout import Problem
 from common.config.schema import LossConfig
 
+UNCORRECTED = "every weight is 1 then; clip_low and clip_high bound the whole way from the sampler's policy"
+
 
 def loss_problems(loss: LossConfig) -> Iterator[Problem]:
     """Keys of the loss that contradict each other or would be ignored."""
     key = "learner.loss."
     if loss.clip_dual is not None and loss.objective != "ppo_clip":
-        yield (
-            key + "clip_dual",
-            f"unset with objective: {loss.objective}",
-            str(loss.clip_dual),
-            "it bounds ppo_clip only",
-        )
+        expected = f"unset with objective: {loss.objective}"
+        yield key + "clip_dual", expected, str(loss.clip_dual), "it bounds ppo_clip only"
     if loss.objective == "dppo_tv" and max(clip_bounds(loss)) >= 1:
         name = "clip_low" if clip_bounds(loss)[0] >= 1 else "clip_high"
         hint = "with dppo_tv it is a difference of probabilities"
@@ -29,29 +27,19 @@ def loss_problems(loss: LossConfig) -> Iterator[Problem]:
 
 def _correction(loss: LossConfig) -> Iterator[Problem]:
     """Keys of the correction that cannot have an effect, or none that makes sense."""
-    key = "learner.loss."
-    given = {
-        "correction_level": None if loss.correction_level == "token" else loss.correction_level,
-        "correction_low": loss.correction_low,
-        "correction_cap": loss.correction_cap,
-        "correction_normalize": loss.correction_normalize or None,
-    }
-    if loss.proximal == "behavior":
-        given |= {"correction_veto": loss.correction_veto}
-        if loss.correction in ("icepop", "mis"):
-            given = {"correction": loss.correction, **given}
-    for name, value in given.items():
-        if value is not None and loss.correction == "none" and name != "correction_veto":
-            yield (
-                key + name,
-                "unset with correction: none",
-                str(value),
-                "it belongs to a correction: tis, icepop or mis",
-            )
-        elif value is not None and loss.proximal == "behavior":
-            hint = "every weight is 1 then; clip_low and clip_high bound the whole way from the sampler's policy"
+    key, unset = "learner.loss.", LossConfig()
+    for name in ("correction", "correction_level", "correction_low", "correction_cap", "correction_normalize"):
+        value = getattr(loss, name)
+        if value in (getattr(unset, name), "none"):
+            continue
+        if loss.correction == "none":
+            hint = "it belongs to a correction: tis, icepop or mis"
+            yield key + name, "unset with correction: none", str(value), hint
+        elif loss.proximal == "behavior":
             expected = "none or tis" if name == "correction" else "unset"
-            yield key + name, f"{expected} with proximal: behavior", str(value), hint
+            yield key + name, f"{expected} with proximal: behavior", str(value), UNCORRECTED
+    if loss.correction_veto is not None and loss.proximal == "behavior":
+        yield key + "correction_veto", "unset with proximal: behavior", str(loss.correction_veto), UNCORRECTED
     if loss.correction_veto is not None and loss.correction_veto >= 1:
         yield key + "correction_veto", "less than 1", str(loss.correction_veto), "1 is the weight of an unchanged token"
     if loss.correction == "none":

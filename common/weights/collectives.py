@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-import zmq
 from torch import distributed
 
 from common.weights.messages import Epoch
@@ -128,10 +127,3 @@ def local_address(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as connection:
         connection.connect(target)
         return str(connection.getsockname()[0])
-
-
-def bind_free_port(router: "zmq.Socket[bytes]", host: str) -> str:
-    """Bind a free port of `host` (name or IP); returns the address. Raises zmq.ZMQError."""
-    router.setsockopt(zmq.IPV6, int(":" in host))
-    interface = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
-    return f"{interface}:{router.bind_to_random_port(interface)}"

@@ -77,7 +77,7 @@ class PublishControl:
         self._attempts: list[Attempt] = []
         self._current: Snapshot | None = None
         self._pinged = 0.0
-        self._stopping, self._give_up = False, float("inf")  # when to cut what is under way, perf_counter seconds
+        self._stopping = False
 
     def offer(self, snapshot: Snapshot) -> None:
         """A sealed version to send. Any thread may call it."""
@@ -85,16 +85,20 @@ class PublishControl:
 
     def stop(self) -> None:
         """Let `run` return when no attempt is under way. Any thread may call it."""
-        self._endpoint.post(self._stopped)
+        self._stopping = True
+        self._endpoint.post(lambda: None)
 
     def run(self) -> None:
         """Serve until `stop`; an attempt that is under way then is cut after weights.timeout_s."""
+        give_up = float("inf")
         try:
-            while not (self._stopping and (not self._attempts or time.perf_counter() > self._give_up)):
+            while not (self._stopping and (not self._attempts or time.perf_counter() > give_up)):
                 self._endpoint.wait(50 if self._attempts else 250)
                 for identity, message in self._endpoint.received():
                     self._handle(identity, message)
                 self._endpoint.make_calls()
+                if self._stopping and give_up == float("inf"):
+                    give_up = time.perf_counter() + self._timeout_s
                 self._tick(time.perf_counter())
                 self._settle()
                 self._start_attempts()
@@ -110,15 +114,9 @@ class PublishControl:
 
     # ---- events
 
-    def _stopped(self) -> None:
-        self._stopping, self._give_up = True, time.perf_counter() + self._timeout_s
-
     def _offered(self, snapshot: Snapshot) -> None:
         self._current = snapshot
         self.figures.offered(snapshot)
-
-    def _report(self, attempt: Attempt, group: Group | None, error: str) -> None:
-        self._endpoint.post(partial(self._sent, attempt, group, error))
 
     def _sent(self, attempt: Attempt, group: Group | None, error: str) -> None:
         """The thread of a broadcast has ended, with its group or with the reason why there is none."""
@@ -254,12 +252,9 @@ class PublishControl:
                     self._feed(identity, Release(self.figures.now.published))
                 attempt.broadcast.abandon()
             if not self._members(attempt) and (attempt.done or attempt.failed):
-                self._end(attempt)
-
-    def _end(self, attempt: Attempt) -> None:
-        self._attempts.remove(attempt)
-        self._relays.over(attempt)
-        self._groups.give_back(attempt)
+                self._attempts.remove(attempt)
+                self._relays.over(attempt)
+                self._groups.give_back(attempt)
 
     def _start_attempts(self) -> None:
         current = self._current
@@ -284,7 +279,9 @@ class PublishControl:
         self._attempts.append(attempt)
         for rank, identity in enumerate(identities, start=1):
             self._feed(identity, Begin(attempt, snapshot.layout, rank if group is None else 0))
-        attempt.broadcast.start(attempt, group, self._group_factory, self._report)
+        attempt.broadcast.start(
+            attempt, group, self._group_factory, lambda *sent: self._endpoint.post(partial(self._sent, *sent))
+        )
 
     def _start_fetch(self, snapshot: Snapshot, receiver: Receiver) -> None:
         payload, epoch = snapshot.payload_for({receiver.base}), self._groups.relay_epoch()

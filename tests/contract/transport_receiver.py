@@ -44,17 +44,27 @@ def open_any(epoch: Epoch) -> Group:
 
 
 class FaultyGroup:
-    """A group that does what the test wants after so many buckets."""
+    """A group of any transport in a process to which `fault` comes when its bucket `at` has arrived."""
 
-    def __init__(self, epoch: Epoch, fault: str, at: int) -> None:
-        self.group, self.fault, self.left = open_any(epoch), fault, at
+    fault, at, seen = "", -1, 0  # in all groups of the process
+
+    def __init__(self, epoch: Epoch) -> None:
+        self.group = open_any(epoch)
         self.close = self.group.close
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
-        if self.left == 0:
-            harm(self.fault)
-        self.left -= 1
-        return self.group.post(bucket, timeout_s)
+        wait = self.group.post(bucket, timeout_s)
+
+        def arrived() -> None:
+            wait()
+            FaultyGroup.seen += 1
+            if FaultyGroup.seen == FaultyGroup.at:
+                self.strike(bucket)
+
+        return arrived
+
+    def strike(self, bucket: torch.Tensor) -> None:
+        harm(self.fault)
 
 
 def harm(fault: str) -> None:
@@ -81,7 +91,8 @@ def cut_off() -> None:
 def main(commands: Connection, fault: str = "", at: int = -1) -> None:
     """Encoded Welcome, Epoch, Publish and Serve come in; JSON of every outcome goes out."""
     torch.set_num_threads(1)
-    receiver = Receiver(lambda epoch: FaultyGroup(epoch, fault, at))
+    FaultyGroup.fault, FaultyGroup.at = fault, at
+    receiver = Receiver(FaultyGroup)
 
     def say(**what: object) -> None:
         commands.send_bytes(json.dumps(what).encode())

@@ -8,20 +8,18 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 
 import torch
 
 from common.security.credentials import load_credential
 from common.weights import messages, packing
-from common.weights.collectives import Group
 from common.weights.messages import Epoch
 from common.weights.receiver import Receiver
-from common.weights.transports.registry import open_group, receivable
+from common.weights.transports.registry import receivable
 from rollout_fleet.weights.engine_weights import Flip, ProofFailed, StagingFailed
 from rollout_fleet.weights.weight_client import WeightClient
-from tests.contract.transport_receiver import harm
+from tests.contract.transport_receiver import FaultyGroup
 
 _events = -1  # file descriptor
 
@@ -30,33 +28,18 @@ def say(event: str, **what: object) -> None:
     os.write(_events, (json.dumps({"event": event, "time": time.time(), **what}) + "\n").encode())
 
 
-class FaultyGroup:
-    """A group of any transport that counts buckets and does what the test wants at one of them."""
-
-    fault, at, seen = "", -1, 0
+class PlaneGroup(FaultyGroup):
+    """It tells of its fault. Two more are possible: no collective forms, or the bucket is changed."""
 
     def __init__(self, epoch: Epoch) -> None:
-        if FaultyGroup.fault == "no collective" and epoch.transport != "relay":
+        if self.fault == "no collective" and epoch.transport != "relay":
             raise RuntimeError("no route to the others")
-        self.group: Group = open_group(epoch)
-        self.close = self.group.close
+        super().__init__(epoch)
 
-    def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
-        wait = self.group.post(bucket, timeout_s)
-
-        def arrived() -> None:
-            wait()
-            self._seen(bucket)
-
-        return arrived
-
-    def _seen(self, bucket: torch.Tensor) -> None:
-        FaultyGroup.seen += 1
-        if FaultyGroup.seen != FaultyGroup.at:
-            return
-        say("fault", kind=FaultyGroup.fault)
-        harm(FaultyGroup.fault)
-        if FaultyGroup.fault == "corrupt":
+    def strike(self, bucket: torch.Tensor) -> None:
+        say("fault", kind=self.fault)
+        super().strike(bucket)
+        if self.fault == "corrupt":
             bucket[7] ^= 1
 
 
@@ -64,7 +47,7 @@ class BufferTarget:
     """EngineWeights whose engine is a buffer."""
 
     def __init__(self, break_load: bool, spoil_served: bool) -> None:
-        self.receiver = Receiver(FaultyGroup)
+        self.receiver = Receiver(PlaneGroup)
         self.spoil_served = spoil_served
         self.weights: torch.Tensor | None = None
         self.break_load = break_load

@@ -14,7 +14,6 @@ then fail the receiver's checksums.
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections import deque
@@ -28,9 +27,9 @@ import numpy as np
 import torch
 import zmq
 
-from common.security.curve import HANDSHAKE_MS, NO_KEYS, CurveGate, Keys, new_keys, secure_client
-from common.weights.collectives import bind_free_port
+from common.security.curve import NO_KEYS, Keys, new_keys, secure_client
 from common.weights.messages import Epoch, Source
+from common.weights.router import Router
 
 logger = logging.getLogger(__name__)
 
@@ -188,25 +187,12 @@ class RelayServer:
         """
         self._offers: dict[str, Offer] = {}
         self._lock = threading.Lock()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.LINGER, 0)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a client that reads nothing fails
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-        self._router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        self._router.setsockopt(zmq.SNDHWM, 2 * CREDIT)
-        self._router.setsockopt(zmq.RCVHWM, 4 * CREDIT)
         keys = new_keys() if secured else NO_KEYS
         self.public = keys.public
-        self._gate = CurveGate(self._context, keys, self) if secured else None
-        if self._gate is not None:
-            self._gate.secure(self._router)
-        try:
-            self.address = bind_free_port(self._router, host)
-        except zmq.ZMQError:
-            self._release()
-            raise
-        self._wake_in, self._wake_out = socket.socketpair()
+        self._router = Router(host, MAX_REQUEST_BYTES, 4 * CREDIT, keys, self)
+        self._router.socket.setsockopt(zmq.SNDHWM, 2 * CREDIT)
+        self.address = self._router.address
+        self._closing = False
         self._thread = threading.Thread(target=self._serve, daemon=True, name="relay-weights")
         self._thread.start()
 
@@ -233,8 +219,8 @@ class RelayServer:
 
     def close(self) -> None:
         """Stop at once."""
-        with contextlib.suppress(OSError):
-            self._wake_in.send(b"!")
+        self._closing = True
+        self._router.wake()
         self._thread.join(5)
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -242,30 +228,17 @@ class RelayServer:
         with self._lock:
             return any(o.client_public == key.decode("ascii", "replace") for o in self._offers.values())
 
-    def _release(self) -> None:
-        self._router.close()
-        if self._gate is not None:
-            self._gate.close()
-        self._context.term()
-
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wake_out.fileno(), zmq.POLLIN)
         try:
-            while True:
-                ready = dict(poller.poll())
-                if self._wake_out.fileno() in ready:
-                    return
+            while not self._closing:
+                self._router.wait()
                 with contextlib.suppress(zmq.Again):
                     for _ in range(4 * CREDIT):
-                        self._answer(*self._router.recv_multipart(zmq.NOBLOCK, copy=False))
+                        self._answer(*self._router.socket.recv_multipart(zmq.NOBLOCK, copy=False))
         except Exception:
             logger.exception("the relay of weights stopped; nodes fetch elsewhere")
         finally:
-            self._release()
-            self._wake_in.close()
-            self._wake_out.close()
+            self._router.close()
 
     def _answer(self, identity: zmq.Frame, *frames: zmq.Frame) -> None:
         try:
@@ -289,6 +262,6 @@ class RelayServer:
 
     def _send(self, frames: list[Any]) -> None:
         try:
-            self._router.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            self._router.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:  # the client is gone or asked for too much; its own wait has a deadline
             logger.debug("a piece was not sent: %s", error)

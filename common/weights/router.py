@@ -1,0 +1,66 @@
+"""A ROUTER socket of the weight plane, with a thread that others can wake."""
+
+import contextlib
+import socket
+from typing import Any
+
+import zmq
+
+from common.security.curve import HANDSHAKE_MS, NO_KEYS, CurveGate, KeyPair
+
+
+class Router:
+    """One thread uses it; any thread may call `wake`."""
+
+    def __init__(
+        self, host: str, max_message_bytes: int, waiting_messages: int, keys: KeyPair = NO_KEYS, allowed: Any = None
+    ) -> None:
+        """Bind a free port of `host` (name or IP); raises zmq.ZMQError.
+
+        A larger message ends its connection. Beyond `waiting_messages` of one connection more wait at its other end.
+        With `keys` it is encrypted, and `allowed` lets clients in as in CurveGate.
+        """
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gate = CurveGate(self._context, keys, allowed) if keys.public else None
+        self.socket = self._context.socket(zmq.ROUTER)
+        if self._gate is not None:
+            self._gate.secure(self.socket)
+        self.socket.setsockopt(zmq.LINGER, 200)  # ms that close() waits for the last messages
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a closed connection fails: the death signal
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self.socket.setsockopt(zmq.RCVHWM, waiting_messages)
+        self.socket.setsockopt(zmq.IPV6, int(":" in host))
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
+        self._poller.register(self._wake_out.fileno(), zmq.POLLIN)
+        interface = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        try:
+            self.address = f"{interface}:{self.socket.bind_to_random_port(interface)}"
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def wait(self, timeout_ms: int | None = None) -> None:
+        """Return when a message has come, after `wake`, or after the timeout; None: there is none."""
+        self._poller.poll(timeout_ms)
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_out.recv(4096):
+                pass
+
+    def wake(self) -> None:
+        """Let `wait` return; callable from any thread."""
+        with contextlib.suppress(OSError):  # a wake-up is pending already, or the thread has ended
+            self._wake_in.send(b"!")
+
+    def close(self) -> None:
+        """Close the socket; call it from its thread."""
+        self.socket.close()
+        if self._gate is not None:
+            self._gate.close()
+        self._context.term()
+        self._wake_in.close()
+        self._wake_out.close()
