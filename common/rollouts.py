@@ -115,11 +115,7 @@ def encode_group(group: Group) -> bytes:
 
 
 def decode_group(data: bytes | memoryview) -> Group:
-    """MessagePack bytes to Group, checked: array lengths agree and runs are ordered.
-
-    Raises:
-        ValueError: naming what does not fit (msgspec.DecodeError and ValidationError are ValueErrors).
-    """
+    """MessagePack bytes to Group; raises ValueError when array lengths disagree or runs are not ordered."""
     group = _decoder.decode(data)
     if group.schema_version != SCHEMA_VERSION:
         raise ValueError(f"group schema {group.schema_version}, this learner reads {SCHEMA_VERSION}")

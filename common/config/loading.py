@@ -71,11 +71,7 @@ def build_config(document: Document, file: str, overrides: Sequence[str] = (), s
 
 
 def load_resolved(path: Path) -> Config | SftConfig:
-    """RUN/config.yaml, also as an earlier release wrote it.
-
-    Raises:
-        UsageError: the run was begun in a way that this release cannot continue.
-    """
+    """RUN/config.yaml; raises UsageError when an earlier release began the run in a way that is gone."""
     document = strict_yaml.parse_mapping(_read(path), str(path))
     broker = document.get("broker")
     backend = cast("Document", broker).pop("backend", "zeromq") if isinstance(broker, dict) else "zeromq"

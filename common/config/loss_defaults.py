@@ -35,11 +35,7 @@ def clip_bounds(config: LossConfig) -> Bounds:
 
 
 def correction_bounds(config: LossConfig) -> Bounds:
-    """(correction_low, correction_cap) of the config's correction at its level.
-
-    Raises:
-        KeyError: the correction has no such level; common/config/checks.py refuses these.
-    """
+    """(correction_low, correction_cap) of the config's correction; raises KeyError when it has no such level."""
     low, cap = CORRECTION_BOUNDS[config.correction, config.correction_level]
     return (
         low if config.correction_low is None else config.correction_low,

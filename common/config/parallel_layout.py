@@ -50,11 +50,7 @@ def document_multiple(parallel: ParallelConfig) -> int:
 
 
 def layers_per_stage(layers: int, parallel: ParallelConfig) -> tuple[int, ...]:
-    """Layers of each pipeline stage, all its virtual stages together.
-
-    Raises:
-        ValueError: they cannot be cut so; its arguments are a Problem.
-    """
+    """Layers of each pipeline stage, all its virtual stages together; raises ValueError(*Problem)."""
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
     stages, virtual = parallel.pipeline, parallel.virtual_pipeline
     if stages == 1:

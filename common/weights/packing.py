@@ -29,22 +29,14 @@ def view(flat: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor
 
 
 def pack(named: Iterable[tuple[str, torch.Tensor]], layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy tensors, in layout order, into a flat [total_bytes] uint8 CPU buffer (gaps zero), cast to its dtype.
-
-    Raises:
-        ValueError: when names or shapes do not follow the layout.
-    """
+    """Copy tensors, in layout order, into a flat [total_bytes] uint8 CPU buffer (gaps zero); raises as `fill`."""
     flat = out if out is not None else buffer(layout.total_bytes)
     fill(view(flat, layout), named)
     return flat
 
 
 def fill(targets: Iterable[tuple[str, torch.Tensor]], named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy `named` into the views of a buffer, one by one and in their order.
-
-    Raises:
-        ValueError: when names or shapes do not follow the layout.
-    """
+    """Copy `named` into the views of a buffer; raises ValueError when names or shapes do not follow the layout."""
     views = iter(targets)
     for name, tensor in named:
         want, target = next(views, (None, None))

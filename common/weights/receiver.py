@@ -137,11 +137,7 @@ class Receiver:
             self._server.withdraw()
 
     def start(self, publish: Publish) -> None:
-        """Begin to receive `publish` in the background.
-
-        Raises:
-            ValueError: no epoch or layout yet, or not the ones that the publish was made for.
-        """
+        """Begin to receive `publish`; raises ValueError when it is for another epoch or layout than announced."""
         with self._lock:
             if self._layout is None or self._layout.digest != publish.layout_digest:
                 raise ValueError(f"version {publish.version} has another layout than the one that was announced")

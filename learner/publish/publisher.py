@@ -122,11 +122,7 @@ class WeightPublisher:
 
 
 def create_publisher(config: Config, incarnation: int) -> WeightPublisher:
-    """The publisher that the config asks for; call it on the lead rank only.
-
-    Raises:
-        UsageError: this machine cannot use `weights.transport`.
-    """
+    """The config's publisher, for the lead rank; raises UsageError when `weights.transport` cannot be used here."""
     require(config.weights.transport)
     credentials = curve_credentials(config.broker.credentials)
     return WeightPublisher(incarnation, config.model.dtype, config.weights, credentials)

@@ -84,11 +84,7 @@ class SnapshotMaker:
         self.layout: Layout | None = None
 
     def make(self, version: int, named: Iterable[tuple[str, torch.Tensor]], canary: Canary | None) -> Snapshot:
-        """Consume `named` (Hugging Face name, full tensor) into a new snapshot.
-
-        Raises:
-            ValueError: names or shapes differ from the first version's.
-        """
+        """Consume `named` (Hugging Face name, full tensor); raises ValueError when names or shapes changed."""
         started = time.perf_counter()
         if self.layout is None:
             # Only names and shapes are known once the export ran, so the first version is kept whole until then.

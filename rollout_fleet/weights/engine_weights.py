@@ -135,11 +135,7 @@ class EngineWeights:
             return Flip(stall_s, checksum)
 
     async def canary(self, tokens: list[int]) -> list[float]:
-        """[len(tokens) - 1] log-probabilities of `tokens[1:]` at temperature 1 under the current weights.
-
-        Raises:
-            ProofFailed: the engine hangs.
-        """
+        """[len(tokens) - 1] log-probabilities of `tokens[1:]` at temperature 1; raises ProofFailed on a hang."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

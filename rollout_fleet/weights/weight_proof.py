@@ -51,11 +51,7 @@ def tensors(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
 
 
 def checksum(model: Any, layout: Layout) -> str:
-    """Checksum of the live parameters in layout order; equals the publisher's when, and only when, all bytes do.
-
-    Raises:
-        Unreadable: as `tensors`.
-    """
+    """Checksum of the live parameters in layout order, the publisher's if all bytes agree; raises as `tensors`."""
     digest = xxhash.xxh3_128()
     at = 0
     for entry, tensor in tensors(model, layout):

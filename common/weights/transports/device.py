@@ -40,11 +40,7 @@ class DeviceGroup:
     """A Group whose buckets pass through a bounce buffer on `device`."""
 
     def __init__(self, epoch: Epoch, form: Callable[[Epoch], Communicator], device: torch.device) -> None:
-        """Meet the other members; blocks until all are there. `form` and all later calls run in the group's thread.
-
-        Raises:
-            RuntimeError: not everyone came within `epoch.timeout_s`.
-        """
+        """Meet the others, at most `epoch.timeout_s`, or raise RuntimeError; `form` runs in the group's thread."""
         self._is_root = epoch.rank == ROOT
         self._device = device
         self._bounce = torch.empty(0, dtype=torch.uint8, device=device)

@@ -22,11 +22,7 @@ class GlooGroup:
     """ProcessGroupGloo over a store prefix of the epoch."""
 
     def __init__(self, epoch: Epoch) -> None:
-        """Meet the other members; blocks until all came.
-
-        Raises:
-            RuntimeError: not everyone came within `epoch.timeout_s`, or the store is gone.
-        """
+        """Meet the other members; raises RuntimeError when not all come within `epoch.timeout_s`."""
         self._group: Any = process_group(epoch)
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:

@@ -66,11 +66,7 @@ class RelayGroup:
     """One node's way to the source that the learner named; encrypted when the source came with keys."""
 
     def __init__(self, epoch: Epoch) -> None:
-        """Connect in the background; the first bucket shows whether the source answers.
-
-        Raises:
-            RuntimeError: the epoch names no source.
-        """
+        """Connect in the background; raises RuntimeError when the epoch names no source."""
         if epoch.source is None:
             raise RuntimeError(f"epoch {epoch.epoch} is a relay's and names no source")
         self._source = epoch.source
@@ -180,11 +176,7 @@ class RelayServer:
     """Serves from a thread of its own; every method may be called from any thread."""
 
     def __init__(self, host: str, secured: bool) -> None:
-        """Listen on a free port of `host`; `secured`: only clients with the key of an offer get in, encrypted.
-
-        Raises:
-            zmq.ZMQError: it cannot be bound.
-        """
+        """Listen on `host`; `secured`: only clients with the key of an offer get in, encrypted. Raises zmq.ZMQError."""
         self._offers: dict[str, Offer] = {}
         self._lock = threading.Lock()
         keys = new_keys() if secured else NO_KEYS
