@@ -17,7 +17,7 @@ from common.json_lines import LineFile, lines_of
 Reduction = Literal["mean", "sum", "max", "last"]
 
 
-def metric(unit: str, reduction: Reduction, description: str) -> Meta:
+def metric(description: str, unit: str = "", reduction: Reduction = "mean") -> Meta:
     """Declare one metric: `unit` as written on a plot's axis, `reduction` over steps."""
     return Meta(description=description, extra={"unit": unit, "reduction": reduction})
 
@@ -34,148 +34,140 @@ class Declaration(msgspec.Struct, frozen=True):
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step of a reinforcement-learning job. 'Tokens' are sampled tokens unless said otherwise."""
 
-    step: Annotated[int, metric("", "last", "optimizer steps done before this one")]
-    policy_version: Annotated[int, metric("", "last", "version that this step produced: step + 1")]
-    time_s: Annotated[float, metric("s", "last", "Unix time at the end of the step")]
-    elapsed_s: Annotated[float, metric("s", "last", "since this learner process began to train")] = 0.0
-    incarnation: Annotated[int, metric("", "last", "which start of the learner wrote this line, from 0")] = 0
+    step: Annotated[int, metric("optimizer steps done before this one", "", "last")]
+    policy_version: Annotated[int, metric("version that this step produced: step + 1", "", "last")]
+    time_s: Annotated[float, metric("Unix time at the end of the step", "s", "last")]
+    elapsed_s: Annotated[float, metric("since this learner process began to train", "s", "last")] = 0.0
+    incarnation: Annotated[int, metric("which start of the learner wrote this line, from 0", "", "last")] = 0
 
-    reward_mean: Annotated[float, metric("", "mean", "over samples that did not fail")]
-    reward_std: Annotated[float, metric("", "mean", "over samples that did not fail")]
-    loss: Annotated[float, metric("", "mean", "the minimised loss, averaged as learner.loss.reduction says")]
-    grad_norm: Annotated[float, metric("", "mean", "norm of all gradients, before clipping")]
-    lr: Annotated[float, metric("", "last", "learning rate of this step")] = 0.0
-    entropy: Annotated[float, metric("nat", "mean", "entropy of the next token, per trained token")]
-    ratio_mean: Annotated[float, metric("", "mean", "exp(logprobs - behavior_logprobs) per trained token")]
-    ratio_max: Annotated[float, metric("", "max", "largest such ratio")]
-    ratio_p1: Annotated[float, metric("", "mean", "1 % of trained tokens have no larger ratio; log-ratios to 4 %")] = (
-        0.0
-    )
-    ratio_p50: Annotated[float, metric("", "mean", "half of trained tokens have no larger ratio")] = 0.0
-    ratio_p99: Annotated[float, metric("", "mean", "99 % of trained tokens have no larger ratio")] = 0.0
-    correction_clip_fraction: Annotated[float, metric("", "mean", "trained tokens whose weight was truncated")]
+    reward_mean: Annotated[float, metric("over samples that did not fail")]
+    reward_std: Annotated[float, metric("over samples that did not fail")]
+    loss: Annotated[float, metric("the minimised loss, averaged as learner.loss.reduction says")]
+    grad_norm: Annotated[float, metric("norm of all gradients, before clipping")]
+    lr: Annotated[float, metric("learning rate of this step", "", "last")] = 0.0
+    entropy: Annotated[float, metric("entropy of the next token, per trained token", "nat")]
+    ratio_mean: Annotated[float, metric("exp(logprobs - behavior_logprobs) per trained token")]
+    ratio_max: Annotated[float, metric("largest such ratio", "", "max")]
+    ratio_p1: Annotated[float, metric("1 % of trained tokens have no larger ratio; log-ratios to 4 %")] = 0.0
+    ratio_p50: Annotated[float, metric("half of trained tokens have no larger ratio")] = 0.0
+    ratio_p99: Annotated[float, metric("99 % of trained tokens have no larger ratio")] = 0.0
+    correction_clip_fraction: Annotated[float, metric("trained tokens whose weight was truncated")]
     correction_masked_fraction: Annotated[
-        float, metric("", "mean", "trained tokens whose weight was out of bounds and set to 0")
+        float, metric("trained tokens whose weight was out of bounds and set to 0")
     ] = 0.0
-    veto_fraction: Annotated[float, metric("", "mean", "trained tokens in samples that correction_veto left out")] = 0.0
+    veto_fraction: Annotated[float, metric("trained tokens in samples that correction_veto left out")] = 0.0
     effective_sample_fraction: Annotated[
-        float, metric("", "mean", "Kish's effective sample size of the corrected weights, per trained token")
+        float, metric("Kish's effective sample size of the corrected weights, per trained token")
     ] = 0.0
-    objective_clip_fraction: Annotated[float, metric("", "mean", "trained tokens in the clipped branch")] = 0.0
+    objective_clip_fraction: Annotated[float, metric("trained tokens in the clipped branch")] = 0.0
     mismatch_abs_mean: Annotated[
         float,
         metric(
-            "nat",
-            "mean",
             "|learner's - sampler's log-probability| per token of the version that trains: only arithmetic differs. "
             "A step without such tokens takes all trained tokens, and policy drift is included",
+            "nat",
         ),
     ]
-    drift_abs_mean: Annotated[float, metric("nat", "mean", "the same over all trained tokens")] = 0.0
+    drift_abs_mean: Annotated[float, metric("the same over all trained tokens", "nat")] = 0.0
     mismatch_by_age: Annotated[
-        list[float], metric("nat", "mean", "the same by staleness of the token: 0, 1, 2, 3-4, 5-8, 9 and more")
+        list[float], metric("the same by staleness of the token: 0, 1, 2, 3-4, 5-8, 9 and more", "nat")
     ] = []
-    tokens_by_age: Annotated[list[int], metric("tokens", "sum", "trained tokens of those classes of staleness")] = []
+    tokens_by_age: Annotated[list[int], metric("trained tokens of those classes of staleness", "tokens", "sum")] = []
     kl_mean: Annotated[
-        float, metric("nat", "mean", "estimated divergence from the reference model per trained token; 0 without one")
+        float, metric("estimated divergence from the reference model per trained token; 0 without one", "nat")
     ] = 0.0
-    advantage_zero_fraction: Annotated[float, metric("", "mean", "groups whose rewards were all equal")] = 0.0
+    advantage_zero_fraction: Annotated[float, metric("groups whose rewards were all equal")] = 0.0
 
-    staleness_mean: Annotated[float, metric("steps", "mean", "step - version, per trained token")]
-    staleness_max: Annotated[int, metric("steps", "max", "largest over trained tokens")]
-    tokens_expired: Annotated[int, metric("tokens", "sum", "left out of the loss because older than staleness.max")]
+    staleness_mean: Annotated[float, metric("step - version, per trained token", "steps")]
+    staleness_max: Annotated[int, metric("largest over trained tokens", "steps", "max")]
+    tokens_expired: Annotated[int, metric("left out of the loss because older than staleness.max", "tokens", "sum")]
     tokens_expired_by_length_decile: Annotated[
-        list[int], metric("tokens", "sum", "tokens_expired by length of their sample, shortest tenth first")
+        list[int], metric("tokens_expired by length of their sample, shortest tenth first", "tokens", "sum")
     ] = []
-    groups_regenerated: Annotated[int, metric("groups", "sum", "given back by this step to be generated again")] = 0
+    groups_regenerated: Annotated[int, metric("given back by this step to be generated again", "groups", "sum")] = 0
 
-    groups: Annotated[int, metric("groups", "sum", "trained on")]
-    samples: Annotated[int, metric("samples", "sum", "in those groups and in filtered ones")] = 0
-    samples_failed: Annotated[int, metric("samples", "sum", "samples without a usable episode")] = 0
-    tokens_trained: Annotated[int, metric("tokens", "sum", "in the loss")]
-    sequence_tokens: Annotated[int, metric("tokens", "sum", "processed: prompts and environment text included")] = 0
-    length_mean: Annotated[float, metric("tokens", "mean", "sampled tokens per sample")] = 0.0
-    length_max: Annotated[int, metric("tokens", "max", "sampled tokens of the longest sample")] = 0
-    turns_mean: Annotated[float, metric("", "mean", "generate calls per sample")] = 0.0
-    truncated_fraction: Annotated[float, metric("", "mean", "samples cut at the token or turn limit")] = 0.0
-    microbatches: Annotated[int, metric("", "sum", "per data-parallel rank")] = 0
-    environment: Annotated[dict[str, float], metric("", "mean", "the environment's own numbers, per sample")] = {}
+    groups: Annotated[int, metric("trained on", "groups", "sum")]
+    samples: Annotated[int, metric("in those groups and in filtered ones", "samples", "sum")] = 0
+    samples_failed: Annotated[int, metric("samples without a usable episode", "samples", "sum")] = 0
+    tokens_trained: Annotated[int, metric("in the loss", "tokens", "sum")]
+    sequence_tokens: Annotated[int, metric("processed: prompts and environment text included", "tokens", "sum")] = 0
+    length_mean: Annotated[float, metric("sampled tokens per sample", "tokens")] = 0.0
+    length_max: Annotated[int, metric("sampled tokens of the longest sample", "tokens", "max")] = 0
+    turns_mean: Annotated[float, metric("generate calls per sample")] = 0.0
+    truncated_fraction: Annotated[float, metric("samples cut at the token or turn limit")] = 0.0
+    microbatches: Annotated[int, metric("per data-parallel rank", "", "sum")] = 0
+    environment: Annotated[dict[str, float], metric("the environment's own numbers, per sample")] = {}
 
-    step_s: Annotated[float, metric("s", "mean", "from the end of the step before to the end of this one")]
-    learner_idle_s: Annotated[
-        float, metric("s", "mean", "part of step_s: waiting for groups; near 0 if they are ready")
-    ]
-    train_s: Annotated[float, metric("s", "mean", "part of step_s: forward, backward and optimizer")] = 0.0
-    batch_s: Annotated[float, metric("s", "mean", "part of step_s: decoding, advantages and packing")] = 0.0
-    snapshot_s: Annotated[float, metric("s", "mean", "part of step_s: exporting the weights to the publisher")] = 0.0
-    checkpoint_s: Annotated[float, metric("s", "mean", "part of step_s: writing a checkpoint")] = 0.0
-    publish_s: Annotated[float, metric("s", "mean", "newest finished publish, until every node had staged it")]
-    publish_bytes: Annotated[int, metric("bytes", "mean", "sent by it, over all nodes")]
-    seconds_to_active: Annotated[float, metric("s", "mean", "from snapshot until every node generated with it")] = 0.0
-    canary_max_difference: Annotated[float, metric("nat", "max", "newest canary: |learner's - engine's|, largest")] = (
+    step_s: Annotated[float, metric("from the end of the step before to the end of this one", "s")]
+    learner_idle_s: Annotated[float, metric("part of step_s: waiting for groups; near 0 if they are ready", "s")]
+    train_s: Annotated[float, metric("part of step_s: forward, backward and optimizer", "s")] = 0.0
+    batch_s: Annotated[float, metric("part of step_s: decoding, advantages and packing", "s")] = 0.0
+    snapshot_s: Annotated[float, metric("part of step_s: exporting the weights to the publisher", "s")] = 0.0
+    checkpoint_s: Annotated[float, metric("part of step_s: writing a checkpoint", "s")] = 0.0
+    publish_s: Annotated[float, metric("newest finished publish, until every node had staged it", "s")]
+    publish_bytes: Annotated[int, metric("sent by it, over all nodes", "bytes")]
+    seconds_to_active: Annotated[float, metric("from snapshot until every node generated with it", "s")] = 0.0
+    canary_max_difference: Annotated[float, metric("newest canary: |learner's - engine's|, largest", "nat", "max")] = (
         0.0
     )
-    generation_stall_s: Annotated[float, metric("s", "sum", "nodes' generation paused for flips during this step")]
+    generation_stall_s: Annotated[float, metric("nodes' generation paused for flips during this step", "s", "sum")]
 
-    tokens_generated_total: Annotated[int, metric("tokens", "last", "by all nodes since the broker started")]
-    tokens_trained_total: Annotated[int, metric("tokens", "last", "in the loss since step 0")]
+    tokens_generated_total: Annotated[int, metric("by all nodes since the broker started", "tokens", "last")]
+    tokens_trained_total: Annotated[int, metric("in the loss since step 0", "tokens", "last")]
     tokens_wasted_total: Annotated[
-        int,
-        metric("tokens", "last", "generated, not trained on: the sum of the reasons below (docs/waste.md)"),
+        int, metric("generated, not trained on: the sum of the reasons below (docs/waste.md)", "tokens", "last")
     ]
-    tokens_wasted_lost: Annotated[int, metric("tokens", "last", "results that came after their lease was lost")] = 0
-    tokens_wasted_failed: Annotated[int, metric("tokens", "last", "failed groups and failed samples")] = 0
-    tokens_wasted_filtered: Annotated[int, metric("tokens", "last", "groups whose rewards are all equal")] = 0
-    tokens_wasted_regenerated: Annotated[int, metric("tokens", "last", "groups that a step gave back")] = 0
-    tokens_wasted_masked: Annotated[int, metric("tokens", "last", "too old when their group was trained on")] = 0
-    tokens_wasted_cancelled: Annotated[int, metric("tokens", "last", "groups and requests that were cancelled")] = 0
-    seconds_wasted_lost: Annotated[float, metric("s", "last", "group-seconds of leases that were lost")] = 0.0
-    seconds_wasted_failed: Annotated[float, metric("s", "last", "group-seconds of failed groups")] = 0.0
-    seconds_wasted_filtered: Annotated[float, metric("s", "last", "group-seconds of filtered groups")] = 0.0
-    seconds_wasted_regenerated: Annotated[float, metric("s", "last", "group-seconds of groups given back")] = 0.0
-    seconds_wasted_cancelled: Annotated[float, metric("s", "last", "group-seconds of groups ended half-way")] = 0.0
-    seconds_wasted_stalled: Annotated[float, metric("s", "last", "node-seconds of generation paused for flips")] = 0.0
-    seconds_wasted_waiting: Annotated[float, metric("s", "last", "node-seconds without tasks or weights")] = 0.0
-    groups_ready: Annotated[int, metric("groups", "last", "waiting in the broker after this step's were taken")]
-    groups_leased: Annotated[int, metric("groups", "last", "being generated")]
-    nodes_live: Annotated[int, metric("", "last", "nodes with a recent heartbeat")]
-    groups_filtered: Annotated[int, metric("groups", "sum", "looked at, all rewards equal, others taken instead")] = 0
+    tokens_wasted_lost: Annotated[int, metric("results that came after their lease was lost", "tokens", "last")] = 0
+    tokens_wasted_failed: Annotated[int, metric("failed groups and failed samples", "tokens", "last")] = 0
+    tokens_wasted_filtered: Annotated[int, metric("groups whose rewards are all equal", "tokens", "last")] = 0
+    tokens_wasted_regenerated: Annotated[int, metric("groups that a step gave back", "tokens", "last")] = 0
+    tokens_wasted_masked: Annotated[int, metric("too old when their group was trained on", "tokens", "last")] = 0
+    tokens_wasted_cancelled: Annotated[int, metric("groups and requests that were cancelled", "tokens", "last")] = 0
+    seconds_wasted_lost: Annotated[float, metric("group-seconds of leases that were lost", "s", "last")] = 0.0
+    seconds_wasted_failed: Annotated[float, metric("group-seconds of failed groups", "s", "last")] = 0.0
+    seconds_wasted_filtered: Annotated[float, metric("group-seconds of filtered groups", "s", "last")] = 0.0
+    seconds_wasted_regenerated: Annotated[float, metric("group-seconds of groups given back", "s", "last")] = 0.0
+    seconds_wasted_cancelled: Annotated[float, metric("group-seconds of groups ended half-way", "s", "last")] = 0.0
+    seconds_wasted_stalled: Annotated[float, metric("node-seconds of generation paused for flips", "s", "last")] = 0.0
+    seconds_wasted_waiting: Annotated[float, metric("node-seconds without tasks or weights", "s", "last")] = 0.0
+    groups_ready: Annotated[int, metric("waiting in the broker after this step's were taken", "groups", "last")]
+    groups_leased: Annotated[int, metric("being generated", "groups", "last")]
+    nodes_live: Annotated[int, metric("nodes with a recent heartbeat", "", "last")]
+    groups_filtered: Annotated[int, metric("looked at, all rewards equal, others taken instead", "groups", "sum")] = 0
     routing_mismatch_fraction: Annotated[
-        float,
-        metric("", "mean", "replayed routings, per token and MoE layer, that the learner's own router disagrees with"),
+        float, metric("replayed routings, per token and MoE layer, that the learner's own router disagrees with")
     ] = 0.0
     mixed_version_fraction: Annotated[
-        float, metric("", "mean", "samples whose tokens were sampled by more than one version: weights changed in them")
+        float, metric("samples whose tokens were sampled by more than one version: weights changed in them")
     ] = 0.0
     samples_failed_by_reason: Annotated[
-        dict[str, int], metric("samples", "sum", "samples_failed by stop reason; docs/environments.md")
+        dict[str, int], metric("samples_failed by stop reason; docs/environments.md", "samples", "sum")
     ] = {}
     kv_cache_age_mean: Annotated[
-        float,
-        metric("versions", "mean", "version of a trained token - mean of those of the KV cache it was sampled over"),
+        float, metric("version of a trained token - mean of those of the KV cache it was sampled over", "versions")
     ] = 0.0
-    kv_cache_age_max: Annotated[int, metric("versions", "max", "the same of the oldest entry of any trained token")] = 0
-    concurrency: Annotated[int, metric("episodes", "last", "that the living nodes run at once at most")] = 0
-    episodes_running: Annotated[int, metric("episodes", "last", "that they ran")] = 0
+    kv_cache_age_max: Annotated[int, metric("the same of the oldest entry of any trained token", "versions", "max")] = 0
+    concurrency: Annotated[int, metric("that the living nodes run at once at most", "episodes", "last")] = 0
+    episodes_running: Annotated[int, metric("that they ran", "episodes", "last")] = 0
     kv_cache_usage: Annotated[
-        float, metric("", "max", "usage in the fullest engine; 0 unless rollout.concurrency is auto")
+        float, metric("usage in the fullest engine; 0 unless rollout.concurrency is auto", "", "max")
     ] = 0.0
     preemptions_total: Annotated[
-        int, metric("requests", "last", "put back by living engines for want of KV cache; 0 likewise")
+        int, metric("put back by living engines for want of KV cache; 0 likewise", "requests", "last")
     ] = 0
 
 
 class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step of a supervised warm start."""
 
-    step: Annotated[int, metric("", "last", "optimizer steps done before this one")]
-    time_s: Annotated[float, metric("s", "last", "Unix time at the end of the step")]
-    loss: Annotated[float, metric("nat", "mean", "cross-entropy per trained token")]
-    grad_norm: Annotated[float, metric("", "mean", "norm of all gradients, before clipping")]
-    lr: Annotated[float, metric("", "last", "learning rate of this step")]
-    tokens_trained: Annotated[int, metric("tokens", "sum", "in the loss")]
-    sequence_tokens: Annotated[int, metric("tokens", "sum", "processed")]
-    step_s: Annotated[float, metric("s", "mean", "whole step")]
+    step: Annotated[int, metric("optimizer steps done before this one", "", "last")]
+    time_s: Annotated[float, metric("Unix time at the end of the step", "s", "last")]
+    loss: Annotated[float, metric("cross-entropy per trained token", "nat")]
+    grad_norm: Annotated[float, metric("norm of all gradients, before clipping")]
+    lr: Annotated[float, metric("learning rate of this step", "", "last")]
+    tokens_trained: Annotated[int, metric("in the loss", "tokens", "sum")]
+    sequence_tokens: Annotated[int, metric("processed", "tokens", "sum")]
+    step_s: Annotated[float, metric("whole step", "s")]
 
 
 Line = TypeVar("Line", StepMetrics, SftMetrics)
