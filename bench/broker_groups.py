@@ -7,8 +7,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from common.arrays import Array
 from common.rollouts import Group, GroupMeta, Sample, VersionRun
+from common.wire_types import Array
 
 SAMPLES, PROMPT_TOKENS, VOCABULARY = 8, 256, 151_936
 COMPLETION_TOKENS = {"1k": 1024, "8k": 8192, "tiny": 8}

@@ -17,10 +17,10 @@ os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEV
 import numpy as np
 import torch
 
-from common.arrays import Array
 from common.config.loading import load_config
 from common.config.schema import Config
 from common.rollouts import Group, Sample, VersionRun
+from common.wire_types import Array
 
 Weights = dict[str, torch.Tensor]
 

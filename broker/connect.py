@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from broker.messaging.client_methods import LearnerBroker, NodeBroker
+from common.config.redis_address import is_redis
 from common.errors import UsageError
-from common.redis_address import is_redis
 from common.security.credentials import Role, curve_credentials, load_credential
 
 if TYPE_CHECKING:  # loads ZeroMQ

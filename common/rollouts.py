@@ -6,8 +6,7 @@ Schema rules: structs are keyed, fields are only ever appended and new ones have
 import msgspec
 import numpy as np
 
-from common.arrays import Array
-from common.wire_types import Finite, Tally, Version
+from common.wire_types import Array, Finite, Tally, Version
 
 SCHEMA_VERSION = 1
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from common.config.parallel_layout import Problem
+from common.config.redis_address import is_redis, parse_redis
 from common.config.schema import Config
-from common.redis_address import is_redis, parse_redis
 from common.security.credentials import check_credentials, curve_credentials
 
 LEASE_HEARTBEATS = 3

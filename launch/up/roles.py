@@ -13,12 +13,12 @@ import msgspec
 
 from common.config.loading import load_either
 from common.config.network_checks import fixed_address, split_address
+from common.config.redis_address import is_redis
 from common.config.schema import Config, SftConfig
 from common.errors import BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, write_json
-from common.redis_address import is_redis
 from launch.observe.observation import ask_status
 from launch.resolve_target import checked, config_file, joined_config, load_job, load_sft, need_broker_library
 

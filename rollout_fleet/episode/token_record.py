@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.arrays import Array
 from common.rollouts import Sample, VersionRun
+from common.wire_types import Array
 from rollout_fleet.environments.protocol import StopReason
 from rollout_fleet.episode.sampler_protocol import Generation
 

@@ -25,7 +25,6 @@ from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport
 from broker.main import run_broker
 from broker.messaging.client_methods import LearnerBroker, NodeBroker
-from common.arrays import Array
 from common.config.schema import (
     BrokerConfig,
     Config,
@@ -38,6 +37,7 @@ from common.config.schema import (
 from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import write_atomic
 from common.rollouts import Sample, VersionRun, decode_group
+from common.wire_types import Array
 from learner.loop.tasks import TaskSource, TaskStream
 from rollout_fleet.episode.driver import Progress
 from rollout_fleet.episode.group_runner import GroupRunner

@@ -12,9 +12,9 @@ import numpy as np
 
 from broker.connect import Access, connect_node
 from broker.contract import NodeReport
-from common.arrays import Array
 from common.process.lifecycle import die_with_parent
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
+from common.wire_types import Array
 
 NEWEST = 1 << 20  # claims weights newer than any, so that admission lets it lease whatever is offered
 

@@ -4,8 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.arrays import DTYPES, Array
 from common.rollouts import Group, Sample, VersionRun, decode_group, encode_group
+from common.wire_types import DTYPES, Array
 
 # A group as the release before `routed_experts` sent it.
 WITHOUT_ROUTING = (

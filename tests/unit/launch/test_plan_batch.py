@@ -78,7 +78,7 @@ def test_the_window_is_that_of_the_staleness_rule() -> None:
 
 
 def test_a_group_on_the_wire_is_as_large_as_planned() -> None:
-    from common.arrays import Array
+    from common.wire_types import Array
 
     n = 1025
     sample = Sample(

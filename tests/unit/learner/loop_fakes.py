@@ -14,7 +14,6 @@ from torch import Tensor
 
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo, StoredGroup
 from broker.server.in_process import MemoryBroker, MemoryLearner
-from common.arrays import Array
 from common.config.schema import Config
 from common.errors import SlipstreamError
 from common.json_lines import read_jsonl
@@ -22,6 +21,7 @@ from common.metrics import StepMetrics, read_metrics
 from common.process.run_dir import RunDir
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
 from common.weights.messages import Canary
+from common.wire_types import Array
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder
 from learner.loop.lead_rank import Lead

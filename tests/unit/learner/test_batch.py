@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.contract import StoredGroup
-from common.arrays import Array
 from common.config.schema import Config
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
+from common.wire_types import Array
 from learner.backend_protocol import RoutingShape
 from learner.batch.batch import BadGroup, assemble, decode, expired_groups, length_deciles
 from learner.batch.kv_age import cache_ages
