@@ -74,25 +74,6 @@ class WeightsState:
     canary_max_difference: float = 0.0
 
 
-class WeightFeed(Protocol):
-    """Receives versions and flips the engine in its own tasks; the node reads `state` and passes addresses on."""
-
-    @property
-    def state(self) -> WeightsState: ...
-
-    def follow(self, address: str, incarnation: int) -> None:
-        """The learner's control endpoint, from every heartbeat reply; '' while no learner is attached. Idempotent."""
-        ...
-
-    async def wait_change(self, timeout_s: float) -> WeightsState:
-        """Return when `state` differs from what it was at the call, or after `timeout_s`."""
-        ...
-
-    async def close(self) -> None:
-        """Leave the group and end its tasks."""
-        ...
-
-
 @dataclass
 class EngineCounters:
     """Totals since the engine started, for reports."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from broker.contract import Lease
 from broker.diagnosis.join_times import sentence
@@ -11,9 +12,12 @@ from broker.messaging.client_methods import NodeBroker
 from common.errors import BrokerError, SlipstreamError
 from common.rollouts import encode_group
 from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner, RolledOut
-from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightFeed
+from rollout_fleet.episode.sampler_protocol import EngineCounters
 from rollout_fleet.node.broker_timeout import BrokerTimeout
 from rollout_fleet.node.node_status import OwnStatus
+
+if TYPE_CHECKING:  # `plan` imports this room without torch
+    from rollout_fleet.weights.weight_client import WeightClient
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +27,7 @@ class NodeParts:
     """The parts of a node; rollout_fleet/main.py builds the real ones."""
 
     broker: NodeBroker
-    feed: WeightFeed
+    feed: "WeightClient"
     runner: GroupRunner
     status: OwnStatus
     timeout: BrokerTimeout

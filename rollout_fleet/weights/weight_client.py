@@ -34,7 +34,7 @@ Job = tuple[messages.LearnerMessage, bytes]  # a message, and the same as it cam
 
 
 class WeightClient:
-    """WeightFeed of a node; see sampler_protocol.py."""
+    """Receives versions and flips the engine in its own tasks; the node reads `state` and passes addresses on."""
 
     def __init__(
         self,

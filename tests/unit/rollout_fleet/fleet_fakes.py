@@ -149,7 +149,7 @@ def make_driver(
 
 @dataclass
 class ScriptedFeed:
-    """A WeightFeed whose state the test sets."""
+    """A WeightClient whose state the test sets."""
 
     state: WeightsState = field(default_factory=WeightsState)
     followed: list[tuple[str, int]] = field(default_factory=list)
