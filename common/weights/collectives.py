@@ -9,7 +9,7 @@ import datetime
 import re
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -47,16 +47,17 @@ class Group(Protocol):
 GroupFactory = Callable[[Epoch], Group]
 
 
-def in_turn(group: Group, buckets: Iterable[torch.Tensor], timeout_s: float) -> Iterator[torch.Tensor]:
-    """Broadcast `buckets`, each [n] uint8, and yield every one when it is through.
+def in_turn(group: Group, payload: torch.Tensor, bucket_bytes: int, publish_timeout_s: float) -> Iterator[torch.Tensor]:
+    """Broadcast `payload` [n] uint8 bucket by bucket, and yield every bucket when it is through.
 
     The next buckets travel while the caller verifies one. Raises RuntimeError as `Group.post` does. When it ends, also
-    by an error, nothing is under way and the buckets' memory may be used again. An early end closes the group.
+    by an error, nothing is under way and the payload's memory may be used again. An early end closes the group.
     """
     posted = deque[tuple[torch.Tensor, Callable[[], None]]]()
     try:
-        for bucket in buckets:
-            posted.append((bucket, group.post(bucket, timeout_s)))
+        for at in range(0, len(payload), bucket_bytes):
+            bucket = payload[at : at + bucket_bytes]
+            posted.append((bucket, group.post(bucket, bucket_timeout(publish_timeout_s))))
             if len(posted) == POSTED:
                 yield _arrived(posted)
         while posted:

@@ -47,8 +47,3 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             entries.append(entry)
             at += -(-entry.size_bytes // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), at)
-
-
-def ranges(total_bytes: int, bucket_bytes: int) -> list[tuple[int, int]]:
-    """(start, end) of the buckets of a payload of `total_bytes`."""
-    return [(a, min(a + bucket_bytes, total_bytes)) for a in range(0, total_bytes, bucket_bytes)]

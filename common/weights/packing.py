@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import xxhash
 
-from common.weights.layout import Layout, ranges
+from common.weights.layout import Layout
 
 BLOCK_BYTES = 256 << 10  # within a core's cache
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,7 +65,8 @@ def all_checksums(flat: torch.Tensor, bucket_bytes: int) -> tuple[list[str], str
     data_bytes: Any = flat.numpy()
     data = memoryview(data_bytes)
     whole, buckets = xxhash.xxh3_128(), list[str]()
-    for start, end in ranges(len(data), bucket_bytes):
+    for start in range(0, len(data), bucket_bytes):
+        end = min(start + bucket_bytes, len(data))
         bucket = xxhash.xxh3_128()
         for at in range(start, end, BLOCK_BYTES):
             block = data[at : min(at + BLOCK_BYTES, end)]

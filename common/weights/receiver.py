@@ -17,8 +17,8 @@ import torch
 import zmq
 
 from common.weights import delta, packing
-from common.weights.collectives import Group, GroupFactory, bucket_timeout, in_turn, local_address, reason_of
-from common.weights.layout import Layout, ranges
+from common.weights.collectives import Group, GroupFactory, in_turn, local_address, reason_of
+from common.weights.layout import Layout
 from common.weights.messages import Epoch, LearnerMessage, Publish, Serve, Serving, Welcome
 from common.weights.transports.registry import open_group
 from common.weights.transports.relay import RelayServer
@@ -287,17 +287,16 @@ def receive_buckets(
         RuntimeError: the broadcast failed or did not finish in time.
         ValueError: other bytes arrived than were sent; names the bucket.
     """
-    timeout_s = bucket_timeout(publish.timeout_s)
-    buckets = ranges(len(flat), publish.bucket_bytes)
-    if len(buckets) != len(publish.bucket_checksums):
-        raise ValueError(f"{len(publish.bucket_checksums)} checksums for {len(buckets)} buckets")
+    checksums, count = publish.bucket_checksums, -(-len(flat) // publish.bucket_bytes)
+    if len(checksums) != count:
+        raise ValueError(f"{len(checksums)} checksums for {count} buckets")
     bad: list[int] = []
-    arriving = in_turn(group, (flat[start:end] for start, end in buckets), timeout_s)
-    for i, (bucket, expected) in enumerate(zip(arriving, publish.bucket_checksums, strict=True)):
+    arriving = in_turn(group, flat, publish.bucket_bytes, publish.timeout_s)
+    for i, (bucket, expected) in enumerate(zip(arriving, checksums, strict=True)):
         if packing.checksum(bucket) != expected:
             bad.append(i)  # go on to the end, because the other members of the group still receive
-        note_share((i + 1) / len(buckets))
+        note_share((i + 1) / count)
     if bad:
-        raise ValueError(f"checksum mismatch in bucket {', '.join(map(str, bad))} of {len(buckets)}")
+        raise ValueError(f"checksum mismatch in bucket {', '.join(map(str, bad))} of {count}")
     if publish.sha256 and packing.sha256(flat) != publish.sha256:
         raise ValueError("the source sent other weights than the learner's: their SHA-256 differs")

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.weights.collectives import Group, GroupFactory, Store, bucket_timeout, in_turn, reason_of
-from common.weights.layout import ranges
+from common.weights.collectives import Group, GroupFactory, Store, in_turn, reason_of
 from common.weights.messages import Epoch, Publish
 from learner.publish.snapshot import Payload, Snapshot
 
@@ -39,9 +38,8 @@ class Broadcast:
             try:
                 formed = formed if formed is not None else factory(attempt.epoch)
                 self.use(formed)
-                flat, timeout_s = attempt.payload.flat, bucket_timeout(attempt.epoch.timeout_s)
-                parts = (flat[a:b] for a, b in ranges(flat.numel(), attempt.publish.bucket_bytes))
-                for _ in in_turn(formed, parts, timeout_s):
+                publish = attempt.publish
+                for _ in in_turn(formed, attempt.payload.flat, publish.bucket_bytes, publish.timeout_s):
                     pass  # only receivers look at the buckets
             except Exception as caught:  # the errors of gloo and of the store have no common type
                 error = reason_of(caught)

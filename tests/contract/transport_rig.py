@@ -12,8 +12,8 @@ import msgspec
 import torch
 
 from common.weights import messages, packing
-from common.weights.collectives import Store, bucket_timeout, in_turn
-from common.weights.layout import Layout, ranges
+from common.weights.collectives import Store, in_turn
+from common.weights.layout import Layout
 from common.weights.messages import Epoch, Publish
 from common.weights.transports.relay import RelayServer
 from tests import forked
@@ -101,8 +101,7 @@ class Sender:
             return ""
         try:
             self.group = self.group if self.group is not None else open_any(self.epoch)  # type: ignore[arg-type]
-            parts = (flat[start:end] for start, end in ranges(flat.numel(), bucket))
-            for _ in in_turn(self.group, parts, bucket_timeout(self.timeout_s)):
+            for _ in in_turn(self.group, flat, bucket, self.timeout_s):
                 pass
         except RuntimeError as error:
             self.drop()

@@ -7,7 +7,8 @@ import torch
 
 from common.weights.collectives import POSTED, in_turn
 
-BUCKETS = list(torch.arange(2 * POSTED + 5, dtype=torch.uint8).split(2))
+PAYLOAD = torch.arange(2 * POSTED + 5, dtype=torch.uint8)
+BUCKETS = PAYLOAD.split(2)
 assert len(BUCKETS) > POSTED + 1
 
 
@@ -35,8 +36,8 @@ class Noted:
 
 def test_the_next_bucket_is_under_way_while_one_is_looked_at_and_no_more() -> None:
     group = Noted()
-    for number, bucket in enumerate(in_turn(group, BUCKETS, 1.0)):
-        assert bucket is BUCKETS[number]
+    for number, bucket in enumerate(in_turn(group, PAYLOAD, 2, 1.0)):
+        assert torch.equal(bucket, BUCKETS[number])
         assert group.events.count(("wait", number)) == 1, "it is looked at when it is there"
         posted = [n for what, n in group.events if what == "post"]
         assert posted == list(range(min(number + POSTED, len(BUCKETS))))
@@ -47,7 +48,7 @@ def test_the_next_bucket_is_under_way_while_one_is_looked_at_and_no_more() -> No
 def test_the_first_failure_is_the_callers_and_nothing_is_posted_or_under_way_after_it() -> None:
     group, seen = Noted(fails_at=1), list[int]()
     with pytest.raises(RuntimeError, match="gone"):
-        seen.extend(int(bucket[0]) // 2 for bucket in in_turn(group, BUCKETS, 1.0))
+        seen.extend(int(bucket[0]) // 2 for bucket in in_turn(group, PAYLOAD, 2, 1.0))
     assert seen == [0]
     assert ("post", POSTED + 1) not in group.events
     # what was posted behind it would be written into memory that the next attempt verifies
@@ -56,7 +57,7 @@ def test_the_first_failure_is_the_callers_and_nothing_is_posted_or_under_way_aft
 
 def test_a_caller_that_leaves_leaves_nothing_under_way() -> None:
     group = Noted()
-    buckets = in_turn(group, BUCKETS, 1.0)
+    buckets = in_turn(group, PAYLOAD, 2, 1.0)
     next(buckets)
     buckets.close()  # type: ignore[attr-defined]
     assert group.events[-2:] == [("close", 0), ("wait", 1)]
@@ -64,10 +65,10 @@ def test_a_caller_that_leaves_leaves_nothing_under_way() -> None:
 
 def test_a_group_that_served_to_the_end_stays_open() -> None:
     group = Noted()
-    assert len(list(in_turn(group, BUCKETS, 1.0))) == len(BUCKETS)
+    assert len(list(in_turn(group, PAYLOAD, 2, 1.0))) == len(BUCKETS)
     assert ("close", 0) not in group.events
 
 
 def test_one_bucket_and_none_at_all_go_through() -> None:
-    assert list(in_turn(Noted(), BUCKETS[:1], 1.0)) == BUCKETS[:1]
-    assert list(in_turn(Noted(), [], 1.0)) == []
+    assert len(list(in_turn(Noted(), PAYLOAD[:1], 2, 1.0))) == 1
+    assert list(in_turn(Noted(), PAYLOAD[:0], 2, 1.0)) == []

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from common.weights import delta, messages, packing
 from common.weights.collectives import bucket_timeout, reason_of
-from common.weights.layout import ALIGNMENT, Layout, ranges
+from common.weights.layout import ALIGNMENT, Layout
 from common.weights.messages import Epoch, Publish, Source
 from common.weights.receiver import Receiver, receive_buckets
 from tests.waiting import until
@@ -302,8 +302,3 @@ def test_an_impossible_size_and_an_encoding_of_a_later_release_are_refused(
 ) -> None:
     announced, stream = step(1, 2)
     assert said in node.get(structs.replace(announced, **change), stream)
-
-
-def test_buckets_cover_a_payload_of_any_size() -> None:
-    assert ranges(5, 2) == [(0, 2), (2, 4), (4, 5)]
-    assert len(packing.all_checksums(torch.zeros(5, dtype=torch.uint8), 2)[0]) == 3
