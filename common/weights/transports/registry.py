@@ -1,7 +1,6 @@
 """The transports of buckets by name: each is one module and one line here."""
 
 import importlib
-from typing import cast
 
 from common.weights.collectives import Group, GroupFactory
 from common.weights.messages import Epoch
@@ -26,14 +25,10 @@ def require(transport: str) -> None:
         require_device()
 
 
-def group_of(transport: str) -> GroupFactory:
-    """The function that forms this transport's groups; raises RuntimeError for an unknown name."""
-    if transport not in GROUPS:
-        raise RuntimeError(f"weights travel over {transport!r}, this version knows {', '.join(GROUPS)}")
-    module, name = GROUPS[transport]
-    return cast(GroupFactory, getattr(importlib.import_module(f"common.weights.transports.{module}"), name))
-
-
 def open_group(epoch: Epoch) -> Group:
-    """A group of the epoch's transport; waits and raises as that transport's class does."""
-    return group_of(epoch.transport)(epoch)
+    """A group of the epoch's transport; waits and raises as that transport's class does, or RuntimeError."""
+    if epoch.transport not in GROUPS:
+        raise RuntimeError(f"weights travel over {epoch.transport!r}, this version knows {', '.join(GROUPS)}")
+    module, name = GROUPS[epoch.transport]
+    form: GroupFactory = getattr(importlib.import_module(f"common.weights.transports.{module}"), name)
+    return form(epoch)
