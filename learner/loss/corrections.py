@@ -66,10 +66,8 @@ def icepop(log_weights: Tensor, documents: Documents, config: LossConfig) -> Cor
     documents it is NeMo-RL's seq-mask-tis: a document stays or goes as a whole, its tokens keep their own weights.
     Rejected tokens still count in the denominator, as in both.
     """
-    low, cap = correction_bounds(config)
-    ratio = bounded_exp(at_level(log_weights, documents, config.correction_level))
-    rejected = (ratio < low) | (ratio > cap)
-    weights = torch.where(rejected, torch.zeros_like(ratio), bounded_exp(log_weights))
+    _, rejected = _bounded(log_weights, documents, config)
+    weights = bounded_exp(log_weights).masked_fill(rejected, 0.0)
     return Corrected(weights, torch.zeros_like(rejected), rejected, documents.mask)
 
 
@@ -79,11 +77,16 @@ def mis(log_weights: Tensor, documents: Documents, config: LossConfig) -> Correc
     Source: Liu, Li et al., When Speed Kills Stability (2025), sequence and geometric masks. Rejected tokens do not
     count in the denominator either, as in slime.
     """
+    ratio, rejected = _bounded(log_weights, documents, config)
+    weights = ratio.masked_fill(rejected, 0.0)
+    return Corrected(weights, torch.zeros_like(rejected), rejected, documents.mask & ~rejected)
+
+
+def _bounded(log_weights: Tensor, documents: Documents, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """([T] the level's ratio, [T] bool where it is out of bounds)."""
     low, cap = correction_bounds(config)
     ratio = bounded_exp(at_level(log_weights, documents, config.correction_level))
-    rejected = (ratio < low) | (ratio > cap)
-    weights = torch.where(rejected, torch.zeros_like(ratio), ratio)
-    return Corrected(weights, torch.zeros_like(rejected), rejected, documents.mask & ~rejected)
+    return ratio, (ratio < low) | (ratio > cap)
 
 
 def at_level(log_weights: Tensor, documents: Documents, level: str) -> Tensor:
@@ -106,7 +109,7 @@ def veto(corrected: Corrected, log_weights: Tensor, documents: Documents, least:
     vetoed = documents.spread(documents.sums(impossible) > 0)
     kept = replace(
         corrected,
-        weights=torch.where(vetoed, torch.zeros_like(corrected.weights), corrected.weights),
+        weights=corrected.weights.masked_fill(vetoed, 0.0),
         truncated=corrected.truncated & ~vetoed,
         rejected=corrected.rejected & ~vetoed,
         counted=corrected.counted & ~vetoed,

@@ -73,9 +73,7 @@ def prepare(chunk: torch.nn.Module, config: MoeConfig) -> None:
                 parameter.allreduce = False
         if isinstance(module, TopKRouter):
             module.__class__ = Router
-            module.frames = Frames()
-            if config.replay_routing:
-                module.router_replay = Replay(module)
+            module.replaying = config.replay_routing
             if config.freeze_router:
                 module.requires_grad_(False)
 
@@ -109,46 +107,65 @@ class Frame:
 _EMPTY = Frame()
 
 
-class Frames:
-    """The frame that a router needs now: that of the forward pass, or the one of a forward pass computed again.
-
-    Under every schedule of Megatron a chunk's backward passes come in the order of its forward passes. So activation
-    recomputation needs the oldest frame that it has not taken yet.
-    """
-
-    def __init__(self) -> None:
-        self.now = _EMPTY
-        self._passed: deque[Frame] = deque()
-
-    def start(self) -> None:
-        """A new step: nothing of an earlier one is asked for again."""
-        self.now = _EMPTY
-        self._passed.clear()
-
-    def take(self) -> Frame:
-        """The frame of the call at hand."""
-        if in_backward():
-            return self._passed.popleft()
-        self._passed.append(self.now)
-        return self.now
-
-
 def in_backward() -> bool:
     """Whether autograd's backward pass runs in this thread: a forward pass now is one computed again."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Router(TopKRouter):
-    """Megatron's router with the corrections that the module's docstring describes."""
+    """Megatron's router with the corrections that the module's docstring describes.
 
-    frames: Frames
-    frame: Frame = _EMPTY
+    Under every schedule of Megatron a chunk's backward passes come in the order of its forward passes. So activation
+    recomputation needs the oldest frame that it has not taken yet.
+
+    Attributes:
+        now: the frame of the forward pass that comes next.
+        changed, known: tokens that were sent elsewhere than this router would have, and tokens that were replayed;
+            since `start`.
+    """
+
     moe_layer: int = 0  # number of this layer among those with experts
+    replaying: bool = False
+    now = frame = _EMPTY
+
+    def start(self) -> None:
+        """A new step: nothing of an earlier one is asked for again."""
+        self.now, self.passed = _EMPTY, deque()
+        self.changed, self.known = torch.zeros((), dtype=torch.int64), 0
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """([tokens, experts] weights, [tokens, experts] bool chosen); `padding_mask` is replaced by the frame's."""
-        self.frame = self.frames.take()
+        if in_backward():
+            self.frame = self.passed.popleft()
+        else:
+            self.frame = self.now
+            self.passed.append(self.now)
         return super().routing(logits, padding_mask=self.frame.pads)
+
+    @property
+    def router_replay(self) -> "Router | None":
+        """In the place of megatron's RouterReplay, which knows neither unknown rows nor pipelines."""
+        return self if self.replaying else None
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """([tokens, topk] scores, [tokens, topk] int64 experts): the replayed ones, or the best where unknown."""
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.frame.routed is None:
+            return values, own
+        target = self.frame.routed[:, self.moe_layer].to(own)
+        known = (target >= 0).all(1)
+        chosen = torch.where(known[:, None], target, own)
+        if self.frame.counted and not in_backward():
+            moved = (chosen.sort(1).values != own.sort(1).values).any(1)
+            self.changed, self.known = self.changed + moved.sum(), self.known + known.sum()
+        return scores.gather(1, chosen), chosen
 
     def is_aux_loss_enabled(self) -> bool:
         """Also False in a filler, whose balance is zero over zero tokens."""
@@ -167,44 +184,6 @@ class Router(TopKRouter):
                 routing_map = routing_map & ~padding_mask[:, None]
             with torch.no_grad():
                 self.local_tokens_per_expert += routing_map.sum(0)
-
-
-class Replay:
-    """Answers TopKRouter in the place of megatron's RouterReplay, which knows neither unknown rows nor pipelines.
-
-    Attributes:
-        changed, known: tokens that were sent elsewhere than this router would have, and tokens that were replayed;
-            since `reset`.
-    """
-
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        self.reset()
-
-    def reset(self) -> None:
-        """Count from zero."""
-        self.changed, self.known = torch.zeros((), dtype=torch.int64), 0
-
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Any = None,
-    ) -> tuple[Tensor, Tensor]:
-        """([tokens, topk] scores, [tokens, topk] int64 experts): the replayed ones, or the best where unknown."""
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        frame = self._router.frame
-        if frame.routed is None:
-            return values, own
-        target = frame.routed[:, self._router.moe_layer].to(own)
-        known = (target >= 0).all(1)
-        chosen = torch.where(known[:, None], target, own)
-        if frame.counted and not in_backward():
-            moved = (chosen.sort(1).values != own.sort(1).values).any(1)
-            self.changed, self.known = self.changed + moved.sum(), self.known + known.sum()
-        return scores.gather(1, chosen), chosen
 
 
 Router.__name__ = "TopKRouter"  # the bridge recognises replicated modules by class name
@@ -239,9 +218,7 @@ class Experts:
         Collective over the data-parallel ranks where there is an auxiliary loss.
         """
         for router in self.routers:
-            router.frames.start()
-            if router.router_replay is not None:
-                router.router_replay.reset()
+            router.start()
         self._training = loss is not None
         if self._balanced and microbatches is not None and loss is not None:
             self._scale = self._balance_scale(microbatches, loss)
@@ -262,7 +239,7 @@ class Experts:
             self._of_sequence_rank(pads), self._scale * tokens, self._of_sequence_rank(routed), self._training
         )
         for router in self.routers:
-            router.frames.now = frame
+            router.now = frame
 
     def figures(self) -> dict[str, float]:
         """Sums over all ranks since `start`, {} where nothing is replayed. Collective over the world.
@@ -272,8 +249,7 @@ class Experts:
         """
         if not self._replaying:
             return {}
-        replays = [router.router_replay for router in self.routers]
-        pairs = [[float(replay.changed), float(replay.known)] for replay in replays] or [[0.0, 0.0]]
+        pairs = [[float(router.changed), float(router.known)] for router in self.routers] or [[0.0, 0.0]]
         sums = torch.tensor(pairs, dtype=torch.float64).sum(0).to(parallel.device())
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
