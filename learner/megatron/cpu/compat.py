@@ -25,10 +25,7 @@ from common.errors import UsageError
 VERIFIED = {"megatron-core": "0.16.1", "megatron-bridge": "0.3.1"}
 
 _CPU = torch.device("cpu")
-_FACTORIES = (
-    *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint"),
-    *("empty_like", "zeros_like", "ones_like", "full_like"),
-)
+_FACTORIES = (*("tensor", "zeros", "ones", "empty", "arange", "full", "empty_like", "zeros_like", "ones_like"),)
 # These import Transformer Engine unconditionally, for LoRA, which is not used here.
 _NEEDS_TRANSFORMER_ENGINE = {"megatron.bridge.peft.lora_layers", "megatron.bridge.peft.lora"}
 # Imports triton (1 GB unpacked) unconditionally; a kernel of the inference engine, which is not used here.
@@ -140,19 +137,13 @@ def _torch_view() -> _View:
     cuda = _View(
         torch.cuda,
         current_device=lambda: _CPU,
-        set_device=nothing,
         synchronize=nothing,
-        empty_cache=nothing,
-        is_current_stream_capturing=lambda: False,
         Stream=_Idle,
         Event=_Idle,
         current_stream=idle,
-        default_stream=idle,
         stream=idle,
         manual_seed=torch.manual_seed,
         get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
-        set_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
-        nvtx=_View(torch.cuda.nvtx, range_push=nothing, range_pop=nothing),
     )
 
     def scatter(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, *args: Any, **kwargs: Any) -> Any:
