@@ -136,13 +136,11 @@ class Conversation:
         return max(fits, key=lambda turn: len(turn.words), default=None)
 
     def _completion(self, prompt: str | list[int]) -> tuple[TokenRecord, list[int], Words]:
-        found: Turn | None = None
-        for turn in self.turns:
-            if turn.text is None or (found is not None and turn.sampled <= found.sampled):
-                continue
-            known = turn.text if isinstance(prompt, str) else turn.record.tokens[: turn.length]
-            if prompt[: len(known)] == known:
-                found = turn
+        def known(turn: Turn) -> str | list[int]:
+            return turn.text or "" if isinstance(prompt, str) else turn.record.tokens[: turn.length]
+
+        fits = [turn for turn in self.turns if turn.text is not None and prompt[: len(known(turn))] == known(turn)]
+        found = max(fits, key=lambda turn: turn.sampled, default=None)
         record = found.path() if found is not None else TokenRecord()
         if isinstance(prompt, str):
             return record, self._renderer.encode(prompt[len(found.text or "") if found is not None else 0 :]), ()
