@@ -26,6 +26,7 @@ class BrokerClient(LearnerBroker):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="broker-client", daemon=True)
         self._thread.start()
+        self._closing = threading.Lock()
 
     @property
     def address(self) -> str:
@@ -34,16 +35,19 @@ class BrokerClient(LearnerBroker):
 
     def ask(self, request: wire.Request[R], wait_s: float = 0.0) -> R:
         """See Connection.ask."""
-        if not self._thread.is_alive():  # closed, or this process was forked from the one that connected
-            raise BrokerUnreachable(f"the connection to the broker at {self.address} was closed")
         answer: Future[R] = Future()
-        self._loop.call_soon_threadsafe(self._connection.start, request, [wire.encode(request)], answer, wait_s)
+        frames = [wire.encode(request)]
+        with self._closing:  # so that the loop does not end between the check and the call
+            if not self._thread.is_alive():  # closed, or this process was forked from the one that connected
+                raise BrokerUnreachable(f"the connection to the broker at {self.address} was closed")
+            self._loop.call_soon_threadsafe(self._connection.start, request, frames, answer, wait_s)
         return answer.result()
 
     def close(self) -> None:
         """Close the connection; calls under way raise BrokerUnreachable."""
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._connection.close(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        with self._closing:
+            if self._thread.is_alive():
+                asyncio.run_coroutine_threadsafe(self._connection.close(), self._loop).result()
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()

@@ -1,0 +1,64 @@
+"""The synchronous client's thread: shared by the caller's threads, and what becomes of calls when it is gone."""
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from broker.messaging.sync_client import BrokerClient
+from common.errors import BrokerUnreachable
+from tests.broker_rig import serving, tasks
+from tests.waiting import LIMIT_S, until
+
+
+def test_threads_share_one_connection_while_one_of_them_waits_for_groups() -> None:
+    with serving() as server, BrokerClient(server.address, deadline_s=LIMIT_S) as client, ThreadPoolExecutor(9) as pool:
+        taking = pool.submit(client.take, 0, 1, 3.0)
+        offers = [pool.submit(client.offer, tasks(4)) for _ in range(8)]
+        assert sorted(offer.result(LIMIT_S) for offer in offers) == [0] * 7 + [4]
+        assert not taking.done()
+        assert taking.result(LIMIT_S) is None
+
+
+def test_calls_under_way_and_later_ones_are_told_that_the_connection_was_closed() -> None:
+    with serving() as server, ThreadPoolExecutor(1) as pool:
+        client = BrokerClient(server.address, deadline_s=LIMIT_S)
+        taking = pool.submit(client.take, 0, 1, LIMIT_S)
+        assert client.status().groups_ready == 0
+        until(lambda: taking.running(), "the take to begin")
+        client.close()
+        with pytest.raises(BrokerUnreachable, match="was closed"):
+            taking.result(LIMIT_S)
+        with pytest.raises(BrokerUnreachable, match="was closed"):
+            client.status()
+        client.close()
+
+
+def test_a_call_that_a_signal_interrupts_leaves_the_client_usable() -> None:
+    assert threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with serving() as server, BrokerClient(server.address, deadline_s=LIMIT_S) as client:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                client.take(0, 1, LIMIT_S)
+            assert client.offer(tasks(2)) == 2
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_forked_process_hears_that_the_connection_is_not_its_own() -> None:
+    with serving() as server, BrokerClient(server.address, deadline_s=LIMIT_S) as client:
+        assert client.status().groups_ready == 0
+        child = os.fork()
+        if child == 0:
+            try:
+                client.status()
+            except BrokerUnreachable:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert client.status().groups_ready == 0
