@@ -1,17 +1,19 @@
 """Which parallel layouts are proven: python bench/layouts.py.
 
-Runs tests/integration/test_megatron_parity.py and writes what its last test found to bench/results/layouts.json.
+Runs TEST and writes what its last test found to bench/results/layouts.json.
 """
 
 import json
 
 import harness
 
+TEST = "tests/integration/megatron/test_megatron_parity.py"
+
 
 def main() -> None:
     options = harness.parser(__doc__).parse_args()
     rows = harness.scratch() / "layouts.json"
-    harness.python("-m", "pytest", "-q", "tests/integration/test_megatron_parity.py", SLIPSTREAM_LAYOUTS=str(rows))
+    harness.python("-m", "pytest", "-q", TEST, SLIPSTREAM_LAYOUTS=str(rows))
     harness.save("layouts", options, {"rounds": 1, "rows": json.loads(rows.read_text())})
 
 

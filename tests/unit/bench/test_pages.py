@@ -11,7 +11,7 @@ from bench.figures import RESULTS, ROOT, Row, provenance, result, span, table
 from bench.pages import BLOCKS, MARKS, PAGES, differing, over_best, written
 from common.config.schema import WeightsConfig
 from common.weights.collectives import bucket_timeout
-from tests.integration.layouts import LAYOUTS
+from tests.integration.megatron.layouts import LAYOUTS
 
 
 def test_every_page_is_what_the_results_say() -> None:

@@ -26,7 +26,7 @@ from common.config.schema import (
 )
 from launch.plan.architecture import read_architecture
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RANKS = 8
 VOCABULARY = 128
 HALVED = ("data", "pipeline", "tensor", "context")  # in this order among equals

@@ -1,17 +1,18 @@
-"""Checkpoints of real Megatron: written behind the next step, loaded under the same and under other layouts.
+"""Checkpoints of real Megatron: written behind the next step, loaded under the same and under other layouts."""
 
-One run of checkpoint_workers.py does all the work; the tests compare what it left behind.
-"""
-
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integration import fork_rig
-from tests.integration.fork_rig import Outcome, group
+from common.errors import SlipstreamError, UsageError
+from tests.integration.megatron import fork_rig, tiny_models
+from tests.integration.megatron.fork_rig import Outcome, group
+from tests.integration.megatron.tiny_models import exported, figures
 
+SAVED_AT = 3  # steps before the checkpoint
 SAVE_ONE = [{"name": "one"}, {"name": "bf16", "dtype": "bfloat16"}, {"name": "moe", "kind": "moe"}]
 SAVE_TWO = [
     {"name": "tp2", "parallel": {"tensor": 2}},
@@ -55,38 +56,106 @@ OTHER_FOUR = [
 FULL_DISK = {"name": "full", "parallel": {"tensor": 2}}
 
 
+def job_save(folder: Path, spec: dict[str, Any]) -> None:
+    """Some steps, a checkpoint, and the next step while it is being written."""
+    backend = tiny_models.backend(folder, spec)
+    before = [figures(backend, n) for n in range(SAVED_AT)]
+    tensors = tiny_models.logprobs(backend)
+    backend.start_checkpoint(folder / "checkpoints" / spec["name"])
+    result: dict[str, Any] = {"before": before, "after": figures(backend, SAVED_AT)}
+    result["done"] = [backend.checkpoint_done(wait=False), backend.checkpoint_done(wait=True)]
+    result["states"] = state_digest(backend)
+    tensors |= exported(backend, "after")
+    fork_rig.write(folder / spec["name"], backend.rank, tensors, result)
+
+
+def job_resume(folder: Path, spec: dict[str, Any]) -> None:
+    """Load a checkpoint in this new process, under the given layout, and take one more step."""
+    backend = tiny_models.backend(folder, spec | {"seed": 99})
+    backend.load_checkpoint(folder / "checkpoints" / spec["checkpoint"])
+    tensors = tiny_models.logprobs(backend)
+    result = {"after": figures(backend, SAVED_AT), "states": state_digest(backend)}
+    tensors |= exported(backend, "after")
+    fork_rig.write(folder / spec["name"], backend.rank, tensors, result)
+
+
+def job_fresh(folder: Path, spec: dict[str, Any]) -> None:
+    """A checkpoint from before the first step, loaded into an optimizer that has taken some."""
+    backend = tiny_models.backend(folder, spec)
+    tiny_models.save_checkpoint(backend, folder / "checkpoints" / spec["name"])
+    steps = [[figures(backend, n) for n in range(2)]]
+    backend.load_checkpoint(folder / "checkpoints" / spec["name"])
+    steps.append([figures(backend, n) for n in range(2)])
+    fork_rig.write(folder / spec["name"], backend.rank, {}, {"steps": steps})
+
+
+def job_full_disk(folder: Path, spec: dict[str, Any]) -> None:
+    """A save that the file system refuses on the last rank, one that works, and a folder that cannot be made."""
+    backend = tiny_models.backend(folder, spec)
+    figures(backend, 0)
+    messages = []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for attempt, small in enumerate((False, True, False)):
+        if small and backend.rank == backend.world_size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # writing more is an OSError
+        try:
+            tiny_models.save_checkpoint(backend, folder / "checkpoints" / f"{spec['name']}-{attempt}")
+            messages.append("")
+        except SlipstreamError as error:
+            messages.append(str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        backend.start_checkpoint(folder / "models" / "tied" / "config.json" / "in-a-file")
+    except SlipstreamError as error:
+        messages.append(str(error))
+    fork_rig.write(folder / spec["name"], backend.rank, {}, {"messages": messages})
+
+
+def job_mismatch(folder: Path, spec: dict[str, Any]) -> None:
+    """A checkpoint of another model."""
+    backend = tiny_models.backend(folder, spec)
+    message = ""
+    try:
+        backend.load_checkpoint(folder / "checkpoints" / spec["checkpoint"])
+    except UsageError as error:
+        message = str(error)
+    fork_rig.write(folder / spec["name"], backend.rank, {}, {"message": message})
+
+
+def state_digest(backend: Any) -> list[float]:
+    """Numbers that change when any main parameter or state of the optimizer on this rank does."""
+    digest = []
+    for parameter, state in tiny_models.main_parameters(backend):
+        tensors = (parameter, state["exp_avg"], state["exp_avg_sq"])
+        digest += [float(t.detach().double().abs().sum()) for t in tensors] + [float(state["step"])]
+    return digest
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("checkpoints")
-    (place / "checkpoints").mkdir()
-    worlds = [
-        group(1, "models", [{"kind": "tied"}, {"kind": "moe"}]),
-        group(2, "save", SAVE_TWO),
-        group(1, "save", SAVE_ONE),
-        group(4, "save", SAVE_FOUR),
-        group(1, "fresh", [{"name": "fresh"}]),
-        group(2, "resume", SAME_TWO + OTHER_TWO),
-        group(1, "resume", SAME_ONE + OTHER_ONE),
-        group(4, "resume", OTHER_FOUR),
-        group(2, "full_disk", [FULL_DISK]),
-        group(1, "mismatch", [{"name": "wrong", "checkpoint": "ep2"}]),
-    ]
-    fork_rig.run("checkpoint_workers", place, worlds)
-    return place
+    return fork_rig.run(
+        tmp_path_factory,
+        group(1, tiny_models.job_models, [{"kinds": ["tied", "moe"]}]),
+        group(2, job_save, SAVE_TWO),
+        group(1, job_save, SAVE_ONE),
+        group(4, job_save, SAVE_FOUR),
+        group(1, job_fresh, [{"name": "fresh"}]),
+        group(2, job_resume, SAME_TWO + OTHER_TWO),
+        group(1, job_resume, SAME_ONE + OTHER_ONE),
+        group(4, job_resume, OTHER_FOUR),
+        group(2, job_full_disk, [FULL_DISK]),
+        group(1, job_mismatch, [{"name": "wrong", "checkpoint": "ep2"}]),
+    )
 
 
-def named(specs: list[dict[str, Any]]) -> Any:
-    return pytest.mark.parametrize("spec", specs, ids=[s["name"] for s in specs])
-
-
-@named(SAVE_ONE + SAVE_TWO + SAVE_FOUR)
+@fork_rig.named(SAVE_ONE + SAVE_TWO + SAVE_FOUR)
 def test_a_save_is_there_when_every_rank_says_that_it_is_done(folder: Path, spec: dict[str, Any]) -> None:
     said = [rank["done"] for rank in Outcome(folder / spec["name"]).ranks]
     assert said == [said[0]] * len(said) and said[0][1] is True
     assert (folder / "checkpoints" / spec["name"] / "metadata.json").is_file()
 
 
-@named(SAME_ONE + SAME_TWO)
+@fork_rig.named(SAME_ONE + SAME_TWO)
 def test_resuming_takes_bitwise_the_step_of_the_run_that_went_on(folder: Path, spec: dict[str, Any]) -> None:
     went_on, came_back = Outcome(folder / spec["checkpoint"]), Outcome(folder / spec["name"])
     assert [rank["after"] for rank in came_back.ranks] == [rank["after"] for rank in went_on.ranks]
@@ -98,7 +167,7 @@ def test_resuming_takes_bitwise_the_step_of_the_run_that_went_on(folder: Path, s
             assert torch.equal(came_back.section(section)[name], tensor), name
 
 
-@named(OTHER_ONE + OTHER_TWO + OTHER_FOUR)
+@fork_rig.named(OTHER_ONE + OTHER_TWO + OTHER_FOUR)
 def test_another_layout_continues_with_the_same_loss_and_step(folder: Path, spec: dict[str, Any]) -> None:
     went_on, came_back = Outcome(folder / spec["checkpoint"]), Outcome(folder / spec["name"])
     expected, found = went_on.ranks[0]["after"], came_back.ranks[0]["after"]

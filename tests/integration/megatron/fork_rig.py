@@ -1,8 +1,8 @@
 """Worlds of ranks, forked from one process that has imported Megatron once, which costs seconds of CPU.
 
-A test gives `run` a worker module, which lists its jobs in `JOBS`, and groups of specs. Every spec gets a new world:
-forking it is cheaper than what an earlier world's groups and threads would cost. All files of a session share the
-process that forks.
+A test gives `run` groups of specs, each with a job, a function of its module that every rank runs; jobs assert nothing.
+Every spec gets a new world: forking it is cheaper than what an earlier world's groups and threads would cost. All files
+of a worker share the process that forks.
 """
 
 import atexit
@@ -28,21 +28,24 @@ from torch import Tensor
 from common.process.lifecycle import die_with_parent
 from tests.waiting import LIMIT_S
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WORLD_S = 2 * LIMIT_S  # for one world, of which the largest need some seconds
 
 Job = Callable[[Path, dict[str, Any]], None]
 
 
-def group(ranks: int, job: str, specs: list[dict[str, Any]]) -> dict[str, Any]:
+def group(ranks: int, job: Job, specs: list[dict[str, Any]]) -> dict[str, Any]:
     """For each of `specs` one world of `ranks` that runs `job` on it."""
-    return {"ranks": ranks, "job": job, "specs": specs}
+    return {"ranks": ranks, "module": job.__module__, "job": job.__name__, "specs": specs}
 
 
-def run(workers: str, folder: Path, groups: list[dict[str, Any]]) -> None:
-    """Run the worlds one after another; the test fails with the ranks' logs when one of them does."""
+def run(factory: pytest.TempPathFactory, *groups: dict[str, Any]) -> Path:
+    """A new folder in which the worlds ran one after another; if one of them fails, the test fails with its logs."""
+    folder = factory.mktemp("worlds")
+    for name in ("models", "saved", "checkpoints"):
+        (folder / name).mkdir()
     server = _server()
-    order = {"workers": f"tests.integration.{workers}", "folder": str(folder), "groups": groups}
+    order = {"folder": str(folder), "groups": groups}
     server.stdin.write(json.dumps(order) + "\n")
     server.stdin.flush()
     answer = server.stdout.readline()
@@ -50,11 +53,12 @@ def run(workers: str, folder: Path, groups: list[dict[str, Any]]) -> None:
     if failed := json.loads(answer):
         logs = [f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(folder.glob("*.log"))]
         pytest.fail("\n".join([failed, *logs]), pytrace=False)
+    return folder
 
 
 @functools.cache
 def _server() -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "tests.integration.fork_rig"]
+    command = [sys.executable, "-m", "tests.integration.megatron.fork_rig"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     server = subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **pipes)
@@ -79,6 +83,7 @@ class Outcome:
     """What the ranks of one spec wrote; `tensors` holds what any of them knows."""
 
     def __init__(self, path: Path) -> None:
+        assert path.is_dir(), path
         files = sorted(path.glob("*.json"))
         self.ranks = [json.loads(file.read_text()) for file in files]
         self.tensors_of = [load_file(file.with_suffix(".safetensors")) for file in files]
@@ -87,6 +92,11 @@ class Outcome:
     def section(self, prefix: str) -> dict[str, Tensor]:
         """Tensors named `prefix`.NAME, by NAME."""
         return section(self.tensors, prefix)
+
+
+def named(specs: list[dict[str, Any]]) -> Any:
+    """Parametrizes a test with specs, each under its name."""
+    return pytest.mark.parametrize("spec", specs, ids=[spec["name"] for spec in specs])
 
 
 def section(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -154,10 +164,12 @@ def _run_world(job: Job, folder: Path, spec: dict[str, Any], name: str, ranks: i
 
 def _run_worlds(order: dict[str, Any]) -> str:
     """What went wrong in the first world that failed."""
-    jobs, folder = importlib.import_module(order["workers"]).JOBS, Path(order["folder"])
-    worlds = ((group, spec) for group in order["groups"] for spec in group["specs"])
-    tried = (_run_world(jobs[g["job"]], folder, spec, g["job"], g["ranks"]) for g, spec in worlds)
-    return next(filter(None, tried), "")
+    for group in order["groups"]:
+        job = getattr(importlib.import_module(group["module"]), group["job"])
+        for spec in group["specs"]:
+            if failed := _run_world(job, Path(order["folder"]), spec, group["job"], group["ranks"]):
+                return failed
+    return ""
 
 
 def serve() -> None:

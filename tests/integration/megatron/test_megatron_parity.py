@@ -1,10 +1,11 @@
 """Real Megatron over gloo against plain Hugging Face transformers, at every layout, in float32.
 
-One run of megatron_workers.py does all the work; the tests compare what it left behind. What they prove is also
-written as rows of JSON to the file that SLIPSTREAM_LAYOUTS names (bench/layouts.py makes docs/layouts.md of it).
+What the tests prove is also written as rows of JSON to the file that SLIPSTREAM_LAYOUTS names (bench/layouts.py makes
+docs/layouts.md of it).
 """
 
 import functools
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -15,9 +16,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.integration import fork_rig
-from tests.integration.fork_rig import Outcome, group, relative
-from tests.integration.layouts import LAYOUTS, MODELS, Layout
+from learner.backend_protocol import StepResult
+from tests.integration.megatron import fork_rig, tiny_models
+from tests.integration.megatron.fork_rig import Outcome, group, relative
+from tests.integration.megatron.layouts import LAYOUTS, MODELS, Layout
+from tests.integration.megatron.tiny_models import STEPS, TEMPERATURE, exported, microbatches, policy_loss
 
 BF16 = {"name": "bf16", "kind": "tied", "dtype": "bfloat16", "save": True}
 SAVED = {"tied-one", "tied-tp2-sp", "tied-pp2-vpp2", "moe-tp2-sp-ep2"}
@@ -27,36 +30,102 @@ TOLERANCE = 1e-5
 every = pytest.mark.parametrize("layout", LAYOUTS, ids=[layout.name for layout in LAYOUTS])
 
 
+def job_reference(folder: Path, spec: dict[str, Any]) -> None:
+    """A model, and what plain Hugging Face and autograd make of the documents."""
+    kind = spec["kind"]
+    model = tiny_models.save(tiny_models.new_model(kind), folder / "models" / kind)
+    tensors: dict[str, Tensor] = {}
+    loss_sum, tokens, entropy_sum, highest = torch.zeros(()), 0.0, 0.0, float("-inf")
+    for i, batch in enumerate(microbatches(0)):
+        logprobs, entropy = tiny_models.hugging_face(model, batch)
+        output = policy_loss(logprobs, entropy, batch)
+        tensors[f"logprobs.{i}"] = logprobs.detach()
+        loss_sum = loss_sum + output.loss_sum
+        tokens += batch.loss_mask.sum().item()
+        entropy_sum += output.sums["entropy"].item()
+        highest = max(highest, output.maxima["highest"].item())
+    loss = loss_sum / tokens
+    loss.backward()
+    gradients = tiny_models.gradients_in_files(model)
+    norm = torch.stack([g.double().norm() for g in gradients.values()]).norm().item()
+    tensors |= {f"gradient.{n}": g for n, g in gradients.items()}
+    tensors |= {f"weight.{n}": w for n, w in tiny_models.in_files(model).items()}
+    tiny_models.adamw_steps(model)
+    tensors |= {f"trained.{n}": w for n, w in tiny_models.in_files(model).items()}
+    result = dict(loss=loss.item(), tokens=tokens, norm=norm, entropy=entropy_sum, highest=highest)
+    fork_rig.write(folder / "reference" / kind, 0, tensors, result)
+
+
+def job_layout(folder: Path, spec: dict[str, Any]) -> None:
+    """Log-probabilities, gradients, round trip; a step that is taken back, then it and two more, an export.
+
+    Rank 0 alone writes what every rank has; the others leave a digest of it.
+    """
+    backend = tiny_models.backend(folder, spec)
+    sent = [b"", bytes(range(256)) * 5]
+    got = [backend.broadcast_bytes(data if backend.rank == 0 else None) for data in sent]
+    weights = exported(backend, "weight")
+    result: dict[str, Any] = {"broadcast": got == sent, "order": list(weights), "exported": digest(weights)}
+    tensors = weights if backend.rank == 0 else {}
+    tensors |= tiny_models.logprobs(backend)
+    mine = tiny_models.share(backend, microbatches(0))
+    lone = backend.schedule.train(mine[:1], policy_loss, TEMPERATURE, entropy=True)
+    result |= dict(lone_tokens=lone.loss_tokens, lone_given=int(mine[0].loss_mask.sum()))
+    result["data_parallel_rank"] = backend.data_parallel_rank
+    tensors |= tiny_models.numbered(backend, backend.logprobs(mine[:1], TEMPERATURE), "lone")
+    backend.optimizer.zero_grad()
+    totals = backend.schedule.train(mine, policy_loss, TEMPERATURE, entropy=True)
+    gradients = {f"gradient.{n}": t for n, t in tiny_models.gradients(backend).items()}
+    tensors |= gradients if backend.rank == 0 else {}
+    result |= dict(loss_sum=totals.loss_sum, tokens=totals.loss_tokens, sums=totals.sums, maxima=totals.maxima)
+    first = step_and_back(backend) if spec.get("dtype") is None else None
+    steps = []
+    for number in range(STEPS):
+        steps.append(tiny_models.step(backend, number))
+        if first is not None and number == 0:
+            result["repeats"] = first == (steps[0], digest(dict(backend.export())))
+    result["steps"] = [[s.loss, s.grad_norm, s.lr] for s in steps]
+    trained = exported(backend, "trained")
+    result["trained"] = digest(trained)
+    tensors |= trained if backend.rank == 0 else {}
+    if spec.get("save"):
+        backend.save_hf(folder / "saved" / spec["name"])
+    fork_rig.write(folder / spec["name"], backend.rank, tensors, result)
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """Of every bit of the tensors, in their order."""
+    found = hashlib.sha256()
+    for tensor in tensors.values():
+        found.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def step_and_back(backend: Any) -> tuple[StepResult, str]:
+    """What the first step gives, to the bit; leaves the state before it."""
+    parameters = [p for chunk in backend.chunks for p in chunk.module.parameters()]
+    before = [p.detach().clone() for p in parameters]
+    result = tiny_models.step(backend, 0)
+    found = digest(dict(backend.export()))
+    with torch.no_grad():
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)
+    for optimizer in backend.optimizer.megatron.chained_optimizers:
+        optimizer.optimizer.state.clear()
+    backend.optimizer.steps = 0
+    return result, found
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, what Hugging Face makes of them, and what every layout makes of them."""
-    place = tmp_path_factory.mktemp("megatron")
-    for name in ("models", "saved"):
-        (place / name).mkdir()
-    specs: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in (1, 2, 4, 8)}
-    for layout in LAYOUTS:
-        # the check of `model.verify` costs two more models: at some layouts only
-        specs[layout.ranks].append(layout.spec | {"save": layout.name in SAVED, "verify": layout.name in VERIFIED})
-    worlds = [
-        group(1, "reference", [{"kind": kind} for kind in MODELS]),
-        group(2, "layout", specs[2]),
-        group(1, "layout", [*specs[1], BF16]),
-        group(4, "layout", specs[4]),
-        group(8, "layout", specs[8]),
-    ]
-    fork_rig.run("megatron_workers", place, worlds)
-    return place
-
-
-class Reference:
-    """What Hugging Face and autograd make of a kind of model."""
-
-    def __init__(self, folder: Path, kind: str) -> None:
-        self.tensors = load_file(folder / f"reference-{kind}.safetensors")
-        self.numbers = json.loads((folder / f"reference-{kind}.json").read_text())
-
-    def section(self, prefix: str) -> dict[str, Tensor]:
-        return {k.removeprefix(prefix + "."): v for k, v in self.tensors.items() if k.startswith(prefix + ".")}
+    specs = [x.spec | {"save": x.name in SAVED, "verify": x.name in VERIFIED, "ranks": x.ranks} for x in LAYOUTS]
+    return fork_rig.run(
+        tmp_path_factory,
+        group(1, job_reference, [{"kind": kind} for kind in MODELS]),
+        group(1, job_layout, [BF16]),
+        *(group(ranks, job_layout, [s for s in specs if s["ranks"] == ranks]) for ranks in (1, 2, 4, 8)),
+    )
 
 
 @functools.cache
@@ -64,13 +133,8 @@ def found_of(folder: Path, name: str) -> Outcome:
     return Outcome(folder / name)
 
 
-@functools.cache
-def expected_of(folder: Path, kind: str) -> Reference:
-    return Reference(folder, kind)
-
-
-def outcome(folder: Path, layout: Layout) -> tuple[Outcome, Reference]:
-    return found_of(folder, layout.name), expected_of(folder, layout.kind)
+def outcome(folder: Path, layout: Layout) -> tuple[Outcome, Outcome]:
+    return found_of(folder, layout.name), found_of(folder, f"reference/{layout.kind}")
 
 
 def gradient_errors(folder: Path, layout: Layout) -> dict[str, float]:
@@ -109,7 +173,7 @@ def test_every_gradient_equals_hugging_face(folder: Path, layout: Layout) -> Non
 @every
 def test_every_rank_reports_the_loss_and_norm_of_the_global_batch(folder: Path, layout: Layout) -> None:
     found, expected = outcome(folder, layout)
-    reference = expected.numbers
+    (reference,) = expected.ranks
     for rank in found.ranks:
         assert rank["tokens"] == reference["tokens"]
         assert rank["loss_sum"] / rank["tokens"] == pytest.approx(reference["loss"], rel=1e-5)

@@ -11,10 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration import fork_rig, tiny_models
-from tests.integration.fork_rig import ROOT, Outcome, group
+from common.config.schema import Config, LearnerConfig, ModelConfig, ParallelConfig, RunConfig, TasksConfig
+from common.process.run_dir import RunDir
+from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
+from tests.integration.megatron import fork_rig, tiny_models
+from tests.integration.megatron.fork_rig import Outcome, group
+from tests.integration.megatron.tiny_models import TEMPERATURE, exported, figures, microbatches
+from tests.launch_rig import ROOT, run_cli
 from tests.waiting import LIMIT_S
 
+STEPS = 2
 RUNS = [
     {"name": "tp2", "kind": "served", "parallel": {"tensor": 2}},
     {"name": "ep2", "kind": "moe", "parallel": {"expert": 2}},
@@ -37,28 +43,47 @@ leave(0)
 """
 
 
+def job_train(folder: Path, spec: dict[str, Any]) -> None:
+    """A run folder as the training loop leaves it, with one checkpoint."""
+    backend = tiny_models.backend(folder, spec)
+    for number in range(STEPS):
+        figures(backend, number)
+    run = RunDir(folder / spec["name"])
+    checkpoints = CheckpointFolder(run.checkpoints, keep=1)
+    begun = b""
+    if backend.rank == 0:
+        run.prepare(
+            Config(
+                run=RunConfig(name=spec["name"], dir=str(run.path), steps=9),
+                model=ModelConfig(path=str(folder / "models" / spec["kind"]), dtype=spec.get("dtype", "float32")),
+                tasks=TasksConfig(environment="none", dataset="none"),
+                learner=LearnerConfig(world_size=2, parallel=ParallelConfig(**spec["parallel"])),
+            )
+        )
+        begun = str(checkpoints.begin(STEPS)).encode()
+    tiny_models.save_checkpoint(backend, Path(backend.broadcast_bytes(begun if backend.rank == 0 else None).decode()))
+    if backend.rank == 0:
+        checkpoints.finish(TrainerState(policy_version=STEPS, incarnation=0, tasks=StreamState()))
+    tensors = tiny_models.logprobs(backend) | exported(backend, "weight")
+    fork_rig.write(folder / "found" / spec["name"], backend.rank, tensors, {})
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folders, and next to them what `slipstream export` made of their checkpoints."""
-    place = tmp_path_factory.mktemp("export")
-    worlds = [
-        group(1, "models", [{"kind": "served"}, {"kind": "moe"}]),
-        group(2, "train", RUNS),
-    ]
-    fork_rig.run("export_workers", place, worlds)
+    place = fork_rig.run(
+        tmp_path_factory,
+        group(1, tiny_models.job_models, [{"kinds": ["served", "moe"]}]),
+        group(2, job_train, RUNS),
+    )
     for spec in RUNS:
-        done = slipstream("export", str(place / spec["name"]), str(place / f"{spec['name']}-exported"), "--step", "2")
+        done = run_cli("export", str(place / spec["name"]), str(place / f"{spec['name']}-exported"), "--step", "2")
         assert done.returncode == 0, done.stderr[-3000:]
         assert f"step-000002 of {place / spec['name']} is in" in done.stdout
     return place
 
 
-def slipstream(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "launch.cli", *words]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-
-
-@pytest.mark.parametrize("spec", RUNS, ids=[s["name"] for s in RUNS])
+@fork_rig.named(RUNS)
 def test_the_folder_holds_the_weights_of_the_checkpoint_and_the_sources_other_files(
     folder: Path, spec: dict[str, Any]
 ) -> None:
@@ -71,20 +96,20 @@ def test_the_folder_holds_the_weights_of_the_checkpoint_and_the_sources_other_fi
         assert torch.equal(weights[name], weight), name
 
 
-@pytest.mark.parametrize("spec", RUNS, ids=[s["name"] for s in RUNS])
+@fork_rig.named(RUNS)
 def test_transformers_computes_what_the_learner_computed(folder: Path, spec: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / f"{spec['name']}-exported", dtype=torch.float32)
     found = Outcome(folder / "found" / spec["name"]).section("logprobs")
     tolerance = 2e-5 if spec.get("dtype") is None else 0.3
-    for i, batch in enumerate(tiny_models.microbatches(0)):
-        expected = tiny_models.hugging_face_logprobs(model, batch)
+    for i, batch in enumerate(microbatches(0)):
+        expected = tiny_models.hugging_face(model, batch)[0].detach()
         torch.testing.assert_close(found[str(i)], expected, rtol=0, atol=tolerance)
 
 
 def test_vllm_computes_what_the_learner_computed(folder: Path) -> None:
-    batch = tiny_models.microbatches(0)[0]
+    batch = microbatches(0)[0]
     documents, at = [], 0
     for n in batch.document_lengths:
         documents.append([*batch.tokens[at : at + n].tolist(), int(batch.targets[at + n - 1])])
@@ -95,7 +120,7 @@ def test_vllm_computes_what_the_learner_computed(folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(done.stdout.splitlines()[-1])
     logits = torch.tensor([place for document in rows for place in document])
-    log_p = (logits / tiny_models.TEMPERATURE).log_softmax(-1)
+    log_p = (logits / TEMPERATURE).log_softmax(-1)
     found = log_p.gather(1, batch.targets[:, None]).squeeze(1)
     expected = Outcome(folder / "found" / "tp2").section("logprobs")["0"]
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
@@ -106,7 +131,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_leaves_nothing(folder: Pat
     config = run / "config.yaml"
     text = config.read_text()
     config.write_text(text.replace("models/served", "models/moe"))
-    done = slipstream("export", str(run), str(folder / "wrong"))
+    done = run_cli("export", str(run), str(folder / "wrong"))
     config.write_text(text)
     assert done.returncode == 2, done.stderr[-3000:]
     assert "written under tensor 2, does not load under one rank with this model" in done.stderr

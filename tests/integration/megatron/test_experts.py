@@ -1,0 +1,313 @@
+"""Mixture of experts in real Megatron against plain transformers: frozen routers, balancing, at every layout.
+
+The reference is plain transformers: hooks on its gates read what they route, add the balancing loss that autograd
+then differentiates, or force the experts of a recorded routing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from learner.backend_protocol import LossOutput, Microbatch
+from tests.integration.megatron import fork_rig, tiny_models
+from tests.integration.megatron.fork_rig import Outcome, group, relative
+from tests.integration.megatron.tiny_models import STEPS, TEMPERATURE, exported, hugging_face, microbatches, policy_loss
+
+EXPERTS, CHOSEN = 8, 2
+RATE = 0.3  # of either balance; large, so that an error shows in every gradient
+AUXILIARY, REPLAYED = {"balance": "aux_loss", "balance_rate": RATE}, {"replay_routing": True}
+AGAIN = {"memory": {"recompute": "full"}}
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"kind": "glm", "moe": {}, "steps": STEPS},
+    "frozen": {"kind": "moe", "moe": {"freeze_router": True}, "steps": STEPS},
+    "balanced": {"kind": "moe", "moe": AUXILIARY},
+    "by-document": {"kind": "moe", "moe": AUXILIARY, "loss": "documents"},
+    "biased": {"kind": "glm", "moe": {"balance": "bias", "balance_rate": RATE}},
+    "replayed": {"kind": "moe", "moe": REPLAYED},
+    "replayed-normed": {"kind": "normed", "moe": REPLAYED},
+    "replayed-biased": {"kind": "glm", "moe": REPLAYED},
+    "replayed-again": {"kind": "moe", "moe": REPLAYED, **AGAIN},
+    "balanced-again": {"kind": "moe", "moe": AUXILIARY, **AGAIN},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "ep2": (2, {"expert": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "tp2-pp2-ep2": (4, {"tensor": 2, "pipeline": 2, "expert": 2}),
+    "cp2-tp2": (4, {"context": 2, "tensor": 2}),
+    "cp2-ep2": (4, {"context": 2, "expert": 2}),
+}
+# A layout of two kinds of parallelism proves both of them: what is in one of these is not repeated alone.
+ALL_KINDS = ("one", "dp2", "vpp2", "tp2-pp2-ep2", "cp2-tp2", "cp2-ep2")
+PAIRS = [
+    *[("frozen", layout) for layout in ("one", "tp2-pp2-ep2")],
+    *[(case, layout) for case in ("balanced", "replayed") for layout in ALL_KINDS],
+    *[("biased", layout) for layout in ("one", "dp2", "ep2", "pp2", "cp2-tp2")],
+    *[("plain", "ep2"), ("by-document", "dp2"), ("by-document", "cp2-tp2")],
+    *[("replayed-normed", "ep2"), ("replayed-biased", "pp2"), ("replayed-biased", "cp2-tp2")],
+    *[(case, layout) for case in ("replayed-again", "balanced-again") for layout in ("vpp2", "cp2-tp2")],
+]
+
+
+def pairs(*cases: str) -> Any:
+    return pytest.mark.parametrize(("case", "layout"), [pair for pair in PAIRS if not cases or pair[0] in cases])
+
+
+def gates(model: Any) -> dict[str, Any]:
+    """The routers of the model, in the order of its layers."""
+    return {n: m for n, m in model.named_modules() if n.endswith("mlp.gate")}
+
+
+def loss_with_denominator(logprobs: Tensor, entropy: Tensor | None, batch: Microbatch) -> LossOutput:
+    """The policy loss, divided by documents instead of tokens."""
+    output = policy_loss(logprobs, entropy, batch)
+    return replace(output, denominator=torch.tensor(float(len(batch.document_lengths))))
+
+
+def loss_of(spec: dict[str, Any]) -> Callable[..., LossOutput]:
+    return loss_with_denominator if spec.get("loss") == "documents" else policy_loss
+
+
+@contextmanager
+def watched(model: Any) -> Iterator[list[list[tuple[Tensor, Tensor]]]]:
+    """Per gate, (logits, chosen experts) of each call within the context."""
+    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in gates(model)]
+    hooks = [
+        gate.register_forward_hook(lambda _m, _i, out, calls=calls: calls.append((out[0], out[2])))
+        for gate, calls in zip(gates(model).values(), seen, strict=True)
+    ]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
+def forced(model: Any, routing: Tensor) -> Iterator[None]:
+    """Every gate sends token t of the calls within the context, in their order, to routing[t] where that is known."""
+    at = [0] * len(gates(model))
+
+    def hook(layer: int, gate: Any, logits: Tensor, weights: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = routing[at[layer] : at[layer] + len(own), layer].long()
+        at[layer] += len(own)
+        chosen = torch.where((rows >= 0).all(1, keepdim=True), rows, own)
+        scores = logits.sigmoid() if hasattr(gate, "e_score_correction_bias") else logits.softmax(-1)
+        weights = scores.gather(1, chosen)
+        if gate.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, chosen
+
+    hooks = [
+        gate.register_forward_hook(lambda m, _i, out, layer=layer: hook(layer, m, *out))
+        for layer, gate in enumerate(gates(model).values())
+    ]
+    yield
+    for handle in hooks:
+        handle.remove()
+
+
+def chosen_of(seen: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
+    """[T, MoE layers, CHOSEN] experts of what was watched."""
+    return torch.stack([torch.cat([chosen for _, chosen in calls]) for calls in seen], 1)
+
+
+@torch.no_grad()
+def perturbed_routing(kind: str) -> list[Tensor]:
+    """Per microbatch of step 0 the [T, MoE layers, CHOSEN] int16 experts of a model a little off; a fifth unknown."""
+    model = tiny_models.new_model(kind)
+    random = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=random) * 0.03)
+    out = []
+    for batch in microbatches(0):
+        with watched(model) as seen:
+            hugging_face(model, batch)
+        routing = chosen_of(seen).to(torch.int16)
+        out.append(routing.masked_fill((torch.rand(len(routing), generator=random) < 0.2)[:, None, None], -1))
+    return out
+
+
+def balance_loss(calls: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """E sum_i f_i P_i of one layer over the documents of a microbatch (Switch Transformer, equations 4 to 6)."""
+    probabilities = torch.cat([logits for logits, _ in calls]).softmax(-1)
+    chosen = torch.nn.functional.one_hot(torch.cat([c for _, c in calls]), EXPERTS).sum(1)
+    return EXPERTS * (chosen.float().mean(0) / CHOSEN * probabilities.mean(0)).sum()
+
+
+def own_routing(model: Any, batch: Microbatch, routing: Tensor) -> Tensor:
+    """[T, MoE layers, CHOSEN] experts that `model` would choose with `routing` forced in all layers before."""
+    with watched(model) as seen, forced(model, routing), torch.no_grad():  # hooks see the gate's own choice first
+        hugging_face(model, batch)
+    return chosen_of(seen)
+
+
+def job_reference(folder: Path, spec: dict[str, Any]) -> None:
+    """What autograd makes of the first step's loss, balance included, and of the bias; then steps with AdamW."""
+    kind, case = spec["kind"], spec["moe"]
+    model = tiny_models.save(tiny_models.new_model(kind), folder / "models" / kind)
+    for gate in gates(model).values() if case.get("freeze_router") else []:
+        gate.requires_grad_(False)
+    batches, tensors = microbatches(0), {}
+    places = sum(len(batch.tokens) for batch in batches)
+    loss, divisor, balance = torch.zeros(()), 0.0, torch.zeros(())
+    counts = torch.zeros(len(gates(model)), EXPERTS)
+    routing = perturbed_routing(kind) if case.get("replay_routing") else []
+    changed = known = 0
+    for i, batch in enumerate(batches):
+        if routing:
+            own, given = own_routing(model, batch, routing[i]), routing[i].long()
+            changed += int(((own.sort(2).values != given.sort(2).values).any(2) & (given >= 0).all(2)).sum())
+            known += int((given >= 0).all(2).sum())
+        with watched(model) as seen, forced(model, routing[i]) if routing else nullcontext():
+            logprobs, entropy = hugging_face(model, batch)
+        output = loss_of(spec)(logprobs, entropy, batch)
+        tensors[f"logprobs.{i}"] = logprobs.detach()
+        loss = loss + output.loss_sum
+        divisor += batch.loss_mask.sum() if output.denominator is None else output.denominator
+        balance = balance + sum(balance_loss(calls) for calls in seen) * len(batch.tokens) / places
+        for layer, calls in enumerate(seen):
+            counts[layer] += torch.nn.functional.one_hot(torch.cat([c for _, c in calls]), EXPERTS).sum((0, 1))
+    total = loss / divisor
+    if case.get("balance") == "aux_loss":
+        total = total + RATE * balance
+    total.backward()
+    gradients = tiny_models.gradients_in_files(model)
+    norm = torch.stack([g.double().norm() for g in gradients.values()]).norm().item()
+    tensors |= {f"gradient.{n}": g for n, g in gradients.items()}
+    for (name, gate), count in zip(gates(model).items(), counts, strict=True):
+        if hasattr(gate, "e_score_correction_bias"):
+            bias = gate.e_score_correction_bias
+            tensors[f"bias.{name}.e_score_correction_bias"] = bias + RATE * torch.sign(count.mean() - count)
+    if case.get("freeze_router"):
+        tiny_models.adamw_steps(model)
+        tensors |= {f"trained.{n}": w for n, w in tiny_models.in_files(model).items()}
+    fork_rig.write(folder / "reference" / spec["name"], 0, tensors, {"routing": [changed, known], "norm": norm})
+
+
+def job_experts(folder: Path, spec: dict[str, Any]) -> None:
+    """One layout of one case: log-probabilities, gradients and norm of the first step, then the steps themselves."""
+    backend, loss = tiny_models.backend(folder, spec), loss_of(spec)
+    replay = spec["moe"].get("replay_routing")
+
+    def share(step: int) -> list[Microbatch]:
+        """This replica's microbatches; those of step 0 with the routing to replay."""
+        batches = microbatches(step)
+        if replay and step == 0:
+            batches = [replace(b, routed_experts=r) for b, r in zip(batches, routing, strict=True)]
+        return tiny_models.share(backend, batches)
+
+    routing = perturbed_routing(spec["kind"]) if replay else []
+    tensors = exported(backend, "weight")
+    tensors |= tiny_models.numbered(backend, backend.logprobs(share(0), TEMPERATURE), "logprobs")
+    backend.optimizer.zero_grad()
+    backend.schedule.train(share(0), loss, TEMPERATURE, entropy=True)
+    for router in backend.schedule.experts.routers:  # take back the update of this pass, which only measures gradients
+        if router.expert_bias is not None:
+            name = f"weight.model.layers.{router.layer_number - 1}.mlp.gate.e_score_correction_bias"
+            router.expert_bias.copy_(tensors[name])
+    tensors |= {f"gradient.{n}": t for n, t in tiny_models.gradients(backend).items()}
+    steps = []
+    for step in range(spec.get("steps", 1)):
+        steps.append(backend.train_step(share(step), loss, TEMPERATURE, entropy=True))
+        if step == 0:
+            tensors |= {n: t for n, t in exported(backend, "first").items() if n.endswith("correction_bias")}
+    tensors |= exported(backend, "trained")
+    replayed = [steps[0].sums[name] for name in ("routing_changed", "routing_replayed")] if replay else []
+    result = {"norm": steps[0].grad_norm, "routing": replayed}
+    fork_rig.write(folder / spec["name"], backend.rank, tensors, result)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What transformers and every layout make of every case."""
+    specs = [
+        {"name": f"{case}-{layout}", **CASES[case], "ranks": LAYOUTS[layout][0], "parallel": LAYOUTS[layout][1]}
+        for case, layout in PAIRS
+    ]
+    return fork_rig.run(
+        tmp_path_factory,
+        group(1, job_reference, [{"name": n, **c} for n, c in CASES.items()]),
+        *(group(n, job_experts, [s for s in specs if s["ranks"] == n]) for n in (1, 2, 4)),
+    )
+
+
+def outcomes(folder: Path, case: str, layout: str) -> tuple[Outcome, Outcome]:
+    """A case under a layout, and its reference."""
+    return Outcome(folder / f"{case}-{layout}"), Outcome(folder / "reference" / case)
+
+
+@pairs()
+def test_logprobs_and_every_gradient_equal_hugging_face(folder: Path, case: str, layout: str) -> None:
+    found, expected = outcomes(folder, case, layout)
+    logprobs, gradients = found.section("logprobs"), found.section("gradient")
+    assert logprobs.keys() == expected.section("logprobs").keys()
+    for name, values in expected.section("logprobs").items():
+        torch.testing.assert_close(logprobs[name], values, rtol=0, atol=3e-5)
+    assert gradients.keys() == expected.section("gradient").keys()
+    errors = {name: relative(gradients[name], g) for name, g in expected.section("gradient").items()}
+    assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+    for rank in found.ranks:
+        assert rank["norm"] == pytest.approx(expected.ranks[0]["norm"], rel=1e-5)
+
+
+@pairs("frozen")
+def test_a_frozen_router_has_no_gradient_and_stays_bitwise(folder: Path, case: str, layout: str) -> None:
+    found, _ = outcomes(folder, case, layout)
+    before, after = found.section("weight"), found.section("trained")
+    routers = [name for name in before if ".gate.weight" in name]
+    assert len(routers) == 4
+    source = load_file(folder / "models" / "moe" / "model.safetensors")
+    for name in routers:
+        assert f"gradient.{name}" not in found.tensors
+        assert torch.equal(after[name], before[name]) and torch.equal(before[name], source[name]), name
+
+
+@pairs("frozen")
+def test_steps_with_frozen_routers_equal_torch_adamw_with_frozen_gates(folder: Path, case: str, layout: str) -> None:
+    found, expected = outcomes(folder, case, layout)
+    before, after = found.section("weight"), found.section("trained")
+    for name, reference in expected.section("trained").items():
+        moved = (reference - before[name]).double().norm()
+        assert (after[name] - reference).double().norm() <= 1e-2 * moved, name
+
+
+@pytest.mark.parametrize("case", ["balanced", "replayed"])
+def test_balance_and_replay_change_gradients_enough_to_be_missed(folder: Path, case: str) -> None:
+    changed, free = (Outcome(folder / "reference" / name).section("gradient") for name in (case, "frozen"))
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"  # "frozen" has the same loss, its own routing and no balance
+    assert relative(changed[name], free[name]) > 1e-2
+
+
+@pairs("replayed", "replayed-normed", "replayed-biased", "replayed-again")
+def test_replayed_tokens_are_counted_and_so_are_those_sent_elsewhere(folder: Path, case: str, layout: str) -> None:
+    found, expected = outcomes(folder, case, layout)
+    changed, known = expected.ranks[0]["routing"]
+    assert 0.02 * known < changed < 0.9 * known
+    assert [rank["routing"] for rank in found.ranks] == [[changed, known]] * len(found.ranks)
+
+
+@pairs("biased")
+def test_the_bias_moves_against_the_load_of_the_whole_batch(folder: Path, case: str, layout: str) -> None:
+    outcome, reference = outcomes(folder, case, layout)
+    found, expected = outcome.section("first"), reference.section("bias")
+    assert found.keys() == expected.keys() and len(expected) == 3
+    for name, bias in expected.items():
+        torch.testing.assert_close(found[name], bias, rtol=0, atol=1e-7)
+        assert not torch.equal(bias, outcome.tensors[f"weight.{name}"])
+
+
+@pairs("plain")
+def test_a_loaded_bias_stays_as_it_is_unless_balancing_is_asked_for(folder: Path, case: str, layout: str) -> None:
+    found, _ = outcomes(folder, case, layout)
+    for name, bias in found.section("trained").items():
+        if name.endswith("correction_bias"):
+            assert torch.equal(bias, found.tensors[f"weight.{name}"]), name

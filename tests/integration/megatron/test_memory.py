@@ -1,0 +1,218 @@
+"""Recomputation changes no gradient, offloading no bit; and what is put away is not on the device."""
+
+import ctypes
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.megatron import fork_rig, tiny_models
+from tests.integration.megatron.fork_rig import Outcome, group
+from tests.integration.megatron.tiny_models import TEMPERATURE, exported, figures, microbatches, policy_loss, share
+
+HOW = ("none", "selective", "full")
+KINDS = ("optimizer", "gradients", "parameters")
+
+
+def recomputed(name: str, **more: Any) -> list[dict[str, Any]]:
+    return [{"name": f"{name}-{how}", "memory": {"recompute": how}, **more} for how in HOW]
+
+
+RECOMPUTE = {
+    1: [("dense", {}), ("moe", {"kind": "moe"})],
+    2: [
+        ("tp2", {"parallel": {"tensor": 2}}),
+        ("cp2", {"parallel": {"context": 2}}),
+        ("vpp2", {"parallel": {"pipeline": 2, "virtual_pipeline": 2}}),
+        ("ep2-tp2", {"kind": "moe", "parallel": {"tensor": 2, "expert": 2}}),
+    ],
+}
+NAMES = [name for specs in RECOMPUTE.values() for name, _ in specs]
+NOTHING = dict.fromkeys(KINDS, False)
+
+
+def offloaded(base: str, *kinds: str, **more: Any) -> dict[str, Any]:
+    name = f"{base}-{'all' if len(kinds) == 3 else '-'.join(kinds) or 'nothing'}"
+    return {"name": name, "base": base, "kinds": kinds, "memory": {f"offload_{k}": True for k in kinds}, **more}
+
+
+ONE = [
+    *(offloaded("fp32", *kinds) for kinds in [(), *((k,) for k in KINDS), KINDS]),
+    *(offloaded("bf16", *kinds, dtype="bfloat16") for kinds in [(), *((k,) for k in KINDS), KINDS]),
+]
+TWO = [
+    *(offloaded("dp2", *kinds) for kinds in [(), KINDS]),
+    *(offloaded("tp2-bf16", *kinds, dtype="bfloat16", parallel={"tensor": 2}) for kinds in [(), KINDS]),
+    *(offloaded("pp2", *kinds, parallel={"pipeline": 2}) for kinds in [(), KINDS]),
+    *(offloaded("ep2", *kinds, kind="moe", parallel={"expert": 2}) for kinds in [(), KINDS]),
+]
+OFFLOADED = [spec for spec in ONE + TWO if spec["kinds"]]
+
+
+def job_recompute(folder: Path, spec: dict[str, Any]) -> None:
+    """Gradients of one pass, and how often layers and their attention ran forward."""
+    backend = tiny_models.backend(folder, spec)
+    calls = {"layer": 0, "attention": 0}
+
+    def count(name: str) -> Any:
+        def hook(*_: Any) -> None:
+            calls[name] += 1
+
+        return hook
+
+    for chunk in backend.chunks:
+        for layer in chunk.module.decoder.layers:
+            layer.register_forward_pre_hook(count("layer"))
+            layer.self_attention.core_attention.register_forward_pre_hook(count("attention"))
+    totals = backend.schedule.train(share(backend, microbatches(0)), policy_loss, TEMPERATURE, entropy=True)
+    tensors = {}
+    for i, chunk in enumerate(backend.chunks):
+        for kind in ("buffers", "expert_parallel_buffers"):
+            for j, buffer in enumerate(getattr(chunk, kind)):
+                tensors[f"gradient{backend.rank}.{i}.{kind}.{j}"] = buffer.grad_data.clone()
+    fork_rig.write(folder / spec["name"], backend.rank, tensors, {"loss": totals.loss_sum, "calls": calls})
+
+
+def job_offload(folder: Path, spec: dict[str, Any]) -> None:
+    """Steps with everything that happens between them, and what was on the device meanwhile."""
+    backend = tiny_models.backend(folder, spec)
+    result: dict[str, Any] = {"idle": [], "steps": []}
+    tensors: dict[str, torch.Tensor] = {}
+    for number in range(3):
+        result["idle"].append(on_device(backend))
+        reference = backend.reference_logprobs(share(backend, microbatches(0)), TEMPERATURE)
+        tensors |= tiny_models.numbered(backend, reference, f"{number}.reference")
+        tensors |= tiny_models.logprobs(backend, f"{number}.policy")
+        result["steps"].append(figures(backend, number))
+    backend.start_checkpoint(folder / "checkpoints" / spec["name"])
+    result["steps"].append(figures(backend, 3))
+    backend.checkpoint_done(wait=True)
+    result["idle"].append(on_device(backend))
+    tensors |= exported(backend, "went")
+    backend.load_checkpoint(folder / "checkpoints" / spec["name"])
+    result["idle"].append(on_device(backend))
+    result["steps"].append(figures(backend, 3))
+    tensors |= exported(backend, "came")
+    backend.save_hf(folder / "saved" / spec["name"])
+    fork_rig.write(folder / spec["name"], backend.rank, tensors, result)
+
+
+def job_resident(folder: Path, spec: dict[str, Any]) -> None:
+    """Resident memory of a process between steps, while gradients are in use, and after that."""
+    mmap_threshold = -3  # of mallopt(3): else glibc raises it and keeps large blocks in its heap
+    assert ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20) == 1
+    backend = tiny_models.backend(folder, spec)
+    for number in range(2):
+        figures(backend, number)
+    gc.collect()
+    resident = [resident_bytes()]
+    with backend.offload.gradients():
+        resident.append(resident_bytes())
+    resident.append(resident_bytes())
+    gradients = sum(b.grad_data.numel() * 4 for chunk in backend.chunks for b in chunk.buffers)
+    fork_rig.write(folder / spec["name"], backend.rank, {}, {"resident": resident, "gradients": gradients})
+
+
+def resident_bytes() -> int:
+    words = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    return next(int(word[1]) * 1024 for word in words if word[0] == "VmRSS:")
+
+
+def on_device(backend: Any) -> dict[str, list[int]]:
+    """Bytes of the distinct storages of each kind."""
+    parameters = [p.data for chunk in backend.chunks for p in chunk.module.parameters()]
+    buffers = [b for chunk in backend.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    models = {p.untyped_storage()._cdata for p in parameters}
+    stepped = [(p.data, *state.values()) for p, state in tiny_models.main_parameters(backend)]
+    own = [t for tensors in stepped for t in tensors if t.dim()]
+    own = [t for t in own if t.untyped_storage()._cdata not in models]
+
+    def sizes(tensors: list[torch.Tensor]) -> list[int]:
+        return [t.untyped_storage().nbytes() for t in tensors]
+
+    return {
+        "parameters": sizes(parameters),
+        "gradients": sizes([b.grad_data for b in buffers]),
+        "optimizer": sizes(own),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recompute = [
+        group(ranks, job_recompute, [spec for name, more in specs for spec in recomputed(name, **more)])
+        for ranks, specs in RECOMPUTE.items()
+    ]
+    return fork_rig.run(
+        tmp_path_factory,
+        group(1, tiny_models.job_models, [{"kinds": ["tied", "moe", "wide"]}]),
+        *recompute,
+        group(1, job_offload, ONE),
+        group(2, job_offload, TWO),
+        group(1, job_resident, [{"name": "wide", "kind": "wide", "memory": {"offload_gradients": True}}]),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", HOW[1:])
+def test_recomputation_changes_no_gradient(folder: Path, name: str, how: str) -> None:
+    kept, computed = Outcome(folder / f"{name}-none"), Outcome(folder / f"{name}-{how}")
+    assert [rank["loss"] for rank in computed.ranks] == [rank["loss"] for rank in kept.ranks]
+    assert kept.tensors and computed.tensors.keys() == kept.tensors.keys()
+    for key, gradient in kept.tensors.items():
+        assert gradient.norm() > 0
+        assert (computed.tensors[key] - gradient).norm() <= 1e-6 * gradient.norm(), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_full_recomputation_runs_layers_twice_and_selective_their_attention(folder: Path, name: str) -> None:
+    def calls(how: str) -> tuple[int, int]:
+        ranks = Outcome(folder / f"{name}-{how}").ranks
+        return sum(rank["calls"]["layer"] for rank in ranks), sum(rank["calls"]["attention"] for rank in ranks)
+
+    layers, attentions = calls("none")
+    assert layers == attentions > 0
+    assert calls("selective") == (layers, 2 * layers)
+    assert calls("full") == (2 * layers, 2 * layers)
+
+
+@fork_rig.named(OFFLOADED)
+def test_training_is_bitwise_the_same_with_offloading(folder: Path, spec: dict[str, Any]) -> None:
+    plain, found = Outcome(folder / f"{spec['base']}-nothing"), Outcome(folder / spec["name"])
+    assert [rank["steps"] for rank in found.ranks] == [rank["steps"] for rank in plain.ranks]
+    assert found.tensors.keys() == plain.tensors.keys()
+    for name, tensor in plain.tensors.items():
+        assert torch.equal(found.tensors[name], tensor), name
+
+
+@fork_rig.named(ONE + TWO)
+def test_a_checkpoint_brings_the_step_back_bitwise_whatever_is_offloaded(folder: Path, spec: dict[str, Any]) -> None:
+    found = Outcome(folder / spec["name"])
+    for rank in found.ranks:
+        assert rank["steps"][3] == rank["steps"][4]
+    went, came = found.section("went"), found.section("came")
+    assert went and went.keys() == came.keys()
+    for name, tensor in went.items():
+        assert torch.equal(came[name], tensor), name
+
+
+@fork_rig.named(ONE + TWO)
+def test_what_is_offloaded_has_no_storage_between_phases_and_the_rest_has(folder: Path, spec: dict[str, Any]) -> None:
+    for rank in Outcome(folder / spec["name"]).ranks:
+        for number, idle in enumerate(rank["idle"]):
+            for kind, sizes in idle.items():
+                if kind == "optimizer" and number == 0 and spec.get("dtype") is None:
+                    assert not sizes  # float32 parameters are their own main parameters, and no state exists yet
+                elif kind in spec["kinds"]:
+                    assert sizes and not any(sizes), (number, kind)
+                else:
+                    assert sizes and all(sizes), (number, kind)
+
+
+def test_freed_gradients_are_memory_given_back_to_the_system(folder: Path) -> None:
+    found = Outcome(folder / "wide").ranks[0]
+    before, within, after = found["resident"]
+    assert found["gradients"] > 15 << 20
+    assert min(within - before, within - after) > 0.9 * found["gradients"]

@@ -1,0 +1,178 @@
+"""Every config in configs/ for a named model, in miniature: its layout trains as one rank does."""
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from common.config.loading import load_either
+from common.config.parallel_layout import layers_per_stage
+from learner.batch.packing import Document, build, plan
+from learner.loss.losses import cross_entropy, policy_loss
+from tests.integration.megatron import fork_rig, tiny_models
+from tests.integration.megatron.fork_rig import Outcome, group
+from tests.integration.megatron.miniatures import RANKS, ROOT, VOCABULARY, miniature
+
+STEPS = 3
+NAMES = [
+    *("qwen3-0.6b-gsm8k", "llama-3.1-70b", "llama-3.1-405b", "qwen3-235b-a22b", "qwen3-235b-a22b-sft"),
+    *("mixtral-8x7b", "mixtral-8x7b-sft", "deepseek-v3", "deepseek-v3-sft"),
+]
+
+
+def job_model(folder: Path, spec: dict[str, Any]) -> None:
+    """A folder with random weights; norms and biases are not trivial."""
+    small = miniature(spec["name"])
+    path = folder / "models" / small.name
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(small.document))
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    tiny_models.save(tiny_models.uneven(model), path)
+
+
+def documents(
+    behavior: list[np.ndarray] | None, supervised: bool, routing: tuple[int, int] | None = None
+) -> list[Document]:
+    """Sixteen documents of 5 to 40 tokens, never token 0; with `routing` (MoE layers, experts) also a choice of two."""
+    random = np.random.default_rng(3)
+    out = []
+    for i, length in enumerate(random.integers(5, 41, 16)):
+        mask = (np.arange(length) >= length // 3).astype(np.uint8)
+        tokens = random.integers(3, VOCABULARY, length).astype(np.int32)
+        advantage = float(random.normal())
+        if supervised:
+            out.append(Document(tokens, mask))
+            continue
+        noise = random.normal(0, 0.1, length).astype(np.float32)
+        logprobs = noise if behavior is None else behavior[i] + noise
+        routed = None
+        if routing is not None:
+            layers, experts = routing
+            routed = random.random((length, layers, experts)).argsort(-1)[..., :2].astype(np.int16)
+        out.append(Document(tokens, mask, logprobs, np.zeros(length, np.int32), advantage, routed_experts=routed))
+    return out
+
+
+def job_train(folder: Path, spec: dict[str, Any]) -> None:
+    """Three steps on one batch, under the miniature's layout or on one rank, which also makes the behavior policy's."""
+    small = miniature(spec["name"])
+    backend = small.backend(folder, small.alone() if spec["alone"] else small.learner)
+    supervised = small.max_tokens is None
+    file = folder / f"behavior-{small.name}.npz"
+
+    def packed(made: list[Document]) -> tuple[list[list[int]], list[Any]]:
+        """One rank takes the microbatches of all: a balancing loss is not linear in them."""
+        replicas, bound = small.learner.data_parallel, small.learner.micro_batch_tokens
+        dealt = plan(made, replicas, bound, "micro_batch_tokens", 2 * small.learner.parallel.context)
+        numbers = list(chain(*dealt)) if spec["alone"] else dealt[backend.data_parallel_rank]
+        return numbers, build(made, numbers)
+
+    if spec["alone"] and not supervised:
+        np.savez(file, *by_document(backend, *packed(documents(None, supervised, small.routing))))
+    behavior = None
+    if not supervised:
+        with np.load(file) as saved:
+            behavior = [saved[name] for name in saved.files]
+    made = documents(behavior, supervised, small.routing)
+    numbers, mine = packed(made)
+    loss = cross_entropy
+    if not supervised:
+        loss = policy_loss(small.learner.loss, small.max_tokens)
+    before = objective(backend, made, numbers, mine, supervised)
+    steps = [backend.train_step(mine, loss) for _ in range(STEPS)]
+    after = objective(backend, made, numbers, mine, supervised)
+    result = dict(steps=[[s.loss, s.grad_norm] for s in steps], before=before, after=after, stage=coordinates())
+    name = f"{small.name}-{'one' if spec['alone'] else 'all'}"
+    fork_rig.write(folder / name, backend.rank, {}, result)
+
+
+def by_document(backend: Any, numbers: list[list[int]], mine: list[Any]) -> list[np.ndarray]:
+    """[L] log-probabilities per document, 0 for the first token."""
+    found: dict[int, np.ndarray] = {}
+    for inside, batch, values in zip(numbers, mine, backend.logprobs(mine), strict=True):
+        for number, row in zip(inside, values.split(list(batch.document_lengths)), strict=False):
+            found[number] = np.concatenate([np.zeros(1, np.float32), row.numpy()])
+    return [found[i] for i in sorted(found)]
+
+
+def objective(backend: Any, made: list[Document], numbers: list[list[int]], mine: list[Any], supervised: bool) -> float:
+    """This data-parallel rank's sum of what a step shall lower: -logprob, times the advantage in RL."""
+    rows = by_document(backend, numbers, mine)
+    order = sorted(i for inside in numbers for i in inside)
+    worth = [1.0 if supervised else made[i].advantage for i in order]
+    return float(-sum((row * made[i].loss_mask).sum() * w for i, row, w in zip(order, rows, worth, strict=True)))
+
+
+def coordinates() -> dict[str, int]:
+    from megatron.core import parallel_state as mpu
+
+    return {"data": mpu.get_data_parallel_rank(), "first": int(torch.distributed.get_rank() == 0)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    alone = [{"name": name, "alone": True} for name in NAMES]
+    sizes = {name: miniature(name).ranks for name in NAMES}
+    together = [
+        group(size, job_train, [{"name": n, "alone": False} for n in NAMES if sizes[n] == size])
+        for size in sorted(set(sizes.values()))
+    ]
+    return fork_rig.run(tmp_path_factory, group(1, job_model, alone), group(1, job_train, alone), *together)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_miniature_trains_as_on_one_rank(folder: Path, name: str) -> None:
+    (one,) = Outcome(folder / f"{name}-one").ranks
+    together = Outcome(folder / f"{name}-all").ranks
+    assert len(together) == miniature(name).ranks > 1
+    for rank in together:
+        for found, expected in zip(rank["steps"], one["steps"], strict=True):
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_repeated_batch_gets_better(folder: Path, name: str) -> None:
+    for outcome in ("one", "all"):
+        ranks = Outcome(folder / f"{name}-{outcome}").ranks
+        by_replica = {rank["stage"]["data"]: rank for rank in ranks}
+        before, after = (sum(rank[when] for rank in by_replica.values()) for when in ("before", "after"))
+        assert after < before
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("qwen3-0.6b-gsm8k", dict(data=4)),
+        ("llama-3.1-70b", dict(tensor=4, pipeline=2)),
+        ("llama-3.1-405b", dict(tensor=2, pipeline=2, context=2)),
+        ("deepseek-v3", dict(pipeline=4, expert=2, data=2)),
+        ("qwen3-235b-a22b", dict(tensor=2, pipeline=2, expert=4, data=2)),
+        ("mixtral-8x7b", dict(tensor=2, pipeline=2, expert=4, data=2)),
+    ],
+)
+def test_parallel_sizes_are_the_largest_that_the_ranks_allow(name: str, sizes: dict[str, int]) -> None:
+    small = miniature(name)
+    assert small.ranks <= RANKS
+    found = {axis: getattr(small.learner.parallel, axis, 0) for axis in sizes if axis != "data"}
+    assert found | {"data": small.learner.data_parallel} == {"data": 1} | sizes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_features_are_kept(name: str) -> None:
+    small, config = miniature(name), load_either(ROOT / "configs" / f"{name}.yaml")
+    real = json.loads((ROOT / config.model.path / "config.json").read_text())
+    assert small.document.keys() == real.keys()
+    kept = ("architectures", "model_type", "tie_word_embeddings", "norm_topk_prob", "scoring_func", "topk_method")
+    assert [small.document.get(key) for key in kept] == [real.get(key) for key in kept]
+    assert (small.document.get("rope_scaling") is None) == (real.get("rope_scaling") is None)
+    assert (small.learner.memory, small.learner.moe) == (config.learner.memory, config.learner.moe)
+    stages = [set(layers_per_stage(d["num_hidden_layers"], p)) for d, p in (
+        (real, config.learner.parallel), (small.document, small.learner.parallel))]  # fmt: skip
+    assert (len(stages[0]) > 1) == (len(stages[1]) > 1)

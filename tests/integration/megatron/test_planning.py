@@ -1,0 +1,191 @@
+"""The planner's arithmetic against real Megatron-Core on CPU ranks: groups, layers, parameters and bytes, exactly."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.config.schema import ParallelConfig
+from launch.plan.architecture import read_architecture
+from launch.plan.arithmetic import checkpoint_bytes
+from launch.plan.memory import resident
+from launch.plan.parameters import chunk_parameters
+from launch.plan.process_groups import DENSE, SPARSE, Sizes, rank_groups, stage_chunks
+from tests.integration.megatron import fork_rig, tiny_models
+from tests.integration.megatron.fork_rig import Outcome, group
+
+BOTH = ("float32", "bfloat16")
+
+
+def measured(kind: str, ranks: int, dtypes: tuple[str, ...] = BOTH, **parallel: int) -> list[dict[str, Any]]:
+    layout = "-".join(f"{name}{size}" for name, size in parallel.items()) or "one"
+    return [
+        {"name": f"{kind}-{layout}-x{ranks}-{d}", "kind": kind, "ranks": ranks, "dtype": d, "parallel": parallel}
+        for d in dtypes
+    ]
+
+
+MEASURED = [
+    *measured("tied", 1),
+    *measured("tied", 2, tensor=2),
+    *measured("tied", 2, pipeline=2),  # a tied embedding on both stages, in buckets of its own
+    *measured("tied", 2),
+    *measured("qwen2", 2, pipeline=2, virtual_pipeline=2),
+    *measured("llama", 4, tensor=2),
+    *measured("mixtral", 2, expert=2),
+    *measured("moe", 4, pipeline=2, expert=2),
+    *measured("moe", 4, expert=2),
+    *measured("moe", 4, tensor=2, expert=2, expert_tensor=2, dtypes=("bfloat16",)),
+    *measured("deepseek-v3", 4, tensor=2, pipeline=2, expert=2, dtypes=("bfloat16",)),
+    *measured("deepseek-v3-plain", 2, tensor=2, dtypes=("float32",)),
+    *measured("glm", 2, expert=2, dtypes=("bfloat16",)),
+]
+DENSE_TOKENS = {
+    **{"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"},
+    "data x context": "dp-cp",
+}
+SPARSE_TOKENS = {"expert_tensor": "tp", "expert": "ep", "expert_data": "dp"}
+GROUPS = [
+    {"name": "groups-0", "world": 16, "layers": 80, "parallel": {"tensor": 8, "pipeline": 2}},
+    {
+        "name": "groups-1",
+        "world": 64,
+        "layers": 12,
+        "parallel": {"tensor": 2, "context": 2, "pipeline": 4, "expert": 4},
+    },
+    {
+        **{"name": "groups-2", "world": 64, "layers": 61},
+        "parallel": {"pipeline": 16, "expert": 2, "expert_tensor": 2, "first_stage_layers": 3, "last_stage_layers": 2},
+    },
+    {"name": "groups-3", "world": 16, "layers": 24, "parallel": {"tensor": 2, "pipeline": 4, "virtual_pipeline": 3}},
+    {
+        **{"name": "groups-4", "world": 8, "layers": 14},
+        "parallel": {"pipeline": 4, "virtual_pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 4},
+    },
+    {"name": "groups-5", "world": 12, "layers": 5, "parallel": {"tensor": 2, "pipeline": 2, "last_stage_layers": 2}},
+]
+
+
+def job_measure(folder: Path, spec: dict[str, Any]) -> None:
+    """This rank's parameters by name, and the bytes of its buffers and optimizer states after one step."""
+    from megatron.core import parallel_state as mpu
+
+    backend = tiny_models.backend(folder, spec)
+    tiny_models.step(backend, 0)
+    result: dict[str, Any] = {"stage": mpu.get_pipeline_model_parallel_rank(), "chunks": []}
+    for chunk in backend.chunks:
+        named = [[name, parameter.numel()] for name, parameter in chunk.module.named_parameters()]
+        buffers = {"dense": chunk.buffers, "experts": chunk.expert_parallel_buffers}
+        parameters = {k: sum(b.param_data.nbytes for b in v) for k, v in buffers.items()}
+        gradients = {k: sum(b.grad_data.nbytes for b in v) for k, v in buffers.items()}
+        result["chunks"].append({"named": named, "parameters": parameters, "gradients": gradients})
+    result["optimizer"] = sum(optimizer_bytes(o) for o in backend.optimizer.megatron.chained_optimizers)
+    if spec["ranks"] == 1:
+        path = folder / "checkpoints" / spec["name"]
+        tiny_models.save_checkpoint(backend, path)
+        result["checkpoint"] = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    fork_rig.write(folder / spec["name"], backend.rank, {}, result)
+
+
+def optimizer_bytes(optimizer: Any) -> int:
+    """Adam's two states, and the main parameters that are not views of the model's."""
+    if optimizer.optimizer is None:  # no parameters of this kind on the rank
+        return 0
+    states = [state[name] for state in optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    mains = [p for group in optimizer.shard_fp32_from_float16_groups for p in group if p is not None]
+    return sum(tensor.nbytes for tensor in [*states, *mains])
+
+
+def job_groups(folder: Path, spec: dict[str, Any]) -> None:
+    """Megatron's own rank groups and layers, from functions that need no process group."""
+    from megatron.core.parallel_state import RankGenerator
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    p, world = ParallelConfig(**spec["parallel"]), spec["world"]
+    data, expert_data = world // p.model_ranks, world // (p.pipeline * p.expert * p.expert_tensor)
+    order = "tp-cp-ep-dp-pp"
+    dense = RankGenerator(tp=p.tensor, ep=1, dp=data, pp=p.pipeline, cp=p.context, order=order)
+    sparse = RankGenerator(tp=p.expert_tensor, ep=p.expert, dp=expert_data, pp=p.pipeline, cp=1, order=order)
+    groups = {name: dense.get_ranks(token) for name, token in DENSE_TOKENS.items()}
+    groups |= {name: sparse.get_ranks(token) for name, token in SPARSE_TOKENS.items()}
+    virtual = p.virtual_pipeline if p.virtual_pipeline > 1 else None
+    config = SimpleNamespace(
+        num_layers=spec["layers"],
+        pipeline_model_parallel_size=p.pipeline,
+        virtual_pipeline_model_parallel_size=virtual,
+        pipeline_model_parallel_layout=None,
+        num_layers_in_first_pipeline_stage=p.first_stage_layers,
+        num_layers_in_last_pipeline_stage=p.last_stage_layers,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+    )
+    chunks = []
+    for stage in range(p.pipeline):
+        chunks.append([])
+        for v in range(p.virtual_pipeline):
+            at = get_transformer_layer_offset(config, v if virtual else None, stage)
+            size = get_num_layers_to_build(config, v if virtual else None, stage)
+            chunks[-1].append([at, at + size])
+    fork_rig.write(folder / spec["name"], 0, {}, {"groups": groups, "chunks": chunks})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fork_rig.run(
+        tmp_path_factory,
+        group(1, tiny_models.job_models, [{"kinds": sorted({spec["kind"] for spec in MEASURED})}]),
+        group(1, job_groups, GROUPS),
+        *(group(n, job_measure, [s for s in MEASURED if s["ranks"] == n]) for n in (1, 2, 4)),
+    )
+
+
+def model_of(folder: Path, spec: dict[str, Any]) -> Any:
+    return read_architecture(json.loads((folder / "models" / spec["kind"] / "config.json").read_text()))
+
+
+@fork_rig.named(GROUPS)
+def test_groups_are_those_of_megatrons_rank_generator(folder: Path, spec: dict[str, Any]) -> None:
+    sizes = Sizes.of(spec["world"], ParallelConfig(**spec["parallel"]))
+    found = Outcome(folder / spec["name"]).ranks[0]["groups"]
+    for names, order in ((DENSE_TOKENS, DENSE), (SPARSE_TOKENS, SPARSE)):
+        for name in names:
+            ours = [list(group) for group in rank_groups(sizes, tuple(name.split(" x ")), order)]
+            assert sorted(ours) == sorted(map(sorted, found[name])), name
+
+
+@fork_rig.named(GROUPS)
+def test_stages_have_the_layers_that_megatron_gives_them(folder: Path, spec: dict[str, Any]) -> None:
+    chunks = stage_chunks(spec["layers"], ParallelConfig(**spec["parallel"]))
+    found = Outcome(folder / spec["name"]).ranks[0]["chunks"]
+    assert [[[r.start, r.stop] for r in stage] for stage in chunks] == found
+
+
+@fork_rig.named(MEASURED)
+def test_every_rank_holds_the_parameters_and_bytes_that_are_planned(folder: Path, spec: dict[str, Any]) -> None:
+    model, parallel = model_of(folder, spec), ParallelConfig(**spec["parallel"])
+    sizes = Sizes.of(spec["ranks"], parallel)
+    chunks = stage_chunks(model.layers, parallel)
+    ranks = Outcome(folder / spec["name"]).ranks
+    for stage, held in enumerate(resident(model, parallel, sizes, spec["dtype"])):
+        mine = [rank for rank in ranks if rank["stage"] == stage]
+        assert len(mine) == spec["ranks"] // parallel.pipeline
+        for rank in mine:
+            for v, (layers, chunk) in enumerate(zip(chunks[stage], rank["chunks"], strict=True)):
+                first, last = stage == v == 0, (stage, v) == (parallel.pipeline - 1, parallel.virtual_pipeline - 1)
+                planned = chunk_parameters(model, parallel, layers, first, last)
+                assert sorted([p.name, p.elements] for p in planned) == sorted(chunk["named"])
+            for what in ("parameters", "gradients"):
+                assert sum(sum(chunk[what].values()) for chunk in rank["chunks"]) == getattr(held, what)
+        assert max(rank["optimizer"] for rank in mine) == held.optimizer
+
+
+def test_a_checkpoint_is_as_large_as_planned_but_for_names_and_offsets(folder: Path) -> None:
+    more = {}
+    for spec in [spec for spec in MEASURED if spec["ranks"] == 1]:
+        (rank,) = Outcome(folder / spec["name"]).ranks
+        more[spec["dtype"]] = rank["checkpoint"] - checkpoint_bytes(model_of(folder, spec), spec["dtype"])
+    assert 0 < more["float32"] < 400_000  # the same for any sizes: about 2 kB for each of some 170 tensors
+    assert abs(more["bfloat16"] - more["float32"]) < 1000

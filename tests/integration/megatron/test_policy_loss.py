@@ -1,0 +1,199 @@
+"""The policy losses through real Megatron, under several layouts, against transformers and one microbatch of all.
+
+Sequence ratios, masks, denominators that are not loss tokens and histograms must not depend on who computed what.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.config.schema import LossConfig
+from learner.backend_protocol import Microbatch
+from learner.loss.losses import policy_loss
+from tests.integration.megatron import fork_rig, tiny_models
+from tests.integration.megatron.fork_rig import Outcome, group, relative
+from tests.integration.megatron.tiny_models import TEMPERATURE, microbatches, share
+
+MAX_TOKENS = 30
+LOSSES = {
+    "gspo": LossConfig(
+        objective="gspo",
+        proximal="loglinear",
+        correction="mis",
+        correction_level="geometric",
+        correction_low=0.8,
+        correction_cap=1.2,
+        reduction="sequence_mean",
+    ),
+    "cispo": LossConfig(
+        objective="cispo", proximal="behavior", correction="none", reduction="fixed_length", entropy_coefficient=0.05
+    ),
+    "ppo_clip": LossConfig(
+        correction="icepop",
+        correction_level="sequence",
+        correction_low=0.6,
+        correction_cap=1.6,
+        correction_normalize=True,
+        correction_veto=0.45,
+        kl_coefficient=0.1,
+    ),
+    "dppo_tv": LossConfig(
+        objective="dppo_tv",
+        clip_low=5e-4,
+        clip_high=5e-4,
+        proximal="loglinear",
+        correction_normalize=True,
+        reduction="sequence_mean",
+        entropy_coefficient=0.01,
+        kl_coefficient=0.1,
+        kl_estimator="k2",
+    ),
+}
+
+
+ONE = [{"name": "one"}]
+TWO = [
+    {"name": "dp2"},
+    {"name": "tp2", "parallel": {"tensor": 2}},
+    {"name": "pp2", "parallel": {"pipeline": 2}},
+    {"name": "cp2", "parallel": {"context": 2}},
+    # a filler joins the last round
+    {"name": "vpp2", "parallel": {"pipeline": 2, "virtual_pipeline": 2}, "uneven": True},
+]
+NAMES = [spec["name"] for spec in ONE + TWO]
+
+
+def job_reference(folder: Path, spec: dict[str, Any]) -> None:
+    """transformers, one document after the other, and all of them in one microbatch: nothing is divided."""
+    model = tiny_models.save(tiny_models.new_model("tied"), folder / "models" / "tied")
+    packs = microbatches(0)
+    rows = [tiny_models.hugging_face(model, pack) for pack in packs]
+    logprobs, entropy = torch.cat([x for x, _ in rows]), torch.cat([h for _, h in rows])
+    random = torch.Generator().manual_seed(5)
+    noise = {name: 0.3 * torch.randn(len(logprobs), generator=random) for name in ("behavior", "reference")}
+    data = {name: (logprobs.detach() + x) for name, x in noise.items()}
+    data["staleness"] = torch.randint(0, 12, (len(logprobs),), generator=random, dtype=torch.int32)
+    lengths = [n for pack in packs for n in pack.document_lengths]
+    data["advantages"] = torch.randn(len(lengths), generator=random).repeat_interleave(torch.tensor(lengths))
+    save_file(data, folder / "data.safetensors")
+    batch = whole(given(packs, data))
+    for name, config in LOSSES.items():
+        out = policy_loss(config, MAX_TOKENS)(logprobs, entropy, batch)
+        loss = out.loss_sum / out.denominator
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        found = {f"gradient.{n}": p.grad.clone() for n, p in model.named_parameters()}
+        fork_rig.write(folder / "reference" / name, 0, found, {"loss": loss.item(), **figures(out)})
+
+
+def job_layout(folder: Path, spec: dict[str, Any]) -> None:
+    """Every loss under one layout."""
+    backend = tiny_models.backend(folder, spec)
+    packs = given(microbatches(0), load_file(folder / "data.safetensors"))
+    if spec.get("uneven"):
+        packs = [*packs[:2], whole(packs[2:])]
+    mine = share(backend, packs)
+    for name, config in LOSSES.items():
+        backend.optimizer.zero_grad()
+        totals = backend.schedule.train(mine, policy_loss(config, MAX_TOKENS), TEMPERATURE, entropy=True)
+        found = {f"gradient.{n}": x for n, x in tiny_models.gradients(backend).items()}
+        figures = dict(sums=totals.sums, maxima=totals.maxima)
+        result = {"loss": totals.loss_sum / totals.denominator, "tokens": totals.loss_tokens, **figures}
+        fork_rig.write(folder / spec["name"] / name, backend.rank, found, result)
+
+
+def job_spoiled(folder: Path, spec: dict[str, Any]) -> None:
+    """What a step says whose log-probabilities are gone."""
+    backend = tiny_models.backend(folder, spec)
+    loss = policy_loss(LossConfig(), MAX_TOKENS)
+    packs = given(microbatches(0), load_file(folder / "data.safetensors"))
+    try:
+        backend.train_step(packs, lambda logprobs, entropy, batch: loss(logprobs * float("nan"), entropy, batch))
+        said = ""
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    fork_rig.write(folder / spec["name"], backend.rank, {}, {"said": said})
+
+
+def given(packs: list[Microbatch], data: dict[str, Tensor]) -> list[Microbatch]:
+    sizes = [len(pack.tokens) for pack in packs]
+    parts = zip(
+        *(data[name].split(sizes) for name in ("behavior", "reference", "staleness", "advantages")), strict=True
+    )
+    return [
+        replace(pack, behavior_logprobs=b, reference_logprobs=r, staleness=s, advantages=a)
+        for pack, (b, r, s, a) in zip(packs, parts, strict=True)
+    ]
+
+
+def whole(packs: list[Microbatch]) -> Microbatch:
+    names = ("tokens", "targets", "positions", "loss_mask", "advantages", "behavior_logprobs", "staleness")
+    tensors = {name: torch.cat([getattr(pack, name) for pack in packs]) for name in (*names, "reference_logprobs")}
+    return Microbatch(document_lengths=sum((pack.document_lengths for pack in packs), ()), **tensors)
+
+
+def figures(out: Any) -> dict[str, Any]:
+    return {part: {n: x.tolist() for n, x in getattr(out, part).items()} for part in ("sums", "maxima")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fork_rig.run(
+        tmp_path_factory,
+        group(1, job_reference, [{}]),
+        group(1, job_layout, ONE),
+        group(1, job_spoiled, [{"name": "spoiled"}]),
+        group(2, job_layout, TWO),
+    )
+
+
+def outcomes(folder: Path, layout: str, loss: str) -> tuple[Outcome, Outcome]:
+    return Outcome(folder / layout / loss), Outcome(folder / "reference" / loss)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_gradient_is_that_of_the_global_batch(folder: Path, layout: str, loss: str) -> None:
+    found, expected = (outcome.section("gradient") for outcome in outcomes(folder, layout, loss))
+    assert set(expected) <= set(found)
+    for name, wanted in expected.items():
+        assert relative(found[name], wanted) < 1e-5, name
+
+
+@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_rank_reports_the_figures_of_the_global_batch(folder: Path, layout: str, loss: str) -> None:
+    found, reference = outcomes(folder, layout, loss)
+    expected: dict[str, Any] = reference.ranks[0]
+    assert len(found.ranks) == (1 if layout == "one" else 2)
+    for rank in found.ranks:
+        assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert rank["maxima"] == pytest.approx(expected["maxima"], rel=1e-5)
+        assert rank["sums"].keys() == expected["sums"].keys()
+        for name, wanted in expected["sums"].items():
+            values, sums = (torch.tensor(x, dtype=torch.float64).reshape(-1) for x in (rank["sums"][name], wanted))
+            edge = 2 if name == "ratio_bins" else 0  # a token at the edge of a bin
+            assert (values - sums).abs().sum() <= 1e-5 * sums.abs().sum() + edge, name
+            assert values.sum().item() == pytest.approx(sums.sum().item(), rel=1e-5)
+
+
+def test_the_losses_make_use_of_their_masks_and_bounds(folder: Path) -> None:
+    """Else the comparisons above would prove little."""
+    sums = {loss: Outcome(folder / "reference" / loss).ranks[0]["sums"] for loss in LOSSES}
+    tokens = Outcome(folder / "one" / "gspo").ranks[0]["tokens"]
+    assert 0 < sums["gspo"]["correction_masked"] < tokens
+    assert sums["gspo"]["objective_clipped"] > 0
+    assert 0 < sums["ppo_clip"]["correction_masked"] < tokens
+    assert 0 < sums["ppo_clip"]["vetoed"] < tokens
+    assert 0 < sums["dppo_tv"]["objective_clipped"] < tokens
+    assert sums["dppo_tv"]["weight"] != pytest.approx(tokens, rel=1e-3)
+
+
+def test_a_step_whose_log_probabilities_are_gone_says_so(folder: Path) -> None:
+    said = Outcome(folder / "spoiled").ranks[0]["said"]
+    assert said == "SlipstreamError: gradient norm is nan in optimizer step 0; the weights are unchanged"

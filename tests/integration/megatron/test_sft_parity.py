@@ -1,0 +1,84 @@
+"""Supervised tuning on conversations equals plain Hugging Face cross-entropy on what the assistant says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learner.batch.packing import microbatches_for
+from learner.loss.losses import cross_entropy
+from learner.sft.rows import SftDataset, load_tokenizer
+from tests.integration import sft_assets
+from tests.integration.megatron import fork_rig, tiny_models
+from tests.integration.megatron.fork_rig import Outcome, group, relative
+
+ROWS, PACK = 16, 128
+LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {
+    "dense": ("dense", 1, {}),
+    "dense-dp2": ("dense", 2, {}),
+    "dense-tp2": ("dense", 2, {"tensor": 2}),
+    "dense-pp2": ("dense", 2, {"pipeline": 2}),
+    "dense-cp2": ("dense", 2, {"context": 2}),
+    "moe": ("moe", 1, {}),
+    "moe-ep2": ("moe", 2, {"expert": 2}),
+    "moe-tp2-ep2": ("moe", 2, {"tensor": 2, "expert": 2}),
+}
+
+
+def job_reference(folder: Path, spec: dict[str, Any]) -> None:
+    """transformers' own chat tokens, assistant masks and cross-entropy, one conversation at a time."""
+    kind = spec["kind"]
+    model = sft_assets.build(folder / "models" / kind, kind)
+    tokenizer = load_tokenizer(folder / "models" / kind)
+    tokenizer.chat_template = sft_assets.MARKED  # marks of the template, where the product derives the mask
+    total, count = torch.zeros(()), 0
+    for talk in sft_assets.conversations(ROWS):
+        options = dict(return_dict=True, return_assistant_tokens_mask=True)
+        found = tokenizer.apply_chat_template(talk, **options)
+        ids = torch.tensor([found["input_ids"]])
+        labels = torch.where(torch.tensor([found["assistant_masks"]]) > 0, ids, -100)
+        trained = int((labels[:, 1:] >= 0).sum())
+        total = total + model(input_ids=ids, labels=labels).loss * trained
+        count += trained
+    loss = total / count
+    loss.backward()
+    result = {"loss": loss.item(), "tokens": count}
+    fork_rig.write(folder / "reference" / kind, 0, tiny_models.gradients_in_files(model), result)
+
+
+def job_sft(folder: Path, spec: dict[str, Any]) -> None:
+    """The same conversations through dataset, packing and Megatron, under one layout."""
+    rows = folder / "rows.jsonl"
+    sft_assets.write_rows(rows, ROWS)
+    backend = tiny_models.backend(folder, spec)
+    dataset = SftDataset(rows, load_tokenizer(folder / "models" / spec["kind"]), seed=3, shuffle=True)
+    rank, ranks = backend.data_parallel_rank, backend.data_parallel_size
+    packed = microbatches_for(dataset.step(0, ROWS), rank, ranks, PACK, multiple=backend.document_multiple)
+    backend.optimizer.zero_grad()
+    totals = backend.schedule.train(packed, cross_entropy, 1.0, entropy=False)
+    result = {"loss": totals.loss_sum / totals.denominator, "tokens": totals.loss_tokens, "packs": len(packed)}
+    fork_rig.write(folder / spec["name"], backend.rank, tiny_models.gradients(backend), result)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    specs = [{"name": n, "kind": k, "ranks": ranks, "parallel": p} for n, (k, ranks, p) in LAYOUTS.items()]
+    return fork_rig.run(
+        tmp_path_factory,
+        group(1, job_reference, [{"kind": "dense"}, {"kind": "moe"}]),
+        *(group(ranks, job_sft, [s for s in specs if s["ranks"] == ranks]) for ranks in (1, 2)),
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_loss_and_gradients_are_those_of_hugging_face_on_the_same_masked_rows(folder: Path, name: str) -> None:
+    found, reference = Outcome(folder / name), Outcome(folder / "reference" / LAYOUTS[name][0])
+    (expected,) = reference.ranks
+    for rank in found.ranks:
+        assert rank["tokens"] == expected["tokens"]
+        assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert rank["packs"] > 1, "several microbatches, each of several conversations"
+    assert set(reference.tensors) <= set(found.tensors)
+    for tensor, gradient in reference.tensors.items():
+        assert relative(found.tensors[tensor], gradient) < 1e-5, tensor
