@@ -249,8 +249,7 @@ def packing() -> str:
 
 def faults() -> str:
     """Every fault with its texts from tests/faults and its figures."""
-    sys.path[:0] = [folder for folder in (str(ROOT / "tests" / "faults"),) if folder not in sys.path]
-    from fault_scenario import load_all
+    from tests.faults.scenario import load_all
 
     figures = result("guarantees")["scenarios"]
     rows = []

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from fault_options import Checkpoint, Trained
-from fault_promise import check_promise
 
 from broker.contract import LedgerEntry
 from learner.checkpoint.folder import StreamState
+from tests.faults.options import Checkpoint, Trained
+from tests.faults.promise import check_promise
 
 STEPS = 3
 

@@ -11,6 +11,7 @@ from bench.figures import RESULTS, ROOT, Row, provenance, result, span, table
 from bench.pages import BLOCKS, MARKS, PAGES, differing, over_best, written
 from common.config.schema import WeightsConfig
 from common.weights.collectives import bucket_timeout
+from tests.faults.scenario import load_all
 from tests.integration.megatron.layouts import LAYOUTS
 
 
@@ -103,9 +104,6 @@ def test_auto_comes_close_to_the_best_fixed_number_in_every_measured_case() -> N
 
 
 def test_every_fault_is_measured_within_its_bound_and_has_a_text_of_its_own() -> None:
-    pages.faults()  # makes the scenarios importable
-    from fault_scenario import load_all
-
     scenarios, measured = load_all(), result("guarantees")["scenarios"]
     assert list(measured) == list(scenarios), "run bench/guarantees.py"
     for name, scenario in scenarios.items():

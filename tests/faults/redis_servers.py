@@ -3,11 +3,9 @@
 import time
 from pathlib import Path
 
-from fault_proxy import Proxy
-
+from tests.faults.proxy import Proxy
 from tests.redis_server import RedisServer
-
-IN_STEP_S = 30.0
+from tests.waiting import until
 
 
 class RedisUnderTest:
@@ -40,10 +38,8 @@ class RedisUnderTest:
     def replica_in_step(self) -> None:
         """Wait until the replica has all that the primary had when this was called."""
         assert self._replica is not None
-        wanted, end = _offset(self.server), time.monotonic() + IN_STEP_S
-        while not _linked(self._replica) or _offset(self._replica) < wanted:
-            assert time.monotonic() < end, "the replica does not follow"
-            time.sleep(0.01)
+        replica, wanted = self._replica, _offset(self.server)
+        until(lambda: _linked(replica) and _offset(replica) >= wanted, "the replica to follow")
 
     def replica_falls_behind(self) -> None:
         """What the primary does from now on never reaches the replica."""

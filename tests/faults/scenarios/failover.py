@@ -2,11 +2,11 @@
 
 import time
 
-from fault_options import LEASE_S
-from fault_rig import Rig
-from fault_scenario import scenario
-from fault_scenarios_redis import killed_under_load_s
-from fault_storm import rage
+from tests.faults.options import LEASE_S
+from tests.faults.rig import Rig
+from tests.faults.scenario import scenario
+from tests.faults.scenarios.redis import killed_under_load_s
+from tests.faults.storm import rage
 
 
 @scenario(
@@ -62,7 +62,7 @@ def redis_failover_back_in_time(rig: Rig) -> float:
 )
 def redis_killed_everysec(rig: Rig) -> float:
     """All acknowledged records had been written. If records are missing, the leader writes them again."""
-    return killed_under_load_s(rig, rig.new_steps_s)
+    return killed_under_load_s(rig)
 
 
 @scenario(

@@ -2,15 +2,14 @@
 
 import time
 
-from fault_options import LEASE_S
-from fault_rig import Rig
-from fault_scenario import scenario
-from fault_storm import rage
-
 from broker.contract import LedgerEntry
 from broker.journal.recording import existing_file_store, recorded
 from common.process.run_dir import RunDir
 from common.rollouts import decode_group
+from tests.faults.options import LEASE_S
+from tests.faults.rig import Rig
+from tests.faults.scenario import scenario
+from tests.faults.storm import rage
 
 LONG_STOP_S = 2.5 * LEASE_S
 

@@ -2,11 +2,10 @@
 
 import signal
 import time
-from collections.abc import Callable
 
-from fault_options import LEASE_S
-from fault_rig import Rig
-from fault_scenario import scenario
+from tests.faults.options import LEASE_S
+from tests.faults.rig import Rig
+from tests.faults.scenario import scenario
 
 
 @scenario(
@@ -20,7 +19,7 @@ def redis_killed(rig: Rig) -> float:
     """Everything acknowledged is in the append-only file. The broker repeats unanswered batches, and its replies
     wait meanwhile. Leases are in the broker's memory and do not expire because of it.
     """
-    return killed_under_load_s(rig, rig.new_steps_s)
+    return killed_under_load_s(rig)
 
 
 @scenario(
@@ -59,8 +58,8 @@ def redis_connections_cut(rig: Rig) -> float:
     return rig.new_steps_s(at_s)
 
 
-def killed_under_load_s(rig: Rig, recovered_s: Callable[[float], float]) -> float:
-    """The server is killed and started again, three times; the worst of what `recovered_s` says of each start."""
+def killed_under_load_s(rig: Rig) -> float:
+    """The server is killed and started again, three times; the longest recovery from a start."""
     rig.start_all(nodes=2)
     worst = 0.0
     for _ in range(3):
@@ -68,6 +67,6 @@ def killed_under_load_s(rig: Rig, recovered_s: Callable[[float], float]) -> floa
         rig.pause(0.1, 1.0)
         at_s = time.monotonic()
         rig.redis.server.start()
-        worst = max(worst, recovered_s(at_s))
+        worst = max(worst, rig.new_steps_s(at_s))
         rig.pause()
     return worst

@@ -3,10 +3,10 @@
 import itertools
 import time
 
-from fault_options import LEASE_S
-from fault_promise import trained_lines
-from fault_rig import Rig
-from fault_scenario import PROMISE, scenario
+from tests.faults.options import LEASE_S
+from tests.faults.promise import trained_lines
+from tests.faults.rig import Rig
+from tests.faults.scenario import PROMISE, scenario
 
 MAX_LEASE_S = 3.0
 
@@ -86,10 +86,8 @@ def poison_task(rig: Rig) -> float:
     """At least two nodes try it, where there are two; then it is given up. It passes its place to the next task, so
     steps stay full.
     """
-    rig.start_broker(max_attempts=3)
-    rig.start_learner()
-    for name in ("n0", "n1"):
-        rig.start_node(name)
+    rig.max_attempts = 3
+    rig.start_all(nodes=2)
     rig.warm_up(steps=30)
     dead = [e for e in rig.ledger() if e.state == "dead"]
     assert len(dead) >= 10

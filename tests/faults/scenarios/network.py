@@ -2,9 +2,9 @@
 
 import time
 
-from fault_options import LEASE_S
-from fault_rig import Rig
-from fault_scenario import scenario
+from tests.faults.options import LEASE_S
+from tests.faults.rig import Rig
+from tests.faults.scenario import scenario
 
 
 @scenario(

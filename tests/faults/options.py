@@ -16,16 +16,6 @@ HEARTBEAT_S = 0.2
 RETRY_S = 0.5  # of the clients; in the product 2 s
 
 
-class BrokerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`broker` is the config's section of that name."""
-
-    run_dir: str
-    broker: dict[str, Any]
-    max_attempts: int = 50
-    groups_per_step: int = GROUPS_PER_STEP
-    max_staleness: int = MAX_STALENESS
-
-
 class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Attributes:
     think_s: mean time of an episode.
@@ -41,7 +31,6 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     think_s: float = 0.05
     concurrency: int = 6
     heartbeat_s: float = HEARTBEAT_S
-    retry_s: float = RETRY_S
     padding_tokens: int = 0
     hang_after: int | None = None
     repeats: bool = False
@@ -49,8 +38,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class LearnerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Attributes:
-    deadline_s: how long the learner bears a broker that does not answer.
-    new_store: the broker's store may be another than the checkpoint's.
+    deadline_s: how long the learner waits for an answer of the broker.
     """
 
     address: str
@@ -59,10 +47,6 @@ class LearnerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     step_s: float = 0.03
     in_order: bool = False
     deadline_s: float = 30.0
-    new_store: bool = False
-    retry_s: float = RETRY_S
-    groups_per_step: int = GROUPS_PER_STEP
-    max_staleness: int = MAX_STALENESS
 
 
 class Trained(msgspec.Struct, frozen=True):

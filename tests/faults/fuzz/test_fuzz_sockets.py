@@ -4,7 +4,6 @@ Each target is a process of its own, so that its memory and its death can be see
 """
 
 import asyncio
-import importlib.util
 import itertools
 import json
 import os
@@ -30,15 +29,10 @@ from common.security.credentials import Credential, KeyFolder, load_credential
 from common.security.curve import secure_client
 from common.weights import messages
 from launch.keys import make
+from tests.faults.fuzz import attacks
 from tests.waiting import LIMIT_S, until
 
-PROGRAM = Path(__file__).with_name("fuzz_targets.py")
-SPEC = importlib.util.spec_from_file_location("fuzzing", Path(__file__).with_name("fuzzing.py"))
-assert SPEC is not None
-assert SPEC.loader is not None
-fuzzing = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(fuzzing)
-
+ROOT = Path(__file__).resolve().parents[3]
 MESSAGES = 3000
 CONNECTS = 1500
 HALF_OPEN = 150
@@ -70,9 +64,9 @@ class Target:
 def running(role: str, run_dir: Path, keys: Path | None) -> Iterator[Target]:
     run_dir.mkdir(exist_ok=True)
     log = run_dir / f"{role}.log"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parents[2])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with log.open("wb") as out:
-        command = [sys.executable, str(PROGRAM), role, str(run_dir), str(keys or "-")]
+        command = [sys.executable, "-m", "tests.faults.fuzz.targets", role, str(run_dir), str(keys or "-")]
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
     try:
         written = run_dir / ("broker.json" if role == "broker" else "weights.address")
@@ -107,12 +101,12 @@ def raw_attack(target: Target, seed: int) -> None:
     """Everything that needs no key: noise on the port, many connections, connections that stay half open."""
     rng = random.Random(seed)
     with ExitStack() as stack:
-        for connection in fuzzing.half_open(target.port, HALF_OPEN, rng):
+        for connection in attacks.half_open(target.port, HALF_OPEN, rng):
             stack.callback(connection.close)
-        for data in itertools.islice(fuzzing.raw_streams(rng), 300):
-            fuzzing.throw(target.port, data)
+        for data in itertools.islice(attacks.raw_streams(rng), 300):
+            attacks.throw(target.port, data)
         for _ in range(CONNECTS):
-            fuzzing.throw(target.port, b"")
+            attacks.throw(target.port, b"")
 
 
 def message_attack(
@@ -122,8 +116,8 @@ def message_attack(
     rng = random.Random(seed)
     for _ in range(5):
         with dealer(address, credential, server_public) as socket:
-            many = (fuzzing.mutated(rng, corpus) for _ in range(MESSAGES // 5))
-            assert fuzzing.send_all(socket, many) == MESSAGES // 5
+            many = (attacks.mutated(rng, corpus) for _ in range(MESSAGES // 5))
+            assert attacks.send_all(socket, many) == MESSAGES // 5
 
 
 def offer(client: BrokerClient) -> None:
@@ -164,7 +158,7 @@ def test_a_broker_with_keys_is_untouched_by_strangers_and_by_an_observer_that_se
         offer(learner)
         before, resident = facts(learner), target.resident_bytes()
         raw_attack(target, seed=1)
-        message_attack(target.address, fuzzing.REQUEST_FRAMES, 2, observer_key, observer_key.server_public)
+        message_attack(target.address, attacks.REQUEST_FRAMES, 2, observer_key, observer_key.server_public)
         assert facts(learner) == before
         status = learner.status()
         assert status.refused_messages > 0.6 * MESSAGES  # some are valid after all, and a cut connection loses some
@@ -185,7 +179,7 @@ def test_a_node_that_sends_garbage_under_its_own_key_harms_neither_the_learner_n
         offer(learner)
         resident = target.resident_bytes()
         assert roll_out_one(target.address, load_credential(keys, "node", "a"), "good")
-        message_attack(target.address, fuzzing.REQUEST_FRAMES, 3, bad_key, bad_key.server_public)
+        message_attack(target.address, attacks.REQUEST_FRAMES, 3, bad_key, bad_key.server_public)
         after = learner.ledger()
         assert [e.serial for e in after] == list(range(TASKS))
         assert (after[0].state, after[0].nodes) == ("ready", ["good"])
@@ -200,7 +194,7 @@ def test_a_broker_without_keys_survives_everything_that_anybody_on_the_machine_m
     with running("broker", tmp_path / "run", None) as target:
         resident = target.resident_bytes()
         raw_attack(target, seed=4)
-        message_attack(target.address, fuzzing.REQUEST_FRAMES, 5)
+        message_attack(target.address, attacks.REQUEST_FRAMES, 5)
         with BrokerClient(target.address, deadline_s=LIMIT_S) as observer:
             assert observer.status().refused_messages > MESSAGES / 2
             assert [e.serial for e in observer.ledger()] == list(range(len(observer.ledger())))
@@ -217,7 +211,7 @@ def test_the_weight_planes_control_socket_survives_garbage_and_still_lets_a_node
     with running("weights", tmp_path / "run", keys if secured else None) as target:
         resident = target.resident_bytes()
         raw_attack(target, seed=6)
-        message_attack(target.address, fuzzing.CONTROL_FRAMES, 7, credential, public)
+        message_attack(target.address, attacks.CONTROL_FRAMES, 7, credential, public)
         with dealer(target.address, credential, public) as node:
             node.send(messages.encode(messages.Join("n0", 1)))
             assert node.poll(int(LIMIT_S * 1000)), "no ping came"
@@ -242,7 +236,7 @@ def test_a_message_that_never_ends_costs_its_sender_the_connection_and_nobody_el
 
         with ThreadPoolExecutor(1) as pool:
             behaving = pool.submit(behave)
-            sent = fuzzing.endless_message(target.port, most)
+            sent = attacks.endless_message(target.port, most)
             assert sent > 32 << 20
             stopping.set()
             behaving.result(LIMIT_S)

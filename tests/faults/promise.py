@@ -5,22 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from fault_options import GROUP_SIZE, GROUPS_PER_STEP, PROMPTS, Checkpoint, Trained
 
 from broker.contract import LedgerEntry
-
-
-class Since(msgspec.Struct, frozen=True):
-    """From which step and incarnation of the learner on the broker's store is the present one; the one before was lost.
-
-    What was trained until then stays trained; what the learner's checkpoint did not hold was trained anew.
-    """
-
-    step: int = 0
-    incarnation: int = 0
-
-
-EVERYTHING = Since()
+from tests.faults.options import GROUP_SIZE, GROUPS_PER_STEP, PROMPTS, Checkpoint, Trained
 
 
 def trained_lines(run_dir: Path) -> list[Trained]:
@@ -32,29 +19,24 @@ def trained_lines(run_dir: Path) -> list[Trained]:
     return [msgspec.json.decode(line, type=Trained) for line in lines]
 
 
-def check_promise(
-    run_dir: Path, ledger: Sequence[LedgerEntry], poisoned: int | None = None, since: Since = EVERYTHING
-) -> None:
+def check_promise(run_dir: Path, ledger: Sequence[LedgerEntry], poisoned: int | None = None) -> None:
     """Compare the ledger with the learner's last checkpoint; AssertionError says what is broken.
 
     Args:
         run_dir: of a run whose learner has drained: every step that it trained is committed.
         ledger: the broker's.
         poisoned: of so many prompts, the last one always fails.
-        since: what the ledger is about.
     """
     durable = Checkpoint.load(run_dir)
     steps = [[group[0] for group in step] for step in durable.trained]
-    serials = [serial for step in steps[since.step :] for serial in step]
+    serials = [serial for step in steps for serial in step]
     assert durable.step == len(steps), "a checkpoint holds every step up to its own"
     assert [len(step) for step in steps] == [GROUPS_PER_STEP] * len(steps), "every step was full"
     assert len(set(serials)) == len(serials), "no group is trained by two steps"
-    _check_ledger(
-        ledger, {serial: step for step, groups in enumerate(steps) if step >= since.step for serial in groups}
-    )
+    _check_ledger(ledger, {serial: step for step, groups in enumerate(steps) for serial in groups})
     _check_samples(durable)
     _check_prompts(durable, ledger, poisoned)
-    _check_replays([x for x in trained_lines(run_dir) if x.incarnation >= since.incarnation], durable, since.step)
+    _check_replays(trained_lines(run_dir), durable)
 
 
 def _check_ledger(ledger: Sequence[LedgerEntry], in_steps: dict[int, int]) -> None:
@@ -93,15 +75,15 @@ def always_fails(position: int, poisoned: int | None) -> bool:
     return poisoned is not None and position % PROMPTS % poisoned == poisoned - 1
 
 
-def _check_replays(lines: Sequence[Trained], durable: Checkpoint, first_step: int) -> None:
+def _check_replays(lines: Sequence[Trained], durable: Checkpoint) -> None:
     """A step that was trained again had the same groups in the same order, and led to the same weights."""
     first: dict[int, Trained] = {}
     for line in lines:
         before = first.setdefault(line.step, line)
         assert line.groups == before.groups, f"step {line.step} was replayed with other groups"
         assert line.weights == before.weights
-    for step in range(first_step, len(durable.trained)):
-        assert first[step].groups == durable.trained[step]
+    for step, groups in enumerate(durable.trained):
+        assert first[step].groups == groups
     if durable.trained:
         assert durable.weights == first[durable.step - 1].weights
 

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,19 +12,30 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fault_options import HEARTBEAT_S, LEASE_S, PROMPTS, BrokerOptions, LearnerOptions, NodeOptions
-from fault_promise import EVERYTHING, always_fails, check_promise, final_ledger, trained_lines
-from fault_proxy import Proxy
-from fault_redis import RedisUnderTest
 
 from broker.connect import Access, connect
 from broker.contract import LedgerEntry
 from broker.messaging.client_methods import LearnerBroker
+from common.config.schema import Config, StalenessConfig
 from common.errors import BrokerError, BrokerUnreachable
 from common.process.run_dir import RunDir
+from tests.broker_rig import job
+from tests.faults.options import (
+    GROUPS_PER_STEP,
+    HEARTBEAT_S,
+    LEASE_S,
+    MAX_STALENESS,
+    PROMPTS,
+    LearnerOptions,
+    NodeOptions,
+)
+from tests.faults.promise import always_fails, check_promise, final_ledger, trained_lines
+from tests.faults.proxy import Proxy
+from tests.faults.redis_servers import RedisUnderTest
+from tests.redis_server import free_port
 from tests.waiting import LIMIT_S, until
 
-PROGRAM = Path(__file__).with_name("fault_roles.py")
+ROOT = Path(__file__).resolve().parents[2]
 WILD_CLOCK = Path(__file__).with_name("wild_clock")
 
 Process = subprocess.Popen[bytes]
@@ -36,7 +46,6 @@ class Rig:
 
     Attributes:
         random: decides when and whom.
-        since: what the present store of the broker is about: all, unless one was lost.
         address: of the broker, known once it is started; it stays the same when the broker is started again.
     """
 
@@ -57,10 +66,10 @@ class Rig:
         self.learner_process: Process | None = None
         self.nodes: dict[str, Process] = {}
         self.broker_options: dict[str, Any] = {}
+        self.max_attempts = 50
         self._incarnation = 0
-        self.since = EVERYTHING
         self._started: list[Process] = []
-        self._proxies: list[Proxy] = []
+        self._proxy: Proxy | None = None
         self._observer: LearnerBroker | None = None
         rows = [{"n": n, "poison": always_fails(n, poisoned)} for n in range(PROMPTS)]
         (run_dir / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -70,18 +79,19 @@ class Rig:
     def start_broker(self, wait: bool = True, **options: Any) -> Process:
         """The run's broker; keyword arguments are keys of the config's section `broker`, kept for later starts."""
         self.broker_options |= options
-        attempts = self.broker_options.get("max_attempts", 50)
-        if self._redis is not None:
-            self.broker_options |= {"store": "redis", "redis": self._redis.address}
-            self.broker_options.setdefault("durability", self._redis.durability)
-        section = {"address": self.address, "lease_s": LEASE_S, "heartbeat_s": HEARTBEAT_S, **self.broker_options}
-        section.pop("max_attempts", None)
-        self.broker_process = self.start(
-            "broker", BrokerOptions(run_dir=str(self.run_dir), broker=section, max_attempts=attempts)
-        )
+        self.broker_process = self.start("broker", self.broker_config())
         if wait:
             self.eventually(self.broker_answers, "the broker does not answer")
         return self.broker_process
+
+    def broker_config(self) -> Config:
+        """The job's config with what the broker is told."""
+        section = {"address": self.address, "lease_s": LEASE_S, "heartbeat_s": HEARTBEAT_S}
+        if self._redis is not None:
+            section |= {"store": "redis", "redis": self._redis.address, "durability": self._redis.durability}
+        made = job(self.run_dir, GROUPS_PER_STEP, **(section | self.broker_options))
+        tasks = msgspec.structs.replace(made.tasks, max_attempts=self.max_attempts)
+        return msgspec.structs.replace(made, tasks=tasks, staleness=StalenessConfig(max=MAX_STALENESS))
 
     def start_learner(self, address: str | None = None, **options: Any) -> Process:
         """A learner that resumes from the checkpoint, as the next incarnation."""
@@ -99,47 +109,42 @@ class Rig:
         self.nodes[name] = self.start("node", NodeOptions(address=address or self.address, name=name, **options))
         return self.nodes[name]
 
-    def start(self, role: str, options: msgspec.Struct, preexec: Callable[[], None] | None = None) -> Process:
+    def start(self, role: str, options: msgspec.Struct) -> Process:
         """One process; its output goes to RUN/ROLE-NUMBER.log."""
-        paths = [str(PROGRAM.parents[2]), os.environ.get("PYTHONPATH", "")]
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         if self._wild_clock:
             paths.insert(0, str(WILD_CLOCK))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        command = [sys.executable, str(PROGRAM), role, msgspec.json.encode(options).decode()]
+        command = [sys.executable, "-m", "tests.faults.roles", role, msgspec.json.encode(options).decode()]
         with (self.run_dir / f"{role}-{len(self._started)}.log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, preexec_fn=preexec)
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         self._started.append(process)
         return process
 
     def start_all(self, nodes: int = 2, **node_options: Any) -> None:
         """Broker, learner and nodes n0, n1, ...; returns when the run is well under way."""
         self.start_broker()
-        self.start_learner()
-        for number in range(nodes):
-            self.start_node(f"n{number}", **node_options)
-        self.warm_up()
+        self._start_clients(self.address, nodes, {}, node_options)
 
     def start_behind_proxy(
         self, nodes: int = 2, learner_options: dict[str, Any] | None = None, **node_options: Any
     ) -> Proxy:
         """As `start_all`; learner and nodes are connected through the proxy that is returned."""
         self.start_broker()
-        proxy = self.proxy()
-        self.start_learner(proxy.address, **(learner_options or {}))
+        self._proxy = Proxy(self.address)
+        self._start_clients(self._proxy.address, nodes, learner_options or {}, node_options)
+        return self._proxy
+
+    def _start_clients(self, address: str, nodes: int, learner: dict[str, Any], node: dict[str, Any]) -> None:
+        self.start_learner(address, **learner)
         for number in range(nodes):
-            self.start_node(f"n{number}", proxy.address, **node_options)
+            self.start_node(f"n{number}", address, **node)
         self.warm_up()
-        return proxy
 
     def warm_up(self, steps: int = 4) -> None:
         """Wait until that many steps are trained, and a random moment longer."""
         self.eventually(lambda: len(trained_lines(self.run_dir)) >= steps, "the run does not get going")
         self.pause()
-
-    def proxy(self) -> Proxy:
-        """A proxy in front of the broker."""
-        self._proxies.append(Proxy(self.address))
-        return self._proxies[-1]
 
     @property
     def redis(self) -> RedisUnderTest:
@@ -162,16 +167,8 @@ class Rig:
 
     def stop_for(self, process: Process, seconds: float) -> float:
         """SIGSTOP, SIGCONT after `seconds`; returns when it went on."""
-        self.send_stop(process)
-        time.sleep(seconds)
-        return self.send_continue(process)
-
-    def send_stop(self, process: Process) -> None:
-        """SIGSTOP."""
         process.send_signal(signal.SIGSTOP)
-
-    def send_continue(self, process: Process) -> float:
-        """SIGCONT; returns when, monotonic seconds."""
+        time.sleep(seconds)
         process.send_signal(signal.SIGCONT)
         return time.monotonic()
 
@@ -230,13 +227,9 @@ class Rig:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Details of the events of one kind, from RUN/events.jsonl."""
-        return [event["detail"] for event in self._events() if event["kind"] == kind]
+        return [event["detail"] for event in self.all_events() if event["kind"] == kind]
 
-    def event_times(self) -> list[float]:
-        """Unix times of all events, in order of their numbers."""
-        return [event["time_s"] for event in self._events()]
-
-    def _events(self) -> list[dict[str, Any]]:
+    def all_events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run_dir / "events.jsonl").read_bytes().splitlines()]
 
     def log_of(self, role: str) -> str:
@@ -261,26 +254,19 @@ class Rig:
             assert process.wait(LIMIT_S) == 0, f"{name}\n{self.log_of('node')[-3000:]}"
         self.broker_process.send_signal(signal.SIGTERM)
         assert self.broker_process.wait(LIMIT_S) == 0, self.log_of("broker")[-3000:]
-        check_promise(self.run_dir, ledger, self.poisoned, self.since)
-        check_promise(self.run_dir, final_ledger(self.run_dir), self.poisoned, self.since)
+        check_promise(self.run_dir, ledger, self.poisoned)
+        check_promise(self.run_dir, final_ledger(self.run_dir), self.poisoned)
         return ledger
 
     def close(self) -> None:
         """Kill what still runs."""
         if self._observer is not None:
             self._observer.close()
-        for proxy in self._proxies:
-            proxy.close()
+        if self._proxy is not None:
+            self._proxy.close()
         for process in self._started:
             process.kill()  # a stopped one too
         for process in self._started:
             process.wait(LIMIT_S)
         if self._redis is not None:
             self._redis.close()
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

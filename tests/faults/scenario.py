@@ -1,12 +1,13 @@
 """What a fault scenario is, and where all of them are listed; docs/guarantees.md is made of these texts."""
 
+import importlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fault_rig import Rig
+from tests.faults.rig import Rig
 
 SLOWER = 30.0  # A test machine may be this much slower than the one whose figures are in the docs.
 PROMISE = "every group in exactly one committed step"
@@ -28,7 +29,6 @@ class Scenario:
         bound_s: the same in seconds, with the rig's settings.
         play: does it, and returns the seconds of the recovery.
         rig: arguments of the rig.
-        needs: says what is missing on this machine, None when nothing is.
     """
 
     name: str
@@ -40,7 +40,6 @@ class Scenario:
     bound_s: float
     play: Steps
     rig: dict[str, Any]
-    needs: Callable[[], str | None]
 
     def run(self, run_dir: Path, seed: int) -> float:
         """Play it once and check the promise; returns the seconds of the recovery. Raises AssertionError."""
@@ -65,7 +64,6 @@ def scenario(
     bound: str,
     bound_s: float,
     promise: str = PROMISE,
-    needs: Callable[[], str | None] = lambda: None,
     **rig: Any,
 ) -> Callable[[Steps], Steps]:
     """Registers a function; its docstring says what happens. It may leave `rig.finish()` to the caller."""
@@ -84,7 +82,6 @@ def scenario(
             bound_s=bound_s,
             play=play,
             rig=rig,
-            needs=needs,
         )
         return play
 
@@ -93,13 +90,8 @@ def scenario(
 
 def load_all() -> dict[str, Scenario]:
     """Every scenario, in the order of the documentation."""
-    import fault_scenarios_processes  # noqa: F401, I001
-    import fault_scenarios_network  # noqa: F401
-    import fault_scenarios_results  # noqa: F401
-    import fault_scenarios_broker  # noqa: F401
-    import fault_scenarios_redis  # noqa: F401
-    import fault_scenarios_failover  # noqa: F401
-
+    for module in ("processes", "network", "results", "broker", "redis", "failover"):
+        importlib.import_module(f"tests.faults.scenarios.{module}")
     return SCENARIOS
 
 

@@ -1,13 +1,12 @@
 """The processes of a fault test: a broker, a node, a learner. Broker, clients, node loop, heartbeats and task stream
 are the product's own; in place of engine and model there are sleeps, and weights that are a hash of what was trained.
 
-Usage: python fault_roles.py broker|node|learner OPTIONS   (a JSON object: fault_options.py)
+Usage: python -m tests.faults.roles broker|node|learner OPTIONS   (JSON: the broker's config, or options.py)
 """
 
 import asyncio
 import hashlib
 import itertools
-import json
 import logging
 import os
 import random
@@ -19,21 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fault_options import GROUP_SIZE, BrokerOptions, Checkpoint, LearnerOptions, NodeOptions, Trained
 
 from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport
 from broker.main import run_broker
 from broker.messaging.client_methods import LearnerBroker, NodeBroker
-from common.config.schema import (
-    BrokerConfig,
-    Config,
-    LearnerConfig,
-    ModelConfig,
-    RunConfig,
-    StalenessConfig,
-    TasksConfig,
-)
+from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import write_atomic
 from common.rollouts import Sample, VersionRun, decode_group
@@ -47,20 +37,18 @@ from rollout_fleet.node.heartbeat import Heartbeat
 from rollout_fleet.node.node import Node
 from rollout_fleet.node.node_status import OwnStatus
 from rollout_fleet.node.running_groups import NodeParts
+from tests.faults.options import (
+    GROUP_SIZE,
+    GROUPS_PER_STEP,
+    MAX_STALENESS,
+    RETRY_S,
+    Checkpoint,
+    LearnerOptions,
+    NodeOptions,
+    Trained,
+)
 
 logger = logging.getLogger("faults")
-
-
-def broker(o: BrokerOptions) -> int:
-    config = Config(
-        run=RunConfig(name="faults", dir=o.run_dir, steps=1),
-        model=ModelConfig(path="none"),
-        tasks=TasksConfig(environment="none", dataset="none", max_attempts=o.max_attempts),
-        learner=LearnerConfig(groups_per_step=o.groups_per_step),
-        broker=msgspec.convert(o.broker, BrokerConfig),
-        staleness=StalenessConfig(max=o.max_staleness),
-    )
-    return run_broker(config, msgspec.json.encode(config))
 
 
 # -------------------------------------------------------------------- node
@@ -143,7 +131,7 @@ class Repeating:
 
 
 async def node(o: NodeOptions) -> int:
-    access = Access(address=o.address, role="node", deadline_s=10.0, retry_s=o.retry_s)
+    access = Access(address=o.address, role="node", deadline_s=10.0, retry_s=RETRY_S)
     status, feed = OwnStatus(o.name), FileWeights()
     timeout = BrokerTimeout(60.0, o.address)
     async with connect_node(access) as client:
@@ -185,7 +173,7 @@ class Learner:
         step = self._state.step
         attached = self._broker.attach(self._report("starting", step))
         assert attached.committed_step < step, "the broker has committed only what a checkpoint holds"
-        if not self._stream.attach(attached) and not self._o.new_store:
+        if not self._stream.attach(attached):
             raise SlipstreamError("the broker knows less than the checkpoint")
         if step > 0:
             self._broker.commit(step - 1)
@@ -204,11 +192,11 @@ class Learner:
         groups = None
         while groups is None:
             dead = self._broker.status().groups_dead
-            wanted = self._o.groups_per_step * (self._o.max_staleness + 2)
+            wanted = GROUPS_PER_STEP * (MAX_STALENESS + 2)
             missing = wanted - (self._stream.outstanding - dead)
             if missing > 0:
                 self._broker.offer(self._stream.next(missing))
-            groups = self._broker.take(step, self._o.groups_per_step, 1.0, self._o.in_order)
+            groups = self._broker.take(step, GROUPS_PER_STEP, 1.0, self._o.in_order)
         trained: list[list[Any]] = []
         positions = self._stream.state().outstanding
         for group in groups:
@@ -239,26 +227,23 @@ class Learner:
 
 
 def learner(o: LearnerOptions) -> int:
-    with connect(Access(address=o.address, role="learner", deadline_s=o.deadline_s, retry_s=o.retry_s)) as client:
+    with connect(Access(address=o.address, role="learner", deadline_s=o.deadline_s, retry_s=RETRY_S)) as client:
         Learner(o, client).run()
     return 0
 
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    role, options = sys.argv[1], json.loads(sys.argv[2])
+    role, options = sys.argv[1], sys.argv[2].encode()
     try:
         if role == "broker":
-            return broker(msgspec.convert(options, BrokerOptions))
+            return run_broker(msgspec.json.decode(options, type=Config), options)
         if role == "node":
-            return asyncio.run(node(msgspec.convert(options, NodeOptions)))
-        return learner(msgspec.convert(options, LearnerOptions))
-    except UsageError as error:
-        logger.error("%s", error)
-        return 2
+            return asyncio.run(node(msgspec.json.decode(options, type=NodeOptions)))
+        return learner(msgspec.json.decode(options, type=LearnerOptions))
     except SlipstreamError as error:
         logger.error("%s", error)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
 
 
 if __name__ == "__main__":

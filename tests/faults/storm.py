@@ -3,9 +3,9 @@
 import time
 from collections.abc import Sequence
 
-from fault_options import LEASE_S
-from fault_proxy import Proxy
-from fault_rig import Rig
+from tests.faults.options import LEASE_S
+from tests.faults.proxy import Proxy
+from tests.faults.rig import Rig
 
 FAULTS = 8
 

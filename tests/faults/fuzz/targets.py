@@ -1,6 +1,6 @@
 """Processes whose sockets are fuzzed: a broker, or the weight plane's control thread. Killed by the test.
 
-Usage: python fuzz_targets.py broker RUN_DIR KEYS|- | weights RUN_DIR KEYS|-
+Usage: python -m tests.faults.fuzz.targets broker RUN_DIR KEYS|- | weights RUN_DIR KEYS|-
 """
 
 import logging
@@ -11,20 +11,16 @@ import msgspec
 
 from broker.guard import flood_guard
 from broker.main import run_broker
-from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig, WeightsConfig
+from common.config.schema import WeightsConfig
+from common.process.run_dir import write_atomic
+from tests.broker_rig import job
 
 MAX_MESSAGE_BYTES = 1 << 20
 flood_guard.UNEXPLAINED_BYTES = 48 << 20
 
 
 def broker(run_dir: str, credentials: str | None) -> int:
-    config = Config(
-        run=RunConfig(name="fuzzed", dir=run_dir, steps=1),
-        model=ModelConfig(path="none"),
-        tasks=TasksConfig(environment="none", dataset="none", max_attempts=50),
-        learner=LearnerConfig(groups_per_step=2),
-        broker=BrokerConfig(max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials),
-    )
+    config = job(Path(run_dir), max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials)
     return run_broker(config, msgspec.json.encode(config))
 
 
@@ -32,9 +28,7 @@ def weights(run_dir: str, credentials: str | None) -> int:
     from learner.publish.control import PublishControl
 
     control = PublishControl(WeightsConfig(), 0, 1 << 20, credentials)
-    place = Path(run_dir) / "weights.address"
-    place.with_suffix(".part").write_text(control.address)
-    place.with_suffix(".part").rename(place)
+    write_atomic(Path(run_dir) / "weights.address", control.address.encode())
     control.run()
     return 1
 
