@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's random model, tokenizer and problems."""
-    from tests.integration.job_rig import make_assets
+    from tests.integration.jobs.job_rig import make_assets
 
     return make_assets(tmp_path_factory.mktemp("assets") / "assets")
 

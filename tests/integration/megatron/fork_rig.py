@@ -1,4 +1,4 @@
-"""Worlds of ranks, forked from one process that has imported Megatron once, which costs seconds of CPU.
+"""Worlds of ranks, and learners, forked from one process that has imported Megatron once, which costs seconds of CPU.
 
 A test gives `run` groups of specs, each with a job, a function of its module that every rank runs; jobs assert nothing.
 Every spec gets a new world: forking it is cheaper than what an earlier world's groups and threads would cost. All files
@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.process.lifecycle import die_with_parent
+from common.process.lifecycle import die_with_parent, leave
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,13 +44,8 @@ def run(factory: pytest.TempPathFactory, *groups: dict[str, Any]) -> Path:
     folder = factory.mktemp("worlds")
     for name in ("models", "saved", "checkpoints"):
         (folder / name).mkdir()
-    server = _server()
-    order = {"folder": str(folder), "groups": groups}
-    server.stdin.write(json.dumps(order) + "\n")
-    server.stdin.flush()
-    answer = server.stdout.readline()
-    assert answer, f"the process that forks the ranks ended with {server.wait(LIMIT_S)}"
-    if failed := json.loads(answer):
+    _order({"folder": str(folder), "groups": groups})
+    if failed := _answer():
         logs = [f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(folder.glob("*.log"))]
         pytest.fail("\n".join([failed, *logs]), pytrace=False)
     return folder
@@ -70,6 +65,30 @@ def _server() -> "subprocess.Popen[str]":
 
     atexit.register(end)
     return server
+
+
+def start_learner(*arguments: str) -> int:
+    """Fork `python -m learner.main ARGUMENTS`, which needs no time for imports; its process id. One at a time."""
+    _order({"learner": arguments})
+    return _answer()
+
+
+def learner_ended() -> int:
+    """Wait for the end of the learner that was started last; its exit code, negative: the signal that ended it."""
+    return _answer()
+
+
+def _order(order: dict[str, Any]) -> None:
+    server = _server()
+    server.stdin.write(json.dumps(order) + "\n")
+    server.stdin.flush()
+
+
+def _answer() -> Any:
+    server = _server()
+    answer = server.stdout.readline()
+    assert answer, f"the process that forks the ranks ended with {server.wait(LIMIT_S)}"
+    return json.loads(answer)
 
 
 def write(path: Path, rank: int, tensors: dict[str, Tensor], result: dict[str, Any]) -> None:
@@ -172,21 +191,36 @@ def _run_worlds(order: dict[str, Any]) -> str:
     return ""
 
 
+def _run_learner(arguments: list[str], answer: Callable[[Any], None]) -> int:
+    """The exit code; `answer` gets the process id first."""
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        leave(importlib.import_module("learner.main").main(arguments))
+    answer(pid)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def serve() -> None:
-    """Fork worlds as the lines of standard input say; each answer is what went wrong, as JSON."""
+    """Fork worlds and learners as the lines of standard input say; each answer is a line of JSON."""
     torch.set_num_threads(1)
     die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    import learner.main
     import learner.megatron.backend  # noqa: F401
 
-    for line in sys.stdin:
-        try:
-            answer = _run_worlds(json.loads(line))
-        except Exception:
-            answer = traceback.format_exc()
-        answers.write(json.dumps(answer) + "\n")
+    def answer(found: Any) -> None:
+        answers.write(json.dumps(found) + "\n")
         answers.flush()
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            answer(_run_learner(order["learner"], answer) if "learner" in order else _run_worlds(order))
+        except Exception:
+            answer(traceback.format_exc())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from learner.batch.packing import microbatches_for
 from learner.loss.losses import cross_entropy
 from learner.sft.rows import SftDataset, load_tokenizer
-from tests.integration import sft_assets
+from tests.integration.learner import sft_assets
 from tests.integration.megatron import fork_rig, tiny_models
 from tests.integration.megatron.fork_rig import Outcome, group, relative
 

@@ -1,22 +1,12 @@
 """Which way the weights take to whom: newcomers, nodes that no collective reaches, peers as sources, no overlap."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from common.security.credentials import KeyFolder
 from launch.keys import make
-from tests.integration.plane_rig import NodeProcess, Plane, weights
+from tests.integration.weights.plane_rig import NodeProcess, Plane, weights
 from tests.waiting import until
-
-
-@pytest.fixture
-def plane() -> Iterator[Plane]:
-    made = Plane()
-    yield made
-    made.close()
 
 
 def ways(node: NodeProcess) -> list[object]:

@@ -1,6 +1,7 @@
 """Whole jobs as a person starts them: `slipstream` commands in subprocesses, watched from the outside."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -8,17 +9,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import yaml
 
+from common.json_lines import read_jsonl
+from launch.cli import main
 from launch.quickstart.assets import main as build_assets
 from tests import waiting
+from tests.launch_rig import ROOT, run_cli
 from tests.waiting import LIMIT_S
 
-COMMAND = [sys.executable, "-m", "launch.cli"]
-REPOSITORY = Path(__file__).resolve().parents[2]
+SLIPSTREAM = [sys.executable, "-m", "launch.cli"]
 JOB_S = 4 * LIMIT_S  # for a whole job
 STALENESS = 1
 GROUPS = 4  # per step
@@ -36,7 +39,7 @@ def write_config(path: Path, assets: Path, run_dir: Path, steps: int, **sections
         "run": {"name": "end-to-end", "dir": str(run_dir), "seed": 1, "steps": steps},
         "model": {"path": str(assets / "model"), "dtype": "float32"},
         "tasks": {
-            "environment": "tests.integration.letters:EvenDigits",
+            "environment": "tests.integration.jobs.letters:EvenDigits",
             "dataset": str(assets / "addition" / "train.jsonl"),
         },
         "learner": {
@@ -59,18 +62,17 @@ def write_config(path: Path, assets: Path, run_dir: Path, steps: int, **sections
     return path
 
 
-class Command:
-    """A running `slipstream` command; killed with everything that it started when the test leaves the block."""
+class Process:
+    """A child that writes to a log; killed with everything that it started when the test leaves the block."""
 
-    def __init__(self, folder: Path, name: str, *words: str) -> None:
-        self.name, self.log = name, folder / f"{name}.out"
-        self._words = words
+    def __init__(self, log: Path, command: list[str], **environment: str) -> None:
+        self.name, self.log, self._command = log.stem, log, command
+        self._environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
 
-    def __enter__(self) -> "Command":
-        env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    def __enter__(self) -> Self:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*COMMAND, *self._words], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env, process_group=0
+                self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self._environment, process_group=0
             )
         return self
 
@@ -91,38 +93,54 @@ class Command:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} still runs after {timeout_s:g} s:\n{self.output()}") from None
 
+    def drain(self) -> None:
+        """SIGTERM, which it must obey."""
+        self.signal(signal.SIGTERM)
+        assert self.wait() == 0, self.output()
+
     def output(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.log.read_text(errors="replace")[-6000:]
+
+
+class Command(Process):
+    """A running `slipstream` command."""
+
+    def __init__(self, folder: Path, name: str, *words: str) -> None:
+        super().__init__(folder / f"{name}.out", [*SLIPSTREAM, *words])
 
 
 def slipstream(*words: str) -> str:
     """Output of a command that must succeed."""
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_cli(*words)
+    assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
+def told(*words: str) -> Any:
+    """The JSON of a command, run in this process: a process of its own would keep a core busy while it is polled."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main([*words, "--json"]) == 0
+    return json.loads(out.getvalue())
+
+
 def status(run_dir: Path) -> dict[str, Any]:
-    return json.loads(slipstream("status", str(run_dir), "--json"))
+    return told("status", str(run_dir))
 
 
 def ledger(run_dir: Path) -> list[dict[str, Any]]:
-    return json.loads(slipstream("ledger", str(run_dir), "--json"))
+    return told("ledger", str(run_dir))
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
-    text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return list(read_jsonl(run_dir / "metrics.jsonl"))
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return list(read_jsonl(run_dir / "events.jsonl"))
 
 
-def until(what: str, condition: Callable[[], Any], *commands: Command) -> Any:
+def until(what: str, condition: Callable[[], Any], *commands: Process) -> Any:
     """Wait for something; fails at once when a command that should run has ended."""
 
     def check() -> None:
@@ -166,7 +184,5 @@ def assert_trained_exactly_once(run_dir: Path, steps: int) -> None:
     assert set(per_step.values()) == {GROUPS}
     for entry in committed:
         assert entry["version_min"] <= entry["version_max"] <= entry["step"]
-        if (
-            entry["step"] - entry["version_min"] > STALENESS
-        ):  # overtaken: its old tokens left the loss, and were counted
+        if entry["step"] - entry["version_min"] > STALENESS:  # its old tokens left the loss, and were counted
             assert lines[entry["step"]]["tokens_expired"] > 0

@@ -1,27 +1,25 @@
 """No rank waits for another one for ever: a stopped rank, a cut cable, and a fleet that is merely absent."""
 
 import contextlib
+import os
 import signal
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from common.process.lifecycle import alive
 from launch.up.supervisor import RoleSpec, Supervisor
-from tests.integration.network_hosts import ADDRESSES, INTERFACE, Hosts, connected_hosts
-from tests.integration.test_learner_resume import (
-    ENVIRONMENT,
-    GROUPS,
-    STEPS,
-    Job,
-    assert_delivered_once,
-    process,
-    wait_for,
-)
-from tests.waiting import LIMIT_S, until
+from tests.integration.jobs.job_rig import Process
+from tests.integration.jobs.job_rig import until as until_commands
+from tests.integration.learner.learner_rig import GROUPS, STEPS, Job, assert_delivered_once
+from tests.integration.learner.network_hosts import ADDRESSES, INTERFACE, Hosts, connected_hosts
+from tests.waiting import until
 
-TWO_RANKS = ", world_size: 2, timeout_s: {}"
+
+def two_ranks(timeout_s: int) -> dict[str, Any]:
+    return {"world_size": 2, "timeout_s": timeout_s}
 
 
 def rank_process(parent: int, rank: int) -> psutil.Process:
@@ -37,16 +35,12 @@ def log_of(job: Job, rank: int) -> str:
     return (job.run.logs / f"learner-{rank}.log").read_text()
 
 
-def assert_every_step_once(job: Job) -> None:
-    assert [line.step for line in job.lines()] == list(range(STEPS))
-
-
 def test_a_stopped_rank_is_named_and_killed_and_the_job_resumes(tmp_path: Path, model: Path) -> None:
-    job = Job(tmp_path / "job", model, TWO_RANKS.format(20), checkpoint="every: 1")
+    job = Job(tmp_path / "job", model, two_ranks(20), {"every": 1})
     events: list[tuple[str, object]] = []
     supervisor = Supervisor(lambda kind, detail: events.append((kind, detail.get("exit_code"))))
     with job.served() as client:
-        spec = RoleSpec("learner", job.learner(ranks=2), tmp_path / "torchrun.log", ENVIRONMENT, max_restarts=1)
+        spec = RoleSpec("learner", job.words(2), tmp_path / "torchrun.log", dict(os.environ), max_restarts=1)
 
         def seen(event: tuple[str, object]) -> bool:
             supervisor.poll()
@@ -66,53 +60,54 @@ def test_a_stopped_rank_is_named_and_killed_and_the_job_resumes(tmp_path: Path, 
         finally:
             supervisor.kill_all()
         assert client.status().learner.incarnation == 1
-        assert_delivered_once(client)
-    assert_every_step_once(job)
+        assert_delivered_once(client.ledger())
+    job.assert_every_step_once()
 
 
-def ranks_on(hosts: Hosts, job: Job) -> contextlib.AbstractContextManager[list[subprocess.Popen[str]]]:
+@contextlib.contextmanager
+def ranks_on(hosts: Hosts, job: Job) -> Iterator[list[Process]]:
     """Both ranks, each on its host."""
-
-    @contextlib.contextmanager
-    def both():
-        with contextlib.ExitStack() as stack:
-            yield [stack.enter_context(process(hosts.command(r, job.learner()), env=environment(r))) for r in range(2)]
-
-    def environment(rank: int) -> dict[str, str]:
-        world = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-        store = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29517", "GLOO_SOCKET_IFNAME": INTERFACE}
-        return {**ENVIRONMENT, **world, **store}
-
-    return both()
+    world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29517"}
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Process(
+                    job.folder / f"rank-{rank}.log",
+                    hosts.command(rank, job.words(1)),
+                    **{"RANK": str(rank), "GLOO_SOCKET_IFNAME": INTERFACE, **world},
+                )
+            )
+            for rank in range(2)
+        ]
 
 
 def test_ranks_with_a_cut_cable_between_them_end_and_resume(tmp_path: Path, model: Path) -> None:
-    job = Job(tmp_path / "job", model, TWO_RANKS.format(20), "every: 1", f"address: 'ipc://{tmp_path}/broker'")
+    job = Job(tmp_path / "job", model, two_ranks(20), {"every": 1}, {"address": f"ipc://{tmp_path}/broker"})
     with connected_hosts() as hosts, job.served() as client:
         with ranks_on(hosts, job) as ranks:
-            wait_for(lambda: len(job.lines()) >= 2, ranks[0])
+            until_commands("two steps", lambda: len(job.lines()) >= 2, *ranks)
             hosts.cut()
             until(lambda: client.status().learner.state == "stalled", "the status to mention the silence")
             assert client.status().learner.waiting_on.startswith("rank 1 silent for ")
-            assert [rank.wait(LIMIT_S) for rank in ranks] == [1, 1]
+            assert [rank.wait() for rank in ranks] == [1, 1]
         for rank in range(2):
             assert f"rank {1 - rank} silent for " in log_of(job, rank)
         assert client.status().learner.state == "failed"
         hosts.connect()
         with ranks_on(hosts, job) as ranks:
-            assert [rank.wait(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].stderr.read()[-3000:]
-        assert_delivered_once(client)
-    assert_every_step_once(job)
+            assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
+        assert_delivered_once(client.ledger())
+    job.assert_every_step_once()
 
 
 def test_waiting_for_an_absent_fleet_ends_no_rank(tmp_path: Path, model: Path) -> None:
-    job = Job(tmp_path / "job", model, TWO_RANKS.format(10))
-    with job.broker() as client, process(job.learner(ranks=2)) as learner:
+    job = Job(tmp_path / "job", model, two_ranks(10))
+    with job.broker(), job.client() as client, job.learner(ranks=2) as learner:
         until(lambda: client.status().learner is not None, "the learner's first report")
         until(lambda: client.status().learner.state == "waiting", "the learner to wait for groups")
         until(lambda: client.status().learner.since_s > 25, "more than twice the limit to pass")
         with job.node():
-            assert learner.wait(LIMIT_S) == 0, learner.stderr.read()[-3000:]
+            assert learner.wait() == 0, learner.output()
         assert client.status().learner.incarnation == 0
         assert client.status().groups_committed == STEPS * GROUPS
-    assert_every_step_once(job)
+    job.assert_every_step_once()

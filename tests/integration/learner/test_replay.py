@@ -1,60 +1,27 @@
 """Recorded groups: a learner and a broker killed with -9 end as if nothing had been, and a replay computes the same."""
 
-import contextlib
-import hashlib
 import json
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from broker.contract import LedgerEntry
-from broker.messaging.sync_client import BrokerClient
 from common.metrics import StepMetrics, read_metrics
 from common.process.run_dir import RunDir
-from tests.integration.test_learner_resume import (
-    BROKER,
-    ENVIRONMENT,
-    GROUP_SIZE,
-    GROUPS,
-    HERE,
-    STEPS,
-    VOCABULARY,
-    Job,
-    process,
-    wait_for,
-)
+from tests.integration.jobs.job_rig import until
+from tests.integration.learner.learner_rig import STEPS, Job, weights_of
+from tests.launch_rig import run_cli
 from tests.redis_server import RedisServer
-from tests.waiting import LIMIT_S
 
-LEARNER = ", dynamic_sampling: true"
-
-
-@contextlib.contextmanager
-def broker(job: Job) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A broker process of the job, and its address."""
-    job.run.broker_json.unlink(missing_ok=True)
-    with process([sys.executable, "-c", BROKER, str(job.config)]) as child:
-        wait_for(lambda: job.run.broker() is not None, child)
-        yield child, job.run.broker().address
-
-
-@contextlib.contextmanager
-def node(address: str) -> Iterator[subprocess.Popen[str]]:
-    words = [address, str(VOCABULARY), str(GROUP_SIZE), str(GROUPS)]
-    with process([sys.executable, str(HERE / "recorded_node.py"), *words]) as child:
-        yield child
+LEARNER = {"dynamic_sampling": True}
+KEPT = {"every": 3, "keep": 9, "asynchronous": False}
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Job:
     """A run that nothing happened to, ended; its store holds all its groups."""
-    folder = tmp_path_factory.mktemp("unbroken") / "job"
-    job = Job(folder, model, LEARNER, checkpoint="every: 3, keep: 9, asynchronous: false")
+    job = Job(tmp_path_factory.mktemp("unbroken") / "job", model, LEARNER, KEPT)
     with job.served():
         job.finish()
     assert any(filtered for _, _, _, filtered in ledger(job)), "some groups must be without signal"
@@ -68,8 +35,7 @@ def ledger(job: Job) -> list[tuple[int, str, int | None, bool]]:
 
 
 def replay(job: Job, out: Path, *words: str, code: int = 0) -> str:
-    command = [sys.executable, "-m", "launch.cli", "replay", str(job.run.path), "--out", str(out), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=ENVIRONMENT, check=False)
+    done = run_cli("replay", str(job.run.path), "--out", str(out), *words)
     assert done.returncode == code, done.stderr[-3000:]
     return done.stdout if code == 0 else done.stderr
 
@@ -78,27 +44,24 @@ def figures(lines: list[StepMetrics], first: int = 0) -> list[tuple[int, float, 
     return [(x.step, x.loss, x.grad_norm, x.reward_mean) for x in lines if x.step >= first]
 
 
-def weights(run: RunDir) -> str:
-    return hashlib.sha256((run.model / "model.safetensors").read_bytes()).hexdigest()
-
-
 def test_a_learner_and_a_broker_killed_with_9_end_bitwise_as_if_neither_was(
     tmp_path: Path, model: Path, unbroken: Job
 ) -> None:
-    job = Job(tmp_path / "job", model, LEARNER, checkpoint="every: 3, asynchronous: false")
-    with broker(job) as (first, address), node(address) as generating:
-        with process(job.learner()) as learner:
-            wait_for(lambda: len(job.lines()) >= 5, learner)
-            learner.kill()
-            first.kill()
-            assert (learner.wait(LIMIT_S), first.wait(LIMIT_S)) == (-signal.SIGKILL, -signal.SIGKILL)
+    job = Job(tmp_path / "job", model, LEARNER, {"every": 3, "asynchronous": False})
+    with job.broker() as first, job.node() as generating:
+        address = job.run.broker().address
+        job.start()
+        job.until(lambda: len(job.lines()) >= 5)
+        job.kill()
+        first.process.kill()
+        first.wait()
         assert not job.run.model.exists()
-        with broker(job) as (second, again):
-            assert again == address, "the node finds it where it was"
+        with job.broker() as second:
+            assert job.run.broker().address == address, "the node finds it where it was"
             job.finish()
-            with BrokerClient(again) as client:
+            with job.client() as client:
                 assert client.status().learner.incarnation == 1
-            wait_for(lambda: generating.poll() is not None, second)
+            until("the end of the node", lambda: generating.process.poll() is not None, second)
     assert ledger(job) == ledger(unbroken), "every group in exactly one step, the same one"
     assert job.weights() == unbroken.weights()
     assert figures(job.lines()) == figures(unbroken.lines())
@@ -108,7 +71,7 @@ def test_a_replay_from_the_start_computes_what_the_run_computed(tmp_path: Path, 
     said = replay(unbroken, tmp_path / "out")
     again = RunDir(tmp_path / "out")
     assert figures(read_metrics(again.metrics, StepMetrics)) == figures(unbroken.lines())
-    assert weights(again) == unbroken.weights()
+    assert weights_of(again) == unbroken.weights()
     assert "all 8 steps equal the run's, bit for bit" in said
     assert said.count("loss") == STEPS
     assert json.loads((again.path / "replay.json").read_bytes())["checkpoint"] is None
@@ -138,15 +101,12 @@ def test_a_run_on_redis_computes_and_replays_what_the_embedded_broker_s_does(
 ) -> None:
     server = RedisServer(tmp_path, {"appendonly": "yes", "appendfsync": "always"})
     try:
-        store = f"store: redis, redis: '{server.address}'"
-        job = Job(tmp_path / "job", model, LEARNER, "every: 3, keep: 9, asynchronous: false", store)
-        with process([sys.executable, "-m", "launch.cli", "broker", str(job.config)]) as broker:
-            wait_for(lambda: job.run.broker() is not None, broker)
-            with node(job.run.broker().address):
-                job.finish()
+        job = Job(tmp_path / "job", model, LEARNER, KEPT, {"store": "redis", "redis": server.address})
+        with job.served():
+            job.finish()
         assert job.weights() == unbroken.weights()
         said = replay(job, tmp_path / "out", "--from", "3")
         assert "all 5 steps equal the run's, bit for bit" in said
-        assert weights(RunDir(tmp_path / "out")) == job.weights()
+        assert weights_of(RunDir(tmp_path / "out")) == job.weights()
     finally:
         server.stop()

@@ -5,15 +5,12 @@ The node serves both environments through one class beside the test's config. Te
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,7 +21,8 @@ from common.config.schema import WeightsConfig
 from common.rollouts import Sample, Task, decode_group
 from launch.quickstart.assets import build
 from learner.publish.publisher import WeightPublisher
-from tests.waiting import LIMIT_S, until
+from tests.integration.jobs.job_rig import Command, descendants, survivors, until
+from tests.waiting import LIMIT_S
 
 GROUP_SIZE, PER_STEP, EOS = 4, 4, 1
 TOLERANCE = 2e-4
@@ -87,9 +85,10 @@ class Job:
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "assets/model")
         (folder / "mixed_environment.py").write_text(ENVIRONMENT)
         (folder / "job.yaml").write_text(json.dumps(self._config()))
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.broker = self._start("broker", str(folder / "job.yaml"))
-        self.node = self._start("rollout", str(folder / "job.yaml"), "--node-id", "n0")
+        self._commands = ExitStack()
+        config = str(folder / "job.yaml")
+        self.broker = self._commands.enter_context(Command(folder, "broker", "broker", config))
+        self.node = self._commands.enter_context(Command(folder, "node", "rollout", config, "--node-id", "n0"))
         self.publisher = WeightPublisher(0, "float32", WeightsConfig(timeout_s=60.0, bucket_mib=1))
         self.models: dict[int, Any] = {0: warmed(folder / "assets")}
         self.client = BrokerClient(self._broker_address(), deadline_s=LIMIT_S)
@@ -115,28 +114,9 @@ class Job:
             "broker": {"lease_s": 30, "heartbeat_s": 0.2},
         }  # fmt: skip
 
-    def _start(self, *words: str) -> "subprocess.Popen[bytes]":
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-        log = (self.folder / f"{words[0]}.log").open("wb")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "launch.cli", *words],
-            cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        log.close()
-        self.processes.append(process)
-        return process
-
-    def log(self, role: str) -> str:
-        return (self.folder / f"{role}.log").read_text(errors="replace")[-4000:]
-
     def until(self, found: Callable[[], Any]) -> Any:
         """The first true value of `found` while broker and node run."""
-
-        def check() -> None:
-            for process, role in ((self.broker, "broker"), (self.node, "rollout")):
-                assert process.poll() is None, f"{role} ended with {process.returncode}:\n{self.log(role)}"
-
-        return until(found, check=check, told=lambda: self.log("rollout"), every_s=0.02)
+        return until("", found, self.broker, self.node)
 
     def _broker_address(self) -> str:
         file = self.folder / "run/broker.json"
@@ -178,10 +158,7 @@ class Job:
     def close(self) -> None:
         self.client.close()
         self.publisher.close()
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait(LIMIT_S)
+        self._commands.close()
 
 
 @pytest.fixture(scope="module")
@@ -275,12 +252,10 @@ def test_environments_that_raise_or_hang_fail_their_groups_and_not_the_node(job:
 
 
 def test_sigterm_drains_the_node_and_leaves_no_process_behind(job: Job) -> None:
-    family = psutil.Process(job.node.pid).children(recursive=True)
+    family = descendants(job.node.process.pid)
     assert family
-    job.node.send_signal(signal.SIGTERM)
-    assert job.node.wait(LIMIT_S) == 0, job.log("rollout")
-    _, alive = psutil.wait_procs(family, timeout=LIMIT_S)
-    assert not alive
+    job.node.drain()
+    assert survivors(family) == []
     status = job.client.status()
     assert status.groups_leased == 0
     assert [n for n in status.nodes if n.report.node_id == "n0"] == []

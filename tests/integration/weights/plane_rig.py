@@ -18,7 +18,7 @@ from common.weights.collectives import GroupFactory
 from common.weights.transports.registry import open_group
 from learner.publish.publisher import WeightPublisher
 from tests import forked
-from tests.integration import weight_plane_node
+from tests.integration.weights import weight_plane_node
 from tests.waiting import LIMIT_S
 
 BUCKET = 64 << 10
@@ -92,14 +92,10 @@ class Plane:
         self.closing.append(publisher.close)
         return publisher
 
-    def nodes(self, *ids: str, arguments: tuple[str, ...] = ()) -> list[NodeProcess]:
-        nodes = [NodeProcess(i, *arguments) for i in ids]
-        self.closing.extend(n.close for n in nodes)
-        return nodes
-
     def following(self, address: str, *ids: str, arguments: tuple[str, ...] = ()) -> list[NodeProcess]:
         """Nodes that are up and follow the publisher there."""
-        nodes = self.nodes(*ids, arguments=arguments)
+        nodes = [NodeProcess(i, *arguments) for i in ids]
+        self.closing.extend(n.close for n in nodes)
         for node in nodes:
             node.wait("up")
             node.follow(address)

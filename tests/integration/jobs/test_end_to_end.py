@@ -1,8 +1,13 @@
 """Whole jobs with every real part: ZeroMQ broker, Megatron learner under torchrun, vLLM nodes."""
 
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from tests.integration.job_rig import (
+import pytest
+
+from tests.integration.jobs.job_rig import (
     GROUPS,
     STALENESS,
     Command,
@@ -18,49 +23,75 @@ from tests.integration.job_rig import (
     until,
     write_config,
 )
+from tests.redis_server import RedisServer
 
 SLOW = {"options": {"pause_s": 0.25}}  # a step takes about this long at least, however fast the machine is
 
 
-def test_job_survives_kills_of_node_broker_and_learner(assets, tmp_path):
-    run_dir, steps = tmp_path / "run", 60
-    config = write_config(tmp_path / "job.yaml", assets, run_dir, steps, tasks=SLOW)
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that forgets nothing."""
+    (tmp_path / "redis").mkdir()
+    server = RedisServer(tmp_path / "redis", {"appendonly": "yes", "appendfsync": "always"})
+    yield server
+    server.stop()
+
+
+def pids(seen: dict[str, Any], *roles: str) -> list[int]:
+    """Process ids of broker, learner or of the nodes that are there."""
+    nodes = [node["pid"] for node in seen["nodes"] if node["state"] != "gone"]
+    return [pid for role in roles for pid in (nodes if role == "nodes" else [seen[role]["pid"]])]
+
+
+def test_a_job_on_redis_survives_kills_of_the_server_node_broker_and_learner(assets, redis, tmp_path):
+    run_dir, steps = tmp_path / "run", 24
+    broker = {"store": "redis", "redis": redis.address}
+    config = write_config(tmp_path / "job.yaml", assets, run_dir, steps, tasks=SLOW, broker=broker)
     with Command(tmp_path, "up", "up", str(config)) as up:
-        until("second step", lambda: len(metrics(run_dir)) >= 2, up)
-        running = status(run_dir)
-        assert running["live"]
-        assert {"pid", "state", "policy_version", "waiting_on", "since_s"} <= running["learner"].keys()
-        assert {"pid", "address", "groups_ready", "groups_leased"} <= running["broker"].keys()
-        (node,) = running["nodes"]
+
+        def go_on(what: str) -> dict[str, Any]:
+            """The status after more steps."""
+            reached = len(metrics(run_dir))
+            until(f"steps after {what}", lambda: len(metrics(run_dir)) > reached + 3, up)
+            return status(run_dir)
+
+        first = go_on("the start")
+        assert first["live"] and first["broker"]["address"].startswith("tcp://")
+        assert {"pid", "state", "policy_version", "waiting_on", "since_s"} <= first["learner"].keys()
+        assert {"pid", "address", "groups_ready", "groups_leased"} <= first["broker"].keys()
+        (node,) = first["nodes"]
         assert {"id", "pid", "state", "policy_version", "leases"} <= node.keys()
         assert node["id"] == "node-0"
         assert any(entry["state"] == "committed" for entry in until("commit", lambda: ledger(run_dir), up))
 
-        kill(node["pid"])
-        reached = metrics(run_dir)[-1]["step"]
-        until("steps after the node came back", lambda: len(metrics(run_dir)) > reached + 4, up)
-        second = status(run_dir)
-        assert [n["id"] for n in second["nodes"] if n["state"] != "gone"] == ["node-0"]
-        assert all(n["pid"] != node["pid"] for n in second["nodes"] if n["state"] != "gone")
+        redis.kill()
+        redis.start()
+        second = go_on("Redis came back")
+        everyone = ("broker", "learner", "nodes")
+        assert pids(second, *everyone) == pids(first, *everyone), "nobody had to restart"
 
         kill(second["broker"]["pid"])
-        reached = metrics(run_dir)[-1]["step"]
-        until("steps after the broker came back", lambda: len(metrics(run_dir)) > reached + 4, up)
-        third = status(run_dir)
+        third = go_on("the broker came back")
         assert third["broker"]["pid"] != second["broker"]["pid"]
-        assert third["learner"]["pid"] == second["learner"]["pid"], "the learner noticed no more than a slow answer"
-        assert [n["pid"] for n in third["nodes"] if n["state"] != "gone"] == [
-            n["pid"] for n in second["nodes"] if n["state"] != "gone"
-        ]
+        rest = ("learner", "nodes")
+        assert pids(third, *rest) == pids(second, *rest), "the others noticed no more than a slow answer"
 
-        kill(third["learner"]["pid"])
+        kill(third["nodes"][0]["pid"])
+        fourth = go_on("the node came back")
+        assert [n["id"] for n in fourth["nodes"] if n["state"] != "gone"] == ["node-0"]
+        assert pids(fourth, "nodes") != pids(third, "nodes")
+
+        kill(fourth["learner"]["pid"])
         processes = descendants(up.process.pid)
         assert up.wait() == 0, up.output()
     assert survivors(processes) == []
     assert_trained_exactly_once(run_dir, steps)
     assert metrics(run_dir)[-1]["incarnation"] == 1
-    kinds = [event["kind"] for event in events(run_dir)]
+    assert {entry["state"] for entry in ledger(run_dir)} <= {"committed", "pending", "ready"}
+    told = events(run_dir)
+    kinds = [event["kind"] for event in told]
     assert kinds.count("role_crashed") == kinds.count("role_restarted") == 3
+    assert sum(event["detail"]["groups"] for event in told if event["kind"] == "commit") == steps * GROUPS
     assert f"done: {steps} of {steps} steps" in up.output()
     assert (run_dir / "model" / "model.safetensors").is_file()
     ended = status(run_dir)

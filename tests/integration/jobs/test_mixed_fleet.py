@@ -1,13 +1,12 @@
 """A whole job of roles that are started one by one, with engines of different sizes: tensor parallelism 1 and 2."""
 
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.integration.job_rig import (
+from tests.integration.jobs.job_rig import (
     Command,
     assert_trained_exactly_once,
     descendants,
@@ -87,8 +86,7 @@ def test_roles_started_separately_with_engines_of_one_and_of_two_workers_train_o
                     reached = [node["joined"][stage] for stage in STAGES]
                     assert reached[0] > 0 and reached == sorted(reached)
                 for command in (wide, learner, narrow, broker):
-                    command.signal(signal.SIGTERM)
-                    assert command.wait() == 0, command.output()
+                    command.drain()
     lines = metrics(run_dir)
     assert status(run_dir)["learner"]["policy_version"] == len(lines)
     assert not [entry for entry in ledger(run_dir) if entry["state"] == "leased"]

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,24 +16,14 @@ from common.weights import messages
 from common.weights.messages import Canary
 from common.weights.transports.gloo import GlooGroup
 from launch.keys import make
-from tests.integration.plane_rig import Plane, weights
+from tests.integration.weights.plane_rig import Plane, weights
 from tests.waiting import LIMIT_S, until
-
-
-@pytest.fixture
-def plane() -> Iterator[Plane]:
-    made = Plane()
-    yield made
-    made.close()
 
 
 def test_versions_reach_every_node_and_a_late_one_at_once(plane: Plane) -> None:
     publisher = plane.publisher()
     address = publisher.start()
-    first, second, late = plane.nodes("n0", "n1", "late")
-    for node in (first, second):
-        node.wait("up")
-        node.follow(address)
+    first, second = plane.following(address, "n0", "n1")
     until(lambda: publisher.stats().nodes == 2)
     receipt = publisher.publish(3, weights(3), None)
     assert receipt.payload_bytes == 200_000 * 4 + 192
@@ -50,8 +40,7 @@ def test_versions_reach_every_node_and_a_late_one_at_once(plane: Plane) -> None:
     epochs = [e["epoch"] for e in first.events if e["event"] == "epoch"]
     assert len(epochs) == 1, "the group of unchanged members is used again"
 
-    late.wait("up")
-    late.follow(address)
+    (late,) = plane.following(address, "late")
     assert late.wait("active", version=4)["value"] == 4.0
     assert all(e["event"] != "epoch" or e["size"] == 2 for e in late.events), "a newcomer does not stop the others"
     publisher.publish(5, weights(5), None)
@@ -66,11 +55,10 @@ def test_with_keys_versions_reach_the_nodes_of_the_key_folder_and_no_others(plan
     make(others, ["n2"])
     publisher = plane.publisher(credentials=str(ours.path))
     address = publisher.start()
-    members = [plane.nodes(i, arguments=("--credentials", str(ours.nodes / f"{i}.json")))[0] for i in ("n0", "n1")]
-    strangers = [*plane.nodes("n2", arguments=("--credentials", str(others.path))), *plane.nodes("keyless")]
-    for node in (*strangers, *members):
-        node.wait("up")
-        node.follow(address)
+    stranger = plane.following(address, "n2", arguments=("--credentials", str(others.path)))
+    strangers = [*stranger, *plane.following(address, "keyless")]
+    keys = [(name, ("--credentials", str(ours.nodes / f"{name}.json"))) for name in ("n0", "n1")]
+    members = [plane.following(address, name, arguments=key)[0] for name, key in keys]
     until(lambda: publisher.stats().nodes == 2)
     publisher.publish(1, weights(1), None)
     for node in members:
@@ -86,11 +74,8 @@ def test_a_member_lost_mid_broadcast_does_not_keep_the_version_from_the_others(p
     timeout_s = 4.0
     publisher = plane.publisher(timeout_s=timeout_s)
     address = publisher.start()
-    survivors = plane.nodes("n0", "n1")
-    (victim,) = plane.nodes("victim", arguments=("--fault", fault, "--at", "18"))  # in the second publish
-    for node in (*survivors, victim):
-        node.wait("up")
-        node.follow(address)
+    survivors = plane.following(address, "n0", "n1")
+    (victim,) = plane.following(address, "victim", arguments=("--fault", fault, "--at", "18"))  # in the second publish
     until(lambda: publisher.stats().nodes == 3)
     publisher.publish(1, weights(1), None)
     for node in (*survivors, victim):
@@ -117,11 +102,8 @@ def test_a_member_lost_mid_broadcast_does_not_keep_the_version_from_the_others(p
 def test_a_corrupted_bucket_is_rejected_sent_again_and_never_activated(plane: Plane) -> None:
     publisher = plane.publisher()
     address = publisher.start()
-    (good,) = plane.nodes("good")
-    (bad,) = plane.nodes("bad", arguments=("--fault", "corrupt", "--at", "5"))
-    for node in (good, bad):
-        node.wait("up")
-        node.follow(address)
+    (good,) = plane.following(address, "good")
+    (bad,) = plane.following(address, "bad", arguments=("--fault", "corrupt", "--at", "5"))
     until(lambda: publisher.stats().nodes == 2)
     publisher.publish(1, weights(1), None)
     failed = bad.wait("failed", version=1)
@@ -145,11 +127,7 @@ def test_a_delta_reaches_those_who_hold_its_base_and_everyone_else_gets_the_whol
 ) -> None:
     publisher = plane.publisher(encoding="delta", transport=transport)
     address = publisher.start()
-    first, second, late = plane.nodes("n0", "n1", "late")
-
-    for node in (first, second):
-        node.wait("up")
-        node.follow(address)
+    first, second = plane.following(address, "n0", "n1")
     until(lambda: publisher.stats().nodes == 2)
     whole = publisher.publish(1, mostly_alike(1), None).payload_bytes
     for node in (first, second):
@@ -162,8 +140,7 @@ def test_a_delta_reaches_those_who_hold_its_base_and_everyone_else_gets_the_whol
         assert node.wait("active", version=2)["value"] == 2.0
     until(lambda: publisher.stats().version_active == 2)
     assert publisher.stats().publish_bytes < 2 * whole / 4
-    late.wait("up")
-    late.follow(address)
+    (late,) = plane.following(address, "late")
     assert late.wait("active", version=2)["value"] == 2.0, "a newcomer gets it whole"
     publisher.publish(3, mostly_alike(3), None)
     for node in (first, second, late):
@@ -198,9 +175,7 @@ def test_a_node_that_joins_again_gets_the_next_version_whole_beside_the_delta_of
 
 def test_a_node_whose_weights_do_not_prove_is_excluded_and_said_to_be(plane: Plane) -> None:
     publisher = plane.publisher()
-    (node,) = plane.nodes("n0", arguments=("--break-load",))
-    node.wait("up")
-    node.follow(publisher.start())
+    (node,) = plane.following(publisher.start(), "n0", arguments=("--break-load",))
     until(lambda: publisher.stats().nodes == 1)
     publisher.publish(1, weights(1), None)
     assert "published" in str(node.wait("excluded")["reason"])
@@ -210,9 +185,7 @@ def test_a_node_whose_weights_do_not_prove_is_excluded_and_said_to_be(plane: Pla
 
 def test_a_canary_out_of_tolerance_stops_the_node(plane: Plane) -> None:
     publisher = plane.publisher()
-    (node,) = plane.nodes("n0")
-    node.wait("up")
-    node.follow(publisher.start())
+    (node,) = plane.following(publisher.start(), "n0")
     publisher.publish(1, weights(1), Canary([1, 2], [float("nan")], tolerance=10.0))
     assert "canary" in str(node.wait("excluded")["reason"])
     until(lambda: "canary" in (publisher.stats().fatal or ""))
@@ -228,9 +201,7 @@ def test_the_newest_version_wins_when_publishes_outrun_the_transfer(plane: Plane
             return super().post(bucket, timeout_s)
 
     publisher = plane.publisher(factory=SlowGroup)
-    (node,) = plane.nodes("n0")
-    node.wait("up")
-    node.follow(publisher.start())
+    (node,) = plane.following(publisher.start(), "n0")
     until(lambda: publisher.stats().nodes == 1)
     for version in range(1, 6):
         receipt = publisher.publish(version, weights(version), None)
@@ -243,9 +214,7 @@ def test_the_newest_version_wins_when_publishes_outrun_the_transfer(plane: Plane
 
 def test_a_restarted_learner_wins_even_with_a_lower_version(plane: Plane) -> None:
     old = plane.publisher(incarnation=0)
-    (node,) = plane.nodes("n0")
-    node.wait("up")
-    node.follow(old.start(), 0)
+    (node,) = plane.following(old.start(), "n0")
     old.publish(9, weights(9), None)
     node.wait("active", version=9, incarnation=0)
     new = plane.publisher(incarnation=1)

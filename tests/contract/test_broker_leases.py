@@ -1,0 +1,260 @@
+"""Leases: who gets which task, for how long, and how often."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from broker.delivery.leasing import ALONE
+from common.errors import BrokerError
+from tests.broker_rig import node_report
+from tests.contract.backends import GROUPS_PER_STEP, LEASE_S, META, Backend, tasks
+from tests.waiting import LIMIT_S
+
+
+def test_register_tells_a_node_about_the_run(backend: Backend) -> None:
+    run = backend.run(backend.node.register(node_report()))
+    assert run.name.startswith("test")
+    assert (run.groups_per_step, run.config) == (GROUPS_PER_STEP, b'{"a": 1}')
+
+
+def test_leases_are_the_oldest_tasks_inside_the_staleness_window(backend: Backend) -> None:
+    backend.begin(10)
+    assert [le.task.serial for le in backend.lease(3)] == [0, 1, 2]
+    assert [le.task.serial for le in backend.lease(10)] == [3]  # 2 groups a step, one step ahead: serials 0 to 3
+    assert backend.lease(10) == []
+    assert [le.task.serial for le in backend.lease(10, version=2)] == [4, 5, 6, 7]
+
+
+def test_a_node_without_weights_gets_no_lease(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join(version=-1)
+    assert backend.lease(1, version=-1) == []
+
+
+def test_a_node_that_never_registered_gets_an_error(backend: Backend) -> None:
+    with pytest.raises(BrokerError, match="node n0 is not registered"):
+        backend.lease(1)
+
+
+def test_a_waiting_lease_is_served_when_a_task_is_offered(backend: Backend) -> None:
+    backend.join()
+    assert backend.lease_when(lambda: backend.learner.offer(tasks(0))) == [0]
+
+
+def test_a_heartbeat_with_a_newer_version_serves_a_waiting_lease(backend: Backend) -> None:
+    backend.begin(6)
+    assert len(backend.lease(10)) == 4
+    assert backend.lease_when(lambda: backend.node.heartbeat(node_report(version=1), [])) == [4, 5]
+
+
+def test_a_heartbeat_that_a_newer_request_overtook_takes_nothing_back_until_the_next_one_agrees(
+    backend: Backend,
+) -> None:
+    backend.begin(6)
+    assert len(backend.lease(10)) == 4
+    assert len(backend.lease(10, version=1)) == 2
+
+    async def beaten_and_offered(version: int, beats: int, *serials: int) -> None:
+        for _ in range(beats):
+            await backend.node.heartbeat(node_report(version=version), [])
+        await asyncio.to_thread(backend.learner.offer, tasks(*serials))
+
+    # from before the new weights
+    assert backend.lease_when(lambda: beaten_and_offered(1, 1, 6, 7), version=2) == [6, 7]
+    served: list[int] = []
+
+    async def from_an_older_checkpoint() -> None:
+        await beaten_and_offered(2, 2, 8, 9)  # a learner that was started again
+        await asyncio.sleep(0.3)
+        served.extend(e.serial for e in await asyncio.to_thread(backend.learner.ledger) if e.state == "leased")
+        await backend.node.heartbeat(node_report(version=3), [])
+
+    assert backend.lease_when(from_an_older_checkpoint, version=3) == [8, 9]
+    assert not {8, 9} & set(served)
+
+
+def test_a_lost_lease_goes_to_another_node_oldest_first(backend: Backend) -> None:
+    backend.learner.offer(tasks(0, 1))
+    backend.join("dies")
+    assert [le.task.serial for le in backend.lease(1, "dies")] == [0]
+    backend.pass_time(LEASE_S + 1)
+    backend.join("lives")
+    leases = backend.lease(2, "lives", wait_s=LIMIT_S)
+    assert [(le.task.serial, le.attempt) for le in leases] == [(0, 2), (1, 1)]
+    status = backend.learner.status()
+    assert status.lease_expiries == 1
+    assert {n.report.node_id: n.alive for n in status.nodes} == {"dies": False, "lives": True}
+    assert backend.learner.ledger()[0].nodes == ["dies", "lives"]
+
+
+def test_heartbeats_keep_a_lease_and_its_node_alive(backend: Backend) -> None:
+    backend.begin(1)
+    lease = backend.lease(1)[0]
+    for _ in range(4):
+        backend.pass_time(0.8 * LEASE_S)
+        assert backend.beat(node_report(), lease.token).lost == []
+    assert backend.complete(lease)
+
+
+def test_heartbeats_renew_a_lease_no_longer_than_max_lease_s(make: Callable[..., Backend]) -> None:
+    backend = make(max_lease_s=2 * LEASE_S)
+    backend.learner.offer(tasks(0))
+    backend.join("stuck")
+    backend.join("works")
+    lease = backend.lease(1, "stuck")[0]
+    for lost in ([], [], [lease.token]):
+        assert backend.beat(node_report("stuck"), lease.token).lost == lost
+        if not lost:
+            backend.pass_time(0.8 * LEASE_S)
+            backend.beat(node_report("stuck"), lease.token)
+            backend.beat(node_report("works"))
+            backend.pass_time(0.4 * LEASE_S)
+    assert [(le.task.serial, le.attempt) for le in backend.lease(1, "works", wait_s=LIMIT_S)] == [(0, 2)]
+    assert "held the lease for 60 s (broker.max_lease_s)" in backend.learner.ledger()[0].reason
+    assert [e.detail["node"] for e in backend.learner.events(-1) if e.kind == "lease_overdue"] == ["stuck"]
+    assert {n.report.node_id: n.alive for n in backend.learner.status().nodes} == {"stuck": True, "works": True}
+    assert not backend.complete(lease, "stuck")
+
+
+def test_a_result_with_an_old_token_is_refused_and_counted(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join("slow")
+    old = backend.lease(1, "slow")[0]
+    backend.pass_time(LEASE_S + 1)
+    backend.join("fast")
+    new = backend.lease(1, "fast", wait_s=LIMIT_S)[0]
+    assert not backend.complete(old, "slow")
+    assert backend.complete(new, "fast", b"the one")
+    assert not backend.complete(old, "slow")
+    assert backend.beat(node_report("slow"), old.token).lost == [old.token]
+    status = backend.learner.status()
+    assert (status.stale_results, status.tokens_wasted_total) == (2, 2 * META.sampled_tokens)
+    assert [g.payload for g in backend.learner.take(0, 1, 0.0)] == [b"the one"]
+
+
+def test_a_repeated_result_is_accepted_once_and_answered_with_true(backend: Backend) -> None:
+    backend.begin(1)
+    lease = backend.lease(1)[0]
+    assert backend.complete(lease)
+    assert backend.complete(lease)
+    assert backend.beat(node_report(), lease.token).lost == []
+    status = backend.learner.status()
+    assert (status.groups_ready, status.stale_results) == (1, 0)
+
+
+def test_another_nodes_token_is_refused(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join("owner")
+    backend.join("thief")
+    lease = backend.lease(1, "owner")[0]
+    assert not backend.complete(lease, "thief")
+    assert backend.complete(lease, "owner")
+    assert not backend.complete(lease, "thief")
+
+
+def test_a_failed_group_is_tried_again_and_dead_after_max_attempts(backend: Backend) -> None:
+    backend.begin(2)
+    for reason in ("first", "second"):
+        assert backend.fail(reason=reason) == 0
+    entry = backend.learner.ledger()[0]
+    assert (entry.state, entry.attempts, entry.reason) == ("dead", 2, "second")
+    assert backend.lease(1)[0].task.serial == 1
+
+
+def test_one_bad_node_kills_no_task_while_another_one_works(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join("bad")
+    backend.join("good")
+    for _ in range(5):
+        assert backend.fail("bad") == 0
+    assert backend.states() == {0: "pending"}
+    assert backend.complete(backend.lease(1, "good")[0], "good")
+    assert backend.states() == {0: "ready"}
+
+
+def test_a_task_that_no_other_node_takes_up_dies_of_one_in_the_end(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join("bad")
+    backend.join("hangs")
+    for _ in range(2 * ALONE):
+        assert backend.states() == {0: "pending"}
+        backend.fail("bad")
+    assert backend.states() == {0: "dead"}
+
+
+def test_a_node_that_is_restarted_again_and_again_kills_no_task_while_another_one_works(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join("good")
+    for pid in range(1, 6):
+        backend.join("bad", pid=pid)
+        assert [le.task.serial for le in backend.lease(1, "bad")] == [0]
+    backend.join("bad", pid=6)
+    assert backend.states() == {0: "pending"}
+    assert backend.complete(backend.lease(1, "good")[0], "good")
+
+
+@pytest.mark.parametrize("second", ["fails it too", "leaves", "has no weights", "is excluded"])
+def test_a_task_that_one_node_failed_often_dies_when_no_other_may_succeed(backend: Backend, second: str) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join("n0")
+    backend.join("n1", version=-1 if second == "has no weights" else 0)
+    backend.fail("n0")
+    if second == "fails it too":
+        backend.fail("n1")
+    else:
+        if second == "leaves":
+            backend.leave("n1")
+        if second == "is excluded":
+            told = msgspec.structs.replace(node_report("n1"), state="excluded")
+            backend.beat(told)
+        backend.fail("n0")
+    entry = backend.learner.ledger()[0]
+    assert (entry.state, entry.attempts, entry.reason) == ("dead", 2, "bad machine")
+
+
+def test_a_dead_task_gives_its_place_in_the_window_to_the_next(backend: Backend) -> None:
+    backend.begin(6)
+    leases = backend.lease(4)
+    assert backend.lease(4) == []
+    backend.fail(lease=leases[1])
+    backend.fail()
+    assert [le.task.serial for le in backend.lease(4)] == [4]
+
+
+def test_released_leases_do_not_count_as_attempts(backend: Backend) -> None:
+    backend.begin(1)
+    for _ in range(4):
+        lease = backend.lease(1)[0]
+        assert lease.attempt == 1
+        backend.run(backend.node.release("n0", [lease.token]))
+    assert backend.states() == {0: "pending"}
+
+
+def test_a_node_that_leaves_hands_back_its_leases(backend: Backend) -> None:
+    backend.begin(2)
+    lease = backend.lease(2)[0]
+    backend.leave()
+    assert backend.states() == {0: "pending", 1: "pending"}
+    assert backend.learner.status().nodes == []
+    assert not backend.complete(lease)
+
+
+def test_a_restarted_node_loses_the_leases_of_its_former_process_at_once(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join(pid=1)
+    old = backend.lease(1)[0]
+    backend.join(pid=2)
+    assert [(le.task.serial, le.attempt) for le in backend.lease(1)] == [(0, 2)]
+    assert not backend.complete(old)
+
+
+def test_a_process_whose_node_id_was_taken_hears_it_and_takes_nothing_back(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join(pid=1)
+    backend.join(pid=2)
+    lease = backend.lease(1)[0]
+    with pytest.raises(BrokerError, match="'n0' belongs to process 2 on host now; every node needs an id of its own"):
+        backend.beat(node_report(pid=1))
+    assert backend.beat(node_report(pid=2), lease.token).lost == []

@@ -1,0 +1,143 @@
+"""A learner killed with -9, or drained, and started again ends with bitwise the weights of one that was not."""
+
+import contextlib
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from learner.batch.dynamic_sampling import carries_signal
+from tests.integration.jobs.job_rig import until
+from tests.integration.learner.learner_rig import (
+    GROUP_SIZE,
+    GROUPS,
+    STEPS,
+    VOCABULARY,
+    Job,
+    assert_delivered_once,
+)
+from tests.integration.learner.recorded_node import recorded_group
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, model: Path) -> str:
+    job = Job(tmp_path_factory.mktemp("unbroken") / "job", model)
+    with job.served() as client:
+        job.finish()
+        assert_delivered_once(client.ledger())
+    job.assert_every_step_once()
+    return job.weights()
+
+
+def test_killed_with_9_between_checkpoints_it_replays_and_ends_bitwise_equal(
+    tmp_path: Path, model: Path, unbroken: str
+) -> None:
+    job = Job(tmp_path / "job", model, checkpoint={"every": 3, "asynchronous": False})
+    with job.served() as client:
+        job.start()
+        job.until(lambda: len(job.lines()) >= 5)
+        job.kill()
+        assert not job.run.model.exists()
+        job.finish()
+        assert_delivered_once(client.ledger())
+        assert client.status().learner.incarnation == 1
+    job.assert_every_step_once()
+    assert {line.incarnation for line in job.lines()} == {0, 1}
+    assert job.weights() == unbroken
+
+
+def made(job: Job, pattern: str) -> set[tuple[str, int, int]]:
+    """What matches in the checkpoints' folder: name and identity, since what a kill left is made again."""
+    found = set()
+    for path in job.run.checkpoints.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_ino, path.stat().st_ctime_ns))
+    return found
+
+
+def kill_in_a_save(job: Job, jitter_s: float, moment: str) -> bool:
+    """Start a learner and kill it with -9 soon after it makes what `moment` matches; whether a save was under way."""
+    before = made(job, moment)
+    job.start()
+    job.until(lambda: made(job, moment) - before, every_s=0.0005)
+    time.sleep(jitter_s)
+    job.kill()
+    return any(job.run.checkpoints.glob(".step-*.tmp"))
+
+
+def test_killed_with_9_at_any_moment_of_a_save_it_resumes_from_the_one_before(
+    tmp_path: Path, model: Path, unbroken: str
+) -> None:
+    job = Job(tmp_path / "job", model, checkpoint={"every": 1, "keep": 1})
+    draw = random.Random(11)
+    with job.served() as client:
+        hits = 0
+        for moment in (".step-*", ".step-*/model", ".step-*/model/*", ".step-*/model/metadata.json", "step-*"):
+            hits += kill_in_a_save(job, draw.uniform(0.0, 0.01), moment)
+            complete = [path.name for path in job.run.checkpoints.glob("step-*")]
+            assert len(complete) <= 2  # the newest, and before it is pruned the one before
+            for name in complete:
+                assert (job.run.checkpoints / name / "model" / "metadata.json").is_file()
+        assert hits >= 2
+        assert not job.run.model.exists()
+        job.finish()
+        assert_delivered_once(client.ledger())
+        assert client.status().learner.incarnation == 5
+    job.assert_every_step_once()
+    assert job.weights() == unbroken
+    assert not list(job.run.checkpoints.glob(".*"))
+
+
+def test_two_ranks_drain_on_sigterm_and_go_on_where_they_stopped(tmp_path: Path, model: Path) -> None:
+    job = Job(tmp_path / "job", model, {"world_size": 2, "parallel": {"tensor": 2}})
+    with job.served() as client:
+        with job.learner(ranks=2) as learner:
+            until("two steps", lambda: len(job.lines()) >= 2, learner)
+            learner.drain()
+        stopped = len(job.lines())
+        assert 2 <= stopped < STEPS
+        assert job.run.checkpoints.joinpath(f"step-{stopped:06d}").is_dir()
+        assert client.status().groups_committed == stopped * GROUPS
+        with job.learner(ranks=2) as learner:
+            assert learner.wait() == 0, learner.output()
+        assert_delivered_once(client.ledger())
+    job.assert_every_step_once()
+    assert all(line.staleness_max <= 2 for line in job.lines())
+
+
+def test_two_ranks_killed_with_9_filter_the_same_groups_again(tmp_path: Path, model: Path) -> None:
+    job = Job(tmp_path / "job", model, {"world_size": 2, "dynamic_sampling": True})
+    flat = {n for n in range(200) if not carries_signal(recorded_group(n, VOCABULARY, GROUP_SIZE, 0))}
+    expected: list[tuple[int, int, bool]] = []  # (serial, step, filtered), a step being full at GROUPS others
+    while not expected or expected[-1][1] < STEPS:
+        kept = sum(not filtered for _, _, filtered in expected)
+        expected.append((len(expected), kept // GROUPS, len(expected) in flat))
+    expected = [entry for entry in expected if entry[1] < STEPS]
+    while expected[-1][2]:
+        expected.pop()  # after the last step's last group nothing is offered
+    with job.served() as client:
+        with job.learner(ranks=2) as learner:
+            until("four steps", lambda: len(job.lines()) >= 4, learner)
+            learner.signal(signal.SIGKILL)
+            learner.wait()
+        with job.learner(ranks=2) as learner:
+            assert learner.wait() == 0, learner.output()
+        ledger = client.ledger()
+    assert any(filtered for _, _, filtered in expected)
+    assert [(entry.serial, entry.step, entry.filtered) for entry in ledger] == expected
+    assert {entry.state for entry in ledger} == {"committed"}
+    filtered = Counter(step for _, step, is_filtered in expected if is_filtered)
+    assert [line.groups_filtered for line in job.lines()] == [filtered[step] for step in range(STEPS)]
+    assert {line.groups for line in job.lines()} == {GROUPS}
+
+
+def test_a_lead_that_cannot_begin_ends_the_ranks_that_wait_for_it(tmp_path: Path, model: Path) -> None:
+    job = Job(tmp_path / "job", model, {"world_size": 2, "parallel": {"tensor": 2}})
+    with (job.folder / "tasks.jsonl").open("a") as dataset:
+        dataset.write("{not JSON\n")  # only the lead reads beyond the first line
+    with job.learner(ranks=2) as learner:  # it ends far sooner than torchrun kills
+        assert learner.wait() == 2, learner.output()
+    assert "line 10 is not JSON" in learner.output()

@@ -1,0 +1,69 @@
+"""A warm start learns its rows, writes a model that says them back, and refuses bad input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.metrics import SftMetrics
+from tests.integration.learner.learner_rig import Run
+
+PAIRS = [("Q: 1+2=? A:", " =3"), ("Q: 40+2=? A:", " =42"), ("Q: 5+5=? A:", " 5+5=10 =10"), ("Guess 1-31\n", "16")]
+
+
+class WarmStart(Run):
+    metrics = SftMetrics
+
+    def __init__(self, folder: Path, model: Path, rows: list[dict[str, str]], **learner: Any) -> None:
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        shared = {"sequences_per_step": 4, "optimizer": {"lr": 5e-3, "warmup_steps": 5}}
+        document = {
+            "run": {"name": "warm", "dir": f"{folder}/run", "steps": 60},
+            "model": {"path": str(model), "dtype": "float32"},
+            "tasks": {"dataset": f"{folder}/rows.jsonl"},
+            "learner": shared | learner,
+        }
+        super().__init__(folder, document)
+
+    def refusal(self) -> str:
+        """What the learner says that ends with code 2."""
+        self.finish(code=2)
+        assert not self.run.model.exists()
+        return (self.run.logs / "sft-0.log").read_text()
+
+
+def completed(model: Any, tokenizer: Any, prompt: str) -> str:
+    """What a model adds to a prompt until it ends."""
+    ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
+    for _ in range(20):
+        token = model(ids).logits[0, -1].argmax()
+        if token == tokenizer.eos_token_id:
+            return tokenizer.decode(ids[0]).removeprefix(prompt)
+        ids = torch.cat([ids, token.view(1, 1)], 1)
+    raise AssertionError("no end")
+
+
+def test_two_ranks_learn_the_rows_and_the_model_says_them_back(tmp_path: Path, model: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    job = WarmStart(tmp_path, model, [{"prompt": p, "completion": c} for p, c in PAIRS], world_size=2)
+    with job.learner(ranks=2) as learner:
+        assert learner.wait() == 0, learner.output()
+    lines = job.lines()
+    assert [line.step for line in lines] == list(range(60))
+    assert lines[0].loss > 3.0 > 0.1 > lines[-1].loss
+    assert {line.tokens_trained for line in lines} == {sum(len(completion) + 1 for _, completion in PAIRS)}
+    trained = AutoModelForCausalLM.from_pretrained(job.run.model), AutoTokenizer.from_pretrained(job.run.model)
+    assert [completed(*trained, prompt) for prompt, _ in PAIRS] == [completion for _, completion in PAIRS]
+
+
+def test_a_row_longer_than_the_bound_ends_with_code_2_and_names_the_key(tmp_path: Path, model: Path) -> None:
+    said = WarmStart(tmp_path, model, [{"prompt": "a" * 50, "completion": "b"}], micro_batch_tokens=32).refusal()
+    assert "rows.jsonl line 1 needs 51 tokens" in said
+    assert "learner.micro_batch_tokens is 32" in said
+
+
+def test_a_bad_row_ends_with_code_2_and_names_the_line(tmp_path: Path, model: Path) -> None:
+    said = WarmStart(tmp_path, model, [{"prompt": "a", "completion": "b"}, {"question": "c"}]).refusal()
+    assert "rows.jsonl line 2" in said
