@@ -30,8 +30,8 @@ step "ruff format" ruff format --check .
 step "pyright" pyright
 step "import contracts" lint-imports
 step "plain words" python -m launch.dev.check_words
-# Two workers share the test files; a file stays on one of them, and tests/conftest.py puts the long files first.
-pytest=(python -m pytest -rs --durations=15 -n 2 --dist loadfile --no-loadscope-reorder)
+# Three workers share the test files: on two cores the third one works while another waits. A file stays on one worker.
+pytest=(python -m pytest -rs --durations=15 -n 3 --dist loadfile --no-loadscope-reorder)
 if [ -n "$fast" ]; then
   step "fast tests" "${pytest[@]}" -m "not slow" tests/unit tests/property tests/contract "$@"
 else

@@ -1,6 +1,6 @@
 """The order of the test files, which of them `launch/test.sh fast` leaves out, and how `async def` tests run.
 
-The workers of pytest-xdist take whole files in this order, so that no long file is left for the end.
+The workers of pytest-xdist take whole files in this order, the longest first, so that none is left for the end.
 """
 
 import asyncio
@@ -13,6 +13,11 @@ from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parent
 FOLDERS = ["integration", "faults", "contract", "property", "unit"]  # from long to short
+LONGEST_FILES = [
+    *("test_faults.py", "test_end_to_end.py", "test_megatron_parity.py", "test_experts.py", "test_deadlines.py"),
+    *("test_mixed_fleet.py", "test_miniatures.py", "test_architectures.py", "test_checkpoints.py", "test_memory.py"),
+    *("test_engine_weights.py", "test_engine_experts.py", "test_resume.py", "test_replay.py", "test_sft_resume.py"),
+]
 SLOW_FOLDERS = {"integration", "faults", "learner_megatron"}
 SLOW_FILES = {
     "test_adapters.py",
@@ -20,8 +25,6 @@ SLOW_FILES = {
     "test_cli.py",
     "test_credentials.py",
     "test_durable_server.py",
-    "test_redis_delivery.py",
-    "test_redis_recording.py",
     "test_report.py",
     "test_weight_transports.py",
 }
@@ -32,7 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name in SLOW_FILES or SLOW_FOLDERS & {folder.name for folder in item.path.parents}:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: FOLDERS.index(item.path.relative_to(ROOT).parts[0]))
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> tuple[int, int]:
+    name, folder = item.path.name, item.path.relative_to(ROOT).parts[0]
+    turn = LONGEST_FILES.index(name) if name in LONGEST_FILES else len(LONGEST_FILES)
+    return turn, FOLDERS.index(folder)
 
 
 @pytest.hookimpl(tryfirst=True)

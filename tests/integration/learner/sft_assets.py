@@ -1,14 +1,13 @@
-"""Tiny chat models for supervised tuning, and conversations to train them on.
-
-usage: sft_assets.py FOLDER: FOLDER/dense and FOLDER/moe with a character tokenizer and a chat template.
-"""
+"""Tiny chat models for supervised tuning, and conversations to train them on."""
 
 import json
 import random
 from pathlib import Path
 from typing import Any
 
-VOCABULARY = 128
+from launch.quickstart.assets import build_tokenizer
+from tests.integration.megatron import tiny_models
+
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{{ '\n' }}{% endfor %}"
 PLAIN += "{% if add_generation_prompt %}assistant: {% endif %}"
 MARKED = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -33,26 +32,11 @@ def write_rows(path: Path, count: int = 16) -> None:
     path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in conversations(count)))
 
 
-def build(folder: Path, kind: str, layers: int = 2) -> Any:
-    """Write the model and its tokenizer; returns the model, in float32."""
-    import torch
-    import transformers
-
-    from launch.quickstart.assets import build_tokenizer
-
-    transformers.utils.logging.disable_progress_bar()
+def build(folder: Path, kind: str) -> Any:
+    """Write a model and a character tokenizer with a chat template; returns the model, in float32."""
     tokenizer = build_tokenizer()
-    torch.manual_seed(0)
-    base: dict[str, Any] = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=layers)
-    base |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.1)
-    base |= dict(head_dim=16, rope_parameters={"rope_theta": 1e6, "rope_type": "default"}, attn_implementation="sdpa")
-    base |= dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    if kind == "moe":
-        experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
-        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**base, **experts))
-    else:
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**base, tie_word_embeddings=True))
-    model = model.float()
+    ends = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
+    model = tiny_models.new_model(kind, num_hidden_layers=2, initializer_range=0.1, **ends)
     model.save_pretrained(folder)
     tokenizer.chat_template = PLAIN
     tokenizer.save_pretrained(folder)

@@ -52,14 +52,14 @@ class WarmStart(Run):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for kind in ("dense", "moe"):
+    for kind in ("tied", "moe"):
         sft_assets.build(folder / kind, kind)
     return folder
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, models: Path) -> WarmStart:
-    job = WarmStart(tmp_path_factory.mktemp("unbroken") / "job", models / "dense", {"every": 3})
+    job = WarmStart(tmp_path_factory.mktemp("unbroken") / "job", models / "tied", {"every": 3})
     job.finish()
     assert job.lines()[-1].loss < 0.5 * job.lines()[0].loss
     return job
@@ -74,7 +74,7 @@ def check_equal(job: WarmStart, unbroken: WarmStart) -> None:
 def test_killed_with_9_it_resumes_from_its_newest_checkpoint_and_ends_bitwise_equal(
     tmp_path: Path, models: Path, unbroken: WarmStart
 ) -> None:
-    job = WarmStart(tmp_path / "job", models / "dense", {"every": 3, "asynchronous": False})
+    job = WarmStart(tmp_path / "job", models / "tied", {"every": 3, "asynchronous": False})
     job.start()
     job.until(lambda: len(job.lines()) >= 8)
     job.kill()
@@ -89,7 +89,7 @@ def test_killed_with_9_it_resumes_from_its_newest_checkpoint_and_ends_bitwise_eq
 def test_killed_with_9_in_the_middle_of_saves_it_still_ends_bitwise_equal(
     tmp_path: Path, models: Path, unbroken: WarmStart
 ) -> None:
-    job = WarmStart(tmp_path / "job", models / "dense", {"every": 1, "keep": 1})
+    job = WarmStart(tmp_path / "job", models / "tied", {"every": 1, "keep": 1})
     draw = random.Random(3)
     for _ in range(3):
         job.start()
@@ -106,7 +106,7 @@ def test_killed_with_9_in_the_middle_of_saves_it_still_ends_bitwise_equal(
 def test_told_to_stop_it_writes_a_checkpoint_and_goes_on_from_there(
     tmp_path: Path, models: Path, unbroken: WarmStart
 ) -> None:
-    job = WarmStart(tmp_path / "job", models / "dense", {"every": 100})
+    job = WarmStart(tmp_path / "job", models / "tied", {"every": 100})
     stopped = job.stop_after(4)
     assert 4 <= stopped < STEPS
     assert [path.name for path in job.run.checkpoints.iterdir()] == [f"step-{stopped:06d}"]
@@ -117,7 +117,7 @@ def test_told_to_stop_it_writes_a_checkpoint_and_goes_on_from_there(
 
 
 def test_another_dataset_is_refused_when_a_run_goes_on(tmp_path: Path, models: Path) -> None:
-    job = WarmStart(tmp_path / "job", models / "dense", {"every": 2, "asynchronous": False})
+    job = WarmStart(tmp_path / "job", models / "tied", {"every": 2, "asynchronous": False})
     job.stop_after(4)
     sft_assets.write_rows(job.rows, ROWS + 1)
     job.finish(code=2)

@@ -15,11 +15,11 @@ from tests.integration.megatron.fork_rig import Outcome, group, relative
 
 ROWS, PACK = 16, 128
 LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {
-    "dense": ("dense", 1, {}),
-    "dense-dp2": ("dense", 2, {}),
-    "dense-tp2": ("dense", 2, {"tensor": 2}),
-    "dense-pp2": ("dense", 2, {"pipeline": 2}),
-    "dense-cp2": ("dense", 2, {"context": 2}),
+    "tied": ("tied", 1, {}),
+    "tied-dp2": ("tied", 2, {}),
+    "tied-tp2": ("tied", 2, {"tensor": 2}),
+    "tied-pp2": ("tied", 2, {"pipeline": 2}),
+    "tied-cp2": ("tied", 2, {"context": 2}),
     "moe": ("moe", 1, {}),
     "moe-ep2": ("moe", 2, {"expert": 2}),
     "moe-tp2-ep2": ("moe", 2, {"tensor": 2, "expert": 2}),
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     specs = [{"name": n, "kind": k, "ranks": ranks, "parallel": p} for n, (k, ranks, p) in LAYOUTS.items()]
     return fork_rig.run(
         tmp_path_factory,
-        group(1, job_reference, [{"kind": "dense"}, {"kind": "moe"}]),
+        group(1, job_reference, [{"kind": "tied"}, {"kind": "moe"}]),
         *(group(ranks, job_sft, [s for s in specs if s["ranks"] == ranks]) for ranks in (1, 2)),
     )
 
