@@ -1,4 +1,4 @@
-"""`slipstream replay`: refusals, plan, preloaded broker and words; tests/integration/test_replay.py runs it."""
+"""`slipstream replay`: refusals, plan, preloaded broker and words; tests/integration/learner/test_replay.py runs it."""
 
 from pathlib import Path
 
