@@ -55,7 +55,9 @@ def test_a_stopped_rank_is_named_and_killed_and_the_job_resumes(tmp_path: Path, 
             assert client.status().learner.waiting_on.startswith("rank 1 silent for ")
             until(lambda: seen(("crashed", 1)), "the end of the learner")
             assert not alive(stopped.pid)
-            assert "this rank ends: rank 1 silent for 2" in log_of(job, 0)
+            assert "rank 1 silent for " in log_of(job, 0), (
+                "from the watch over ranks, or from the collective that timed out"
+            )
             until(lambda: seen(("ended", 0)), "the end of the run")
         finally:
             supervisor.kill_all()
