@@ -105,8 +105,8 @@ class Process:
 class Command(Process):
     """A running `slipstream` command."""
 
-    def __init__(self, folder: Path, name: str, *words: str) -> None:
-        super().__init__(folder / f"{name}.out", [*SLIPSTREAM, *words])
+    def __init__(self, folder: Path, name: str, *words: str, **environment: str) -> None:
+        super().__init__(folder / f"{name}.out", [*SLIPSTREAM, *words], **environment)
 
 
 def slipstream(*words: str) -> str:

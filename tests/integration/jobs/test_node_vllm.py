@@ -22,6 +22,7 @@ from common.rollouts import Sample, Task, decode_group
 from launch.quickstart.assets import build
 from learner.publish.publisher import WeightPublisher
 from tests.integration.jobs.job_rig import Command, descendants, survivors, until
+from tests.launch_rig import ROOT
 from tests.waiting import LIMIT_S
 
 GROUP_SIZE, PER_STEP, EOS = 4, 4, 1
@@ -88,7 +89,8 @@ class Job:
         self._commands = ExitStack()
         config = str(folder / "job.yaml")
         self.broker = self._commands.enter_context(Command(folder, "broker", "broker", config))
-        self.node = self._commands.enter_context(Command(folder, "node", "rollout", config, "--node-id", "n0"))
+        node = Command(folder, "node", "rollout", config, "--node-id", "n0", PYTHONPATH=f"{ROOT}:{folder}")
+        self.node = self._commands.enter_context(node)
         self.publisher = WeightPublisher(0, "float32", WeightsConfig(timeout_s=60.0, bucket_mib=1))
         self.models: dict[int, Any] = {0: warmed(folder / "assets")}
         self.client = BrokerClient(self._broker_address(), deadline_s=LIMIT_S)
