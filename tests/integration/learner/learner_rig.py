@@ -30,33 +30,29 @@ class Run:
     def __init__(self, folder: Path, document: dict[str, Any]) -> None:
         self.folder, self.config, self.run = folder, folder / "job.yaml", RunDir(folder / "run")
         self.config.write_text(yaml.safe_dump(document))
-        self._pids: list[int] = []
+        self.pid = 0
 
-    def start(self, ranks: int = 1) -> None:
-        """Fork a learner."""
-        self._pids = fork_rig.start_learner("--config", str(self.config), ranks=ranks)
+    def start(self) -> None:
+        """Fork a learner of one rank."""
+        self.pid = fork_rig.start_learner("--config", str(self.config))
 
     def until(self, condition: Callable[[], Any], every_s: float = 0.01) -> None:
         """Wait while that learner runs."""
-        waiting.until(condition, check=lambda: [os.kill(pid, 0) for pid in self._pids], every_s=every_s)
+        waiting.until(condition, check=lambda: os.kill(self.pid, 0), every_s=every_s)
 
-    def ended(self, code: int = 0) -> None:
-        """Wait for the end of that learner."""
-        assert fork_rig.learner_ended() == [code] * len(self._pids)
-
-    def signal(self, number: signal.Signals) -> None:
-        for pid in self._pids:
-            os.kill(pid, number)
+    def signal(self, number: signal.Signals) -> int:
+        """Send a signal to that learner and wait for its end; its exit code."""
+        os.kill(self.pid, number)
+        return fork_rig.learner_ended()
 
     def kill(self) -> None:
         """kill -9."""
-        self.signal(signal.SIGKILL)
-        self.ended(-signal.SIGKILL)
+        assert self.signal(signal.SIGKILL) == -signal.SIGKILL
 
-    def finish(self, ranks: int = 1, code: int = 0) -> None:
+    def finish(self, code: int = 0) -> None:
         """Fork a learner that ends by itself."""
-        self.start(ranks)
-        self.ended(code)
+        self.start()
+        assert fork_rig.learner_ended() == code
 
     def words(self, ranks: int) -> list[str]:
         """The command line of a learner as a person starts it."""

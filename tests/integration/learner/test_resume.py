@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -100,7 +101,8 @@ def test_two_ranks_drain_on_sigterm_and_go_on_where_they_stopped(tmp_path: Path,
         assert 2 <= stopped < STEPS
         assert job.run.checkpoints.joinpath(f"step-{stopped:06d}").is_dir()
         assert client.status().groups_committed == stopped * GROUPS
-        job.finish(ranks=2)
+        with job.learner(ranks=2) as learner:
+            assert learner.wait() == 0, learner.output()
         assert_delivered_once(client.ledger())
     job.assert_every_step_once()
     assert all(line.staleness_max <= 2 for line in job.lines())
@@ -117,10 +119,12 @@ def test_two_ranks_killed_with_9_filter_the_same_groups_again(tmp_path: Path, mo
     while expected[-1][2]:
         expected.pop()  # after the last step's last group nothing is offered
     with job.served() as client:
-        job.start(ranks=2)
-        job.until(lambda: len(job.lines()) >= 4)
-        job.kill()
-        job.finish(ranks=2)
+        with job.learner(ranks=2) as learner:
+            until("four steps", lambda: len(job.lines()) >= 4, learner)
+            learner.signal(signal.SIGKILL)
+            learner.wait()
+        with job.learner(ranks=2) as learner:
+            assert learner.wait() == 0, learner.output()
         ledger = client.ledger()
     assert any(filtered for _, _, filtered in expected)
     assert [(entry.serial, entry.step, entry.filtered) for entry in ledger] == expected

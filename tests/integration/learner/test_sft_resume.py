@@ -42,8 +42,7 @@ class WarmStart(Run):
         """Start a learner, tell it to stop after some steps; how many it did."""
         self.start()
         self.until(lambda: len(self.lines()) >= steps, every_s=0.0005)
-        self.signal(signal.SIGTERM)
-        self.ended()
+        assert self.signal(signal.SIGTERM) == 0
         return len(self.lines())
 
     def record(self) -> dict[str, object]:
@@ -132,7 +131,8 @@ def test_experts_tuned_on_two_ranks_go_on_after_a_stop_and_into_the_rl_loop(tmp_
         learner.drain()
     stopped = len(job.lines())
     assert 4 <= stopped < STEPS
-    job.finish(ranks=2)
+    with job.learner(ranks=2) as learner:
+        assert learner.wait() == 0, learner.output()
     lines = job.lines()
     assert [line.step for line in lines] == list(range(STEPS))
     assert lines[-1].loss < 0.6 * lines[0].loss

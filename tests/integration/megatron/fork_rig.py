@@ -67,14 +67,14 @@ def _server() -> "subprocess.Popen[str]":
     return server
 
 
-def start_learner(*arguments: str, ranks: int = 1) -> list[int]:
-    """Fork `python -m learner.main ARGUMENTS`, which needs no time for imports; its process ids. One at a time."""
-    _order({"learner": arguments, "ranks": ranks})
+def start_learner(*arguments: str) -> int:
+    """Fork `python -m learner.main ARGUMENTS`, which needs no time for imports; its process id. One at a time."""
+    _order({"learner": arguments})
     return _answer()
 
 
-def learner_ended() -> list[int]:
-    """Wait for the end of the learner that was started last; exit codes, negative: the signal that ended a rank."""
+def learner_ended() -> int:
+    """Wait for the end of the learner that was started last; its exit code, negative: the signal that ended it."""
     return _answer()
 
 
@@ -191,31 +191,15 @@ def _run_worlds(order: dict[str, Any]) -> str:
     return ""
 
 
-def _fork_learner(arguments: list[str], bound: socket.socket, rank: int, ranks: int) -> int:
+def _run_learner(arguments: list[str], answer: Callable[[Any], None]) -> int:
+    """The exit code; `answer` gets the process id first."""
     pid = os.fork()
     if pid == 0:
         die_with_parent()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        if ranks > 1:
-            _join(bound, rank, ranks)
         leave(importlib.import_module("learner.main").main(arguments))
-    return pid
-
-
-def _run_learner(arguments: list[str], ranks: int, answer: Callable[[Any], None]) -> list[int]:
-    """The exit codes; `answer` gets the process ids first. A rank that fails ends the others, as with torchrun."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        pids = [_fork_learner(arguments, bound, rank, ranks) for rank in range(ranks)]
-    answer(pids)
-    codes: dict[int, int] = {}
-    while len(codes) < ranks:
-        pid, status = os.wait()
-        codes[pid] = os.waitstatus_to_exitcode(status)
-        for other in pids if status else []:
-            if other not in codes:
-                os.kill(other, signal.SIGKILL)
-    return [codes[pid] for pid in pids]
+    answer(pid)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def serve() -> None:
@@ -224,8 +208,8 @@ def serve() -> None:
     die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for module in ("learner.main", "learner.megatron.backend"):
-        importlib.import_module(module)
+    import learner.main
+    import learner.megatron.backend  # noqa: F401
 
     def answer(found: Any) -> None:
         answers.write(json.dumps(found) + "\n")
@@ -234,8 +218,7 @@ def serve() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         try:
-            worlds = "groups" in order
-            answer(_run_worlds(order) if worlds else _run_learner(order["learner"], order["ranks"], answer))
+            answer(_run_learner(order["learner"], answer) if "learner" in order else _run_worlds(order))
         except Exception:
             answer(traceback.format_exc())
 
