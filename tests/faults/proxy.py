@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 CHUNK = 16 << 10
 LINE_CHUNKS = 64  # under way in one direction
+LOOP_PASSES = 10  # more than asyncio needs from an accept or an abort to its callback
 
 
 class Link:
@@ -38,7 +39,7 @@ class Proxy:
         self._host, self._port = parts.hostname, parts.port
         self.delay_s = 0.0
         self.bytes_per_s: float | None = None
-        self._holding = False
+        self._holding = self._ending = False
         self._links: set[Link] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
@@ -116,6 +117,9 @@ class Proxy:
         return await asyncio.start_server(self._accept, "127.0.0.1", 0)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._ending:
+            writer.transport.abort()
+            return
         connecting = asyncio.ensure_future(asyncio.open_connection(self._host, self._port))
         self._watch(connecting)
         try:
@@ -175,12 +179,17 @@ class Proxy:
             writer.transport.abort()
 
     async def _end(self) -> None:
-        self._server.close()
-        for link in list(self._links):
-            self._reset(link)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._ending = True
+        for listener in self._server.sockets:
+            self._loop.remove_reader(listener.fileno())
+        for _ in range(LOOP_PASSES):  # a connection that was just accepted comes to `_accept` a few passes later
+            for link in list(self._links):
+                self._reset(link)
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)
+        self._server.close()  # only now: asyncio leaks a connection that was accepted just before
 
     # ---------------------------------------------------------------- from other threads
 
