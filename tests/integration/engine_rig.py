@@ -109,9 +109,24 @@ class RigEngine(Engine):
         await self._llm.collective_rpc("damage_next_bucket", args=(number,))
 
     @property
-    def unfinished(self) -> int:
-        """Requests in the engine."""
-        return self._llm.output_processor.get_num_unfinished_requests()
+    def llm(self) -> Any:
+        """vLLM's own engine."""
+        return self._llm
+
+    async def shutdown(self) -> None:
+        """The engine's own, with a look at what vLLM does and leaves meanwhile."""
+        llm = self._llm
+        if llm is not None:
+            end = llm.shutdown
+
+            def watched(timeout: float) -> None:
+                listens = llm.output_handler is not None and not llm.output_handler.done()
+                assert not listens, "it would hear of the end of the process and log that the engine died"
+                end(timeout=timeout)
+
+            llm.shutdown = watched
+        await super().shutdown()
+        assert llm is None or llm.engine_core.resources.ctx.closed, "vLLM would leave it to the garbage collector"
 
 
 class Rig:
@@ -187,9 +202,7 @@ class Rig:
     def close(self) -> None:
         self.run(self.client.close())
         self.publisher.close()
-        sockets = self.engine._llm.engine_core.resources.ctx  # vLLM itself would leave it to the garbage collector
         self.run(self.engine.shutdown())
-        assert sockets.closed
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(LIMIT_S)
         self.loop.close()

@@ -1,6 +1,6 @@
 """The real vLLM engine with a mixture of experts, fed over the real weight plane, against transformers in float32.
 
-One engine per architecture; tests run in order and the last one breaks it.
+One engine per architecture; tests run in order, and the last one of an engine breaks it or shuts it down.
 """
 
 import asyncio
@@ -173,3 +173,19 @@ def test_other_mixtures_are_published_proven_and_sampled_from_too(other: Rig) ->
     got = other.run(other.engine.generate(prompt(1), 40))
     assert worst(got.logprobs, logprobs(other.models[1], prompt(1) + got.tokens)[11:]) < TOLERANCE
     assert agrees(other, got, prompt(1), 1)
+
+
+def test_a_shutdown_ends_requests_with_its_reason(other: Rig) -> None:
+    """Also of any other engine; the rig checks that it is not read as the death of the engine."""
+    if other.engine.version < 0:
+        other.put(1)
+
+    async def ended() -> list[object]:
+        requests = [asyncio.create_task(other.engine.generate(prompt(i), 480)) for i in range(8)]
+        await other.sampling(8)
+        await other.engine.shutdown()
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    with other.engine.stopping_at():
+        outcomes = other.run(ended())
+    assert all(isinstance(outcome, SlipstreamError) and "shut down" in str(outcome) for outcome in outcomes), outcomes

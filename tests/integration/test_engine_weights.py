@@ -257,7 +257,7 @@ def test_a_cancelled_generate_frees_the_engine(rig: Rig) -> None:
         await rig.sampling(1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        return rig.engine.unfinished
+        return rig.engine.llm.output_processor.get_num_unfinished_requests()
 
     with rig.engine.stopping_at():
         assert rig.run(cancel()) == 0
@@ -433,7 +433,7 @@ def test_an_engine_that_hangs_in_a_flip_is_given_up_with_a_reason(rig: Rig, monk
 
     async def flip() -> None:
         weights = engine_weights.EngineWeights(recompute=False)
-        await weights.attach(rig.engine._llm, usable=True)
+        await weights.attach(rig.engine.llm, usable=True)
         try:
             await weights.flip(0, 99, "")
         finally:
