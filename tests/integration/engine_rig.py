@@ -36,16 +36,16 @@ from tests.waiting import LIMIT_S, until_async
 T = TypeVar("T")
 VOCABULARY = 100  # not a multiple of 64: vLLM pads the embedding
 END = 1
+SHAPE: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    max_position_embeddings=512, initializer_range=0.15, eos_token_id=END, pad_token_id=0, bos_token_id=2,
+)  # fmt: skip
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:
     """Tiny Qwen3 with tied embeddings; different seeds disagree by nats."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
-        initializer_range=0.15, eos_token_id=END, pad_token_id=0, bos_token_id=2,
-    )  # fmt: skip
+    config = Qwen3Config(**SHAPE, num_hidden_layers=2, intermediate_size=128, tie_word_embeddings=True)
     return Qwen3ForCausalLM(config).eval().requires_grad_(False)
 
 

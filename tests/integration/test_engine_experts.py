@@ -15,7 +15,7 @@ from common.config.schema import MoeConfig
 from common.errors import SlipstreamError
 from common.weights.messages import Canary
 from rollout_fleet.episode.sampler_protocol import Generation
-from tests.integration.engine_rig import END, VOCABULARY, Rig, logprobs, prompt, worst
+from tests.integration.engine_rig import SHAPE, Rig, logprobs, prompt, worst
 
 TOLERANCE = 3e-5
 
@@ -24,10 +24,8 @@ def qwen3_moe(seed: int) -> Any:
     """Tiny Qwen3-MoE, the middle layer dense; different seeds disagree by nats."""
     torch.manual_seed(seed)
     config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.15, mlp_only_layers=[1],
+        **SHAPE, intermediate_size=128, num_hidden_layers=3, mlp_only_layers=[1],
         num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True,
-        eos_token_id=END, pad_token_id=0, bos_token_id=2,
     )  # fmt: skip
     return transformers.Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
 
@@ -36,11 +34,9 @@ def glm4_moe(seed: int) -> Any:
     """Tiny GLM-4.5: sigmoid routers with a bias that moves their choice, shared experts, first layer dense."""
     torch.manual_seed(seed)
     config = transformers.Glm4MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.15,
+        **SHAPE, intermediate_size=128, num_hidden_layers=3,
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, n_shared_experts=1, n_group=1,
         topk_group=1, first_k_dense_replace=1, routed_scaling_factor=1.5, norm_topk_prob=True,
-        eos_token_id=END, pad_token_id=0, bos_token_id=2,
     )  # fmt: skip
     model = transformers.Glm4MoeForCausalLM(config).eval().requires_grad_(False)
     for layer in model.model.layers[1:]:
@@ -52,10 +48,8 @@ def mixtral(seed: int) -> Any:
     """Tiny Mixtral, whose files name experts and projections in a way of their own."""
     torch.manual_seed(seed)
     config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.15,
-        num_local_experts=4, num_experts_per_tok=2, eos_token_id=END, pad_token_id=0, bos_token_id=2,
-    )  # fmt: skip
+        **SHAPE, intermediate_size=96, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2
+    )
     return transformers.MixtralForCausalLM(config).eval().requires_grad_(False)
 
 
