@@ -10,7 +10,7 @@ import pytest
 from common.process.lifecycle import alive
 from launch.up import supervisor as module
 from launch.up.core_pinning import plan_cores
-from launch.up.supervisor import RoleSpec, Supervisor
+from launch.up.supervisor import RoleSpec, Supervisor, describe_exit
 from tests.waiting import until
 
 WAIT_S = 120.0
@@ -176,3 +176,8 @@ def test_cores_bind_a_role_and_child_cores_its_children(supervisor, tmp_path):
 def test_cores_are_given_out_only_when_everyone_fits(cores, learner, nodes, expected):
     plan = plan_cores(cores, learner, nodes)
     assert (plan.learner, list(plan.nodes)) == expected
+
+
+@pytest.mark.parametrize(("code", "expected"), [(-9, "killed by SIGKILL"), (1, "exit code 1"), (None, "still running")])
+def test_an_exit_is_described(code: int | None, expected: str) -> None:
+    assert describe_exit(code) == expected

@@ -32,6 +32,7 @@ def test_a_change_of_state_is_sent_at_once_and_the_last_one_always() -> None:
     sink = Sink()
     reporter = Reporter(lambda: sink)
     reporter.take_over(incarnation=3, policy_version=7)
+    reporter.update(weights_address="tcp://127.0.0.1:5")
     assert [r.state for r in sink.reports] == ["starting"]
     reporter.start()
     reporter.set("training", "the optimizer step 7", policy_version=7)
@@ -40,6 +41,7 @@ def test_a_change_of_state_is_sent_at_once_and_the_last_one_always() -> None:
     reporter.stop()
     last = sink.reports[-1]
     assert (last.state, last.policy_version, last.incarnation) == ("done", 8, 3)
+    assert last.weights_address == "tcp://127.0.0.1:5"
     assert sink.closed
 
 
