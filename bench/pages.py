@@ -68,7 +68,7 @@ def readme_reasons() -> str:
   [{faults} faults](docs/guarantees.md). After `kill -9` of the broker three new steps take {killed.value}.
 - **Every layout is proven.** {len(result("layouts")["rows"])} combinations of parallelism give Hugging Face's
   [gradients](docs/layouts.md) to {gradient:.0e}. Every loss is tested against its formula.
-- **No Ray, and waiting is explained.** Learner, broker and nodes are ordinary processes.
+- **It needs no Ray, and it explains every wait.** Learner, broker and nodes are ordinary processes.
   `slipstream status` says [which process waits for which](docs/stalls.md), and since when."""
 
 
