@@ -159,7 +159,7 @@ class Connection:
                 self._turn()
                 socket = self._connected()
             call.connected = socket.send(call.frames)
-        except SlipstreamError as error:
+        except Exception as error:  # no caller may wait for ever, and the timer has other calls to remind
             self._fail(call, error)
             return
         self._calls.remind_at(call, min(call.end, now + (self._retry_s if call.connected else SEND_PAUSE_S)))

@@ -43,7 +43,7 @@ def bind_router(
             router = _bound(context, address, max_frame_bytes, curve)
             try:
                 claim(address)
-            except UsageError:
+            except BaseException:  # whatever it is: a socket that stays open would keep its context from ending
                 router.close()
                 raise
         except UsageError as error:
@@ -102,7 +102,14 @@ def connect_dealer(
     dealer.setsockopt(zmq.IPV6, int("[" in address))
     _set_heartbeats(dealer)
     if credential is not None:
-        secure_client(dealer, credential, credential.server_public)
+        try:
+            secure_client(dealer, credential, credential.server_public)
+        except zmq.ZMQError as error:
+            dealer.close()
+            raise UsageError(
+                f"broker.credentials: the credential {credential.name!r} has a damaged key: expected Z85 text "
+                f"of 32 bytes ({error}); `slipstream keys DIR` makes a folder of keys"
+            ) from error
     handshakes = Handshakes(dealer, f"the broker at {address}", credential)
     try:
         dealer.connect(address)

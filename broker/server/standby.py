@@ -62,6 +62,8 @@ class Standby:
             self._lock = take_lock(self._run_dir / f".broker-{quote(address, safe='')}.lock")
         except AlreadyLocked as error:
             raise UsageError(f"broker.address: {address} is that of process {error.holder}") from None
+        except OSError as error:
+            raise UsageError(f"{self._run_dir}: the file that locks {address} cannot be locked: {error}") from error
 
     def stop(self) -> None:
         """End `run`; may be called from a signal handler."""

@@ -19,7 +19,9 @@ from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, NodeReport
 from broker.journal.redis_store.term import TERM_S
 from broker.main import run_broker
+from broker.server.standby import Standby
 from common.config.schema import Config
+from common.errors import UsageError
 from common.process.logs import setup_logging
 from tests.broker_rig import META, job, tasks
 from tests.redis_server import RedisServer, free_port
@@ -200,3 +202,9 @@ def test_an_entry_whose_host_is_unresolvable_is_passed_over_by_brokers_and_clien
     process = brokers.start()
     assert brokers.leader() == process.pid
     assert json.loads((brokers.run / "broker.json").read_text())["address"] == ours
+
+
+def test_a_run_folder_without_locks_is_an_error_and_not_a_standby_that_hangs(tmp_path: Path) -> None:
+    config = job(tmp_path).broker
+    with pytest.raises(UsageError, match=r"cannot be locked: .*No such file or directory"):
+        Standby(config, tmp_path / "absent", ["tcp://127.0.0.1:0"])

@@ -1,14 +1,18 @@
 """The synchronous client's thread: shared by the caller's threads, and what becomes of calls when it is gone."""
 
+import errno
 import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import zmq
 
+from broker.messaging.loop_socket import LoopSocket
 from broker.messaging.sync_client import BrokerClient
-from common.errors import BrokerUnreachable
+from common.errors import BrokerUnreachable, UsageError
+from common.security.credentials import Credential
 from tests.broker_rig import serving, tasks
 from tests.waiting import LIMIT_S, until
 
@@ -61,4 +65,25 @@ def test_a_forked_process_hears_that_the_connection_is_not_its_own() -> None:
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert client.status().groups_ready == 0
+
+
+def test_a_damaged_key_is_an_error_of_every_call_and_close_does_not_wait_for_a_socket() -> None:
+    damaged = "~" * 40  # passes for a key by its length, and is no Z85 text
+    credential = Credential("learner", "learner", damaged, damaged, damaged, damaged)
+    with BrokerClient("tcp://127.0.0.1:1", deadline_s=LIMIT_S, credential=credential) as client:
+        for _ in range(2):
+            with pytest.raises(UsageError, match="credential 'learner' has a damaged key"):
+                client.status()
+
+
+def test_an_unforeseen_error_of_the_connection_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> bool:
+        raise zmq.ZMQError(errno.ENOTSUP)
+
+    with serving() as server, BrokerClient(server.address, deadline_s=LIMIT_S) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(LoopSocket, "send", broken)
+            with pytest.raises(zmq.ZMQError):
+                client.status()
         assert client.status().groups_ready == 0
