@@ -16,7 +16,7 @@ from tests.waiting import LIMIT_S
 SIZE = 1_000_000 // 64 * 64
 BUCKET = 65_537  # neither a multiple of an element nor of a cache line
 TIMEOUT_S = 8.0
-SLACK_S = 60.0  # of a slow machine with a busy neighbour
+SLACK_S = 60.0  # a slow machine with a busy neighbour takes so much longer
 
 
 @pytest.fixture(params=["gloo", "device", "relay"])

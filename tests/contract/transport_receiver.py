@@ -24,7 +24,7 @@ CLOSE = b"close"
 
 
 class GlooCommunicator:
-    """What NCCL is to DeviceGroup, over gloo: a library whose calls block until a timeout far beyond every deadline."""
+    """A library like NCCL, over gloo: its calls block until a timeout far beyond every deadline."""
 
     def __init__(self, epoch: Epoch) -> None:
         self._group = process_group(epoch)

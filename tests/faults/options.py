@@ -1,4 +1,4 @@
-"""What the processes of a fault test are told, and what their learner writes down."""
+"""The options of the processes of a fault test, and the file that their learner writes."""
 
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,18 @@ GROUPS_PER_STEP = 4
 MAX_STALENESS = 1
 LEASE_S = 1.0
 HEARTBEAT_S = 0.2
-RETRY_S = 0.5  # of the clients; in the product 2 s
+RETRY_S = 0.5  # clients repeat a request after it; in the product 2 s
 
 
 class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Attributes:
-    think_s: mean time of an episode.
-    concurrency: episodes at once.
-    padding_tokens: added to every sample, to make groups large.
-    hang_after: from this episode on the node's loop stands still; its heartbeats go on.
-    repeats: hand in every group three times.
+    """The behaviour of one node.
+
+    Attributes:
+        think_s: mean time of an episode.
+        concurrency: episodes at once.
+        padding_tokens: added to every sample, to make groups large.
+        hang_after: from this episode on the node's loop stands still; its heartbeats continue.
+        repeats: hand in every group three times.
     """
 
     address: str
@@ -66,7 +68,7 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What the learner resumes from: the next step, its weights, what they were trained on, and the task stream."""
+    """The state that the learner resumes from: next step, weights, the groups behind them, and the task stream."""
 
     step: int = 0
     weights: str = ""

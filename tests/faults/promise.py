@@ -23,9 +23,9 @@ def check_promise(run_dir: Path, ledger: Sequence[LedgerEntry], poisoned: int | 
     """Compare the ledger with the learner's last checkpoint; AssertionError says what is broken.
 
     Args:
-        run_dir: of a run whose learner has drained: every step that it trained is committed.
+        run_dir: the folder of a run whose learner has drained: every step that it trained is committed.
         ledger: the broker's.
-        poisoned: of so many prompts, the last one always fails.
+        poisoned: the last one of so many prompts always fails.
     """
     durable = Checkpoint.load(run_dir)
     steps = [[group[0] for group in step] for step in durable.trained]

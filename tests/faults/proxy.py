@@ -1,4 +1,4 @@
-"""A TCP proxy between clients and a broker that can cut, hold back, slow down and lose connections."""
+"""A TCP proxy between clients and a broker that can cut, delay, slow down and lose connections."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ class Proxy:
     Attributes:
         address: to connect to: the broker's, with the proxy's host and port.
         delay_s: from a byte's arrival to its departure, in each direction.
-        bytes_per_s: of every connection, in each direction; None: as fast as it goes.
+        bytes_per_s: rate of every connection, in each direction; None: as fast as it goes.
     """
 
     def __init__(self, target: str) -> None:
@@ -73,7 +73,7 @@ class Proxy:
         self._do(hold)
 
     def release(self) -> None:
-        """What was held passes; connections that were lost stay so."""
+        """Delayed bytes pass; connections that were lost stay so."""
 
         def release() -> None:
             self._holding = False

@@ -42,14 +42,14 @@ class RedisUnderTest:
         until(lambda: _linked(replica) and _offset(replica) >= wanted, "the replica to follow")
 
     def replica_falls_behind(self) -> None:
-        """What the primary does from now on never reaches the replica."""
+        """Changes at the primary from now on never reaches the replica."""
         self._replication.hold()
 
     def fail_over(self) -> float:
         """kill -9 of the primary; the replica takes over, the address moves to it. Returns when, monotonic seconds."""
         assert self._replica is not None and self.proxy is not None
         self.server.kill()
-        self._replication.cut()  # what was on its way is lost with the primary
+        self._replication.cut()  # records on their way are lost with the primary
         assert self._replica.ask("REPLICAOF", "NO", "ONE")
         self._former.append(self.server)
         self.server, self._replica = self._replica, None

@@ -46,7 +46,7 @@ class Rig:
 
     Attributes:
         random: decides when and whom.
-        address: of the broker, known once it is started; it stays the same when the broker is started again.
+        address: the broker's address, known once it is started; it stays the same when the broker is started again.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Rig:
         return self.eventually(reached, f"step {highest} was not trained") - since_s
 
     def leased_by(self, node: str) -> list[int]:
-        """Tasks that the node holds now."""
+        """Tasks that the node leases now."""
         return [e.serial for e in self.ledger() if e.state == "leased" and e.nodes[-1] == node]
 
     def done_elsewhere_s(self, serials: list[int], since_s: float, node: str) -> float:

@@ -1,5 +1,5 @@
 """The processes of a fault test: a broker, a node, a learner. Broker, clients, node loop, heartbeats and task stream
-are the product's own; in place of engine and model there are sleeps, and weights that are a hash of what was trained.
+are the product's own. Sleeps replace the engine, and a hash of all trained groups replaces the model.
 
 Usage: python -m tests.faults.roles broker|node|learner OPTIONS   (JSON: the broker's config, or options.py)
 """

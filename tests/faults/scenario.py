@@ -1,4 +1,4 @@
-"""What a fault scenario is, and where all of them are listed; docs/guarantees.md is made of these texts."""
+"""A fault scenario, and the list of all of them; docs/guarantees.md is made of these texts."""
 
 import importlib
 import tempfile
@@ -20,10 +20,10 @@ class Scenario:
     """One fault.
 
     Attributes:
-        name: of the function.
-        fault: what is done to the system.
-        happens: what the system does then.
-        promise: what holds afterwards; every scenario ends with a check of it.
+        name: name of the function.
+        fault: the harm that is done to the system.
+        happens: the answer of the system.
+        promise: the rule that is still kept afterwards; every scenario ends with a check of it.
         recovered: when the clock stops, and from when it runs.
         bound: the longest recovery promised, in words; config keys in backticks.
         bound_s: the same in seconds, with the rig's settings.

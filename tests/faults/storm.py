@@ -14,10 +14,11 @@ def rage(rig: Rig, proxy: Proxy, kinds: Sequence[str]) -> float:
     """Several faults, one after another; returns when the last one was over, monotonic seconds.
 
     Args:
-        rig: of a run behind `proxy`.
+        rig: the rig of a run behind `proxy`.
         proxy: whose connections are cut.
-        kinds: to choose from: broker, node, learner and, on Redis, server are killed and started again; each of them
-            but the learner may be stopped for a while ('stop node'); 'cut'. What stands there twice comes more often.
+        kinds: to choose from. Broker, node, learner and, on Redis, server are killed and started again. Each of them
+            but the learner may be stopped for a while ('stop node'). 'cut' resets connections. A kind that is listed
+            twice comes more often.
     """
     at_s = 0.0
     for _ in range(FAULTS):

@@ -1,4 +1,4 @@
-"""Every fault with real processes: after each the promise holds, and recovery took at most what the scenario states.
+"""Every fault with real processes: after each the promise is kept, and recovery took at most what the scenario states.
 
 SLIPSTREAM_FAULT_SEEDS=N plays each scenario with N seeds; bench/guarantees.py measures them for docs/guarantees.md.
 """

@@ -21,7 +21,7 @@ def groups(step: int) -> list[list[Any]]:
 
 
 class Record:
-    """What a run of three steps leaves behind: 12 groups trained, task 12 ready, task 13 dead."""
+    """The files of a run of three steps: 12 groups trained, task 12 ready, task 13 dead."""
 
     def __init__(self) -> None:
         self.lines = [Trained(float(s), 1, s, groups(s), f"w{s}") for s in range(STEPS)]

@@ -207,4 +207,4 @@ class Rig:
         self.thread.join(LIMIT_S)
         self.loop.close()
         del self.engine, self.client, self.publisher
-        gc.collect()  # what is left open warns here, near its test
+        gc.collect()  # a file left open warns here, near its test

@@ -57,7 +57,7 @@ def boundary(generation: Generation, old: int, new: int) -> int:
 
 
 def with_weights(rig: Rig) -> int:
-    """The version that the engine holds; the first one is published when this test runs alone."""
+    """The version that the engine has; the first one is published when this test runs alone."""
     if rig.engine.version < 0:
         rig.put(1)
     return rig.engine.version

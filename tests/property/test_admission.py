@@ -1,8 +1,8 @@
 """The admission rule, driven in virtual time by a fleet that is slow, straggles, freezes, dies and fails.
 
-What is shown for every k and B: a group that no other overtook is trained with staleness <= k; at most
-B(k+1) groups are outstanding; the job never stops; k = 0 is synchronous. All of it with steps that filter groups
-and take others in their place, too.
+The claims are tested for every k and B. A group that no other overtook is trained with staleness <= k. At most
+B(k+1) groups are outstanding, the job never stops, and k = 0 is synchronous. All claims are also tested with steps
+that filter groups and take others in their place.
 """
 
 import heapq

@@ -83,7 +83,7 @@ class Delivery(RuleBasedStateMachine):
 
     @rule(node=st.sampled_from(NODES), done=st.integers(0, 12), in_order=st.booleans())
     def work_goes_on(self, node: str, done: int, in_order: bool) -> None:
-        """What mostly happens, so that the rest finds something to do harm to."""
+        """The usual course of a step, so that the rest finds something to do harm to."""
         self.offer(self.b, 0)
         if node not in self.state.fleet.nodes:
             self.go(node, True)

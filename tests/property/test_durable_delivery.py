@@ -1,6 +1,6 @@
 """The delivery state machine again, with a broker that is killed at any moment and recovers from its store.
 
-Everything that the reference is held to holds across crashes: the rules and invariants are those of Delivery.
+Everything that is true of the reference stays true across crashes: the rules and invariants are those of Delivery.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""What the fuzz test sends: mutations of valid messages, and bytes that are no messages. Deterministic by seed."""
+"""The messages of the fuzz test: mutations of valid messages, and bytes that are no messages. Deterministic by seed."""
 
 import contextlib
 import random
@@ -129,7 +129,7 @@ def raw_streams(rng: random.Random) -> Iterator[bytes]:
 
 
 def throw(port: int, data: bytes) -> None:
-    """Connect, send, and leave without a word."""
+    """Connect, send, and leave without closing properly."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
         connection.sendall(data)
 

@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parents[3]
 MESSAGES = 3000
 CONNECTS = 1500
 HALF_OPEN = 150
-GROWTH_BYTES = 32 << 20  # of resident memory, over everything that a test sends; measured: 1 to 4 MiB
-FLOOD_BYTES = 64 << 20  # the same after a flood, of which the targets' guard allows 48 MiB
+GROWTH_BYTES = 32 << 20  # growth of resident memory, over everything that a test sends; measured: 1 to 4 MiB
+FLOOD_BYTES = 64 << 20  # the same after a flood; the targets' guard allows 48 MiB of it
 TASKS = 6
 
 
@@ -89,8 +89,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def dealer(address: str, credential: Credential | None, server_public: str = "") -> Iterator["zmq.Socket[bytes]"]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 1000)  # what was sent is to arrive
-        socket.setsockopt(zmq.RECONNECT_IVL, 1)  # the other side cuts the connection of whoever sends too much
+        socket.setsockopt(zmq.LINGER, 1000)  # sent messages must arrive
+        socket.setsockopt(zmq.RECONNECT_IVL, 1)  # the other side cuts a connection that sends too much
         if credential is not None:
             secure_client(socket, credential, server_public)
         socket.connect(address)
@@ -136,7 +136,7 @@ def facts(client: BrokerClient) -> tuple[list[LedgerEntry], dict[str, object]]:
 
 
 def roll_out_one(address: str, credential: Credential | None, node_id: str) -> bool:
-    """What a node that behaves does, once."""
+    """Everything that a node that behaves does, once."""
 
     async def scenario() -> bool:
         async with AsyncBrokerClient(address, deadline_s=LIMIT_S, credential=credential) as node:

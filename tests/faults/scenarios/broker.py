@@ -1,4 +1,4 @@
-"""What is done to the broker: nonsense on its socket, clocks, a full disk, a rival."""
+"""Harm to the broker: nonsense on its socket, clocks, a full disk, a rival."""
 
 import asyncio
 import itertools

@@ -21,7 +21,7 @@ def redis_failover(rig: Rig) -> float:
     rig.start_all(nodes=2)
     proxy = rig.redis.proxy
     assert proxy is not None and rig.learner_process is not None
-    proxy.hold()  # nobody is told anything that the replica does not hear of
+    proxy.hold()  # no client is told anything that the replica does not get
     rig.redis.replica_in_step()
     at_s = rig.redis.fail_over()
     proxy.release()

@@ -33,7 +33,7 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
     def cut(self) -> None:
-        """Nothing arrives any more, and nobody is told."""
+        """Nothing arrives any more, and neither side is told."""
         _ip("-n", self.names[1], "link", "set", INTERFACE, "down")
 
     def connect(self) -> None:

@@ -20,7 +20,7 @@ KEPT = {"every": 3, "keep": 9, "asynchronous": False}
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Job:
-    """A run that nothing happened to, ended; its store holds all its groups."""
+    """A run that ended without a fault; its store has all its groups."""
     job = Job(tmp_path_factory.mktemp("unbroken") / "job", model, LEARNER, KEPT)
     with job.served():
         job.finish()
@@ -29,7 +29,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Job:
 
 
 def ledger(job: Job) -> list[tuple[int, str, int | None, bool]]:
-    """What became of every task, as the broker left it."""
+    """The fate of every task, as the broker left it."""
     entries = msgspec.json.decode(job.run.ledger_json.read_bytes(), type=list[LedgerEntry])
     return [(entry.serial, entry.state, entry.step, entry.filtered) for entry in entries]
 

@@ -50,7 +50,7 @@ def test_killed_with_9_between_checkpoints_it_replays_and_ends_bitwise_equal(
 
 
 def made(job: Job, pattern: str) -> set[tuple[str, int, int]]:
-    """What matches in the checkpoints' folder: name and identity, since what a kill left is made again."""
+    """The matches in the checkpoints' folder, by name and identity, since what a kill left is made again."""
     found = set()
     for path in job.run.checkpoints.glob(pattern):
         with contextlib.suppress(FileNotFoundError):

@@ -27,14 +27,14 @@ class WarmStart(Run):
         super().__init__(folder, document)
 
     def refusal(self) -> str:
-        """What the learner says that ends with code 2."""
+        """The message of the learner, which ends with code 2."""
         self.finish(code=2)
         assert not self.run.model.exists()
         return (self.run.logs / "sft-0.log").read_text()
 
 
 def completed(model: Any, tokenizer: Any, prompt: str) -> str:
-    """What a model adds to a prompt until it ends."""
+    """The text that a model adds to a prompt until it ends."""
     ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
     for _ in range(20):
         token = model(ids).logits[0, -1].argmax()

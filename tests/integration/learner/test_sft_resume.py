@@ -1,4 +1,4 @@
-"""A warm start that was killed or drained goes on bitwise where it was; its model goes straight into the RL loop."""
+"""A warm start that was killed or drained continues bitwise where it was; its model goes straight into the RL loop."""
 
 import json
 import random

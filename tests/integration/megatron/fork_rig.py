@@ -29,7 +29,7 @@ from common.process.lifecycle import die_with_parent, leave
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
-WORLD_S = 2 * LIMIT_S  # for one world, of which the largest need some seconds
+WORLD_S = 2 * LIMIT_S  # for one world; the largest need some seconds
 
 Job = Callable[[Path, dict[str, Any]], None]
 
@@ -92,14 +92,14 @@ def _answer() -> Any:
 
 
 def write(path: Path, rank: int, tensors: dict[str, Tensor], result: dict[str, Any]) -> None:
-    """What one rank found out, for Outcome."""
+    """The findings of one rank, for Outcome."""
     path.mkdir(parents=True, exist_ok=True)
     save_file({n: t.contiguous() for n, t in tensors.items()}, path / f"{rank}.safetensors")
     (path / f"{rank}.json").write_text(json.dumps(result))
 
 
 class Outcome:
-    """What the ranks of one spec wrote; `tensors` holds what any of them knows."""
+    """The files of the ranks of one spec; `tensors` has those of all ranks."""
 
     def __init__(self, path: Path) -> None:
         assert path.is_dir(), path
@@ -160,7 +160,7 @@ def _fork_rank(job: Job, folder: Path, spec: dict[str, Any], log: Path, bound: s
 
 
 def _run_world(job: Job, folder: Path, spec: dict[str, Any], name: str, ranks: int) -> str:
-    """What went wrong; a failed rank ends the others."""
+    """The reason of a failure; a failed rank ends the others."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         logs = [folder / f"{name}-{ranks}-{rank}.log" for rank in range(ranks)]
@@ -182,7 +182,7 @@ def _run_world(job: Job, folder: Path, spec: dict[str, Any], name: str, ranks: i
 
 
 def _run_worlds(order: dict[str, Any]) -> str:
-    """What went wrong in the first world that failed."""
+    """The reason of the failure in the first world that failed."""
     for group in order["groups"]:
         job = getattr(importlib.import_module(group["module"]), group["job"])
         for spec in group["specs"]:

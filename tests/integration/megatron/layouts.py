@@ -6,7 +6,7 @@ from typing import Any
 from common.config.parallel_layout import layers_per_stage
 from common.config.schema import ParallelConfig
 
-LAYERS = 4  # of every model of the suite
+LAYERS = 4  # every model of the suite has so many
 MODELS = {
     "tied": "Qwen3, tied embeddings",
     "untied": "Qwen3",
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What the worker runs."""
+        """The job that the worker runs."""
         return {"name": self.name, "kind": self.kind, "parallel": self.parallel}
 
 

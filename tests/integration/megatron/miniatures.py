@@ -42,7 +42,7 @@ class Miniature:
     ranks: int
     document: dict[str, Any]
     learner: LearnerConfig | SftLearnerConfig
-    max_tokens: int | None  # of an RL job
+    max_tokens: int | None  # only an RL job has it
 
     def alone(self) -> LearnerConfig | SftLearnerConfig:
         """The learner of the same miniature on one rank."""

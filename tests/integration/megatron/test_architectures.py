@@ -20,7 +20,7 @@ from tests.integration.megatron.tiny_models import TEMPERATURE, exported, microb
 
 SHORT_YARN = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 DYNAMIC = {"rope_theta": 1e6, "rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 512}
-# What loading refuses, and what it says.
+# Models that loading refuses, and its message.
 REFUSED: dict[str, tuple[tiny_models.Kind, str]] = {
     "llama-attention-bias": (
         ("Llama", dict(attention_bias=True)),
@@ -57,7 +57,7 @@ TWO: list[dict[str, Any]] = [
 
 ROUNDED = [{"name": f"{k}-bf16", "kind": k, "dtype": "bfloat16", "gradients": False} for k in ("mixtral", *LATENT)]
 REFUSALS = [{"name": kind, "kind": kind} for kind in REFUSED]
-# What is disabled (functions that correct the bridge), the model that then goes wrong, and how it is loaded.
+# Disabled functions that correct the bridge, the model that then goes wrong, and how it is loaded.
 WRONG: list[dict[str, Any]] = [
     {"name": "window", "disable": ["bridge_fixes.correct_window"], "kind": "mistral"},
     {"name": "window-forgotten", "disable": ["bridge_fixes.correct_window"], "kind": "qwen2-window"},
@@ -112,7 +112,7 @@ def job_load(folder: Path, spec: dict[str, Any]) -> None:
 
 
 def job_refused(folder: Path, spec: dict[str, Any]) -> None:
-    """What loading says, with corrections of the bridge disabled or without."""
+    """The message of loading, with corrections of the bridge disabled or without."""
     from learner.megatron.conversion import bridge_fixes, hf_folder, verify
 
     modules = {"bridge_fixes": bridge_fixes, "hf_folder": hf_folder, "verify": verify}
@@ -157,7 +157,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def both(folder: Path, spec: dict[str, Any], prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What was found and what was expected."""
+    """The found and the expected values."""
     outcomes = Outcome(folder / spec["name"]), Outcome(folder / "reference" / spec["kind"])
     return outcomes[0].section(prefix), outcomes[1].section(prefix)
 

@@ -1,7 +1,7 @@
 """Mixture of experts in real Megatron against plain transformers: frozen routers, balancing, at every layout.
 
-The reference is plain transformers: hooks on its gates read what they route, add the balancing loss that autograd
-then differentiates, or force the experts of a recorded routing.
+The reference is plain transformers: hooks on its gates read the routing, or force the experts of a recorded one.
+They also add the balancing loss, which autograd then differentiates.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from tests.integration.megatron.fork_rig import Outcome, group, relative
 from tests.integration.megatron.tiny_models import STEPS, TEMPERATURE, exported, hugging_face, microbatches, policy_loss
 
 EXPERTS, CHOSEN = 8, 2
-RATE = 0.3  # of either balance; large, so that an error shows in every gradient
+RATE = 0.3  # either balance has it; large, so that an error shows in every gradient
 AUXILIARY, REPLAYED = {"balance": "aux_loss", "balance_rate": RATE}, {"replay_routing": True}
 AGAIN = {"memory": {"recompute": "full"}}
 
@@ -151,7 +151,7 @@ def own_routing(model: Any, batch: Microbatch, routing: Tensor) -> Tensor:
 
 
 def job_reference(folder: Path, spec: dict[str, Any]) -> None:
-    """What autograd makes of the first step's loss, balance included, and of the bias; then steps with AdamW."""
+    """The results of autograd for the first step's loss, balance included, and of the bias; then steps with AdamW."""
     kind, case = spec["kind"], spec["moe"]
     model = tiny_models.save(tiny_models.new_model(kind), folder / "models" / kind)
     for gate in gates(model).values() if case.get("freeze_router") else []:
@@ -228,7 +228,7 @@ def job_experts(folder: Path, spec: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What transformers and every layout make of every case."""
+    """The results of transformers and of every layout for every case."""
     specs = [
         {"name": f"{case}-{layout}", **CASES[case], "ranks": LAYOUTS[layout][0], "parallel": LAYOUTS[layout][1]}
         for case, layout in PAIRS

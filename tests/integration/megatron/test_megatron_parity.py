@@ -1,6 +1,6 @@
 """Real Megatron over gloo against plain Hugging Face transformers, at every layout, in float32.
 
-What the tests prove is also written as rows of JSON to the file that SLIPSTREAM_LAYOUTS names (bench/layouts.py makes
+The proven figures are also written as rows of JSON to the file that SLIPSTREAM_LAYOUTS names (bench/layouts.py makes
 docs/layouts.md of it).
 """
 
@@ -94,7 +94,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
-    """Of every bit of the tensors, in their order."""
+    """The hash of every bit of the tensors, in their order."""
     found = hashlib.sha256()
     for tensor in tensors.values():
         found.update(tensor.detach().contiguous().view(torch.uint8).numpy())
@@ -102,7 +102,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
 
 def step_and_back(backend: Any) -> tuple[StepResult, str]:
-    """What the first step gives, to the bit; leaves the state before it."""
+    """The results of the first step, to the bit; leaves the state before it."""
     parameters = [p for chunk in backend.chunks for p in chunk.module.parameters()]
     before = [p.detach().clone() for p in parameters]
     result = tiny_models.step(backend, 0)

@@ -101,7 +101,7 @@ def job_offload(folder: Path, spec: dict[str, Any]) -> None:
 
 def job_resident(folder: Path, spec: dict[str, Any]) -> None:
     """Resident memory of a process between steps, while gradients are in use, and after that."""
-    mmap_threshold = -3  # of mallopt(3): else glibc raises it and keeps large blocks in its heap
+    mmap_threshold = -3  # its number in mallopt(3); otherwise glibc raises it and keeps large blocks in its heap
     assert ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20) == 1
     backend = tiny_models.backend(folder, spec)
     for number in range(2):

@@ -103,7 +103,7 @@ def by_document(backend: Any, numbers: list[list[int]], mine: list[Any]) -> list
 
 
 def objective(backend: Any, made: list[Document], numbers: list[list[int]], mine: list[Any], supervised: bool) -> float:
-    """This data-parallel rank's sum of what a step shall lower: -logprob, times the advantage in RL."""
+    """This data-parallel rank's sum of what a step must lower: -logprob, times the advantage in RL."""
     rows = by_document(backend, numbers, mine)
     order = sorted(i for inside in numbers for i in inside)
     worth = [1.0 if supervised else made[i].advantage for i in order]

@@ -108,7 +108,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
 
 
 def job_spoiled(folder: Path, spec: dict[str, Any]) -> None:
-    """What a step says whose log-probabilities are gone."""
+    """The message of a step whose log-probabilities are gone."""
     backend = tiny_models.backend(folder, spec)
     loss = policy_loss(LossConfig(), MAX_TOKENS)
     packs = given(microbatches(0), load_file(folder / "data.safetensors"))

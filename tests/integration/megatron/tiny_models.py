@@ -109,7 +109,7 @@ def uneven(model: Any) -> Any:
 
 
 def save(model: Any, path: Path) -> Any:
-    """Write the folder of a model, with a tokenizer that nobody loads; returns the model."""
+    """Write the folder of a model, with a tokenizer that no test loads; returns the model."""
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text(json.dumps({"of": path.name}))
     return model
@@ -242,7 +242,7 @@ def numbered(backend: Any, rows: list[Tensor], prefix: str) -> dict[str, Tensor]
 
 
 def logprobs(backend: Any, prefix: str = "logprobs") -> dict[str, Tensor]:
-    """Of the packs of step 0, numbered."""
+    """The log-probabilities of the packs of step 0, numbered."""
     return numbered(backend, backend.logprobs(share(backend, microbatches(0)), TEMPERATURE), prefix)
 
 
@@ -270,7 +270,7 @@ def main_parameters(backend: Any) -> list[tuple[Tensor, dict[str, Any]]]:
 def gradients(backend: Any) -> dict[str, Tensor]:
     """Full gradients under Hugging Face names: gathered over data parallelism, exported as if they were weights.
 
-    What has no gradient is left out.
+    Parameters without a gradient are left out.
     """
     for chunk in backend.chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:

@@ -115,7 +115,7 @@ def test_a_corrupted_bucket_is_rejected_sent_again_and_never_activated(plane: Pl
 
 
 def mostly_alike(version: int) -> list[tuple[str, torch.Tensor]]:
-    """Weights of which a tenth of the elements differs from version to version."""
+    """Weights; a tenth of their elements differs from version to version."""
     made = weights(1)
     made[0][1].view(-1)[::10] = float(version)
     return made
@@ -133,7 +133,7 @@ def test_a_delta_reaches_those_who_hold_its_base_and_everyone_else_gets_the_whol
     for node in (first, second):
         node.wait("active", version=1)
     until(lambda: publisher.stats().version_active == 1)
-    if transport == "gloo":  # what goes to newcomers only is not in the figures of a publish
+    if transport == "gloo":  # bytes for newcomers only are not in the figures of a publish
         assert publisher.stats().publish_bytes == 2 * whole
     publisher.publish(2, mostly_alike(2), None)
     for node in (first, second):

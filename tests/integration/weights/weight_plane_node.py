@@ -84,7 +84,7 @@ class BufferTarget:
             self.weights[0] ^= 1
         found = packing.checksum(self.weights)
         if found != expected_checksum:
-            raise ProofFailed(f"holds {found}, published {expected_checksum}")
+            raise ProofFailed(f"found {found}, published {expected_checksum}")
         return Flip(0.0, found)
 
     async def canary(self, tokens: list[int]) -> list[float]:

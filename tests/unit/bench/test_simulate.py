@@ -1,4 +1,4 @@
-"""The simulator: cases that a person can compute, rules that must hold, and the page that shows its predictions."""
+"""The simulator: cases that a person can compute, rules that it must follow, and the page with its predictions."""
 
 from dataclasses import replace
 from typing import Any

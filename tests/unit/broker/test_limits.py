@@ -1,4 +1,4 @@
-"""What one client may cost the broker: parked requests, nodes, log lines, kept messages, numbers and texts."""
+"""Limits on one client's cost for the broker: parked requests, nodes, log lines, kept messages, numbers and texts."""
 
 import logging
 from collections.abc import Iterator

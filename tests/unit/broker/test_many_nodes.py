@@ -1,4 +1,4 @@
-"""What a thousand waiting nodes cost, counted in looks at requests instead of seconds."""
+"""The cost of a thousand waiting nodes, counted in looks at requests instead of seconds."""
 
 import random
 from collections.abc import Iterator

@@ -27,7 +27,7 @@ from tests.broker_rig import META, job, tasks
 from tests.redis_server import RedisServer, free_port
 from tests.waiting import LIMIT_S, until
 
-TAKEOVER_S = 15.0  # of a kill, as docs/redis.md promises
+TAKEOVER_S = 15.0  # after a kill, as docs/redis.md promises
 
 
 @pytest.fixture(scope="module")

@@ -348,7 +348,7 @@ def test_a_learner_that_ended_is_still_said_to_have_ended(home: Path, state: str
     with Rig(home) as again:
         found = again.state.learner.status(again.state.clock() + 1000)
         assert found is not None and found.state == state
-        again.state.attach(report("b"))  # at once: nobody is alive
+        again.state.attach(report("b"))  # at once: no learner is alive
 
 
 def test_replaced_processes_stay_refused_and_those_that_do_not_say_who_they_are_do_not(home: Path) -> None:

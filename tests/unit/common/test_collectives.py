@@ -51,7 +51,7 @@ def test_the_first_failure_is_the_callers_and_nothing_is_posted_or_under_way_aft
         seen.extend(int(bucket[0]) // 2 for bucket in in_turn(group, PAYLOAD, 2, 1.0))
     assert seen == [0]
     assert ("post", POSTED + 1) not in group.events
-    # what was posted behind it would be written into memory that the next attempt verifies
+    # a bucket posted behind it would be written into memory that the next attempt verifies
     assert group.events[group.events.index(("wait", 1)) + 1 :] == [("close", 0), ("wait", 2)]
 
 

@@ -128,7 +128,7 @@ def test_a_damaged_stream_is_refused_or_seen_in_the_checksum(
         delta.apply(damaged, result, 256)
     except WrongDelta:
         return
-    assert len(result) == len(old)  # what it says now is for the checksum to judge
+    assert len(result) == len(old)  # the checksum judges its content
 
 
 @pytest.mark.parametrize("cut", [1, 15, 16, 40])

@@ -95,7 +95,7 @@ def test_an_open_address_is_refused_without_keys_and_allowed_with_them(tmp_path:
 
     assert "slipstream keys DIR" in refusal(capsys, "broker", job("0.0.0.0"))
     config, _ = load_job(job("0.0.0.0", credentials=str(keys)))
-    assert fixed_address(config) is None  # nobody can connect to 0.0.0.0: RUN/broker.json has the address
+    assert fixed_address(config) is None  # no client can connect to 0.0.0.0: RUN/broker.json has the address
     config, _ = load_job(job("head.cluster", credentials=str(keys)))
     assert fixed_address(config) == "tcp://head.cluster:5555"
 

@@ -224,7 +224,7 @@ def test_a_file_system_that_can_not_be_written_synced_or_locked_is_named(config,
 
 
 def model_finding(config: Config, name: str, content: bytes) -> str:
-    """What is said of the model when this file of it has this content."""
+    """The findings about the model when this file of it has this content."""
     folder = Path(config.model.path)
     (folder / name).write_bytes(content)
     return only(config_files.check_model(folder)).what

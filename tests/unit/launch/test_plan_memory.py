@@ -18,8 +18,8 @@ def decoder(**changes: object) -> Architecture:
 def test_a_layer_of_the_paper_keeps_what_the_paper_says() -> None:
     """Korthikanti et al., equation 2 without its dropout masks (2) and matrix term: 32 s b h / t bytes.
 
-    Their feed-forward of 4 h without gate keeps 2 x 4 h elements, the activation and its input; ours keeps three
-    tensors of ffn, hence ffn = 8 h / 3.
+    Their feed-forward of 4 h without gate keeps 2 x 4 h elements, the activation and its input. Ours keeps three
+    tensors of ffn, so ffn = 8 h / 3.
     """
     tokens, t = 1024, 4
     model = decoder(hidden=3 * H, ffn=8 * H, attention=Attention(A, A, 3 * H // A))
@@ -29,7 +29,7 @@ def test_a_layer_of_the_paper_keeps_what_the_paper_says() -> None:
 
 
 def test_without_sequence_parallelism_norms_are_whole_on_every_rank() -> None:
-    """Equation 1: s b h (10 + 24 / t), of which 8 are the norms' inputs and outputs and 2 are masks."""
+    """Equation 1: s b h (10 + 24 / t); 8 are the norms' inputs and outputs and 2 are masks."""
     tokens, t = 1024, 4
     model = decoder(hidden=3 * H, ffn=8 * H, attention=Attention(A, A, 3 * H // A))
     found = layer_bytes(model, ParallelConfig(tensor=t, sequence=False), False, tokens, 2)

@@ -1,7 +1,7 @@
 """The loss written out by hand: loops over documents and tokens, float64, one formula after the other.
 
-Nothing here comes from the implementation but its config. What the formulas stop the gradient of is computed from
-`fixed`, plain numbers, so that the result is an ordinary function of `logprobs` that finite differences can check.
+Nothing here comes from the implementation but its config. Terms without a gradient are computed from `fixed`,
+plain numbers. So the result is an ordinary function of `logprobs`, which finite differences can check.
 """
 
 import math

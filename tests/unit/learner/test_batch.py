@@ -234,7 +234,7 @@ def test_routing_of_another_model_is_refused(experts: Array | None, reason: str)
     group = stored(Group(5, [sample(routed_experts=experts)]))
     with pytest.raises(BadGroup, match=reason):
         decode(group, 10, 1, SHAPE)
-    decode(group, 10, 1)  # nobody replays it
+    decode(group, 10, 1)  # no learner replays it
 
 
 @pytest.mark.parametrize(("row", "fits"), [((2, 0), True), ((-1, -1), True), ((3, 3), False), ((2, -1), False)])
@@ -296,7 +296,7 @@ def counted(turns: list[tuple[int, list[int]]]) -> tuple[list[float], list[int]]
         largest += [0] * text
         cache: list[int] = []
         for version in versions:
-            cache += [version] * (len(mean) - len(cache))  # what is not there yet is computed before it is read
+            cache += [version] * (len(mean) - len(cache))  # missing entries are computed before they are read
             ages = [version - entry for entry in cache] or [0]
             mean.append(sum(ages) / len(ages))
             largest.append(max(ages))

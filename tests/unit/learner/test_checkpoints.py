@@ -79,7 +79,7 @@ def test_the_newest_are_kept_and_other_files_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     folder = CheckpointFolder(tmp_path, keep=2)
     for version in (1, 2, 3):
-        folder.begin(version).mkdir()  # what a killed learner left is overwritten
+        folder.begin(version).mkdir()  # the remains of a killed learner are overwritten
         write(folder, version)
     assert folder.remove_incomplete() == []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "step-000002", "step-000003"]

@@ -1,4 +1,4 @@
-"""Packing: bounds, balance, determinism and what a microbatch holds. tests/property has the general claim."""
+"""Packing: bounds, balance, determinism and the contents of a microbatch. tests/property has the general claim."""
 
 from dataclasses import replace
 

@@ -19,7 +19,7 @@ BUCKET = 1024
 
 
 class Versions:
-    """Snapshots of a model of which one element in a hundred changes per version."""
+    """Snapshots of a model; one element in a hundred changes per version."""
 
     def __init__(self, deltas: Deltas) -> None:
         self.deltas, self.maker = deltas, SnapshotMaker("bfloat16")

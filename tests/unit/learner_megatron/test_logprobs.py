@@ -174,7 +174,7 @@ def test_two_ranks_that_share_the_vocabulary_get_the_values_and_their_parts_of_t
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_an_entropy_that_the_loss_does_not_use_has_no_part_in_the_gradient(chunk: int) -> None:
-    """Of impossible tokens the entropy's gradient is not a number; what is not asked for must not be computed."""
+    """The entropy's gradient at impossible tokens is not a number, so it must not be computed unasked."""
     hidden, weight, targets = example()
     hidden = torch.cat([hidden, torch.full((7, 1), 1e200, dtype=torch.float64)], 1)
     weight = torch.cat([weight, torch.zeros(11, 1, dtype=torch.float64)], 1)

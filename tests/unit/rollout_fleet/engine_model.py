@@ -86,7 +86,7 @@ class ModelEngine:
         self.counters.recompute_s += self._clock.step(len(self._running), again)
 
     def _make_room(self) -> bool:
-        """A block more for who needs one; whether somebody was thrown out for it."""
+        """Give each request that needs one a further block; returns whether a request was preempted for it."""
         thrown_out = False
         i = 0
         while i < len(self._running):

@@ -111,7 +111,7 @@ def play(driver: EpisodeDriver, problem: dict[str, Any], seed: int = 7, group_se
 
 
 def text_of(sample: Sample, trained: int) -> str:
-    """What a sample of character tokens says, of the trained tokens or of the others."""
+    """The text of a sample of character tokens, of the trained tokens or of the others."""
     pairs = zip(sample.tokens.numpy(), sample.loss_mask.numpy(), strict=True)
     return "".join(chr(t) for t, m in pairs if m == trained)
 

@@ -1,8 +1,8 @@
 """OpenEnv and verifiers.
 
-Both libraries ask for packages that do not fit vLLM's, so neither is in the test environment: interpreters that have
-them are named by SLIPSTREAM_OPENENV_PYTHON and SLIPSTREAM_VERIFIERS_PYTHON. launch/test.sh builds one for both
-(launch/setup.sh adapters).
+Both libraries ask for packages that do not fit vLLM's, so neither is in the test environment.
+SLIPSTREAM_OPENENV_PYTHON and SLIPSTREAM_VERIFIERS_PYTHON name interpreters that have them.
+launch/test.sh builds one for both (launch/setup.sh adapters).
 """
 
 import asyncio

@@ -145,7 +145,7 @@ def test_lost_time_shrinks_the_limit_to_what_the_engine_holds() -> None:
     looker = Looker(AdaptiveLimit(8, 1000, 8, holds=100))
     assert [looker.look(waiting=30, lost=0.2) for _ in range(LOOKS + 1)] == [100] * LOOKS + [70]
     assert [looker.look(taken=90, lost=0.2) for _ in range(5)] == [70] * 5  # those who have a slot keep it
-    assert looker.look(lost=0.2) == 63  # at least a tenth, where nobody waits
+    assert looker.look(lost=0.2) == 63  # at least a tenth, where no request waits
     assert [looker.look(waiting=60, lost=0.2) for _ in range(LOOKS + 1)] == [63] * LOOKS + [31]  # at most half
     for _ in range(60):
         looker.look(lost=0.2)

@@ -1,4 +1,4 @@
-"""What an environment may take, what is kept of its turns, and what of it is shared by a group."""
+"""The limits of an environment, the record of its turns, and the seed that a group shares."""
 
 import asyncio
 import time
@@ -112,7 +112,7 @@ def test_an_environment_is_closed_once_however_its_episode_ends(ending: str) -> 
 
         async def close(self) -> None:
             closed.append(ending)
-            raise RuntimeError("closing fails, and nobody minds")
+            raise RuntimeError("closing fails, and the episode ignores it")
 
     play(Closes, Limits(step_s=0.1))
     assert closed == [ending]

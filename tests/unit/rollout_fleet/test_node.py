@@ -180,7 +180,7 @@ async def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engin
     first = asyncio.Event()
 
     async def one_long(problem: dict[str, Any], seed: int, progress: Any, *more: Any) -> Any:
-        if seed % 100 == 0:  # the first sample of every group goes on and on
+        if seed % 100 == 0:  # the first sample of every group does not end
             progress.at("engine")
             await first.wait()
         return await site.driver.run(problem, seed, progress, *more)
@@ -234,7 +234,7 @@ async def test_the_limit_follows_what_the_kv_cache_carries(monkeypatch: pytest.M
             before = adapt.looks
             await until_async(lambda: adapt.looks > before)  # noqa: B023
         assert site.status.report().concurrency == 6
-        assert site.sampler.now == 8  # nobody is stopped
+        assert site.sampler.now == 8  # no episode is stopped
         site.sampler.gate.set()
         await until_async(lambda: site.states() == ["ready"] * 8)
 
@@ -322,7 +322,7 @@ async def test_a_drain_finishes_what_runs_and_returns_what_has_not_started() -> 
 
 async def test_a_drain_while_the_engine_starts_needs_no_engine() -> None:
     def limit() -> AdaptiveLimit:
-        raise AssertionError("the engine is not up, so nobody knows how much its KV cache takes")
+        raise AssertionError("the engine is not up, so the node cannot know how much its KV cache takes")
 
     site = Site()
     node = Node(site.parts, site.info, limit)

@@ -1,4 +1,4 @@
-"""What a node says of itself, and when it reached each stage on its way into the job."""
+"""The report of a node on itself, and when it reached each stage on its way into the job."""
 
 import subprocess
 import sys

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def modules(folder: Path) -> Iterator[tuple[str, str]]:
-    """What a fork server of this test imports; a secret is in the environment meanwhile."""
+    """The imports of a fork server of this test; a secret is in the environment meanwhile."""
     (folder / f"{MARK}.py").touch()
     for name, more in (("plain_library", ""), ("threaded_library", THREAD)):
         (folder / f"{name}.py").write_text(LIBRARY + more)
@@ -266,6 +266,6 @@ def test_an_episode_that_is_given_up_while_processes_start_hands_over_no_other_c
             with mine:
                 theirs.close()
                 mine.settimeout(LIMIT_S)
-                assert mine.recv(1) == b""  # nobody else holds the other end
+                assert mine.recv(1) == b""  # no other process has the other end
     finally:
         host.close()

@@ -1,4 +1,4 @@
-"""Shared memory files of engines that were killed are removed; those of everybody else stay."""
+"""Shared memory files of engines that were killed are removed; all others stay."""
 
 import os
 import subprocess

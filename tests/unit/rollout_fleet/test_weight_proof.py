@@ -75,7 +75,7 @@ def test_another_dtype_or_shape_is_no_proof() -> None:
 
 
 class Experts(nn.Module):
-    """Stacked experts as an engine holds them: 3 of hidden size 4 and intermediate size 5, padded to 6."""
+    """Stacked experts as an engine has them: 3 of hidden size 4 and intermediate size 5, padded to 6."""
 
     ckpt_gate_proj_name, ckpt_up_proj_name, ckpt_down_proj_name = "w1", "w3", "w2"
 
@@ -137,7 +137,7 @@ class Indices:
 
 
 def shard(rank: int, size: int, whole: dict[str, torch.Tensor]) -> Model:
-    """What worker `rank` of `size` holds: heads and vocabulary cut, keys and values in two at most."""
+    """The shard of worker `rank` of `size`: heads and vocabulary cut, keys and values in two at most."""
     model = Model()
     kv = min(2, size)
     q_rows, kv_rows = 8 // size, 2 // kv

@@ -34,7 +34,7 @@ def flood_stdout() -> None:
 
 
 def fork_bomb() -> None:
-    """Harmless where the limits do not hold: it stops by itself at 500."""
+    """Harmless where the limits do not work: it stops by itself at 500."""
     for _ in range(500):
         try:
             if os.fork() == 0:
