@@ -54,7 +54,7 @@ def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], b
         run.check_agrees(config)
     except UsageError as error:
         fix = "another run.dir, or remove the folder"
-        found.append(problem("run", str(error), "a run goes on with what it began with", fix))
+        found.append(problem("run", str(error), "a run continues with the config that it began with", fix))
     seen = None
     with suppress(SlipstreamError):
         seen = observe(run, ANSWER_S)
@@ -82,7 +82,7 @@ def _stalls(seen: Observation) -> list[Finding]:
         )
         for stall in stalls_of(seen)
     ]
-    return found or [fine("run", f"runs, broker {seen.status.pid} at {seen.status.address}; nobody waits for long")]
+    return found or [fine("run", f"runs, broker {seen.status.pid} at {seen.status.address}; no process waits for long")]
 
 
 def _stale_broker(run: RunDir) -> Iterator[Finding]:
