@@ -13,11 +13,18 @@ class Router:
     """One thread uses it; any thread may call `wake`."""
 
     def __init__(
-        self, host: str, max_message_bytes: int, waiting_messages: int, keys: KeyPair = NO_KEYS, allowed: Any = None
+        self,
+        host: str,
+        max_message_bytes: int,
+        waiting_messages: int,
+        keys: KeyPair = NO_KEYS,
+        allowed: Any = None,
+        unread_messages: int = 1000,
     ) -> None:
         """Bind a free port of `host` (name or IP); raises zmq.ZMQError.
 
-        A larger message ends its connection. Beyond `waiting_messages` of one connection more wait at its other end.
+        A larger message ends its connection. Beyond `waiting_messages` of one connection more wait at its other end,
+        and sending more than `unread_messages` to a connection that reads none fails.
         With `keys` it is encrypted, and `allowed` lets clients in as in CurveGate.
         """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -30,6 +37,7 @@ class Router:
         self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self.socket.setsockopt(zmq.RCVHWM, waiting_messages)
+        self.socket.setsockopt(zmq.SNDHWM, unread_messages)  # connections have what is set before the bind
         self.socket.setsockopt(zmq.IPV6, int(":" in host))
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)

@@ -181,8 +181,7 @@ class RelayServer:
         self._lock = threading.Lock()
         keys = new_keys() if secured else NO_KEYS
         self.public = keys.public
-        self._router = Router(host, MAX_REQUEST_BYTES, 4 * CREDIT, keys, self)
-        self._router.socket.setsockopt(zmq.SNDHWM, 2 * CREDIT)
+        self._router = Router(host, MAX_REQUEST_BYTES, 4 * CREDIT, keys, self, 2 * CREDIT)
         self.address = self._router.address
         self._closing = False
         self._thread = threading.Thread(target=self._serve, daemon=True, name="relay-weights")

@@ -99,6 +99,21 @@ def test_requests_that_ask_for_too_much_or_make_no_sense_are_refused(server: Rel
         assert (decode_answer(header), data) == (Piece(5, 8), bytes(FLAT[5:8].tolist()))
 
 
+def test_a_client_that_asks_and_does_not_read_has_few_pieces_under_way(server: RelayServer) -> None:
+    asked, came = 200, 0
+    server.offer("k", FLAT, LIMIT_S)
+    with asking(server) as greedy, asking(server) as other:
+        for _ in range(asked):
+            greedy.send(relay.encode(Get("k", 0, PIECE_BYTES)))
+        for _ in range(2 * asked):  # the server takes turns, so it has answered the greedy one by then
+            other.send(relay.encode(Get("k", 0, 0)))
+            other.recv_multipart()
+        while isinstance(decode_answer(greedy.recv_multipart()[0]), Piece):
+            came += 1
+            greedy.send(relay.encode(Get("absent", 0, 0)))
+    assert CREDIT <= came < asked / 2
+
+
 class Slow:
     """A source that answers what the test says, and counts what waits for an answer."""
 
