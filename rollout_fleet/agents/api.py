@@ -75,6 +75,9 @@ class _Said(msgspec.Struct, omit_defaults=True):
     def __post_init__(self) -> None:
         found = self.content or ""
         self.content = found if isinstance(found, str) else "".join(part.text for part in found)
+        # Templates ask whether a message has these, so what is empty is left out.
+        self.tool_call_id, self.name = self.tool_call_id or None, self.name or None
+        self.tool_calls = self.tool_calls or None
 
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

@@ -147,6 +147,12 @@ def test_tool_calls_come_out_as_calls_and_their_answers_go_back_in() -> None:
     assert second.finish_reason == "stop"
 
 
+def test_a_template_that_asks_for_calls_sees_none_where_a_client_sends_an_empty_list() -> None:
+    messages = [user("hi"), assistant(None, tool_calls=[], name="", tool_call_id=""), user("more")]
+    found = read({"messages": messages}, ChatRequest, Sampling()).messages
+    assert found == [user("hi"), assistant(""), user("more")]
+
+
 def test_what_looks_like_a_call_is_text_where_there_are_no_tools() -> None:
     said = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     answer = Talk(said).say([user("hi")])
