@@ -5,7 +5,6 @@ before its files are removed. So a folder named step-* is complete, whenever the
 are found at start were left by a killed learner and are removed.
 """
 
-import logging
 import os
 import re
 import secrets
@@ -16,8 +15,6 @@ import msgspec
 
 from common.errors import SlipstreamError
 from common.process.files import pretty_json, remove_folder, replace_folder, sync
-
-logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer.json"
 MODEL_FOLDER = "model"

@@ -7,7 +7,6 @@ in a process with live gloo or CUDA threads.
 """
 
 import io
-import logging
 import queue
 import shutil
 import threading
@@ -32,8 +31,6 @@ from common.errors import SlipstreamError, UsageError
 from common.process.files import sync
 from learner.megatron import parallel
 from learner.megatron.optimizer import Optimizer
-
-logger = logging.getLogger(__name__)
 
 FORMAT = 2
 DISK_POLL_S = 1.0

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from common.errors import UsageError
 from learner.megatron import moe
 from learner.megatron.conversion import bridge_fixes, hf_folder
 from learner.megatron.conversion.bridges import mixtral as _mixtral  # noqa: F401  (registers itself)
-
-logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
