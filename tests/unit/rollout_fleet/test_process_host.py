@@ -5,6 +5,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from rollout_fleet.environments.protocol import Budget, Limits
 from tests.unit.rollout_fleet.fleet_fakes import CharacterTokenizer, ScriptedSampler, make_driver, say
 from tests.waiting import LIMIT_S, until, until_async
 
-LIMITS = Limits(process=True, reset_s=60.0, step_s=30.0, cpu_s=1, memory_mib=512, observation_chars=10_000)
+LIMITS = Limits(process=True, reset_s=300.0, step_s=300.0, memory_mib=512, observation_chars=10_000)
+TIGHT = {"spin": {"cpu_s": 1}, "flood_stdout": {"cpu_s": 1}, "sleep": {"step_s": 1.5}}  # what each of these exceeds
 BUDGET = Budget(4, 100, 20_000)
 MARK = f"fork_server_of_{os.getpid()}"  # a module's name: it stands in the command line of what this test starts
 
@@ -63,11 +65,12 @@ def new_host() -> Iterator[Callable[..., ProcessHost]]:
         yield lambda *arguments, **named: stack.enter_context(contextlib.closing(ProcessHost(*arguments, **named)))
 
 
-def play(host: ProcessHost, how: str, limits: Limits = LIMITS, count: int = 1) -> list[Sample]:
-    stage = ProcessStage("wild_environments:Wild", {}, limits, 60.0, host, shares_seed=True)
+def play(host: ProcessHost, how: str, count: int = 1) -> list[Sample]:
+    limits = replace(LIMITS, **TIGHT.get(how, {}))
+    stage = ProcessStage("wild_environments:Wild", {}, limits, LIMIT_S, host, shares_seed=True)
 
     async def once() -> list[Sample]:
-        driver = make_driver(ScriptedSampler(lambda _: say("x")), stage, None, BUDGET, 60.0, limits=limits)
+        driver = make_driver(ScriptedSampler(lambda _: say("x")), stage, None, BUDGET, LIMIT_S, limits=limits)
         return await asyncio.gather(*(driver.run({"how": how}, 3 + i, group_seed=3) for i in range(count)))
 
     return asyncio.run(once())
@@ -75,7 +78,7 @@ def play(host: ProcessHost, how: str, limits: Limits = LIMITS, count: int = 1) -
 
 def left_over() -> list[psutil.Process]:
     """Processes that run this test's environments."""
-    return [process for process in psutil.process_iter(["cmdline"]) if MARK in (process.info["cmdline"] or [])]
+    return [process for process in psutil.process_iter(["cmdline", "ppid"]) if MARK in (process.info["cmdline"] or [])]
 
 
 def test_an_episode_runs_in_its_own_process_as_it_would_in_the_node(host: ProcessHost) -> None:
@@ -105,9 +108,9 @@ def test_a_chat_crosses_whole(host: ProcessHost) -> None:
         def apply_chat_template(self, messages: Any, **options: Any) -> str:
             return f"{messages[0]['content']} {options['enable_thinking']} {options['tools']}"
 
-    stage = ProcessStage("wild_environments:Wild", {}, LIMITS, 60.0, host, shares_seed=True)
+    stage = ProcessStage("wild_environments:Wild", {}, LIMITS, LIMIT_S, host, shares_seed=True)
     sampler = ScriptedSampler(lambda _: say("x"))
-    driver = make_driver(sampler, stage, None, BUDGET, 60.0, tokenizer=Template(), limits=LIMITS)
+    driver = make_driver(sampler, stage, None, BUDGET, LIMIT_S, tokenizer=Template(), limits=LIMITS)
     assert asyncio.run(driver.run({"how": "talk"}, 0)).error is None
     assert "".join(map(chr, sampler.calls[0].prompt)) == "hi False []"
 
@@ -131,8 +134,7 @@ def test_a_chat_crosses_whole(host: ProcessHost) -> None:
 def test_what_goes_wrong_there_fails_the_sample_with_its_reason_and_leaves_no_process(
     host: ProcessHost, how: str, reason: str, why: str
 ) -> None:
-    limits = LIMITS if how != "sleep" else Limits(**{**vars(LIMITS), "step_s": 1.5})
-    (sample,) = play(host, how, limits)
+    (sample,) = play(host, how)
     assert (sample.stop_reason, why in str(sample.error)) == (reason, True), sample.error
     until(lambda: len(left_over()) == 1, "only the fork server stays")
     assert play(host, "plain")[0].error is None
@@ -176,8 +178,8 @@ def test_what_the_first_episode_imports_is_imported_once_for_the_later_ones(
 async def opened(host: ProcessHost, how: str) -> tuple[Channel, psutil.Process]:
     """The first episode of a host, and the host's fork server."""
     before = left_over()
-    channel = await host.open(LIMITS, 60.0)
-    (server,) = [process for process in left_over() if process not in before and process.ppid() == os.getpid()]
+    channel = await host.open(LIMITS, LIMIT_S)
+    (server,) = [process for process in left_over() if process not in before and process.info["ppid"] == os.getpid()]
     assert await reset(channel, how)
     return channel, server
 
@@ -196,7 +198,7 @@ async def test_an_episode_that_is_handed_over_while_fork_servers_change_gets_its
     host = new_host(modules)
     first, server = await opened(host, "plain_library")
     server.suspend()
-    second = await host.open(LIMITS, 60.0)  # the old server has the request and has not read it
+    second = await host.open(LIMITS, LIMIT_S)  # the old server has the request and has not read it
     await host.learn(first)
     await until_async(lambda: "imported in advance" in caplog.text, "the new fork server")
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -213,7 +215,7 @@ async def test_a_fork_server_that_is_slow_is_waited_for(
     host = new_host(modules)
     first, server = await opened(host, "plain")
     server.suspend()
-    openings = [asyncio.create_task(host.open(LIMITS, 60.0)) for _ in range(320)]
+    openings = [asyncio.create_task(host.open(LIMITS, LIMIT_S)) for _ in range(320)]
     _, waiting = await asyncio.wait(openings, timeout=2.0)
     assert waiting, "the socket to the fork server is full"
     assert server.is_running() and server.status() == psutil.STATUS_STOPPED
@@ -253,12 +255,12 @@ def test_an_episode_that_is_given_up_while_processes_start_hands_over_no_other_c
     host, before = ProcessHost((*modules, "slow_library")), len(left_over())
 
     async def given_up() -> list[tuple[socket.socket, socket.socket]]:
-        opening = asyncio.create_task(host.open(LIMITS, 60.0))
+        opening = asyncio.create_task(host.open(LIMITS, LIMIT_S))
         await until_async(lambda: len(left_over()) > before, "the fork server, which starts")
         opening.cancel()
         await asyncio.wait([opening])
         others = [socket.socketpair() for _ in range(4)]  # they would get the numbers that have become free
-        (await host.open(LIMITS, 60.0)).close()  # by now the first request was handed over
+        (await host.open(LIMITS, LIMIT_S)).close()  # by now the first request was handed over
         return others
 
     try:
