@@ -25,7 +25,7 @@ REDIS_PASSWORD = "broker.password"
 MAKE = "`slipstream keys DIR` makes a folder of keys"
 CREDENTIAL_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z"
 
-Z85 = Annotated[str, Meta(min_length=40, max_length=40)]
+Z85 = Annotated[str, Meta(pattern=r"^[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}$")]
 Role = Literal["learner", "observer", "node", "broker"]
 
 

@@ -69,7 +69,7 @@ def test_a_forked_process_hears_that_the_connection_is_not_its_own() -> None:
 
 
 def test_a_damaged_key_is_an_error_of_every_call_and_close_does_not_wait_for_a_socket() -> None:
-    damaged = "~" * 40  # passes for a key by its length, and is no Z85 text
+    damaged = "~" * 40  # no Z85 text
     credential = Credential("learner", "learner", damaged, damaged, damaged, damaged)
     with BrokerClient("tcp://127.0.0.1:1", deadline_s=LIMIT_S, credential=credential) as client:
         for _ in range(2):

@@ -124,12 +124,18 @@ def test_each_role_finds_its_file_and_an_observer_makes_do_with_any(folder: KeyF
     assert load_credential(folder.nodes / "b.json", "observer").name == "b"
 
 
+def damage_key(file: Path, name: str) -> None:
+    """Put a character that Z85 does not have into a key, which keeps its length."""
+    file.write_bytes(msgspec.json.encode({**msgspec.json.decode(file.read_bytes()), name: "~" * 40}))
+
+
 @pytest.mark.parametrize(
     ("damage", "role", "said"),
     [
         (lambda f: f.learner.unlink(), "learner", r"learner\.json does not exist; expected the credential"),
         (lambda f: f.learner.write_text("{}"), "learner", r"learner\.json: expected the credential of a learner"),
         (lambda f: f.learner.write_bytes(b"\xff\xfe"), "learner", r"learner\.json: expected"),
+        (lambda f: damage_key(f.nodes / "a.json", "learner_public"), "node", r"a\.json: expected .*learner_public"),
         (lambda f: f.learner.write_bytes(f.observer.read_bytes()), "learner", "is the credential of an observer"),
         (lambda f: f.server.unlink(), "broker", r"server\.json does not exist; expected the broker's key pair"),
         (lambda f: [n.unlink() for n in f.node_files()], "node", "has no credential of a node"),
