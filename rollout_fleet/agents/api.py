@@ -59,7 +59,7 @@ class _Function(msgspec.Struct):
 
 class _Call(msgspec.Struct):
     function: _Function
-    id: str = ""
+    id: str | None = ""
     type: Literal["function"] = "function"
 
 

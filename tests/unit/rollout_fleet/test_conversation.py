@@ -153,6 +153,12 @@ def test_a_template_that_asks_for_calls_sees_none_where_a_client_sends_an_empty_
     assert found == [user("hi"), assistant(""), user("more")]
 
 
+def test_a_repeated_call_needs_no_id() -> None:
+    made = {"id": None, "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    _, said = read({"messages": [user("hi"), assistant("", tool_calls=[made])]}, ChatRequest, Sampling()).messages
+    assert said["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
+
+
 def test_what_looks_like_a_call_is_text_where_there_are_no_tools() -> None:
     said = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     answer = Talk(said).say([user("hi")])

@@ -21,7 +21,7 @@ from tests.unit.rollout_fleet.fleet_fakes import CharacterTokenizer, ScriptedSam
 from tests.waiting import LIMIT_S, until, until_async
 
 LIMITS = Limits(process=True, reset_s=300.0, step_s=300.0, memory_mib=512, observation_chars=10_000)
-TIGHT = {"spin": {"cpu_s": 1}, "flood_stdout": {"cpu_s": 1}, "sleep": {"step_s": 1.5}}  # what each of these exceeds
+TIGHT = {"spin": {"cpu_s": 1}, "flood_stdout": {"cpu_s": 1}, "sleep": {"step_s": 1.5}}  # each exceeds its limit
 BUDGET = Budget(4, 100, 20_000)
 MARK = f"fork_server_of_{os.getpid()}"  # a module's name: it stands in the command line of what this test starts
 
