@@ -43,7 +43,7 @@ def _stage(config: Config, found: Description, host: EnvironmentHost) -> Stage:
     if not found.limits.process:
         return ThreadStage(registry.resolve(config.tasks.environment), options, host)
     processes = ProcessHost(found.modules, found.limits.python or sys.executable)
-    host.at_close(processes.close)
+    host.at_close.append(processes.close)
     timeout_s = config.rollout.sample_timeout_s
     return ProcessStage(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
 

@@ -7,6 +7,7 @@ exact prefix of the next prompt, even if the template would change earlier turns
 """
 
 import json
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol
@@ -52,7 +53,7 @@ class Renderer:
                 observation = self.conversation(messages, tools, options)
             else:
                 observation = self.continuation(messages, end_token, tools, options)
-        return self.encode(observation) if isinstance(observation, str) else [int(token) for token in observation]
+        return self.encode(observation) if isinstance(observation, str) else [_token(found) for found in observation]
 
     def conversation(self, messages: list[Message], tools: str = "", options: Message | None = None) -> str:
         """A whole conversation, up to where the assistant begins; messages as chat templates want them."""
@@ -89,3 +90,10 @@ class Renderer:
         if tools:
             options = {**options, "tools": json.loads(tools)}
         return template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+
+
+def _token(found: object) -> int:
+    try:
+        return operator.index(found)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"a token id must be an integer, found {found!r}") from None

@@ -11,6 +11,7 @@ python -m rollout_fleet.environments.isolation.fork_server CONTROL_FD MODULE... 
 that fails to import here is left to the episodes.
 """
 
+import asyncio
 import contextlib
 import importlib
 import json
@@ -25,7 +26,7 @@ import tempfile
 import time
 from typing import Any
 
-from rollout_fleet.environments.isolation import namespaces
+from rollout_fleet.environments.isolation import namespaces, worker
 from rollout_fleet.environments.isolation.ipc_frames import pack
 
 MOST_PROCESSES = 64  # an episode with more is ended; the kernel refuses twice as many
@@ -51,10 +52,7 @@ def main(arguments: list[str]) -> int:
         return 1
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
     while True:
-        try:
-            request, fds, _, _ = socket.recv_fds(control, 65536, 1)
-        except InterruptedError:
-            continue
+        request, fds, _, _ = socket.recv_fds(control, 65536, 1)
         if not request:
             return 0
         if os.fork() == 0:
@@ -70,11 +68,12 @@ def _namespaces_work() -> bool:
 
 
 def _become_guard(request: dict[str, Any], fd: int) -> None:
-    """In the first child: leave the fork server's world, then go on in a child that is the first of its own."""
+    """In the first child: leave the fork server's world, then continue in a child that is the first of its own."""
     try:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _close_all_but(fd)
+        os.closerange(3, fd)
+        os.closerange(fd + 1, min(os.sysconf("SC_OPEN_MAX"), 1 << 20))
         kinds = namespaces.NEW_PID | (0 if request["network"] else namespaces.NEW_NET)
         alone = request["isolate"] and namespaces.unshare(kinds)
         uid = FIRST_UID + os.getpid()
@@ -90,22 +89,27 @@ def _guard(request: dict[str, Any], fd: int, alone: bool, uid: int) -> None:
     died = ""
     try:
         namespaces.adopt_orphans()
-        worker = os.fork()
-        if worker == 0:
+        child = os.fork()
+        if child == 0:
             _become_worker(request, fd, folder, uid, alone)
-        died = _watch(worker, fd, time.monotonic() + request["wall_s"])
+        died = _watch(child, fd, time.monotonic() + request["wall_s"])
     finally:
         if died:
             with contextlib.suppress(OSError):
                 os.set_blocking(fd, False)
                 os.write(fd, pack({"died": died}))
         shutil.rmtree(folder, ignore_errors=True)
-        if not alone:
-            _kill_descendants()
+        while not alone and (found := namespaces.descendants()):  # with a namespace, the kernel ends them
+            for pid in found:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
         os._exit(0)
 
 
-def _watch(worker: int, fd: int, deadline: float) -> str:
+def _watch(child: int, fd: int, deadline: float) -> str:
     """Why the worker died; '' when it ended by itself or the node has closed the socket."""
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP | select.POLLHUP)
@@ -117,8 +121,8 @@ def _watch(worker: int, fd: int, deadline: float) -> str:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return "its process is gone"
-            if pid == worker:
-                return _cause(status)
+            if pid == child:
+                return _cause(os.waitstatus_to_exitcode(status))
         if gone:
             return ""
         if time.monotonic() > deadline:
@@ -127,23 +131,11 @@ def _watch(worker: int, fd: int, deadline: float) -> str:
             return f"it started more than {MOST_PROCESSES} processes"
 
 
-def _cause(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
+def _cause(code: int) -> str:
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return f"killed after {used.ru_utime + used.ru_stime:.1f} s of CPU time"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"its process ended with exit code {code}"
-
-
-def _kill_descendants() -> None:
-    """Without a namespace of their own: until a look finds none."""
-    while found := namespaces.descendants():
-        for pid in found:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
 
 
 def _become_worker(request: dict[str, Any], fd: int, folder: str, uid: int, alone: bool) -> None:
@@ -151,32 +143,18 @@ def _become_worker(request: dict[str, Any], fd: int, folder: str, uid: int, alon
     try:
         os.setpgid(0, 0)
         os.chdir(folder)
-        os.environ["HOME"] = os.environ["TMPDIR"] = folder
-        tempfile.tempdir = folder
-        namespaces.no_new_privileges()
-        cpu_s, memory = request["cpu_s"], request["memory_mib"] << 20
-        file_bytes = request["file_bytes"]
-        for what, soft, hard in (
-            (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
-            (resource.RLIMIT_AS, memory, memory),
-            (resource.RLIMIT_FSIZE, file_bytes, file_bytes),
-            (resource.RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES),
-            (resource.RLIMIT_CORE, 0, 0),
-        ):
-            resource.setrlimit(what, (soft, hard))
-        if namespaces.drop_root(uid) or alone:  # without either, the limit would count every process of the user
-            resource.setrlimit(resource.RLIMIT_NPROC, (2 * MOST_PROCESSES, 2 * MOST_PROCESSES))
-        from rollout_fleet.environments.isolation import worker
-
-        worker.serve(socket.socket(fileno=fd))
+        os.environ["HOME"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
+        cpu_s, memory, file_bytes = request["cpu_s"], request["memory_mib"] << 20, request["file_bytes"]
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+        limits = {"AS": memory, "FSIZE": file_bytes, "NOFILE": OPEN_FILES, "CORE": 0}
+        if namespaces.drop_privileges(uid) or alone:  # else the limit would count every process of the user
+            limits["NPROC"] = 2 * MOST_PROCESSES
+        for name, most in limits.items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+        asyncio.run(worker.serve(socket.socket(fileno=fd)))
         code = 0
     finally:
         os._exit(code)
-
-
-def _close_all_but(fd: int) -> None:
-    os.closerange(3, fd)
-    os.closerange(fd + 1, min(os.sysconf("SC_OPEN_MAX"), 1 << 20))
 
 
 if __name__ == "__main__":

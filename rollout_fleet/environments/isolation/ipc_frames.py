@@ -25,9 +25,7 @@ def pack(message: dict[str, Any]) -> bytes:
 async def read(reader: StreamReader, limit_bytes: int) -> dict[str, Any]:
     """The next frame.
 
-    Raises:
-        Flood: it is larger than `limit_bytes`; nothing of it was read.
-        EnvironmentDied: the stream ended.
+    Raises Flood, with nothing read, for one larger than `limit_bytes`, and EnvironmentDied when the stream ended.
     """
     try:
         size = int.from_bytes(await reader.readexactly(HEAD_BYTES), "little")
@@ -43,18 +41,17 @@ async def read(reader: StreamReader, limit_bytes: int) -> dict[str, Any]:
 
 
 def observation_of(found: Any) -> Observation:
-    """An observation from its JSON; raises LookupError, ValueError or TypeError for anything else."""
-    if isinstance(found, dict):
-        messages = tuple((str(role), str(content)) for role, content in found["messages"])
-        options = tuple((str(name), value) for name, value in found["options"])
-        return Chat(messages, options, str(found["tools"]))
-    return found if isinstance(found, str) else [int(token) for token in found]
+    """An observation from its JSON; the renderer checks token ids. Raises LookupError, ValueError or TypeError."""
+    if not isinstance(found, dict):
+        return found
+    messages = tuple((str(role), str(content)) for role, content in found["messages"])
+    return Chat(messages, tuple((str(name), value) for name, value in found["options"]), str(found["tools"]))
 
 
 def result_of(found: Any) -> StepResult:
     """A StepResult from its JSON; the driver checks reward and metrics. Raises as observation_of."""
-    observation = observation_of(found["observation"])
-    return StepResult(observation, found["reward"], bool(found["done"]), found["metrics"], bool(found["trained"]))
+    rest = {name: found[name] for name in ("reward", "done", "metrics", "trained")}
+    return StepResult(observation_of(found["observation"]), **rest)
 
 
 def action_of(found: dict[str, Any]) -> Action:
@@ -64,5 +61,7 @@ def action_of(found: dict[str, Any]) -> Action:
 
 
 def _plain(found: Any) -> Any:
-    """Dataclasses as objects, and numbers of other libraries as numbers."""
-    return vars(found) if is_dataclass(found) else float(found)
+    """Dataclasses as objects, numbers and arrays of other libraries as Python's."""
+    if is_dataclass(found):
+        return vars(found)
+    return found.tolist() if hasattr(found, "tolist") else float(found)

@@ -35,35 +35,11 @@ class Flood(Exception):
     """An environment said more than its limit allows."""
 
 
-class World:
-    """The environment of one episode."""
-
-    def __init__(self) -> None:
-        self._environment: Any = None
-
-    async def reset(self, build: Callable[[], Any]) -> Observation:
-        """Build the environment and get its first observation."""
-        self._environment = build()
-        return await self._environment.reset()
-
-    async def step(self, action: Action) -> StepResult:
-        """One turn."""
-        return await self._environment.step(action)
-
-    @property
-    def closes(self) -> bool:
-        """Whether the environment has something to close."""
-        return hasattr(self._environment, "close")
-
-    async def close(self) -> None:
-        """Close the environment, if it can be closed."""
-        if self.closes:
-            await awaited(self._environment.close())
-
-
-async def awaited(result: Any) -> Any:
-    """`result`, or what it resolves to."""
-    return await result if inspect.isawaitable(result) else result
+async def closed(environment: Any) -> None:
+    """Call `close` of an environment that has one, as a coroutine or not."""
+    result = environment.close() if hasattr(environment, "close") else None
+    if inspect.isawaitable(result):
+        await result
 
 
 class Seat(ABC):
@@ -118,16 +94,21 @@ class ThreadStage(Stage):
 
 class _ThreadSeat(Seat):
     def __init__(self, host: EnvironmentHost, build: Callable[[], Any]) -> None:
-        self._host, self._build, self._world = host, build, World()
+        self._host, self._build = host, build
+        self._environment: Any = None
 
     async def reset(self) -> Observation:
-        return await self._host.call(lambda: self._world.reset(self._build))
+        async def begin() -> Observation:
+            self._environment = self._build()
+            return await self._environment.reset()
+
+        return await self._host.call(begin)
 
     async def step(self, action: Action) -> StepResult:
-        return await self._host.call(lambda: self._world.step(action))
+        return await self._host.call(lambda: self._environment.step(action))
 
     async def close(self) -> None:
-        if self._world.closes:
+        if hasattr(self._environment, "close"):  # without it, the thread need not be woken
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(CLOSE_S):
-                    await self._host.call(self._world.close)
+                    await self._host.call(lambda: closed(self._environment))

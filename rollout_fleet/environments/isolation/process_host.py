@@ -44,12 +44,9 @@ class ProcessHost:
     """A fork server and the channels to its processes. Thread-safe; a channel belongs to the loop that opens it."""
 
     def __init__(self, modules: tuple[str, ...] = (), python: str = sys.executable, isolate: bool = True) -> None:
-        """Nothing is started yet.
+        """Nothing is started yet. `modules` are imported once, before `python` forks anything.
 
-        Args:
-            modules: imported once, before anything is forked.
-            python: the interpreter, for environments whose libraries do not fit the node's.
-            isolate: in namespaces, where the kernel allows them.
+        Processes are in namespaces if `isolate` is set and the kernel allows it.
         """
         self._modules, self._python, self._isolate = modules, python, isolate
         self._lock = threading.Lock()
@@ -58,21 +55,11 @@ class ProcessHost:
         self._closed = threading.Event()
 
     async def open(self, limits: Limits, wall_s: float, network: bool = True, file_bytes: int = 1 << 26) -> "Channel":
-        """A process for one episode.
-
-        Raises:
-            StageFailed: environment processes cannot be started at all; the message says why.
-        """
-        request = {
-            "cpu_s": limits.cpu_s,
-            "memory_mib": limits.memory_mib,
-            "wall_s": wall_s,
-            "network": network,
-            "isolate": self._isolate,
-            "file_bytes": file_bytes,
-        }
+        """A process for one episode. Raises StageFailed, with the reason, when no process can be started at all."""
+        more = {"wall_s": wall_s, "network": network, "isolate": self._isolate, "file_bytes": file_bytes}
+        request = json.dumps({**vars(limits), **more}).encode()
         here, there = socket.socketpair()
-        sending = asyncio.get_running_loop().run_in_executor(None, self._hand_over, json.dumps(request).encode(), there)
+        sending = asyncio.get_running_loop().run_in_executor(None, self._hand_over, request, there)
         try:
             await asyncio.shield(sending)  # the thread needs `there` until it ends, also when the caller is cancelled
         except BaseException:
@@ -84,15 +71,13 @@ class ProcessHost:
     async def learn(self, channel: "Channel") -> None:
         """After the first answer of an episode: import in advance, from now on, what that episode has imported.
 
-        A new fork server does so in the background. Until it is ready the old one goes on, also when the new one fails.
+        A new fork server does so in the background. The old one serves until it is ready, also when the new one fails.
         """
-        if self._learned is not None:
-            return
-        self._learned = []
-        found = await channel.ask(IMPORTS_BYTES, do="imports")
-        self._learned = [str(name) for name in found]
-        if self._learned:
-            threading.Thread(target=self._warm_up, name="fork server", daemon=True).start()
+        if self._learned is None:
+            self._learned = []
+            self._learned = [str(name) for name in await channel.ask(IMPORTS_BYTES, do="imports")]
+            if self._learned:
+                threading.Thread(target=self._warm_up, name="fork server", daemon=True).start()
 
     def close(self) -> None:
         """End the fork server; processes of episodes end when their channels are closed."""
@@ -105,7 +90,7 @@ class ProcessHost:
             for attempt in (1, 2):
                 if self._server is None or not self._server.alive:
                     self._end()
-                    self._server = _ForkServer(self._python, self._modules, self._learned or [])
+                    self._server = _ForkServer(self._python, self._modules, self._learned or [], self._closed)
                 try:
                     socket.send_fds(self._server.control, [request], [there.fileno()])
                     return
@@ -132,7 +117,7 @@ class ProcessHost:
         took = time.monotonic() - started
         logger.info("environments start from %d modules imported in advance (%.1f s)", len(self._learned or []), took)
         if old is not None:
-            old.retire()
+            old.end(START_S)
 
     def _end(self) -> None:
         if self._server is not None:
@@ -143,10 +128,8 @@ class ProcessHost:
 class _ForkServer:
     """A process of fork_server.py that has said that it is ready."""
 
-    def __init__(
-        self, python: str, modules: tuple[str, ...], learned: list[str], given_up: threading.Event | None = None
-    ) -> None:
-        """Blocks until it is ready; `given_up` ends the wait. Raises StageFailed."""
+    def __init__(self, python: str, modules: tuple[str, ...], learned: list[str], closed: threading.Event) -> None:
+        """Blocks until it is ready; `closed` ends the wait. Raises StageFailed."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = "rollout_fleet.environments.isolation.fork_server"
         try:
@@ -164,7 +147,7 @@ class _ForkServer:
             raise StageFailed(f"environment processes of {python} cannot be started: {error}") from error
         finally:
             theirs.close()
-        said = self._ready(given_up or threading.Event())
+        said = self._ready(closed)
         self.control.settimeout(START_S)  # many requests at once fill the socket until some are forked
         if "error" in said:
             self.end()
@@ -177,33 +160,28 @@ class _ForkServer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def end(self) -> None:
-        """Kill it; its forked processes live on."""
+    def end(self, patience_s: float = 0.0) -> None:
+        """Let it fork for `patience_s` what it was asked for, then kill it; its forked processes live on."""
         self.control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+            return
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def retire(self) -> None:
-        """Let it fork what it was asked for, then end."""
-        self.control.close()
-        try:
-            self._process.wait(START_S)
-        except subprocess.TimeoutExpired:
-            self.end()
-
-    def _ready(self, given_up: threading.Event) -> dict[str, Any]:
+    def _ready(self, closed: threading.Event) -> dict[str, Any]:
         """Its first message, or the reason why there is none."""
         deadline = time.monotonic() + START_S
         self.control.settimeout(LOOK_S)
-        while time.monotonic() < deadline and not given_up.is_set():
+        while time.monotonic() < deadline and not closed.is_set():
             try:
                 return json.loads(self.control.recv(65536) or b'{"error": "it ended at once"}')
             except TimeoutError:
                 continue
             except (OSError, ValueError) as error:
                 return {"error": str(error)}
-        return {"error": f"it was not ready after {START_S:g} s"}
+        return {"error": "the node ends" if closed.is_set() else f"it was not ready after {START_S:g} s"}
 
 
 class Channel:
@@ -214,12 +192,7 @@ class Channel:
         self.idle = True  # no question is open: the process listens
 
     async def ask(self, limit_bytes: int, **request: Any) -> Any:
-        """One request and its answer.
-
-        Raises:
-            Flood, EnvironmentDied: as the names say.
-            EnvironmentRaised: it raised; the message has type and text.
-        """
+        """One request and its answer. Raises Flood, EnvironmentDied or EnvironmentRaised."""
         self.idle = False
         try:
             self._writer.write(ipc_frames.pack(request))
@@ -243,13 +216,7 @@ class ProcessStage(Stage):
     """Each environment or agent in a process of its own."""
 
     def __init__(
-        self,
-        path: str,
-        options: dict[str, Any],
-        limits: Limits,
-        timeout_s: float,
-        host: ProcessHost,
-        shares_seed: bool = False,
+        self, path: str, options: dict[str, Any], limits: Limits, timeout_s: float, host: ProcessHost, shares_seed: bool
     ) -> None:
         super().__init__(options, shares_seed)
         self._path, self._limits, self._wall_s, self._host = path, limits, timeout_s + SPARE_S, host
@@ -259,14 +226,11 @@ class ProcessStage(Stage):
         return _ProcessSeat(self._host, self._limits, self._wall_s, request)
 
     async def call(self, problem: dict[str, Any], seed: int, group_seed: int, **access: str) -> Any:
-        channel = await self._host.open(self._limits, self._wall_s)
-        try:
-            keywords = {"problem": problem, **self.keywords(seed, group_seed), **access}
+        keywords = {"problem": problem, **self.keywords(seed, group_seed), **access}
+        with contextlib.closing(await self._host.open(self._limits, self._wall_s)) as channel:
             said = await channel.ask(ipc_frames.SMALL_BYTES, do="call", path=self._path, keywords=keywords)
             await self._host.learn(channel)
             return said
-        finally:
-            channel.close()
 
 
 class _ProcessSeat(Seat):
@@ -288,13 +252,10 @@ class _ProcessSeat(Seat):
     async def close(self) -> None:
         if self._channel is None:
             return
-        try:
+        with contextlib.closing(self._channel), contextlib.suppress(Exception):
             if self._channel.idle:
-                with contextlib.suppress(Exception):
-                    async with asyncio.timeout(CLOSE_S):
-                        await self._channel.ask(ipc_frames.SMALL_BYTES, do="close")
-        finally:
-            self._channel.close()
+                async with asyncio.timeout(CLOSE_S):
+                    await self._channel.ask(ipc_frames.SMALL_BYTES, do="close")
 
 
 def child_variables() -> dict[str, str]:

@@ -8,6 +8,7 @@ import asyncio
 import atexit
 import contextlib
 import functools
+import math
 import os
 import sys
 import tempfile
@@ -33,28 +34,23 @@ def _host() -> ProcessHost:
 async def run_python(code: str, seconds: float = 5.0, memory_mib: int = 512, output_chars: int = 4000) -> str:
     """Runs `code`; returns its stdout and stderr, the value of a last expression, and the traceback if it raises.
 
-    Args:
-        seconds: limit of wall time; CPU time has the same limit, rounded up.
-        memory_mib: address space.
-        output_chars: more is cut, and says so; code that writes far more gets an error from the write.
-
-    Returns:
-        The output; a last line `killed: ...` when it was ended.
+    `seconds` limits wall time and, rounded up, CPU time; `memory_mib` limits address space. Output beyond
+    `output_chars` is cut, and says so; code that writes far more gets an error from the write.
+    The output is `killed: ...` when the process was ended.
     """
-    limits = Limits(cpu_s=max(1, int(seconds + 0.999)), memory_mib=memory_mib)
-    most = max(LEAST_FILE_BYTES, 4 * output_chars)
-    channel = await _host().open(limits, seconds + 5.0, network=False, file_bytes=most)
-    try:
-        async with asyncio.timeout(seconds):
-            path = f"{__name__}:execute"
-            limit = output_chars * ipc_frames.CHAR_BYTES + ipc_frames.SMALL_BYTES
-            return await channel.ask(limit, do="call", path=path, keywords={"code": code, "chars": output_chars})
-    except TimeoutError:
-        return f"killed: it took longer than {seconds:g} s"
-    except (EnvironmentDied, EnvironmentRaised, Flood) as error:
-        return f"killed: {error}"
-    finally:
-        channel.close()
+    limits = Limits(cpu_s=max(1, math.ceil(seconds)), memory_mib=memory_mib)
+    file_bytes = max(LEAST_FILE_BYTES, 4 * output_chars)
+    channel = await _host().open(limits, seconds + 5.0, network=False, file_bytes=file_bytes)
+    with contextlib.closing(channel):
+        try:
+            async with asyncio.timeout(seconds):
+                path, keywords = f"{__name__}:execute", {"code": code, "chars": output_chars}
+                limit = output_chars * ipc_frames.CHAR_BYTES + ipc_frames.SMALL_BYTES
+                return await channel.ask(limit, do="call", path=path, keywords=keywords)
+        except TimeoutError:
+            return f"killed: it took longer than {seconds:g} s"
+        except (EnvironmentDied, EnvironmentRaised, Flood) as error:
+            return f"killed: {error}"
 
 
 def execute(code: str, chars: int) -> str:
@@ -80,9 +76,7 @@ def _run(code: str) -> None:
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, NAME, "exec"), world)
         if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), NAME, "eval"), world)  # noqa: S307
-            if value is not None:
-                print(repr(value))  # noqa: T201
+            sys.displayhook(eval(compile(ast.Expression(last.value), NAME, "eval"), world))  # noqa: S307
     except SystemExit:
         return
     except BaseException as error:  # whatever it raises is its output

@@ -44,12 +44,8 @@ class EnvironmentHost:
 
     def __init__(self) -> None:
         self._probing = False
-        self._at_close: list[Callable[[], None]] = []
+        self.at_close: list[Callable[[], None]] = []  # called when this host is closed
         self._renew()
-
-    def at_close(self, callback: Callable[[], None]) -> None:
-        """Call it when this host is closed."""
-        self._at_close.append(callback)
 
     def _renew(self) -> None:
         """Start a thread; it gets crossings of its own, each used by one thread on either side."""
@@ -61,10 +57,8 @@ class EnvironmentHost:
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Call `function` and await what it returns, both on the environment thread.
 
-        Raises:
-            Exception: the environment raised it.
-            RuntimeError: the environment raised something that would end a thread or task.
-            asyncio.CancelledError: the caller was cancelled; the call is cancelled as well.
+        Raises what the environment raises; RuntimeError stands for what would end a thread or task. When the caller is
+        cancelled, the call is cancelled as well.
         """
         if self._loop.is_closed():
             raise RuntimeError("the environment thread has ended")
@@ -110,8 +104,8 @@ class EnvironmentHost:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
-        while self._at_close:
-            self._at_close.pop()()
+        while self.at_close:
+            self.at_close.pop()()
 
 
 def _settle(answer: asyncio.Future[T], task: asyncio.Task[T]) -> None:

@@ -1,65 +1,58 @@
 """Inside an episode's own process: serves the node's requests one at a time. Standard library only."""
 
 import asyncio
+import contextlib
 import importlib
+import inspect
 import socket
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from rollout_fleet.environments.isolation import ipc_frames
-from rollout_fleet.environments.isolation.placement import EnvironmentDied, World, awaited
+from rollout_fleet.environments.isolation.placement import EnvironmentDied, closed
 
 REQUEST_BYTES = 1 << 30
 MOST_IMPORTS = 8192  # names of modules that are told to the node
 
 
-def serve(connection: socket.socket) -> None:
+async def serve(connection: socket.socket) -> None:
     """Answer until the node closes the connection."""
-    asyncio.run(_serve(connection))
-
-
-async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
-    world, before = World(), set(sys.modules)
-    while True:
-        try:
+    episode = _Episode()
+    with contextlib.suppress(EnvironmentDied):  # the node has closed its end
+        while True:
             request = await ipc_frames.read(reader, REQUEST_BYTES)
-        except EnvironmentDied:
-            return  # the node has closed its end
-        try:
-            answer = ipc_frames.pack({"answer": await _answer(world, before, **request)})
-        except (KeyboardInterrupt, SystemExit) as error:
-            answer = ipc_frames.pack({"error": f"raised {type(error).__name__}"})
-        except Exception as error:
-            answer = ipc_frames.pack({"error": f"raised {type(error).__name__}: {error}"[:2000]})
-        writer.write(answer)
-        await writer.drain()
+            try:
+                answer = ipc_frames.pack({"answer": await episode.answer(**request)})
+            except (KeyboardInterrupt, SystemExit) as error:
+                answer = ipc_frames.pack({"error": f"raised {type(error).__name__}"})
+            except Exception as error:
+                answer = ipc_frames.pack({"error": f"raised {type(error).__name__}: {error}"[:2000]})
+            writer.write(answer)
+            await writer.drain()
 
 
-async def _answer(world: World, before: set[str], do: str, path: str = "", action: Any = None, **given: Any) -> Any:
-    """The answer to a request; `before` are the modules that were imported when this process began."""
-    if do == "reset":
-        return await world.reset(partial(load(path), given["problem"], **given["keywords"]))
-    if do == "step":
-        result = await world.step(ipc_frames.action_of(action))
-        return replace(result, observation="") if result.done else result  # no code reads it
-    if do == "close":
-        return await world.close()
-    if do == "call":
-        return await awaited(load(path)(**given["keywords"]))
-    return _imports(before)
+class _Episode:
+    def __init__(self) -> None:
+        self._environment: Any = None
+        self._imported_before = set(sys.modules)
 
-
-def _imports(before: set[str]) -> list[str]:
-    """Modules that are here since this process began, without those of the standard library, in order."""
-    new = [name for name, module in list(sys.modules.items()) if getattr(module, "__spec__", None) is not None]
-    own = [name for name in new if name.partition(".")[0] not in sys.stdlib_module_names]
-    return [name for name in own if name not in before][:MOST_IMPORTS]
-
-
-def load(path: str) -> Any:
-    """The object that 'module:name' names."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    async def answer(self, do: str, path: str = "", action: Any = None, **given: Any) -> Any:
+        """The answer to a request; `path` is 'module:name'."""
+        if do == "step":
+            result = await self._environment.step(ipc_frames.action_of(action))
+            return replace(result, observation="") if result.done else result  # no code reads it
+        if do == "close":
+            return await closed(self._environment)
+        if do == "imports":  # modules that are here since this process began, without the standard library's, in order
+            new = [name for name in list(sys.modules) if name not in self._imported_before]
+            own = [name for name in new if name.partition(".")[0] not in sys.stdlib_module_names]
+            return [name for name in own if getattr(sys.modules.get(name), "__spec__", None) is not None][:MOST_IMPORTS]
+        module, _, name = path.partition(":")
+        found = getattr(importlib.import_module(module), name)
+        if do == "call":
+            result = found(**given["keywords"])
+            return await result if inspect.isawaitable(result) else result
+        self._environment = found(given["problem"], **given["keywords"])
+        return await self._environment.reset()

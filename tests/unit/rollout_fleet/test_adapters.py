@@ -31,7 +31,7 @@ from rollout_fleet.episode.rendering import Renderer
 from tests.redis_server import free_port
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, new_host, prompts_of, say
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 HERE = Path(__file__).parent
 
@@ -140,9 +140,9 @@ async def _once(sampler: ScriptedSampler, limits: Limits, problem: dict[str, Any
     new_host()
     processes = ProcessHost(("rollout_fleet.agents.verifiers_agent", "verifiers"), python)
     options = {"env_id": "verifiers-game", "arguments": '{"bonus": 0.5}'}
-    stage = ProcessStage("rollout_fleet.agents.verifiers_agent:agent", options, limits, 120.0, processes)
+    stage = ProcessStage("rollout_fleet.agents.verifiers_agent:agent", options, limits, LIMIT_S, processes, False)
     renderer, budget = Renderer(qwen()), Budget(4, 200, 2000)
-    driver = AgentDriver(sampler, renderer, stage, EpisodeRules(budget, timeout_s=120.0, limits=limits))
+    driver = AgentDriver(sampler, renderer, stage, EpisodeRules(budget, timeout_s=LIMIT_S, limits=limits))
     try:
         return await driver.run(problem, 0)
     finally:

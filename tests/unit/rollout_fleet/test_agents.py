@@ -237,7 +237,7 @@ async def agent(problem, *, base_url, api_key, model, seed, bonus=0.0):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     host = ProcessHost(("outside_agent",))
     try:
-        sample = play(ProcessStage("outside_agent:agent", {"bonus": 0.5}, LIMITS, 30.0, host), policy("3"))
+        sample = play(ProcessStage("outside_agent:agent", {"bonus": 0.5}, LIMITS, LIMIT_S, host, False), policy("3"))
     finally:
         host.close()
     assert (sample.error, sample.reward, sample.stop_reason) == (None, 1.5, "stop")

@@ -101,7 +101,8 @@ def test_it_has_no_secrets_and_no_descriptors_of_the_node(host: ProcessHost, tmp
     assert not [line for line in lines if line.endswith("open in the node")]
 
 
-def test_a_chat_crosses_whole(host: ProcessHost) -> None:
+@pytest.mark.parametrize(("how", "prompt"), [("talk", "hi False []"), ("token_array", "go")])
+def test_an_observation_crosses_whole(host: ProcessHost, how: str, prompt: str) -> None:
     class Template(CharacterTokenizer):
         chat_template = "some"
 
@@ -111,14 +112,15 @@ def test_a_chat_crosses_whole(host: ProcessHost) -> None:
     stage = ProcessStage("wild_environments:Wild", {}, LIMITS, LIMIT_S, host, shares_seed=True)
     sampler = ScriptedSampler(lambda _: say("x"))
     driver = make_driver(sampler, stage, None, BUDGET, LIMIT_S, tokenizer=Template(), limits=LIMITS)
-    assert asyncio.run(driver.run({"how": "talk"}, 0)).error is None
-    assert "".join(map(chr, sampler.calls[0].prompt)) == "hi False []"
+    assert asyncio.run(driver.run({"how": how}, 0)).error is None
+    assert "".join(map(chr, sampler.calls[0].prompt)) == prompt
 
 
 @pytest.mark.parametrize(
     ("how", "reason", "why"),
     [
         ("raise", "environment_error", "step raised RuntimeError: not today"),
+        ("half_a_token", "environment_error", "a token id must be an integer, found 2.7"),
         ("exit", "environment_error", "step raised SystemExit"),
         ("eat", "environment_error", "MemoryError"),
         ("fill_disk", "environment_error", "OSError"),

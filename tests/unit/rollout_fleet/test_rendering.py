@@ -83,6 +83,11 @@ def test_tools_reach_the_template_of_the_prompt() -> None:
     assert '"name": "add"' in tokenizer.decode(Renderer(tokenizer).ids(Chat((("user", "hi"),), tools=TOOLS)))
 
 
+def test_what_is_no_token_id_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a token id must be an integer, found 2\.7"):
+        Renderer(qwen()).ids([1, 2.7])  # type: ignore[list-item]
+
+
 def test_an_environment_that_says_the_mark_itself_does_not_move_the_seam() -> None:
     renderer = Renderer(with_template(LLAMA, "<eos>"))
     with pytest.raises(ValueError, match="exactly once"):
