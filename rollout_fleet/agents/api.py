@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -25,22 +24,14 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """The policy's answer.
+    """The policy's answer."""
 
-    Attributes:
-        text: without tool calls and end token.
-        calls: with their ids.
-        finish_reason: stop, length or tool_calls.
-        prompt_tokens, tokens: ids.
-        pieces, logprobs: text and log-probability of every sampled token.
-    """
-
-    text: str
-    calls: tuple[tuple[str, ToolCall], ...]
-    finish_reason: str
+    text: str  # without tool calls and end token
+    calls: tuple[tuple[str, ToolCall], ...]  # with their ids
+    finish_reason: str  # stop, length or tool_calls
     prompt_tokens: list[int]
     tokens: list[int]
-    pieces: list[str]
+    pieces: list[str]  # the text of every sampled token
     logprobs: list[float]
 
 
@@ -132,10 +123,7 @@ R = TypeVar("R", bound=Request)
 
 
 def read(body: Any, kind: type[R], job: Sampling) -> R:
-    """The body of a request, which may name the sampling distribution `job`.
-
-    Raises BadRequest for a body that cannot be read, or that asks for tokens which could not be recorded exactly.
-    """
+    """A request's body, which may name the sampling distribution `job`; raises BadRequest if it is not served."""
     if not isinstance(body, dict):
         raise BadRequest(f"the body must be a JSON object, found {type(body).__name__}")
     check_parameters(body, job, kind.__struct_encode_fields__)
@@ -156,34 +144,30 @@ def read(body: Any, kind: type[R], job: Sampling) -> R:
 
 def identity(message: Message) -> tuple[str, str, str]:
     """Two messages are the same when these agree: role, text without surrounding space, calls without their ids."""
-    calls = [
-        (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
-        for call in message.get("tool_calls", ())
-    ]
-    return message["role"], str(message["content"]).strip(), json.dumps(calls)
-
-
-def said(answer: Answer) -> Message:
-    """The answer as the message that an agent sends back with its next request."""
-    calls = _wire_calls(answer.calls, json.loads)
-    message: Message = {"role": "assistant", "content": answer.text}
-    return {**message, "tool_calls": calls} if calls else message
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [(function["name"], function["arguments"]) for function in functions]
+    return message["role"], str(message["content"]).strip(), json.dumps(calls, sort_keys=True)
 
 
 def answer_body(answer: Answer, request: Request, name: str) -> dict[str, Any]:
     """The body that answers a request."""
-    choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason, "logprobs": None}
+    choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
     if isinstance(request, ChatRequest):
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
+        choice["message"] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
         if answer.calls:
-            message["tool_calls"] = _wire_calls(answer.calls)
-        choice["message"] = message
-        logprobs = {"content": _logprobs(answer), "refusal": None}
+            choice["message"]["tool_calls"] = [
+                {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for name, call in answer.calls
+            ]
+        scores = [
+            {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+            for piece, logprob in zip(answer.pieces, answer.logprobs, strict=True)
+        ]
+        logprobs = {"content": scores, "refusal": None}
     else:
         choice["text"] = answer.text
         logprobs = {"tokens": answer.pieces, "token_logprobs": answer.logprobs, "top_logprobs": None}
-    if request.scored:
-        choice["logprobs"] = logprobs
+    choice["logprobs"] = logprobs if request.scored else None
     prompt, sampled = len(answer.prompt_tokens), len(answer.tokens)
     body: dict[str, Any] = {
         "id": name,
@@ -206,33 +190,14 @@ def chunks(body: dict[str, Any], request: Request) -> list[dict[str, Any]]:
     (choice,) = body["choices"]
     message = choice["message"]
     calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
-    deltas: list[tuple[dict[str, Any], str | None]] = [({"role": "assistant", "content": ""}, None)]
-    deltas.append(({"content": message["content"] or "", **({"tool_calls": calls} if calls else {})}, None))
-    deltas.append(({}, choice["finish_reason"]))
+    content = {"content": message["content"] or "", **({"tool_calls": calls} if calls else {})}
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, content, {}]
+    parts = [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None} for delta in deltas]
+    parts[1]["logprobs"], parts[2]["finish_reason"] = choice["logprobs"], choice["finish_reason"]
     common = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    found = [
-        {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
-        for delta, reason in deltas
-    ]
-    if request.scored:
-        found[1]["choices"][0]["logprobs"] = choice["logprobs"]
+    found = [{**common, "choices": [part]} for part in parts]
     if request.return_token_ids:
-        found[0]["prompt_token_ids"] = body["prompt_token_ids"]
-        found[1]["choices"][0]["token_ids"] = choice["token_ids"]
+        found[0]["prompt_token_ids"], parts[1]["token_ids"] = body["prompt_token_ids"], choice["token_ids"]
     if request.stream_options is not None and request.stream_options.include_usage:
         found.append({**common, "choices": [], "usage": body["usage"]})
     return found
-
-
-def _wire_calls(calls: Sequence[tuple[str, ToolCall]], arguments: Callable[[str], Any] = str) -> list[dict[str, Any]]:
-    return [
-        {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments(call.arguments)}}
-        for name, call in calls
-    ]
-
-
-def _logprobs(answer: Answer) -> list[dict[str, Any]]:
-    return [
-        {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-        for piece, logprob in zip(answer.pieces, answer.logprobs, strict=True)
-    ]

@@ -6,6 +6,7 @@ changes spaces. Sampled tokens are never tokenised again. A request that continu
 """
 
 import asyncio
+import json
 from dataclasses import dataclass
 
 from rollout_fleet.agents import api
@@ -22,23 +23,14 @@ AnyRequest = api.ChatRequest | api.CompletionRequest
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A call of the model, with everything before it.
+    """A call of the model, with everything before it."""
 
-    Attributes:
-        words: identities of the messages, the policy's answer included; () for completions.
-        text: prompt and answer of a completion; None for chats.
-        tools: the request's tools.
-        ended: whether the policy ended the turn itself.
-        record: tokens of the whole path; turns that continue this one grow the same record.
-        length, turns, sampled: the record's counts when this turn was its last.
-    """
-
-    words: Words
-    text: str | None
+    words: Words  # identities of the messages, the policy's answer included; () for completions
+    text: str | None  # prompt and answer of a completion; None for chats
     tools: str
-    ended: bool
-    record: TokenRecord
-    length: int
+    ended: bool  # whether the policy ended the turn itself
+    record: TokenRecord  # tokens of the whole path; turns that continue this one grow the same record
+    length: int  # this and the next two: the record's counts when this turn was its last
     turns: int
     sampled: int
 
@@ -65,14 +57,17 @@ class Conversation:
     async def answer(self, request: AnyRequest) -> api.Answer:
         """Sample one turn.
 
-        Raises:
-            api.BadRequest: the request cannot be served, or the budget is used up.
-            EpisodeFailed, SlipstreamError: the engine failed.
+        Raises api.BadRequest when the budget is used up or the request cannot be served, and EpisodeFailed or
+        SlipstreamError when the engine fails.
         """
         async with self._lock:
             if len(self.turns) >= self._budget.max_turns:
                 raise self._refused(StopReason.TURN_LIMIT, f"all {self._budget.max_turns} turns are used up")
-            record, new, words = self._prepared(request)
+            try:
+                chat = isinstance(request, api.ChatRequest)
+                record, new, words = self._chat(request) if chat else self._completion(request.prompt)
+            except Exception as error:  # jinja has errors of its own
+                raise api.BadRequest(f"the chat template fails: {type(error).__name__}: {error}") from error
             prompt = record.tokens + new
             room = min(self._budget.max_tokens - self.sampled, self._budget.max_context - len(prompt))
             if room <= 0:
@@ -102,38 +97,26 @@ class Conversation:
         self.exhausted = reason
         return api.BadRequest(f"the episode is over: {message}", code="context_length_exceeded")
 
-    def _prepared(self, request: AnyRequest) -> tuple[TokenRecord, list[int], Words]:
-        """The record to continue, the tokens of the new text, and the identities of the request's messages."""
-        try:
-            return self._chat(request) if isinstance(request, api.ChatRequest) else self._completion(request.prompt)
-        except (ValueError, TypeError, LookupError) as error:
-            raise api.BadRequest(f"the chat template refuses the messages: {error}") from error
-        except Exception as error:  # jinja's own errors, without importing jinja
-            raise api.BadRequest(f"the chat template fails: {type(error).__name__}: {error}") from error
-
     def _chat(self, request: api.ChatRequest) -> tuple[TokenRecord, list[int], Words]:
+        """The record to continue, the tokens of the new text, and the identities of the request's messages."""
         messages = request.messages
         words = tuple(map(api.identity, messages))
-        before = self._continued(words, request.tools)
+        fits = [  # turns whose messages the request repeats, and which only others have answered since
+            turn
+            for turn in self.turns
+            if turn.words
+            and turn.tools == request.tools
+            and len(words) > len(turn.words)
+            and words[: len(turn.words)] == turn.words
+            and all(role != "assistant" for role, _, _ in words[len(turn.words) :])
+        ]
+        before = max(fits, key=lambda turn: len(turn.words), default=None)
         if before is None:
             return TokenRecord(), self._renderer.encode(self._renderer.conversation(messages, request.tools)), words
         new = messages[len(before.words) :]
         end = before.record.tokens[before.length - 1] if before.ended else None
         text = self._renderer.continuation(new, end, request.tools)
         return before.path(), self._renderer.encode(text), words
-
-    def _continued(self, words: Words, tools: str) -> Turn | None:
-        """The longest turn whose messages the request repeats and which only others have answered since."""
-        fits = [
-            turn
-            for turn in self.turns
-            if turn.words
-            and turn.tools == tools
-            and len(words) > len(turn.words)
-            and words[: len(turn.words)] == turn.words
-            and all(role != "assistant" for role, _, _ in words[len(turn.words) :])
-        ]
-        return max(fits, key=lambda turn: len(turn.words), default=None)
 
     def _completion(self, prompt: str | list[int]) -> tuple[TokenRecord, list[int], Words]:
         def known(turn: Turn) -> str | list[int]:
@@ -164,7 +147,9 @@ class Conversation:
         )
         whole: str | None = None
         if isinstance(request, api.ChatRequest):
-            words = (*words, api.identity(api.said(answer)))
+            calls = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in found.calls]
+            message = {"role": "assistant", "content": answer.text, "tool_calls": [{"function": c} for c in calls]}
+            words = (*words, api.identity(message))
         else:
             whole = (request.prompt if isinstance(request.prompt, str) else self._renderer.text(prompt)) + text
         lengths = len(record.tokens), record.turns, record.sampled

@@ -62,7 +62,12 @@ class _AgentEpisode:
         return self._final or (TokenRecord() if turn is None else turn.path())
 
     async def play(self) -> StopReason:
-        reward, metrics = _judged(await self._returned())
+        said = await self._returned()
+        try:
+            told = said if isinstance(said, dict) else {"reward": 0.0 if said is None else said}
+            reward, metrics = finite(told["reward"]), checked_metrics(told.get("metrics", {}))
+        except Exception as error:
+            raise EpisodeFailed(f"the agent returned {str(said)[:100]!r}, expected a number: {error}") from error
         turn = self._talk.longest()
         if turn is None:
             raise EpisodeFailed("the agent ended without a call of the model")
@@ -95,13 +100,3 @@ class _AgentEpisode:
         finally:
             agent.cancel()
             await asyncio.gather(agent, return_exceptions=True)
-
-
-def _judged(said: Any) -> tuple[float, dict[str, float]]:
-    """Reward and metrics of what an agent returned."""
-    try:
-        if isinstance(said, dict):
-            return finite(said["reward"]), checked_metrics(said.get("metrics", {}))
-        return (0.0 if said is None else finite(said)), {}
-    except Exception as error:
-        raise EpisodeFailed(f"the agent returned {str(said)[:100]!r}, expected a number: {error}") from error

@@ -30,13 +30,11 @@ class Session:
     """One episode's access: `api_key` is valid until it is closed."""
 
     def __init__(self, endpoint: "Endpoint", conversation: Conversation) -> None:
-        self._endpoint = endpoint
-        self.conversation = conversation
-        self.api_key = secrets.token_urlsafe(32)
-        self.base_url = endpoint.base_url
+        self._sessions, self.conversation = endpoint.sessions, conversation
+        self.base_url, self.api_key = endpoint.base_url, secrets.token_urlsafe(32)
         self.broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()  # the engine's failure
-        self.closed = False
         self._asking: set[asyncio.Task[api.Answer]] = set()
+        self._sessions[self.api_key] = self
 
     async def answer(self, asked: AnyRequest) -> api.Answer:
         """The policy's answer, as from Conversation.answer; cancelled when the episode ends meanwhile."""
@@ -45,15 +43,9 @@ class Session:
         asking.add_done_callback(self._asking.discard)
         return await asking
 
-    def fail(self, error: Exception) -> None:
-        """The episode cannot go on, whatever the agent does."""
-        if not self.broken.done():
-            self.broken.set_result(error)
-
     def close(self) -> None:
         """The key is void from now on; requests that the agent left behind are given up."""
-        self.closed = True
-        self._endpoint.forget(self.api_key)
+        self._sessions.pop(self.api_key, None)
         for asking in self._asking:
             asking.cancel()
 
@@ -62,7 +54,7 @@ class Endpoint:
     """The server; it starts with the first session. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+        self.sessions: dict[str, Session] = {}  # by key
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
         self.base_url = ""
@@ -72,13 +64,7 @@ class Endpoint:
         async with self._starting:
             if self._runner is None:
                 await self._start()
-        session = Session(self, conversation)
-        self._sessions[session.api_key] = session
-        return session
-
-    def forget(self, key: str) -> None:
-        """Void a key."""
-        self._sessions.pop(key, None)
+        return Session(self, conversation)
 
     async def close(self) -> None:
         """Stop serving."""
@@ -110,11 +96,11 @@ class Endpoint:
             return _denied()
         try:
             asked = api.read(json.loads(await request.read()), kind, session.conversation.job)
-            if session.closed:
+            if self._session(request) is None:  # the episode has ended meanwhile
                 return _denied()
             answer = await session.answer(asked)
         except asyncio.CancelledError:
-            if session.closed:
+            if self._session(request) is None:
                 return _denied()
             raise
         except api.BadRequest as error:
@@ -122,16 +108,16 @@ class Endpoint:
         except (ValueError, RecursionError) as error:
             return _error(f"the body is not JSON: {error}", "invalid_request_error", 400)
         except (EpisodeFailed, SlipstreamError) as error:
-            session.fail(error)
+            if not session.broken.done():
+                session.broken.set_result(error)
             return _error(str(error), "server_error", 500)
-        name = f"turn-{len(session.conversation.turns)}"
-        body = api.answer_body(answer, asked, name)
+        body = api.answer_body(answer, asked, f"turn-{len(session.conversation.turns)}")
         if not asked.stream:
             return web.json_response(body)
         return await _streamed(request, api.chunks(body, asked))
 
     def _session(self, request: web.Request) -> Session | None:
-        return self._sessions.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+        return self.sessions.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
 
 
 async def _streamed(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:

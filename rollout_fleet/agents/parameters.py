@@ -22,13 +22,11 @@ ONLY_SAMPLED = "log-probabilities are recorded of the sampled tokens only"
 UNKNOWN = "this endpoint does not know it, and it might change what is sampled"
 
 # bookkeeping: neither tokens nor answer depend on it
-WITHOUT_EFFECT = frozenset(
-    {
-        "cache_salt", "include_stop_str_in_output", "metadata", "moderation", "priority", "prompt_cache_key",
-        "prompt_cache_options", "prompt_cache_retention", "request_id", "safety_identifier", "service_tier",
-        "session_id", "store", "stream_interval", "user",
-    }
-)  # fmt: skip
+WITHOUT_EFFECT = {
+    "cache_salt", "include_stop_str_in_output", "metadata", "moderation", "priority", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention", "request_id", "safety_identifier", "service_tier",
+    "session_id", "store", "stream_interval", "user",
+}  # fmt: skip
 # the values that ask for nothing, and why others are refused; names of OpenAI's API and of vLLM's additions
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "add_generation_prompt": ((True,), SHOWN),
@@ -78,12 +76,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class BadRequest(Exception):
-    """The request cannot be served.
-
-    Attributes:
-        parameter: that is to blame, '' when it is not one.
-        code, status: as OpenAI's errors have them.
-    """
+    """The request cannot be served: `parameter` is to blame, if any; `code` and `status` are as in OpenAI's API."""
 
     def __init__(self, message: str, parameter: str = "", code: str = CODE, status: int = 400) -> None:
         self.parameter, self.code, self.status = parameter, code, status
@@ -91,28 +84,21 @@ class BadRequest(Exception):
 
 
 def check_parameters(body: dict[str, Any], job: Sampling, served: Collection[str]) -> None:
-    """Raise BadRequest when `body` asks for what it would not get.
-
-    A request may name the sampling distribution `job`. The caller honours the parameters in `served`.
-    """
+    """Raise BadRequest when `body` asks for what it would not get; the caller honours the parameters in `served`."""
     for name, found in body.items():
         if found is None or name in WITHOUT_EFFECT:
             continue
         if name in ("temperature", "top_p"):
-            _expect(name, found, (getattr(job, name),), f"the job's, or absent: {BENT}")
+            expected, why = (getattr(job, name),), f"the job's, or absent: {BENT}"
         elif name in NEUTRAL:
             expected, why = NEUTRAL[name]
-            _expect(name, found, expected, why)
-        elif name not in served:
+        elif name in served:
+            continue
+        else:
             near = difflib.get_close_matches(name, [*served, *NEUTRAL], 1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise BadRequest(f"'{name}' is not served: {UNKNOWN}{hint}", name, "unsupported_parameter")
-
-
-def _expect(name: str, found: Any, expected: tuple[Any, ...], why: str) -> None:
-    if any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in expected):
-        return
-    if not expected:
-        raise BadRequest(f"'{name}' is not served: {why}", name, "unsupported_parameter")
-    wanted = " or ".join(f"{value!r}" for value in expected)
-    raise BadRequest(f"'{name}' must be {wanted}, found {str(found)[:80]!r}: {why}", name, "unsupported_value")
+            expected, why = (), UNKNOWN + (f"; did you mean '{near[0]}'?" if near else "")
+        if not expected:
+            raise BadRequest(f"'{name}' is not served: {why}", name, "unsupported_parameter")
+        if not any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in expected):
+            wanted = " or ".join(map(repr, expected))
+            raise BadRequest(f"'{name}' must be {wanted}, found {str(found)[:80]!r}: {why}", name, "unsupported_value")

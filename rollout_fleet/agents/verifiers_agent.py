@@ -29,15 +29,10 @@ ROW_KEYS = ("prompt", "answer", "info", "task", "example_id")
 async def agent(
     problem: dict[str, Any], *, base_url: str, api_key: str, model: str, seed: int, env_id: str, arguments: str = "{}"
 ) -> dict[str, Any]:
-    """One rollout of `env_id`, scored by its rubric.
+    """One rollout of `env_id`, scored by its rubric; `problem` is a row as export_rows writes it.
 
-    Args:
-        problem: a row of the environment's dataset, as export_rows writes it.
-        env_id: name for verifiers.load_environment; the environment must be installed beside verifiers.
-        arguments: JSON object of its keyword arguments.
-
-    Raises:
-        RuntimeError: the rollout ended with an error of the environment's, or verifiers is not one that can be used.
+    The environment must be installed beside verifiers; `arguments` is a JSON object of its keyword arguments. Raises
+    RuntimeError when the rollout ends with an error of the environment's, or verifiers is not one that can be used.
     """
     environment = _environment(env_id, arguments)
     from openai import AsyncOpenAI
@@ -58,10 +53,9 @@ agent.PRELOAD = ("verifiers",)  # type: ignore[attr-defined]
 
 
 def export_rows(env_id: str, path: Path, arguments: str = "{}", rows: int = -1) -> int:
-    """Write the environment's training rows as the JSONL file of tasks.dataset; returns how many. Needs verifiers.
+    """Write the environment's first `rows` training rows, -1 for all, as the JSONL file of tasks.dataset.
 
-    Args:
-        rows: the first so many; -1: all.
+    Returns how many. Needs verifiers.
     """
     dataset = _environment(env_id, arguments).get_dataset(n=rows)
     with path.open("w", encoding="utf-8") as file:

@@ -20,7 +20,7 @@ from rollout_fleet.environments.isolation.process_host import child_variables
 from rollout_fleet.environments.protocol import Limits
 
 if TYPE_CHECKING:
-    from common.config.schema import LimitsConfig, TasksConfig
+    from common.config.schema import TasksConfig
 
 CHECK_S = 300.0  # for the other interpreter to import the environment
 PYTHON_KEY = "tasks.limits.python"
@@ -28,28 +28,14 @@ PYTHON_KEY = "tasks.limits.python"
 
 @dataclass(frozen=True)
 class Description:
-    """An environment or agent that was checked.
+    """An environment or agent that was checked."""
 
-    Attributes:
-        path: 'module:Class'.
-        agent: whether it is an agent's coroutine function and no environment class.
-        shares_seed: whether its constructor names `group_seed`.
-        limits: its class's limits, overridden by tasks.limits.
-        preload: modules that its processes import before an episode begins.
-        several_turns: whether its source shows that an episode may have more than one turn.
-    """
-
-    path: str
-    agent: bool
-    shares_seed: bool
-    limits: Limits
-    preload: tuple[str, ...]
-    several_turns: bool
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Modules that the fork server imports before it forks the episodes' processes."""
-        return self.path.partition(":")[0], *self.preload
+    path: str  # 'module:Class'
+    agent: bool  # whether it is an agent's coroutine function and no environment class
+    shares_seed: bool  # whether its constructor names `group_seed`
+    limits: Limits  # its class's limits, overridden by tasks.limits
+    modules: tuple[str, ...]  # the fork server imports them before it forks the episodes' processes
+    several_turns: bool  # whether its source shows that an episode may have more than one turn
 
 
 def check_environment(tasks: "TasksConfig", file: str = "config", libraries: bool = True) -> Description:
@@ -61,48 +47,27 @@ def check_environment(tasks: "TasksConfig", file: str = "config", libraries: boo
     name, options, python = tasks.environment, dict(tasks.options), tasks.limits.python
     if python is None:
         found = registry.resolve(name, options, file)
-        python = own_limits(found).python
-        if not python:
-            if libraries:
-                registry.check_libraries(found, name, file)
-            return _description(name, _facts(found), tasks)
-    answer = _ask(python, name, options, file)
-    if "refused" in answer:
-        raise ConfigError(file, *answer["refused"])
-    return _description(name, answer, tasks)
+        own = _described(name, found)
+        python = own.limits.python
+        if libraries and not python:
+            registry.check_libraries(found, name, file)
+    if python:
+        own = _ask(python, name, options, file)
+    said = {f.name: getattr(tasks.limits, f.name) for f in fields(Limits)}
+    limits = replace(own.limits, **{key: value for key, value in said.items() if value is not None})
+    return replace(own, limits=replace(limits, process=limits.process or bool(limits.python)))
 
 
-def _description(name: str, facts: dict[str, Any], tasks: "TasksConfig") -> Description:
-    limits = limits_of(Limits(**facts["limits"]), tasks.limits)
-    path, preload = registry.path_of(name), tuple(facts["preload"])
-    return Description(path, facts["agent"], facts["shares_seed"], limits, preload, facts["several_turns"])
+def _described(name: str, found: Any) -> Description:
+    """The description by the class itself."""
+    path, limits = registry.BUILT_IN.get(name, name), getattr(found, "LIMITS", Limits())
+    modules = path.partition(":")[0], *getattr(found, "PRELOAD", ())
+    shares_seed, several_turns = registry.takes_group_seed(found), registry.plays_several_turns(found)
+    return Description(path, registry.is_agent(found), shares_seed, limits, modules, several_turns)
 
 
-def _facts(found: object) -> dict[str, Any]:
-    """The description by the class itself, as JSON."""
-    return {
-        "agent": registry.is_agent(found),
-        "shares_seed": registry.takes_group_seed(found),
-        "limits": asdict(own_limits(found)),
-        "preload": list(getattr(found, "PRELOAD", ())),
-        "several_turns": registry.plays_several_turns(found),
-    }
-
-
-def own_limits(environment: object) -> Limits:
-    """The `LIMITS` of the class, or the defaults."""
-    return getattr(environment, "LIMITS", Limits())
-
-
-def limits_of(own: Limits, overrides: "LimitsConfig") -> Limits:
-    """`own` with every key that tasks.limits sets. Another interpreter needs a process of its own."""
-    said = {f.name: getattr(overrides, f.name) for f in fields(Limits)}
-    found = replace(own, **{name: value for name, value in said.items() if value is not None})
-    return replace(found, process=found.process or bool(found.python))
-
-
-def _ask(python: str, name: str, options: dict[str, Any], file: str) -> dict[str, Any]:
-    """The answer of a child process of `python`; raises ConfigError when there is none."""
+def _ask(python: str, name: str, options: dict[str, Any], file: str) -> Description:
+    """The description by a child process of `python`; raises ConfigError when there is none."""
     command = [python, "-m", "rollout_fleet.environments.description", name, json.dumps(options)]
     expected = f"an interpreter that can import {name!r}"
     try:
@@ -113,11 +78,14 @@ def _ask(python: str, name: str, options: dict[str, Any], file: str) -> dict[str
         reason = f"{python}, which has not imported it after {CHECK_S:g} s"
         raise ConfigError(file, PYTHON_KEY, expected, reason) from error
     try:
-        return json.loads(answer)
+        found = json.loads(answer)
     except ValueError as error:
         last = log.decode(errors="replace").strip().rpartition("\n")[2][:300]
         reason = f"{python}, which ended with exit code {code}: {last or 'it said nothing'}"
         raise ConfigError(file, PYTHON_KEY, expected, reason) from error
+    if "refused" in found:
+        raise ConfigError(file, *found["refused"])
+    return Description(**{**found, "limits": Limits(**found["limits"]), "modules": tuple(found["modules"])})
 
 
 def _run(command: list[str]) -> tuple[bytes, bytes, int]:
@@ -135,13 +103,13 @@ def _run(command: list[str]) -> tuple[bytes, bytes, int]:
 
 
 def main(name: str, options: str) -> None:
-    """In the child: print the facts, or why the environment is refused, as one JSON object."""
+    """In the child: print the description, or why the environment is refused, as one JSON object."""
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)  # output of the import must not mix with the answer
         try:
             found = registry.resolve(name, json.loads(options))
             registry.check_libraries(found, name)
-            json.dump(_facts(found), answer)
+            json.dump(asdict(_described(name, found)), answer)
         except ConfigError as error:
             json.dump({"refused": [error.key, error.expected, f"{error.found} ({sys.executable})", error.hint]}, answer)
 

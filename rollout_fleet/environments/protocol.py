@@ -149,15 +149,12 @@ class Environment(Protocol):
     def __init__(self, problem: dict[str, Any], *, seed: int, **options: Any) -> None:
         """`seed` differs between the samples of a group, `group_seed` (only for constructors that name it) does not;
         raise ValueError when `problem` cannot be used."""
-        ...
 
     async def reset(self) -> Observation:
         """The prompt; called once."""
-        ...
 
     async def step(self, action: Action) -> StepResult:
         """Judge one turn; called until a result is done or a budget is used up.
 
         An action with `ended` False was cut off; nothing follows it, whatever the result says.
         """
-        ...

@@ -33,29 +33,27 @@ EXPECTED = "a built-in environment or 'module:Class'"
 
 
 def resolve(name: str, options: Mapping[str, Any] | None = None, file: str = "config") -> type[Environment]:
-    """The class that `tasks.environment` names, with `tasks.options` checked against its constructor, unless None.
+    """The class that `tasks.environment` names; `tasks.options`, unless None, are checked against its constructor.
 
     The working directory is searched as well, so that an environment may live beside the config's job. Raises
     ConfigError for a name or options that do not fit, with the nearest valid name.
     """
     path = BUILT_IN.get(name, name)
     if ":" not in path:
-        raise ConfigError(file, KEY, EXPECTED, repr(name), _nearest(name))
+        near = difflib.get_close_matches(name, BUILT_IN, 1, 0.0)
+        hint = f"nearest built-in: {near[0]!r} (built in are {', '.join(BUILT_IN)})"
+        raise ConfigError(file, KEY, EXPECTED, repr(name), hint)
     module_name, _, class_name = path.partition(":")
     module = _module(module_name, name, file)
     found = getattr(module, class_name, None)
     if found is None:
         reason = f"{name!r}: module {module_name!r} has no {class_name!r}"
-        raise ConfigError(file, KEY, EXPECTED, reason, _nearest_class(module, class_name))
+        near = difflib.get_close_matches(class_name, [n for n in vars(module) if not n.startswith("_")], 1)
+        raise ConfigError(file, KEY, EXPECTED, reason, f"did you mean {near[0]!r}?" if near else None)
     _check_shape(found, name, file)
     if options is not None:
         _check_options(found, options, file)
     return found
-
-
-def path_of(name: str) -> str:
-    """'module:Class' of a value of tasks.environment."""
-    return BUILT_IN.get(name, name)
 
 
 def check_libraries(found: object, name: str, file: str = "config") -> None:
@@ -86,15 +84,11 @@ def is_agent(environment: object) -> bool:
 
 
 def takes_group_seed(environment: Any) -> bool:
-    """Whether the constructor names `group_seed`."""
     return "group_seed" in inspect.signature(environment).parameters
 
 
 def plays_several_turns(environment: object) -> bool:
-    """Whether the source of an environment's class answers with a `done` other than True, so that it continues.
-
-    False where the source does not show it, as in an agent.
-    """
+    """Whether the source of an environment's class has a `done` other than True; False where it does not show it."""
     for kind in inspect.getmro(environment) if inspect.isclass(environment) else ():
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
@@ -132,26 +126,11 @@ def _check_options(found: Any, options: Mapping[str, Any], file: str) -> None:
     try:
         signature.bind({}, **dict.fromkeys(given), **options)
     except TypeError as error:
-        hint = _hint(found.__name__, signature, options, known)
+        unknown = next((o for o in options if o not in known), None)
+        lacks = [p for p in known if p not in options and signature.parameters[p].default is inspect.Parameter.empty]
+        hint = f"give the option {lacks[0]!r}" if lacks else "see its constructor"
+        if unknown is not None:
+            near = difflib.get_close_matches(unknown, known, 1, 0.0)
+            hint = f"did you mean {near[0]!r}?" if near else f"{found.__name__} takes no options"
         expected = f"options of {found.__name__} ({', '.join(known) or 'none'})"
         raise ConfigError(file, "tasks.options", expected, f"{dict(options)}: {error}", hint) from error
-
-
-def _hint(name: str, signature: inspect.Signature, options: Mapping[str, Any], known: list[str]) -> str:
-    """Advice about options that do not fit."""
-    unknown = next((o for o in options if o not in known), None)
-    if unknown is not None:
-        near = difflib.get_close_matches(unknown, known, 1, 0.0)
-        return f"did you mean {near[0]!r}?" if near else f"{name} takes no options"
-    lacks = [p for p in known if p not in options and signature.parameters[p].default is inspect.Parameter.empty]
-    return f"give the option {lacks[0]!r}" if lacks else "see its constructor"
-
-
-def _nearest_class(module: object, class_name: str) -> str | None:
-    near = difflib.get_close_matches(class_name, [n for n in vars(module) if not n.startswith("_")], 1)
-    return f"did you mean {near[0]!r}?" if near else None
-
-
-def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, BUILT_IN, 1, 0.0)
-    return f"nearest built-in: {near[0]!r} (built in are {', '.join(BUILT_IN)})"

@@ -15,21 +15,13 @@ OUTPUT_CHARS = 8000  # a longer answer of a call is cut
 class Tool:
     """Something that the policy can call.
 
-    Attributes:
-        name, description: as the policy reads them.
-        parameters: JSON schema of the arguments' object.
-        run: called with the arguments as keywords; what it returns is shown as text, what it raises as an error.
+    `run` gets the arguments as keywords; what it returns is shown as text, what it raises as an error.
     """
 
     name: str
     description: str
-    parameters: dict[str, Any]
+    parameters: dict[str, Any]  # JSON schema of the arguments' object
     run: Callable[..., Awaitable[Any]]
-
-    def schema(self) -> dict[str, Any]:
-        """As chat templates want it."""
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": function}
 
 
 class ToolEnvironment:
@@ -49,7 +41,6 @@ class ToolEnvironment:
         raise NotImplementedError
 
     async def reset(self) -> Chat:
-        """The messages, with the tools."""
         return self._chat(self.messages)
 
     async def step(self, action: Action) -> StepResult:
@@ -72,20 +63,17 @@ class ToolEnvironment:
                 raise LookupError(f"there is no tool {call.name!r}; there are {', '.join(t.name for t in self.tools)}")
             arguments = json.loads(call.arguments)
             inspect.signature(tool.run).bind(**arguments)
-            return cut(str(await tool.run(**arguments)))
+            text = str(await tool.run(**arguments))
         except Exception as error:
             self._errors += 1
-            return cut(f"error: {type(error).__name__}: {error}")
+            text = f"error: {type(error).__name__}: {error}"
+        missing = len(text) - OUTPUT_CHARS
+        return text if missing <= 0 else f"{text[:OUTPUT_CHARS]}\n... ({missing} more characters)"
 
     def _chat(self, messages: tuple[tuple[str, str], ...]) -> Chat:
-        return Chat(messages, tools=json.dumps([tool.schema() for tool in self.tools]))
+        functions = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in self.tools]
+        return Chat(messages, tools=json.dumps([{"type": "function", "function": each} for each in functions]))
 
     def _end(self, reward: float) -> StepResult:
-        return StepResult(
-            reward=reward, done=True, metrics={"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
-        )
-
-
-def cut(text: str, chars: int = OUTPUT_CHARS) -> str:
-    """`text`, its end replaced by how much is missing."""
-    return text if len(text) <= chars else f"{text[:chars]}\n... ({len(text) - chars} more characters)"
+        metrics = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
+        return StepResult(reward=reward, metrics=metrics)

@@ -12,7 +12,6 @@ from rollout_fleet.environments.protocol import Action, Chat, StepResult
 _MARKED = re.compile(r"\x1b\[\d+(?:;\d+)*m(.*?)\x1b\[0m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 _WORD = re.compile(r"[A-Za-z_]+|\d+")
-RULES = "Answer with one of: {actions}.\n"
 
 
 class GymnasiumText:
@@ -52,34 +51,32 @@ class GymnasiumText:
         if len(self._names) != count:
             raise ValueError(f"{id} has {count} actions, the option 'actions' names {len(self._names)}: {actions!r}")
         self._seed = int(problem.get("seed", group_seed))
-        self._prompt, self._drawn, self._malformed = prompt, mode is not None, 0
+        self._rules = f"Answer with one of: {', '.join(self._names)}.\n"
+        self._prompt, self._drawn, self._malformed = prompt, mode is not None, 0.0
 
     def arguments(self, problem: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of gymnasium.make that follow from the problem."""
         return {}
 
     async def reset(self) -> Chat:
-        """The rules and the first view of the game."""
         observation, _ = self._game.reset(seed=self._seed)
-        rules = RULES.format(actions=", ".join(self._names))
-        said = self._prompt.replace("{rules}", rules).replace("{observation}", self._text(observation))
+        said = self._prompt.replace("{rules}", self._rules).replace("{observation}", self._text(observation))
         return Chat((("user", said),))
 
     async def step(self, action: Action) -> StepResult:
         """Play the last action that the turn names; a turn that names none is answered with the rules."""
         if not action.ended:
-            return StepResult(done=True, metrics=self._metrics())
+            return StepResult(metrics={"malformed": self._malformed})
         named = [word for word in _WORD.findall(action.text.lower()) if word in self._names]
         if not named:
             self._malformed += 1
-            return StepResult(Chat((("user", RULES.format(actions=", ".join(self._names))),)), done=False)
+            return StepResult(Chat((("user", self._rules),)), done=False)
         played = self._first + self._names.index(named[-1])
         observation, reward, terminated, truncated, _ = self._game.step(played)
-        done = bool(terminated or truncated)
-        return StepResult(Chat((("user", self._text(observation)),)), float(reward), done, self._metrics())
+        shown, done = Chat((("user", self._text(observation)),)), bool(terminated or truncated)
+        return StepResult(shown, float(reward), done, {"malformed": self._malformed})
 
     async def close(self) -> None:
-        """Release the game's resources."""
         self._game.close()
 
     def _text(self, observation: Any) -> str:
@@ -88,9 +85,6 @@ class GymnasiumText:
         if not isinstance(drawn, str):
             return str(observation)
         return _ESCAPE.sub("", _MARKED.sub(r"[\1]", drawn)).strip("\n")
-
-    def _metrics(self) -> dict[str, float]:
-        return {"malformed": float(self._malformed)}
 
 
 class FrozenLake(GymnasiumText):

@@ -46,10 +46,9 @@ class OpenEnv:
         self._action, self._observation, self._prompt = action, observation, prompt
         self._session: Any = None
         self._socket: Any = None
-        self._malformed = 0
+        self._malformed = 0.0
 
     async def reset(self) -> Chat:
-        """Connect, and get the first observation."""
         import aiohttp
 
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_S))
@@ -60,18 +59,17 @@ class OpenEnv:
     async def step(self, action: Action) -> StepResult:
         """One action; one that the server refuses is answered with its words, and counted."""
         if not action.ended:
-            return StepResult(done=True, metrics=self._metrics())
+            return StepResult(metrics={"malformed": self._malformed})
         try:
             sent = {self._action: action.text.strip()} if self._action else json.loads(action.text)
             data = await self._ask("step", sent)
         except (ValueError, InvalidAction) as error:
             self._malformed += 1
-            return StepResult(Chat((("user", f"error: {error}"),)), done=False, metrics=self._metrics())
-        observation = Chat((("user", self._text(data["observation"])),))
-        return StepResult(observation, float(data.get("reward") or 0.0), bool(data.get("done")), self._metrics())
+            return StepResult(Chat((("user", f"error: {error}"),)), done=False, metrics={"malformed": self._malformed})
+        observation, reward = Chat((("user", self._text(data["observation"])),)), float(data.get("reward") or 0.0)
+        return StepResult(observation, reward, bool(data.get("done")), {"malformed": self._malformed})
 
     async def close(self) -> None:
-        """End the session."""
         if self._socket is not None:
             await self._socket.send_str(json.dumps({"type": "close"}))
             await self._socket.close()
@@ -79,12 +77,7 @@ class OpenEnv:
             await self._session.close()
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """One message and its answer.
-
-        Raises:
-            InvalidAction: the server cannot read `data`.
-            RuntimeError: any other error of the server's, or the end of the connection.
-        """
+        """One message and its answer; raises RuntimeError for an error of the server's or a closed connection."""
         await self._socket.send_str(json.dumps({"type": kind, "data": data}))
         message = await self._socket.receive()
         if not isinstance(message.data, str):
@@ -100,9 +93,6 @@ class OpenEnv:
     def _text(self, observation: Any) -> str:
         shown = observation.get(self._observation, "") if self._observation else observation
         return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
-
-    def _metrics(self) -> dict[str, float]:
-        return {"malformed": float(self._malformed)}
 
 
 class InvalidAction(Exception):

@@ -24,7 +24,6 @@ class Addition:
         self.answer_after = answer_after
 
     async def reset(self) -> str:
-        """The question."""
         return self.prompt
 
     async def step(self, action: Action) -> StepResult:

@@ -4,7 +4,7 @@ A row is one line of the published files: {"question": "...", "answer": "... ###
 """
 
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 from rollout_fleet.environments.protocol import Action, Chat, StepResult
@@ -25,34 +25,26 @@ class Gsm8k:
 
     def __init__(self, problem: dict[str, Any], *, seed: int, prompt: str = PROMPT, thinking: bool = False) -> None:
         question, self.gold = read_row(problem)
-        self.prompt = prompt.replace("{question}", question)
-        self.thinking = thinking
+        self.prompt, self.thinking = prompt.replace("{question}", question), thinking
 
     async def reset(self) -> Chat:
-        """The question as the user's message."""
         return Chat((("user", self.prompt),), (("enable_thinking", self.thinking),))
 
     async def step(self, action: Action) -> StepResult:
         """Reward 1 when the policy ended its turn and its final number is the right one."""
         given = final_number(action.text)
         metrics = {"answered": float(given is not None)}
-        return StepResult(reward=float(action.ended and given == self.gold), done=True, metrics=metrics)
+        return StepResult(reward=float(action.ended and given == self.gold), metrics=metrics)
 
 
 def read_row(problem: dict[str, Any]) -> tuple[str, Decimal]:
     """(question, right number) of a row; raises ValueError for any other row."""
     question, answer = problem.get("question"), problem.get("answer")
-    gold = gold_number(answer) if isinstance(answer, str) else None
+    _, mark, last = answer.rpartition("####") if isinstance(answer, str) else ("", "", "")
+    gold = _NUMBER.fullmatch(last.strip().lstrip("$")) if mark else None
     if not isinstance(question, str) or gold is None:
         raise ValueError(f"expected a row {FORMAT}, found {problem}")
-    return question, gold
-
-
-def gold_number(answer: str) -> Decimal | None:
-    """The number after the last ####; None when there is none."""
-    _, mark, last = answer.rpartition("####")
-    found = _NUMBER.fullmatch(last.strip().lstrip("$")) if mark else None
-    return _value(found.group()) if found else None
+    return question, _value(gold.group())
 
 
 def final_number(text: str) -> Decimal | None:
@@ -63,8 +55,5 @@ def final_number(text: str) -> Decimal | None:
     return _value(numbers[-1]) if numbers else None
 
 
-def _value(number: str) -> Decimal | None:
-    try:
-        return Decimal(number.replace(",", ""))
-    except InvalidOperation:
-        return None
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", ""))

@@ -8,19 +8,15 @@ a computer algebra system does not come back.
 import threading
 from typing import Any
 
-from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
+from rollout_fleet.environments.builtin.gsm8k import Gsm8k
+from rollout_fleet.environments.protocol import Action, Limits, StepResult
 
 PROMPT = "{question}\nReason step by step, then give the final answer in \\boxed{}."
 JUDGE_S = 5
 
 
-class MathProblem:
-    """Single turn.
-
-    Options:
-        prompt: template of the prompt, with {question}; other braces are left as they are.
-        thinking: for templates that know `enable_thinking`.
-    """
+class MathProblem(Gsm8k):
+    """Single turn, with the options of Gsm8k."""
 
     LIMITS = Limits(process=True, step_s=30.0, cpu_s=60, memory_mib=2048)
     PRELOAD = NEEDS = ("math_verify",)
@@ -29,26 +25,17 @@ class MathProblem:
         question, answer = problem.get("question"), problem.get("answer")
         if not isinstance(question, str) or not isinstance(answer, str) or not answer.strip():
             raise ValueError(f'expected {{"question": text, "answer": text}}, found {problem}')
-        self.prompt = prompt.replace("{question}", question)
-        self.gold = answer.rpartition("####")[2].strip()
-        self.thinking = thinking
-
-    async def reset(self) -> Chat:
-        """The question as the user's message."""
-        return Chat((("user", self.prompt),), (("enable_thinking", self.thinking),))
+        self.prompt, self.thinking = prompt.replace("{question}", question), thinking
+        self.right = answer.rpartition("####")[2].strip()
 
     async def step(self, action: Action) -> StepResult:
         """Reward 1 when the policy ended its turn and its answer equals the right one."""
-        answered, equal = judge(self.gold, action.text)
+        answered, equal = judge(self.right, action.text)
         return StepResult(reward=float(action.ended and equal), metrics={"answered": float(answered)})
 
 
 def judge(gold: str, answer: str) -> tuple[bool, bool]:
-    """(whether an answer was found, whether it equals `gold`).
-
-    Raises:
-        ValueError: `gold` cannot be read, which is the data's fault.
-    """
+    """(whether an answer was found, whether it equals `gold`); raises ValueError for a `gold` that cannot be read."""
     from math_verify import parse, verify
 
     # math-verify's own limit needs the main thread

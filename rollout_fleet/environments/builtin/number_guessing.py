@@ -23,12 +23,10 @@ class NumberGuessing:
         number = problem.get("number")
         if not isinstance(number, int) or not 1 <= number <= highest:
             raise ValueError(f"'number' must be an integer in 1..{highest}, the problem has {number!r}")
-        self.number, self.guesses = number, guesses
+        self.number, self.guesses, self.made = number, guesses, 0
         self.low, self.high = 1, highest
-        self.made = 0
 
     async def reset(self) -> str:
-        """The range."""
         return f"Guess {self.low}-{self.high}\n"
 
     async def step(self, action: Action) -> StepResult:
@@ -37,13 +35,10 @@ class NumberGuessing:
         text = action.text.strip()
         guess = int(text) if text.isascii() and text.isdigit() else None
         if not action.ended or guess is None or guess == self.number or self.made >= self.guesses:
-            return self._end(solved=action.ended and guess == self.number, well_formed=guess is not None)
+            metrics = {"guesses": float(self.made), "malformed": float(guess is None)}
+            return StepResult(reward=float(action.ended and guess == self.number), metrics=metrics)
         if guess < self.number:
             self.low = max(self.low, guess + 1)
             return StepResult(f" higher {self.low}-{self.high}\n", done=False)
         self.high = min(self.high, guess - 1)
         return StepResult(f" lower {self.low}-{self.high}\n", done=False)
-
-    def _end(self, solved: bool, well_formed: bool) -> StepResult:
-        metrics = {"guesses": float(self.made), "malformed": float(not well_formed)}
-        return StepResult(reward=float(solved), done=True, metrics=metrics)

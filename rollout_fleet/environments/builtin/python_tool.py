@@ -41,5 +41,4 @@ class PythonTool(ToolEnvironment):
         self.tools = (Tool("python", "Runs Python code and returns what it prints.", PARAMETERS, python),)
 
     async def judge(self, answer: str) -> float:
-        """1 for the right number."""
         return float(final_number(answer) == self.gold)

@@ -88,7 +88,7 @@ def _guard(request: dict[str, Any], fd: int, alone: bool, uid: int) -> None:
     folder = tempfile.mkdtemp(prefix="episode-")
     died = ""
     try:
-        namespaces.adopt_orphans()
+        namespaces.LIBC.prctl(namespaces.SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of this process
         child = os.fork()
         if child == 0:
             _become_worker(request, fd, folder, uid, alone)

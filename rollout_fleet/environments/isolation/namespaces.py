@@ -28,11 +28,6 @@ def unshare(flags: int) -> bool:
     return True
 
 
-def adopt_orphans() -> None:
-    """Descendants whose parent ended become children of this process instead of leaving its tree."""
-    LIBC.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def drop_privileges(real_uid: int) -> bool:
     """No later program gains rights. If run by root: drop all capabilities and make `real_uid` the real user.
 

@@ -44,10 +44,7 @@ class ProcessHost:
     """A fork server and the channels to its processes. Thread-safe; a channel belongs to the loop that opens it."""
 
     def __init__(self, modules: tuple[str, ...] = (), python: str = sys.executable, isolate: bool = True) -> None:
-        """Nothing is started yet. `modules` are imported once, before `python` forks anything.
-
-        Processes are in namespaces if `isolate` is set and the kernel allows it.
-        """
+        """`python` imports `modules` once, before it forks; `isolate`: in namespaces, if the kernel allows it."""
         self._modules, self._python, self._isolate = modules, python, isolate
         self._lock = threading.Lock()
         self._server: _ForkServer | None = None
@@ -88,7 +85,7 @@ class ProcessHost:
     def _hand_over(self, request: bytes, there: socket.socket) -> None:
         with there, self._lock:
             for attempt in (1, 2):
-                if self._server is None or not self._server.alive:
+                if self._server is None or self._server.process.poll() is not None:
                     self._end()
                     self._server = _ForkServer(self._python, self._modules, self._learned or [], self._closed)
                 try:
@@ -133,14 +130,12 @@ class _ForkServer:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = "rollout_fleet.environments.isolation.fork_server"
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [python, "-m", name, str(theirs.fileno()), *modules, "--", *learned],
                 env=child_variables(),
                 pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
                 start_new_session=True,
+                **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL),
             )
         except OSError as error:
             self.control.close()
@@ -156,19 +151,15 @@ class _ForkServer:
         if not said["namespaces"]:
             logger.warning("no process namespaces here: environment processes are ended one by one, and have a network")
 
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
     def end(self, patience_s: float = 0.0) -> None:
         """Let it fork for `patience_s` what it was asked for, then kill it; its forked processes live on."""
         self.control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience_s)
+            self.process.wait(patience_s)
             return
         with contextlib.suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
     def _ready(self, closed: threading.Event) -> dict[str, Any]:
         """Its first message, or the reason why there is none."""

@@ -35,8 +35,7 @@ async def run_python(code: str, seconds: float = 5.0, memory_mib: int = 512, out
     """Runs `code`; returns its stdout and stderr, the value of a last expression, and the traceback if it raises.
 
     `seconds` limits wall time and, rounded up, CPU time; `memory_mib` limits address space. Output beyond
-    `output_chars` is cut, and says so; code that writes far more gets an error from the write.
-    The output is `killed: ...` when the process was ended.
+    `output_chars` is cut and says so; far more makes the write fail. It is `killed: ...` when the process was ended.
     """
     limits = Limits(cpu_s=max(1, math.ceil(seconds)), memory_mib=memory_mib)
     file_bytes = max(LEAST_FILE_BYTES, 4 * output_chars)

@@ -28,7 +28,6 @@ class _Crossing:
         self._waiting: list[Callable[[], None]] = []
 
     def post(self, callback: Callable[[], None]) -> None:
-        """From one thread only."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)
         self._waiting.append(callback)
@@ -40,7 +39,7 @@ class _Crossing:
 
 
 class EnvironmentHost:
-    """The thread that environments live on; use from one event loop."""
+    """The thread that environments live on; used from one event loop."""
 
     def __init__(self) -> None:
         self._probing = False

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout_fleet.environments.builtin.addition import Addition
-from rollout_fleet.environments.builtin.gsm8k import PROMPT, Gsm8k, final_number, gold_number
+from rollout_fleet.environments.builtin.gsm8k import PROMPT, Gsm8k, final_number, read_row
 from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 from rollout_fleet.environments.protocol import Action, StepResult
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
@@ -150,7 +150,7 @@ def test_the_final_number_decides(text: str, reward: float) -> None:
     [("#### 1,234", "1234"), ("so #### $5", "5"), ("#### -0.5 ", "-0.5"), ("a #### 3 b #### 4", "4")],
 )
 def test_gold_numbers_may_have_commas_signs_and_fractions(answer: str, gold: str) -> None:
-    assert gold_number(answer) == Decimal(gold)
+    assert read_row({"question": "?", "answer": answer}) == ("?", Decimal(gold))
     assert judge_answer(f"it is {gold}", answer=answer).reward == 1.0
     assert final_number("1,234,567.5") == Decimal("1234567.5")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from common.config.schema import LimitsConfig
+from common.config.schema import LimitsConfig, TasksConfig
 from common.rollouts import Sample
-from rollout_fleet.environments.description import limits_of, own_limits
+from rollout_fleet.environments.description import check_environment
 from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
 from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner
 from tests.unit.rollout_fleet.fleet_fakes import EOS, Base, ScriptedSampler, addition_task, in_turn, make_driver, say
@@ -118,11 +118,15 @@ def test_an_environment_is_closed_once_however_its_episode_ends(ending: str) -> 
     assert closed == [ending]
 
 
-def test_the_config_overrides_single_limits_of_the_class() -> None:
-    class Careful(Base):
-        LIMITS = Limits(step_s=3.0, process=True, cpu_s=5)
+class Careful(Base):
+    LIMITS = Limits(step_s=3.0, process=True, cpu_s=5)
 
-    assert limits_of(Careful.LIMITS, LimitsConfig()) == Careful.LIMITS
-    found = limits_of(Careful.LIMITS, LimitsConfig(process=False, max_concurrent=4))
-    assert (found.step_s, found.process, found.max_concurrent, found.cpu_s) == (3.0, False, 4, 5)
-    assert limits_of(own_limits(Base), LimitsConfig()) == Limits()
+
+def test_the_config_overrides_single_limits_of_the_class() -> None:
+    def limits(name: str, **overrides: Any) -> Limits:
+        tasks = TasksConfig(environment=f"{__name__}:{name}", dataset="-", limits=LimitsConfig(**overrides))
+        return check_environment(tasks).limits
+
+    assert limits("Careful") == Careful.LIMITS
+    assert limits("Careful", process=False, max_concurrent=4) == Limits(step_s=3.0, cpu_s=5, max_concurrent=4)
+    assert limits("Base") == Limits()
