@@ -31,7 +31,7 @@ class Sampler:
     def __init__(self, config: Config) -> None:
         from rollout_fleet.vllm_patches import cpu_weights
 
-        cpu_weights.keep_cpu_linear_weights_live()
+        cpu_weights.keep_cpu_weights_live()
         from vllm import LLM
 
         engine = config.rollout.engine

@@ -21,7 +21,7 @@ def build_driver(
 ) -> EpisodeDriver:
     """The driver of the config's environment and budgets, over an engine that may start later.
 
-    `sampling` None stands for the config's. Raises ConfigError when environment, options or tokenizer cannot be used.
+    `sampling`: None stands for the config's. Raises ConfigError for an unusable environment, option or tokenizer.
     """
     rollout = config.rollout
     found = check_environment(config.tasks)

@@ -17,7 +17,7 @@ class JoinTimer:
     """The stages of broker.contract.JoinTimes; each counts when it is reached for the first time."""
 
     def __init__(self, age_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`age_s`: seconds since the process started; None: as the operating system says."""
+        """`age_s`: as `process_age_s`, which stands in for None."""
         age_s = process_age_s() if age_s is None else age_s
         self._clock, self._origin = clock, clock() - age_s
         self._times = JoinTimes(started_s=time.time() - age_s)

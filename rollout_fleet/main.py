@@ -28,7 +28,6 @@ from rollout_fleet.node.running_groups import NodeParts
 
 if TYPE_CHECKING:
     from rollout_fleet.engine.engine import Engine
-    from rollout_fleet.weights.weight_client import WeightClient
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +37,7 @@ BROKER_TIMEOUT_S = 60.0
 
 
 def run_node(config: Config, broker_address: str, node_id: str) -> int:
-    """Serve the job at `broker_address` (tcp://HOST:PORT) until it is done or SIGTERM or SIGINT asks for a drain.
-
-    Returns:
-        0 after a drain; 1 when this node was excluded.
+    """Serve the job at tcp://HOST:PORT until it is done or a signal asks for a drain; 1 when the node was excluded.
 
     Raises:
         UsageError: no broker answers at the address, or the environment cannot be used.
@@ -52,11 +48,13 @@ def run_node(config: Config, broker_address: str, node_id: str) -> int:
 
 
 async def _serve(config: Config, address: str, node_id: str) -> int:
-    from common.weights.transports.registry import require
+    from common.weights.transports.registry import receivable, require
     from rollout_fleet.engine.engine import Engine
+    from rollout_fleet.weights.weight_client import WeightClient
 
     require(config.weights.transport)
-    engine = Engine(config, seed=node_seed(config.run.seed, node_id))
+    digest = hashlib.sha256(f"{config.run.seed} {node_id}".encode()).digest()
+    engine = Engine(config, seed=int.from_bytes(digest[:4], "little") >> 1)  # every node samples with its own seed
     host, status = EnvironmentHost(), OwnStatus(node_id)
     driver = build_driver(config, engine, host)  # a config error shows before anything is started
     access = Access(
@@ -77,13 +75,24 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         stack.push_async_callback(_leave, broker, status)
         timeout = BrokerTimeout(BROKER_TIMEOUT_S, address)
         heartbeat = Heartbeat(partial(connect_node, access), status, timeout, config.broker.heartbeat_s)
-        feed = _weight_client(config, engine, status)
-        runner = GroupRunner(driver, config.rollout.concurrency_bounds[1], status.sample_failed)
+        keys = curve_credentials(config.broker.credentials)
+        credential = load_credential(keys, "node", node_id) if keys else None
+        transports = receivable(config.weights.transport)
+        feed = WeightClient(node_id, engine.weights, credential, transports, status.joining)
+        low, high = config.rollout.concurrency_bounds
+        runner = GroupRunner(driver, high, status.sample_failed)
         parts = NodeParts(broker, feed, runner, status, timeout, lambda: engine.counters, heartbeat.beat_now)
-        node = Node(parts, run, partial(_adaptive_limit, config, engine))
+
+        def adaptive() -> AdaptiveLimit | None:
+            return AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if low < high else None
+
+        node = Node(parts, run, adaptive)
         heartbeat.start(node.on_heartbeat, node.fail)
         stack.push_async_callback(heartbeat.stop)
-        _drain_on_signals(node, stack)
+        loop, count = asyncio.get_running_loop(), itertools.count()
+        for number in (signal.SIGTERM, signal.SIGINT):  # the first asks for a drain, the second gives groups back
+            loop.add_signal_handler(number, lambda by=number.name: node.request_drain(by, abandon=next(count) > 0))
+            stack.callback(loop.remove_signal_handler, number)
         stack.push_async_callback(engine.shutdown)
         stack.push_async_callback(feed.close)
         if await _start_engine(engine, node):
@@ -91,22 +100,6 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         code = await node.run()
         logger.info("node %s is finished with code %d; the engine stops", node_id, code)
         return code
-
-
-def _weight_client(config: Config, engine: "Engine", status: OwnStatus) -> "WeightClient":
-    from common.weights.transports.registry import receivable
-    from rollout_fleet.weights.weight_client import WeightClient
-
-    keys = curve_credentials(config.broker.credentials)
-    credential = load_credential(keys, "node", status.node_id) if keys else None
-    transports = receivable(config.weights.transport)
-    return WeightClient(status.node_id, engine.weights, credential, transports, status.joining)
-
-
-def _adaptive_limit(config: Config, engine: "Engine") -> AdaptiveLimit | None:
-    """For an engine that is up; None: rollout.concurrency is a fixed number."""
-    low, high = config.rollout.concurrency_bounds
-    return AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if low < high else None
 
 
 async def _register(broker: NodeBroker, status: OwnStatus, address: str) -> RunInfo:
@@ -118,7 +111,6 @@ async def _register(broker: NodeBroker, status: OwnStatus, address: str) -> RunI
 
 
 async def _leave(broker: NodeBroker, status: OwnStatus) -> None:
-    """Last figures, then goodbye; a broker that is gone needs neither."""
     try:
         await broker.heartbeat(status.report(), [])
         await broker.leave(status.node_id)
@@ -137,21 +129,3 @@ async def _start_engine(engine: "Engine", node: Node) -> bool:
         return True
     await asyncio.wait({starting})
     return False
-
-
-def _drain_on_signals(node: Node, stack: AsyncExitStack) -> None:
-    """The first signal asks for a drain, the second one gives running groups back at once."""
-    loop, count = asyncio.get_running_loop(), itertools.count()
-
-    def drain(number: signal.Signals) -> None:
-        node.request_drain(number.name, abandon=next(count) > 0)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, drain, number)
-        stack.callback(loop.remove_signal_handler, number)
-
-
-def node_seed(seed: int, node_id: str) -> int:
-    """A sampler seed of its own for every node of a job, below 2**31."""
-    digest = hashlib.sha256(f"{seed} {node_id}".encode()).digest()
-    return int.from_bytes(digest[:4], "little") >> 1

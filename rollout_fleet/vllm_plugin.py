@@ -1,8 +1,15 @@
 """Entry point of vLLM's general plugins; loaded in every vLLM process of this environment, sometimes twice."""
 
+import logging
+import multiprocessing
+
 from common.process.lifecycle import die_with_parent
 
+logger = logging.getLogger(__name__)
+
 BACKEND = "slipstream"  # name in vLLM's weight transfer registry
+TESTED = ("0.32.", "0.33.")  # the versions that the patches were read against
+ENGINE_PROCESSES = ("EngineCore", "VllmWorker")  # names that vLLM gives to the processes it starts
 _registered = False
 
 
@@ -13,20 +20,22 @@ def register() -> None:
         return
     _registered = True
 
+    import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rollout_fleet.vllm_patches import compat, cpu_routing, cpu_weights, finished_outputs, flip, prefix_cache
+    from rollout_fleet.vllm_patches import cpu_routing, cpu_weights, finished_outputs, flip, prefix_cache
 
-    compat.check_version()
+    if not vllm.__version__.startswith(TESTED):
+        logger.warning("vLLM %s is untested; the patches here were read against %s*", vllm.__version__, TESTED)
     WeightTransferEngineFactory.register_engine(
         BACKEND, "rollout_fleet.weights.worker_extension", "SlipstreamTransferEngine"
     )
     if current_platform.is_cpu():
-        cpu_weights.keep_cpu_linear_weights_live()
-        cpu_weights.keep_cpu_expert_weights_live()
+        cpu_weights.keep_cpu_weights_live()
         cpu_routing.return_routed_experts_on_cpu()
-    if compat.in_engine_process():
+    is_child = multiprocessing.parent_process() is not None  # not a program that imports vLLM
+    if is_child and multiprocessing.current_process().name.startswith(ENGINE_PROCESSES):
         die_with_parent()
         flip.flip_in_one_call()
         finished_outputs.send_only_finished_outputs()

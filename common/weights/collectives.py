@@ -32,10 +32,7 @@ class Group(Protocol):
         """Send rank 0's bytes into everyone's `bucket` [n] uint8; returns a function that waits for it.
 
         Buckets go out and are waited for in the order of posting. `timeout_s` counts from the end of the one before.
-
-        Raises:
-            RuntimeError: here or from the wait: it did not finish within `timeout_s`, a member is gone, or the group
-                was closed meanwhile. The group cannot be used any more.
+        Raises RuntimeError, here or from the wait, when it failed or was late; the group is of no use then.
         """
         ...
 
@@ -48,10 +45,10 @@ GroupFactory = Callable[[Epoch], Group]
 
 
 def in_turn(group: Group, payload: torch.Tensor, bucket_bytes: int, publish_timeout_s: float) -> Iterator[torch.Tensor]:
-    """Broadcast `payload` [n] uint8 bucket by bucket, and yield every bucket when it is through.
+    """Broadcast `payload` [n] uint8; yields every bucket when it is through, while the next ones travel.
 
-    The next buckets travel while the caller verifies one. Raises RuntimeError as `Group.post` does. When it ends, also
-    by an error, nothing is under way and the payload's memory may be used again. An early end closes the group.
+    Raises as `Group.post`. When it ends, also by an error, nothing is under way and the payload's memory may be used
+    again. An early end closes the group.
     """
     posted = deque[tuple[torch.Tensor, Callable[[], None]]]()
     try:

@@ -43,18 +43,12 @@ class WrongDelta(ValueError):
 
 
 def encode(old: torch.Tensor, new: torch.Tensor, bucket_bytes: int, threads: int = 1) -> torch.Tensor:
-    """The stream that turns `old` into `new`.
+    """The stream [m] uint8 that turns `old` into `new`, at most n + 16 bytes per bucket.
 
     Args:
-        old, new: [n] uint8 on the CPU, n even; equal sizes.
+        old, new: [n] uint8 on the CPU, n even; ValueError when the sizes do not fit.
         bucket_bytes: even; bytes that are encoded at a time. A thread's working memory is about 12 times this.
-        threads: threads that encode buckets side by side; the stream does not depend on their number.
-
-    Returns:
-        [m] uint8 stream, at most n + 16 bytes per bucket.
-
-    Raises:
-        ValueError: sizes that do not fit.
+        threads: the stream does not depend on their number.
     """
     if old.numel() != new.numel():
         raise ValueError(f"a delta from {old.numel()} to {new.numel()} bytes; both must follow one layout")
@@ -64,23 +58,16 @@ def encode(old: torch.Tensor, new: torch.Tensor, bucket_bytes: int, threads: int
     def record(at: int) -> list[bytes]:
         return _encode_bucket(before[at : at + step], after[at : at + step])
 
-    starts = range(0, len(after), step)
-    if threads > 1:
-        with ThreadPoolExecutor(threads, "encode-weights") as pool:
-            records = list(pool.map(record, starts))
-    else:
-        records = [record(at) for at in starts]
-    stream = bytearray(b"".join(part for parts in records for part in parts))
+    with ThreadPoolExecutor(threads, "encode-weights") as pool:
+        records = pool.map(record, range(0, len(after), step))
+        stream = bytearray(b"".join(part for parts in records for part in parts))
     return torch.frombuffer(stream, dtype=torch.uint8) if stream else torch.zeros(0, dtype=torch.uint8)
 
 
 def apply(stream: torch.Tensor, flat: torch.Tensor, bucket_bytes: int) -> None:
-    """Turn `flat` [n] uint8, in place, from the stream's old buffer into its new one.
+    """Turn `flat` [n] uint8, in place, from the stream's old buffer into its new one; `bucket_bytes` is the encoder's.
 
-    `bucket_bytes` is the encoder's. The caller compares a checksum of the result, since a wrong base is not seen here.
-
-    Raises:
-        WrongDelta: the stream does not fit the buffer or itself; buckets before the wrong one are already changed.
+    Raises WrongDelta when the stream does not fit the buffer or itself; buckets before the wrong one are changed then.
     """
     words, data = _words(flat), _array(stream)
     step = _bucket_words(bucket_bytes)
@@ -104,10 +91,11 @@ def _encode_bucket(before: Words, after: Words) -> list[bytes]:
     if not len(changed):
         return [_HEADER.pack(SAME, 0, 0, 0, 0, 0)]
     gaps = np.diff(changed, prepend=-1) - 1
-    gap_bits, gap_codes, position_bytes = _best_positions(gaps, len(after))
-    codes = _step_codes(before[changed], after[changed])
-    step_bits, rest, value_bytes = _best_steps(codes)
-    if position_bytes + value_bytes >= WORD_BYTES * len(after):
+    gap_bytes, gap_bits, gap_codes = _best_gaps(gaps, len(after))
+    steps = (after[changed] - before[changed]).view(np.int16).astype(np.int32)  # modulo 2^16, never 0
+    codes = np.where(steps > 0, 2 * steps - 2, -2 * steps - 1)
+    step_bytes, step_bits, rest = _best_steps(codes)
+    if gap_bytes + step_bytes >= WORD_BYTES * len(after):
         return [_HEADER.pack(FULL, 0, 0, 0, 0, 0), after.tobytes()]
     positions = _bitmap(changed, len(after)) if gap_bits == BITMAP else _pack(_gap_codes(gaps, gap_bits), gap_bits)
     header = _HEADER.pack(SPARSE, gap_bits, step_bits, len(changed), gap_codes, rest)
@@ -133,7 +121,12 @@ def _apply_bucket(data: Bytes, at: int, words: Words) -> int:
         raise WrongDelta(f"kind {kind}, {gap_bits} and {step_bits} bits, {count} of {len(words)} words, {rest} unfit")
     bits = len(words) if gap_bits == BITMAP else gap_codes * gap_bits
     positions, at = _take(data, at, -(-bits // 8))
-    changed = _from_bitmap(positions, len(words)) if gap_bits == BITMAP else _from_gaps(positions, gap_codes, gap_bits)
+    if gap_bits == BITMAP:
+        changed = np.flatnonzero(np.unpackbits(positions, count=len(words), bitorder="little"))
+    else:
+        codes = _unpack(positions, gap_codes, gap_bits)
+        ends = codes != (1 << gap_bits) - 1
+        changed = np.cumsum(codes + ends, dtype=np.int64)[ends] - 1
     if len(changed) != count or int(changed[-1]) >= len(words):
         raise WrongDelta(f"positions of {len(changed)} words instead of {count}, within {len(words)}")
     body, at = _take(data, at, -(-count * step_bits // 8))
@@ -144,44 +137,30 @@ def _apply_bucket(data: Bytes, at: int, words: Words) -> int:
     unfit = codes == highest
     if int(np.count_nonzero(unfit)) != rest:
         raise WrongDelta(f"{int(np.count_nonzero(unfit))} steps that did not fit instead of {rest}")
-    ends, at = _take(data, at, WORD_BYTES * rest)
-    result = words[changed] + _from_step_codes(codes)
-    result[unfit] = ends.view(np.uint16)
+    body, at = _take(data, at, WORD_BYTES * rest)
+    half = (codes >> 1) + np.uint16(1)
+    result = words[changed] + np.where(codes & 1, -half, half).astype(np.uint16)
+    result[unfit] = body.view(np.uint16)
     words[changed] = result
     return at
 
 
-def _best_positions(gaps: NDArray[np.int64], words: int) -> tuple[int, int, int]:
-    """(bits per gap, gap codes, bytes) of the smallest form."""
-    best = (BITMAP, 0, -(-words // 8))
+def _best_gaps(gaps: NDArray[np.int64], words: int) -> tuple[int, int, int]:
+    """(bytes, bits per gap, gap codes) of the smallest form."""
+    forms = [(-(-words // 8), BITMAP, 0)]
     for bits in GAP_BITS:
         codes = len(gaps) + int((gaps // ((1 << bits) - 1)).sum())
-        size = -(-codes * bits // 8)
-        if size < best[2]:
-            best = (bits, codes, size)
-    return best
+        forms.append((-(-codes * bits // 8), bits, codes))
+    return min(forms)
 
 
 def _best_steps(codes: NDArray[np.int32]) -> tuple[int, int, int]:
-    """(bits per step, steps that do not fit, bytes) of the smallest form."""
-    best = (RAW, 0, WORD_BYTES * len(codes))
+    """(bytes, bits per step, steps that do not fit) of the smallest form."""
+    forms = [(WORD_BYTES * len(codes), RAW, 0)]
     for bits in STEP_BITS:
         rest = int(np.count_nonzero(codes >= (1 << bits) - 1))
-        size = -(-len(codes) * bits // 8) + WORD_BYTES * rest
-        if size < best[2]:
-            best = (bits, rest, size)
-    return best
-
-
-def _step_codes(before: Words, after: Words) -> NDArray[np.int32]:
-    """+1, -1, +2, ... as 0, 1, 2, ...; steps are modulo 2^16 and never 0."""
-    steps = (after - before).view(np.int16).astype(np.int32)
-    return np.where(steps > 0, 2 * steps - 2, -2 * steps - 1)
-
-
-def _from_step_codes(codes: Words) -> Words:
-    half = (codes >> 1) + np.uint16(1)
-    return np.where(codes & 1, -half, half).astype(np.uint16)
+        forms.append((-(-len(codes) * bits // 8) + WORD_BYTES * rest, bits, rest))
+    return min(forms)
 
 
 def _gap_codes(gaps: NDArray[np.int64], bits: int) -> Words:
@@ -193,33 +172,19 @@ def _gap_codes(gaps: NDArray[np.int64], bits: int) -> Words:
     return codes
 
 
-def _from_gaps(positions: Bytes, count: int, bits: int) -> NDArray[np.int64]:
-    """[changed] indices of the changed words."""
-    codes = _unpack(positions, count, bits)
-    ends = codes != (1 << bits) - 1
-    return np.cumsum(codes + ends, dtype=np.int64)[ends] - 1
-
-
 def _bitmap(changed: NDArray[np.int64], words: int) -> bytes:
     bits = np.zeros(words, np.bool_)
     bits[changed] = True
     return np.packbits(bits, bitorder="little").tobytes()
 
 
-def _from_bitmap(positions: Bytes, words: int) -> NDArray[np.int64]:
-    return np.flatnonzero(np.unpackbits(positions, count=words, bitorder="little"))
-
-
 def _pack(codes: Words, bits: int) -> bytes:
     """`codes` below 2^bits, several to a byte from its low end."""
     if bits == 16:
         return codes.tobytes()
-    narrow = codes.astype(np.uint8)
     per_byte = 8 // bits
-    if per_byte == 1:
-        return narrow.tobytes()
-    padded = np.zeros(-(-len(narrow) // per_byte) * per_byte, np.uint8)
-    padded[: len(narrow)] = narrow
+    padded = np.zeros(-(-len(codes) // per_byte) * per_byte, np.uint8)
+    padded[: len(codes)] = codes
     out = padded[0::per_byte].copy()
     for i in range(1, per_byte):
         out |= padded[i::per_byte] << (i * bits)

@@ -15,10 +15,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def buffer(total_bytes: int) -> torch.Tensor:
-    """A zeroed [total_bytes] uint8 CPU buffer, on huge pages where the kernel grants them.
-
-    A checksum reads such memory 1.5 times as fast. numpy asks for huge pages, torch does not.
-    """
+    """A zeroed [total_bytes] uint8 CPU buffer, on huge pages where the kernel grants them."""
+    # A checksum reads such memory 1.5 times as fast. numpy asks for huge pages, torch does not.
     return torch.as_tensor(np.empty(total_bytes, np.uint8)).zero_()
 
 

@@ -29,17 +29,14 @@ State = Literal["idle", "receiving", "staged", "failed"]
 
 
 class StagingStatus(msgspec.Struct, frozen=True):
-    """Where the newest publish stands.
-
-    `receive_s` counts from the announcement to the last verified bucket; `share` is the part that arrived, 0 to 1.
-    """
+    """Where the newest publish stands."""
 
     state: State = "idle"
     incarnation: int = -1
     version: int = -1
-    receive_s: float = 0.0
+    receive_s: float = 0.0  # from the announcement to the last verified bucket
     error: str = ""
-    share: float = 0.0
+    share: float = 0.0  # the part that arrived, 0 to 1
 
 
 @dataclass(eq=False)
@@ -93,35 +90,25 @@ class Receiver:
     def obey(self, message: LearnerMessage, node_id: str = "") -> Serving | None:
         """Do what the learner asks for with a Welcome, an Epoch, a Publish or a Serve; the last has an answer.
 
-        Raises:
-            ValueError: it is another message, or a publish that does not fit what was announced.
+        Raises ValueError for another message, and for a publish that does not fit what was announced.
         """
-        match message:
-            case Welcome():
-                self.set_layout(message.layout)
-            case Epoch():
-                self.set_epoch(message)
-            case Publish():
-                self.start(message)
-            case Serve():
-                return self.serve(message, node_id)
-            case _:
-                raise ValueError(f"{type(message).__name__} is nothing for a receiver of weights")
+        with self._lock:
+            match message:
+                case Welcome():  # a version that was staged before is discarded
+                    self._abandon()
+                    self._withdraw()
+                    self._layout, self._status = message.layout, StagingStatus()
+                    self._buffer = self._staged = self._taken = None
+                case Epoch():  # the next publish arrives over its group
+                    self._abandon()
+                    self._epoch = message
+                case Publish():
+                    self._start(message)
+                case Serve():
+                    return self._serve(message, node_id)
+                case _:
+                    raise ValueError(f"{type(message).__name__} is nothing for a receiver of weights")
         return None
-
-    def set_layout(self, layout: Layout) -> None:
-        """Weights follow `layout` from now on; an earlier staged version is discarded."""
-        with self._lock:
-            self._abandon()
-            self._withdraw()
-            self._taken = None
-            self._layout, self._buffer, self._staged, self._status = layout, None, None, StagingStatus()
-
-    def set_epoch(self, epoch: Epoch) -> None:
-        """The next publish arrives over the group of `epoch`."""
-        with self._lock:
-            self._abandon()
-            self._epoch = epoch
 
     def _abandon(self) -> None:
         """Give up the transfer that is under way, and drop the group."""
@@ -136,26 +123,23 @@ class Receiver:
         if self._server is not None:
             self._server.withdraw()
 
-    def start(self, publish: Publish) -> None:
-        """Begin to receive `publish`; raises ValueError when it is for another epoch or layout than announced."""
-        with self._lock:
-            if self._layout is None or self._layout.digest != publish.layout_digest:
-                raise ValueError(f"version {publish.version} has another layout than the one that was announced")
-            if self._epoch is None or self._epoch.epoch != publish.epoch:
-                raise ValueError(
-                    f"version {publish.version} is sent to epoch {publish.epoch}, which this node is not in"
-                )
-            self._check_encoding(publish, self._layout)
-            self._withdraw()
-            group, self._group = self._group, None  # the thread owns group and buffer until it succeeds
-            buffer, self._buffer = self._buffer, None
-            if buffer is None and self._staged is not None:
-                buffer = self._staged[1]  # a newer version supersedes one that was never applied
-            self._staged = None
-            self._abandon()
-            self._transfer = _Transfer(publish, self._layout, self._epoch, group, buffer)
-            self._status = self._transfer.status("receiving")
-            threading.Thread(target=self._receive, args=(self._transfer,), daemon=True, name="receive-weights").start()
+    def _start(self, publish: Publish) -> None:
+        """Begin to receive it."""
+        if self._layout is None or self._layout.digest != publish.layout_digest:
+            raise ValueError(f"version {publish.version} has another layout than the one that was announced")
+        if self._epoch is None or self._epoch.epoch != publish.epoch:
+            raise ValueError(f"version {publish.version} is sent to epoch {publish.epoch}, which this node is not in")
+        self._check_encoding(publish, self._layout)
+        self._withdraw()
+        group, self._group = self._group, None  # the thread owns group and buffer until it succeeds
+        buffer, self._buffer = self._buffer, None
+        if buffer is None and self._staged is not None:
+            buffer = self._staged[1]  # a newer version supersedes one that was never applied
+        self._staged = None
+        self._abandon()
+        self._transfer = _Transfer(publish, self._layout, self._epoch, group, buffer)
+        self._status = self._transfer.status("receiving")
+        threading.Thread(target=self._receive, args=(self._transfer,), daemon=True, name="receive-weights").start()
 
     def _check_encoding(self, publish: Publish, layout: Layout) -> None:
         """Raises ValueError when it is unknown, or a delta to a base that the buffer does not contain."""
@@ -165,9 +149,8 @@ class Receiver:
             raise ValueError(f"version {publish.version} comes as {publish.encoding!r}, which is not known here")
         base = (publish.incarnation, publish.base_version)
         if self._buffer is None or self._contents != base:
-            raise ValueError(
-                f"version {publish.version} comes as a delta to {base}, the staging buffer has {self._contents}"
-            )
+            has = f"the staging buffer has {self._contents}"
+            raise ValueError(f"version {publish.version} comes as a delta to {base}, {has}")
         if not 0 < publish.payload_bytes <= delta.largest(layout.total_bytes, delta.BUCKET_BYTES):
             raise ValueError(f"a delta of {publish.payload_bytes} bytes to {layout.total_bytes}")
 
@@ -190,21 +173,20 @@ class Receiver:
                 self._buffer, self._contents = flat, self._taken
             self._taken = None
 
-    def serve(self, serve: Serve, node_id: str) -> Serving:
-        """Let another node fetch the staging buffer's version; the answer says where, or why not. Never raises."""
-        with self._lock:
-            if self._buffer is None or self._contents != (serve.incarnation, serve.version):
-                return Serving(node_id, serve.key, reason=f"version {serve.version} is not in the staging buffer")
-            try:
-                if self._server is None:
-                    host, _, port = serve.reach.rpartition(":")
-                    interface = local_address(host.strip("[]"), int(port))
-                    self._server = RelayServer(interface, secured=bool(serve.client_public))
-            except (OSError, ValueError, zmq.ZMQError) as error:
-                logger.warning("this node cannot serve weights to others: %s", error)
-                return Serving(node_id, serve.key, reason=str(error)[:500])
-            self._server.offer(serve.key, self._buffer, serve.timeout_s, serve.client_public)
-            return Serving(node_id, serve.key, self._server.address, self._server.public)
+    def _serve(self, serve: Serve, node_id: str) -> Serving:
+        """Let another node fetch the staging buffer's version; the answer says where, or why not."""
+        if self._buffer is None or self._contents != (serve.incarnation, serve.version):
+            return Serving(node_id, serve.key, reason=f"version {serve.version} is not in the staging buffer")
+        try:
+            if self._server is None:
+                host, _, port = serve.reach.rpartition(":")
+                interface = local_address(host.strip("[]"), int(port))
+                self._server = RelayServer(interface, secured=bool(serve.client_public))
+        except (OSError, ValueError, zmq.ZMQError) as error:
+            logger.warning("this node cannot serve weights to others: %s", error)
+            return Serving(node_id, serve.key, reason=str(error)[:500])
+        self._server.offer(serve.key, self._buffer, serve.timeout_s, serve.client_public)
+        return Serving(node_id, serve.key, self._server.address, self._server.public)
 
     def close(self) -> None:
         """Drop the group, abandon what is under way, and stop serving other nodes."""
@@ -219,14 +201,21 @@ class Receiver:
         base = transfer.buffer if transfer.is_delta else None  # None as soon as it is changed
         try:
             group = transfer.group if transfer.group is not None else self._group_factory(transfer.epoch)
-            self._use(transfer, group)
+            with self._lock:
+                transfer.group = group  # later calls may close it from now on
+                if transfer is not self._transfer:
+                    raise RuntimeError("given up for another transfer")
             # Zeros, not empty: a bucket that never arrives must not be able to look like an older version.
             flat = transfer.buffer if transfer.buffer is not None else self._allocate(transfer.layout.total_bytes)
             payload = torch.zeros(publish.payload_bytes, dtype=torch.uint8) if transfer.is_delta else flat
             receive_buckets(group, payload, publish, lambda share: self._note_share(transfer, share))
             if transfer.is_delta:
                 base = None
-                apply_delta(payload, flat, publish)
+                delta.apply(payload, flat, delta.BUCKET_BYTES)
+                found = packing.checksum(flat)
+                if found != publish.checksum:
+                    what = f"the delta from version {publish.base_version}"
+                    raise ValueError(f"{what} gives {found}, published was {publish.checksum}")
         except Exception as error:  # any failure means that the version did not arrive; the learner gets the reason
             self._fail(transfer, reason_of(error), base)
             return
@@ -243,13 +232,6 @@ class Receiver:
             if transfer is self._transfer:
                 self._status = transfer.status("receiving", share=share)
 
-    def _use(self, transfer: _Transfer, group: Group) -> None:
-        """Let later calls close this transfer's group; raises RuntimeError when one came already."""
-        with self._lock:
-            transfer.group = group
-            if transfer is not self._transfer:
-                raise RuntimeError("given up for another transfer")
-
     def _fail(self, transfer: _Transfer, reason: str, base: torch.Tensor | None) -> None:
         logger.warning("version %d did not arrive: %s", transfer.publish.version, reason)
         with self._lock:
@@ -262,30 +244,13 @@ class Receiver:
                 transfer.group.close()
 
 
-def apply_delta(stream: torch.Tensor, flat: torch.Tensor, publish: Publish) -> None:
-    """Turn `flat` [total_bytes] from the base of `publish` into its version, in place, and verify the result.
-
-    Raises:
-        ValueError: it gives other weights than the published ones; the contents of `flat` are lost.
-    """
-    delta.apply(stream, flat, delta.BUCKET_BYTES)
-    found = packing.checksum(flat)
-    if found != publish.checksum:
-        raise ValueError(
-            f"the delta from version {publish.base_version} gives {found}, published was {publish.checksum}"
-        )
-
-
 def receive_buckets(
     group: Group, flat: torch.Tensor, publish: Publish, note_share: Callable[[float], None] = lambda share: None
 ) -> None:
     """All buckets of `publish` into `flat` [payload_bytes] uint8, verified against its checksums.
 
-    `note_share` is called after every bucket with the share of them that arrived, 0 to 1.
-
-    Raises:
-        RuntimeError: the broadcast failed or did not finish in time.
-        ValueError: other bytes arrived than were sent; names the bucket.
+    `note_share` is called after every bucket with the share of them that arrived, 0 to 1. Raises as `in_turn`, and
+    ValueError, which names the bucket, when other bytes arrived than were sent.
     """
     checksums, count = publish.bucket_checksums, -(-len(flat) // publish.bucket_bytes)
     if len(checksums) != count:
@@ -294,7 +259,7 @@ def receive_buckets(
     arriving = in_turn(group, flat, publish.bucket_bytes, publish.timeout_s)
     for i, (bucket, expected) in enumerate(zip(arriving, checksums, strict=True)):
         if packing.checksum(bucket) != expected:
-            bad.append(i)  # go on to the end, because the other members of the group still receive
+            bad.append(i)  # receive to the end, because the other members of the group still do
         note_share((i + 1) / count)
     if bad:
         raise ValueError(f"checksum mismatch in bucket {', '.join(map(str, bad))} of {count}")

@@ -24,8 +24,7 @@ class Router:
         """Bind a free port of `host` (name or IP); raises zmq.ZMQError.
 
         A larger message ends its connection. Beyond `waiting_messages` of one connection more wait at its other end,
-        and sending more than `unread_messages` to a connection that reads none fails.
-        With `keys` it is encrypted, and `allowed` lets clients in as in CurveGate.
+        and sending more than `unread_messages` to a connection that reads none fails. `allowed`: as in CurveGate.
         """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate = CurveGate(self._context, keys, allowed) if keys.public else None

@@ -17,7 +17,8 @@ import numpy as np
 from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
 from common.rollouts import VersionRun
-from rollout_fleet.engine import environment_variables, scheduler_stats
+from rollout_fleet.engine import scheduler_stats
+from rollout_fleet.engine.environment_variables import prepare_environment
 from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation
 from rollout_fleet.vllm_patches import shared_files
 from rollout_fleet.vllm_patches.prefix_cache import salt
@@ -41,10 +42,10 @@ class Engine:
         """Nothing is started yet.
 
         Args:
-            weights: 'random' when they come from a learner. The model folder then gives only the architecture, and
-                `generate` refuses until the first flip. 'folder' loads them from there (label -1).
+            weights: 'random' when they come from a learner; `generate` refuses until the first flip. 'folder' loads
+                the model folder's (version -1).
             stop_token_ids: the tokens that end a generation; None: the folder's end-of-sequence tokens.
-            seed: the sampler's seed; None: the config's. Give every node its own.
+            seed: the sampler's; None: the config's. Give every node its own.
         """
         self._config = config
         self._random = weights == "random"
@@ -76,12 +77,7 @@ class Engine:
         return self.weights.version
 
     async def start(self) -> None:
-        """Bring the engine up (seconds to minutes); the event loop stays free meanwhile.
-
-        Raises:
-            UsageError: a config that this engine cannot serve.
-            SlipstreamError: the engine did not come up; the message says why.
-        """
+        """Bring the engine up (seconds to minutes) beside the event loop; raises SlipstreamError with the reason."""
         # The engine process dies with the *thread* that made it, so this one must live as long as the engine.
         self._creator = ThreadPoolExecutor(1, "vllm-parent")
         try:
@@ -104,7 +100,9 @@ class Engine:
     ) -> Generation:
         """As Sampler.generate; SlipstreamError also when there are no weights yet or they are excluded."""
         self.weights.check_usable()
-        self._check_tokens(prompt_ids)
+        strange = next((token for token in prompt_ids if not 0 <= token < self._vocabulary), None)
+        if strange is not None:  # vLLM would end there: it has no tokenizer that knows the vocabulary
+            raise ValueError(f"token {strange}, the model has 0 to {self._vocabulary - 1}")
         request_id = str(next(self._numbers))
         prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": salt(self.weights.label)}
         output = await self._request(request_id, prompt, self._sampling(max_tokens, temperature, top_p))
@@ -123,7 +121,12 @@ class Engine:
         loop = asyncio.get_running_loop()
         if llm is not None:
             self.weights.detach()
-            await _stop_listening(llm)
+            from vllm.v1.engine.exceptions import EngineDeadError
+
+            if llm.output_handler is not None:  # it would take the end of the process for a death
+                llm.output_handler.cancel()
+                await asyncio.wait([llm.output_handler])
+            llm.output_processor.propagate_error(EngineDeadError())  # for those who wait for an answer
             await loop.run_in_executor(creator, lambda: llm.shutdown(timeout=SHUTDOWN_S))
             llm.shutdown = lambda timeout=None: None  # AsyncLLM.__del__ calls it again, when its imports may be gone
             # vLLM leaves its ZeroMQ context, with two threads, to the garbage collector. Its sockets, made by the
@@ -135,13 +138,6 @@ class Engine:
             await loop.run_in_executor(creator, shared_files.remove_after, self._workers, WORKERS_END_S)
         if creator is not None:
             await loop.run_in_executor(None, creator.shutdown)
-
-    def _check_tokens(self, prompt_ids: list[int]) -> None:
-        """Raise ValueError for a token that the model does not have: without its tokenizer, vLLM would end there."""
-        lowest, highest = min(prompt_ids, default=0), max(prompt_ids, default=0)
-        if lowest < 0 or highest >= self._vocabulary:
-            strange = lowest if lowest < 0 else highest
-            raise ValueError(f"token {strange}, the model has 0 to {self._vocabulary - 1}")
 
     async def _request(self, request_id: str, prompt: Any, params: Any) -> Any:
         """The final RequestOutput of one request."""
@@ -195,12 +191,7 @@ class Engine:
     def _create(self) -> Any:
         """Build AsyncLLM; blocks for the whole start."""
         shared_files.remove_left_files()
-        environment_variables.prepare(self._config)
-        import torch
-
-        on_cpu = not torch.cuda.is_available()
-        if on_cpu:
-            environment_variables.prepare_cpu(self._config)
+        on_cpu = prepare_environment(self._config)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -237,28 +228,15 @@ class Engine:
             arguments["kv_cache_memory_bytes"] = engine.kv_cache_mib << 20
         if engine.block_size is not None:
             arguments["block_size"] = engine.block_size
-        if not on_cpu:
-            arguments["moe_backend"] = "triton"  # others reorder the experts when loaded: no updates in place, no proof
         if on_cpu:
             arguments["distributed_executor_backend"] = "uni" if engine.tensor_parallel == 1 else "mp"
+        else:
+            arguments["moe_backend"] = "triton"  # others reorder the experts when loaded: no updates in place, no proof
         return arguments
 
 
-async def _stop_listening(llm: Any) -> None:
-    """End the task that reads the engine's answers: it takes the process's end for a death. Who waits hears of it."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    if llm.output_handler is not None:
-        llm.output_handler.cancel()
-        await asyncio.wait([llm.output_handler])
-    llm.output_processor.propagate_error(EngineDeadError())
-
-
 def to_generation(output: Any, moe_layers: list[int] | None = None) -> Generation:
-    """vLLM's final RequestOutput in our terms; the routing of `moe_layers`, or none.
-
-    Raises SlipstreamError for tokens without log-probability, without a version, or without their routing.
-    """
+    """vLLM's final RequestOutput in our terms; raises SlipstreamError when a token lacks one of its figures."""
     completion = output.outputs[0]
     tokens = list(completion.token_ids)
     logprobs = completion.logprobs.logprobs if completion.logprobs is not None else []
@@ -266,7 +244,7 @@ def to_generation(output: Any, moe_layers: list[int] | None = None) -> Generatio
         raise SlipstreamError(f"the engine gave {len(logprobs)} log-probabilities for {len(tokens)} tokens")
     runs: list[VersionRun] = []
     for span in completion.weight_versions or []:
-        version = version_of(span.version)
+        version = -1 if span.version == UNLABELLED else int(span.version.rpartition(":")[2])
         if span.end > span.start and (not runs or runs[-1].version != version):
             runs.append(VersionRun(span.start, version))
     if tokens and not runs:
@@ -286,11 +264,6 @@ def _routing(output: Any, moe_layers: list[int]) -> np.ndarray | None:
     if got != fed:
         raise SlipstreamError(f"the engine gave the experts of {got} tokens, {fed} were fed")
     return completion.routed_experts[:, moe_layers].astype(np.int16)
-
-
-def version_of(label: str) -> int:
-    """Policy version of vLLM's label 'incarnation:version'; -1 for weights that no learner sent."""
-    return -1 if label == UNLABELLED else int(label.rpartition(":")[2])
 
 
 def end_tokens(folder: Path) -> list[int]:

@@ -13,17 +13,13 @@ from rollout_fleet.episode.sampler_protocol import EngineCounters
 
 SMOOTHING = 0.05  # weight of the newest step in the usual duration of a step
 OUTLIER = 4.0  # times the usual; more is a pause, not the work of a step
+Clock, Flips = Callable[[], float], Callable[[], int]
 
 
 class StepClock:
     """How much longer than usual the steps take that compute preempted requests again."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        batch: float = math.inf,
-        flips: Callable[[], int] = lambda: 0,
-    ) -> None:
+    def __init__(self, clock: Clock = time.perf_counter, batch: float = math.inf, flips: Flips = lambda: 0) -> None:
         """`batch`: tokens that a step computes at most; `flips`: EngineWeights.half_flips, as of now."""
         self._clock, self._batch, self._flips = clock, batch, flips
         self._flips_seen = 0
@@ -32,11 +28,10 @@ class StepClock:
         self._left = 0.0  # tokens to compute again, before the last step took its share of them
 
     def step(self, running: int, recomputed: int) -> float:
-        """Seconds lost in the step that ended now, negative by chance; `running` requests are left, `recomputed` tokens
-        were computed again.
+        """Seconds lost in the step that ended now, negative by chance; `running` requests are left.
 
-        Tokens beyond a step's batch follow in the next steps. With batches in flight the scheduler reports the next
-        step, so the one after counts as well. A step during which a flip ran is not counted.
+        `recomputed` tokens were computed again; those beyond a batch follow in the next steps. With batches in flight
+        the scheduler reports the next step, so the one after counts as well. A step with a flip does not count.
         """
         now, began, flips = self._clock(), self._ended, self._flips()
         again = recomputed > 0 or self._left > 0
@@ -54,11 +49,8 @@ class StepClock:
         return 0.0
 
 
-def stat_logger(counters: EngineCounters, flips: Callable[[], int]) -> Any:
-    """A factory for `AsyncLLM.from_engine_args(stat_loggers=[...])` whose loggers write into `counters`.
-
-    `flips`: EngineWeights.half_flips, as of now.
-    """
+def stat_logger(counters: EngineCounters, flips: Flips) -> Any:
+    """A factory for `AsyncLLM.from_engine_args(stat_loggers=[...])` whose loggers write into `counters`."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Count(StatLoggerBase):

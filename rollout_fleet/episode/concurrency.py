@@ -84,11 +84,16 @@ class AdaptiveLimit:
         ended = 0 if self._requests is None else now.requests - self._requests
         self._requests = now.requests
         self._looks.append((at_s, replace(now)))
-        lost, enough = self._lost(), QUEUE * self._step
+        (began_s, first), enough = self._looks[0], QUEUE * self._step
+        lost = (now.recompute_s - first.recompute_s) / (at_s - began_s) if at_s > began_s else 0.0
         settled = len(self._looks) > LOOKS and taken <= self.limit
         spare = min(look.waiting for _, look in self._looks) - enough
         if lost > COSTLY and settled:
-            self._shrink(lost)
+            self._doubling = False
+            running = sum(look.running for _, look in self._looks)
+            share = running / max(1, running + sum(look.waiting for _, look in self._looks))  # that the engine ran
+            limit = int(self.limit * min(SHRINK, max(HALF, share)))
+            self._lower(limit, f"{lost:.0%} of the engine's time goes into computing preempted requests again")
         elif now.waiting >= enough:
             self._doubling = False
             if settled and spare > 0:
@@ -96,19 +101,6 @@ class AdaptiveLimit:
         elif taken >= self.limit and lost <= CHEAP:
             self._grow(now, ended)
         return self.limit
-
-    def _lost(self) -> float:
-        """Share of the time since the oldest look."""
-        (began_s, first), (at_s, last) = self._looks[0], self._looks[-1]
-        return (last.recompute_s - first.recompute_s) / (at_s - began_s) if at_s > began_s else 0.0
-
-    def _shrink(self, lost: float) -> None:
-        """Lower the limit to the share of its requests that the engine ran."""
-        running = sum(look.running for _, look in self._looks)
-        share = running / max(1, running + sum(look.waiting for _, look in self._looks))
-        limit = int(self.limit * min(SHRINK, max(HALF, share)))
-        self._lower(limit, f"{lost:.0%} of the engine's time goes into computing preempted requests again")
-        self._doubling = False
 
     def _lower(self, limit: int, why: str) -> None:
         self._change(max(self._low, limit), why)

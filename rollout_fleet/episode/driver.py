@@ -49,38 +49,23 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EpisodeRules:
-    """The bounds and the distribution of a job's episodes.
-
-    Attributes:
-        budget: limits of turns, tokens and context.
-        sampling: the distribution to sample from.
-        timeout_s: for a whole episode.
-        limits: the environment's limits.
-        named: the distribution that an agent's request may name, when it is not `sampling` (evaluation).
-    """
+    """The bounds and the distribution of a job's episodes."""
 
     budget: Budget
     sampling: Sampling = Sampling()
-    timeout_s: float = 600.0
-    limits: Limits = field(default_factory=Limits)
-    named: Sampling | None = None
+    timeout_s: float = 600.0  # for a whole episode
+    limits: Limits = field(default_factory=Limits)  # the environment's
+    named: Sampling | None = None  # an agent may name it too (evaluation)
 
 
 @dataclass
 class Progress:
-    """An episode while it runs, for those who watch it.
+    """An episode while it runs, for those who watch it."""
 
-    Attributes:
-        sampled_tokens: by calls of the model that ended.
-        turns: calls of the model that began.
-        state: queued (for a slot), engine, environment, or done.
-        since: when this state began, monotonic seconds.
-    """
-
-    sampled_tokens: int = 0
-    turns: int = 0
-    state: str = "queued"
-    since: float = field(default_factory=time.monotonic)
+    sampled_tokens: int = 0  # by calls of the model that ended
+    turns: int = 0  # calls of the model that began
+    state: str = "queued"  # for a slot; engine, environment, or done
+    since: float = field(default_factory=time.monotonic)  # when this state began
 
     def at(self, state: str) -> None:
         """Enter a state."""
@@ -125,20 +110,15 @@ class EpisodeDriver:
     async def run(
         self, problem: dict[str, Any], seed: int, progress: Progress | None = None, group_seed: int | None = None
     ) -> Sample:
-        """One episode.
+        """One episode of the dataset row `problem`; the sample's `error` says what failed.
 
         Args:
-            problem: the dataset row.
             seed: for the environment; the sampler draws from its own generator.
-            progress: this episode's progress; it stays correct when the episode is cancelled later.
+            progress: stays correct when the episode is cancelled later.
             group_seed: the seed that all samples of the group share; None: `seed`.
-
-        Returns:
-            The sample; `error` is set and `stop_reason` says why when the environment failed or time ran out.
 
         Raises:
             SlipstreamError: the engine failed, which is not the sample's fault.
-            asyncio.CancelledError: the caller gave the episode up.
         """
         async with self._slots:
             shared_seed = seed if group_seed is None else group_seed
@@ -249,11 +229,9 @@ class _EnvironmentEpisode:
 async def generate(
     sampler: Sampler, record: TokenRecord, room: int, sampling: Sampling, progress: Progress
 ) -> Generation:
-    """One call of the model on the record's tokens; the sampled tokens go to the record and to `progress`.
+    """One call of the model on the record's tokens, kept in the record and in `progress`.
 
-    Raises:
-        EpisodeFailed: the engine refused the request, or aborted it.
-        SlipstreamError: the engine failed.
+    Raises EpisodeFailed when the engine refused or aborted the request, SlipstreamError when it failed.
     """
     progress.turns += 1
     progress.at("engine")
@@ -288,7 +266,7 @@ def finite(reward: Any) -> float:
 
 
 def checked_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """The environment's numbers, as numbers: they travel with the sample."""
+    """The environment's numbers, which travel with the sample, as finite floats; raises for anything else."""
     if len(metrics) > METRICS_MAX:
         raise _Refused(f"{len(metrics)} metrics, at most {METRICS_MAX} are kept")
     found = {str(name)[:METRIC_NAME_MAX]: float(value) for name, value in metrics.items()}

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -13,26 +14,17 @@ from rollout_fleet.episode.concurrency import Slots
 from rollout_fleet.episode.driver import EpisodeDriver, Progress
 
 NOTHING = GroupMeta(version_min=-1, version_max=-1, reward_mean=0.0, sampled_tokens=0)
-REPORTED = 8  # groups in a heartbeat, the oldest ones
 
 
 @dataclass
 class GroupProgress:
-    """How far a group got, also when it is cancelled half-way.
-
-    Attributes:
-        task: the leased task.
-        leased_at: monotonic seconds.
-        started_at: when its first episode began, monotonic seconds; None before.
-        lost: the lease was lost, so the broker has counted its seconds.
-        episodes: one per sample; empty before the group runs.
-    """
+    """How far a group got, also when it is cancelled half-way."""
 
     task: Task
     leased_at: float = field(default_factory=time.monotonic)
-    started_at: float | None = None
-    lost: bool = False
-    episodes: list[Progress] = field(default_factory=list)
+    started_at: float | None = None  # when its first episode began, monotonic seconds
+    lost: bool = False  # the lease was lost, so the broker has counted its seconds
+    episodes: list[Progress] = field(default_factory=list)  # one per sample; empty before the group runs
 
     @property
     def sampled_tokens(self) -> int:
@@ -54,11 +46,7 @@ class GroupProgress:
         return 0.0 if self.started_at is None else time.monotonic() - self.started_at
 
     def report(self, now: float) -> GroupWork:
-        """For a heartbeat at `now` (monotonic seconds).
-
-        It describes the episode that has been for longest in the engine or in its environment. Only when none has
-        begun, it describes one that waits for a slot.
-        """
+        """For a heartbeat at `now` (monotonic seconds); about its oldest episode, those that wait for a slot last."""
         left = [e for e in self.episodes if e.state != "done"]
         oldest = min([e for e in left if e.state != "queued"] or left, key=lambda e: e.since, default=None)
         return GroupWork(
@@ -72,11 +60,6 @@ class GroupProgress:
             state=oldest.state if oldest else "queued",
             state_s=max(0.0, now - oldest.since) if oldest else 0.0,
         )
-
-
-def oldest_groups(groups: Iterable[GroupProgress], now: float) -> list[GroupWork]:
-    """Reports of the oldest groups, at most REPORTED of them."""
-    return [group.report(now) for group in sorted(groups, key=lambda group: group.leased_at)[:REPORTED]]
 
 
 @dataclass(frozen=True)
@@ -101,16 +84,13 @@ class GroupRunner:
         self.episodes_running = 0
 
     async def run(self, progress: GroupProgress) -> RolledOut:
-        """All samples of `progress.task`; `progress` is kept current for the caller.
-
-        Raises:
-            SlipstreamError: the engine failed.
-        """
+        """All samples of `progress.task`, which is kept current; raises SlipstreamError when the engine failed."""
         task = progress.task
         try:
-            problem = _decode_problem(task)
-        except ValueError as error:
-            return RolledOut(Group(task.serial, []), NOTHING, str(error))
+            problem = msgspec.json.decode(task.problem, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            reason = f"task {task.serial}: the problem is not a JSON object: {error}"
+            return RolledOut(Group(task.serial, []), NOTHING, reason)
         started = [0.0] * task.group_size
         progress.episodes = [Progress() for _ in range(task.group_size)]
 
@@ -138,16 +118,6 @@ class GroupRunner:
             if sample.error is not None:
                 self._on_failure(sample.stop_reason)
         return summarize(task.serial, samples, time.monotonic() - min(started))
-
-
-def _decode_problem(task: Task) -> dict[str, object]:
-    try:
-        problem = msgspec.json.decode(task.problem)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"task {task.serial}: the problem is not JSON: {error}") from error
-    if not isinstance(problem, dict):
-        raise ValueError(f"task {task.serial}: the problem is a {type(problem).__name__}, not an object")
-    return problem
 
 
 def summarize(serial: int, samples: list[Sample], generation_s: float) -> RolledOut:

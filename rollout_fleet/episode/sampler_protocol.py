@@ -1,8 +1,4 @@
-"""The protocols of an engine and of a weight receiver, as the episode driver and the node loop use them.
-
-rollout_fleet/engine/engine.py and rollout_fleet/weights/weight_client.py are the real ones; everything else in this
-package sees them through these protocols, so that no other module imports vllm.
-"""
+"""An engine and the state of its weights, as the episode driver and the node loop see them without importing vllm."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -22,7 +18,7 @@ class Generation:
         tokens: [N] token ids; with finish_reason 'stop' the sampled end token is the last of them.
         logprobs: [N] log-probabilities under the distribution really sampled from (temperature, top-p).
         version_runs: policy versions by start index into `tokens`; the first run starts at 0 (empty only if N = 0).
-        finish_reason: stop (an end token was sampled), length (max_tokens or context used up), abort.
+        finish_reason: an end token was sampled, max_tokens or the context is used up, or the engine gave up.
         routed_experts: [prompt + N - 1, MoE layers, experts per token] int16, the experts of every token. The last
             sampled token has none, because it was not fed. None: experts are not recorded.
     """
@@ -40,9 +36,7 @@ class Sampler(Protocol):
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, temperature: float = 1.0, top_p: float = 1.0
     ) -> Generation:
-        """Continue `prompt_ids` by at most `max_tokens` tokens; temperature 0 is greedy.
-
-        Survives weight flips: tokens sampled before and after one are told apart by `version_runs`.
+        """Continue `prompt_ids` by at most `max_tokens` tokens, also across flips; temperature 0 is greedy.
 
         Raises:
             SlipstreamError: the engine is dead; the message says why.
@@ -53,25 +47,16 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class WeightsState:
-    """The state of the node's weights, for leasing and reports.
+    """The state of the node's weights, for leasing and reports."""
 
-    Attributes:
-        version, incarnation: those of the engine's weights; -1 before the first.
-        flipping: a flip is running.
-        waiting_on: the reason why the node has no usable weights; '' when it has them.
-        excluded: why this node must not generate any more (a proof failed), or None.
-        flips, stall_s: flips so far, and seconds that generation stood still for them in all.
-        canary_max_difference: largest |log-probability difference| of the last canary.
-    """
-
-    version: int = -1
+    version: int = -1  # the engine's, -1 before the first; so is `incarnation`
     incarnation: int = -1
     flipping: bool = False
-    waiting_on: str = "weights from learner"
-    excluded: str | None = None
+    waiting_on: str = "weights from learner"  # why the node has no usable weights; '' when it has them
+    excluded: str | None = None  # why this node must not generate any more (a proof failed)
     flips: int = 0
-    stall_s: float = 0.0
-    canary_max_difference: float = 0.0
+    stall_s: float = 0.0  # that generation stood still for all flips
+    canary_max_difference: float = 0.0  # largest |log-probability difference| of the last canary
 
 
 @dataclass

@@ -10,7 +10,6 @@ These are the formats:
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +23,11 @@ _PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL
 
 @dataclass(frozen=True)
 class Said:
-    """A turn taken apart.
+    """A turn taken apart."""
 
-    Attributes:
-        text: the text before the first call; all of it when there is none.
-        calls: in order.
-        malformed: why something that looks like a call is none; '' when all is well. There are no calls then.
-    """
-
-    text: str
+    text: str  # before the first call
     calls: tuple[ToolCall, ...] = ()
-    malformed: str = ""
+    malformed: str = ""  # why something that looks like a call is none; then there are no calls
 
 
 def format_of(template: str) -> str:
@@ -48,78 +41,65 @@ def format_of(template: str) -> str:
 
 def parse(text: str, kind: str) -> Said:
     """Take a turn apart; `kind` is one of the formats above."""
-    before, found = _PARSERS[kind](text)
-    calls: list[ToolCall] = []
-    for call in found:
-        if isinstance(call, str):
-            return Said(text, malformed=call)
-        calls.append(call)
+    try:
+        before, calls = _PARSERS[kind](text)
+    except ValueError as error:
+        return Said(text, malformed=str(error))
     if len(calls) > MOST_CALLS:
         return Said(text, malformed=f"{len(calls)} calls in one turn, at most {MOST_CALLS} are run")
     return Said(before, tuple(calls))
 
 
-Found = tuple[str, list[ToolCall | str]]  # a str says what is wrong
+def _hermes(text: str) -> tuple[str, list[ToolCall]]:
+    bodies = _TAGGED.findall(text)
+    return text.partition("<tool_call>")[0], [_call(_json(body, "a call that is"), "arguments") for body in bodies]
 
 
-def _hermes(text: str) -> Found:
-    return text.partition("<tool_call>")[0], [_call(body, "arguments") for body in _TAGGED.findall(text)]
-
-
-def _xml(text: str) -> Found:
-    calls: list[ToolCall | str] = []
+def _xml(text: str) -> tuple[str, list[ToolCall]]:
+    calls: list[ToolCall] = []
     for body in _TAGGED.findall(text):
         function = _FUNCTION.search(body)
         if function is None:
-            calls.append("a call without <function=NAME>")
-            continue
+            raise ValueError("a call without <function=NAME>")
         arguments = {name: _value(value) for name, value in _PARAMETER.findall(function[2])}
         calls.append(ToolCall(function[1].strip(), json.dumps(arguments)))
     return text.partition("<tool_call>")[0], calls
 
 
-def _mistral(text: str) -> Found:
+def _mistral(text: str) -> tuple[str, list[ToolCall]]:
     before, mark, body = text.partition("[TOOL_CALLS]")
-    if not mark:
-        return text, []
-    try:
-        found = json.loads(body)
-    except ValueError as error:
-        return text, [f"what follows [TOOL_CALLS] is not JSON: {error}"]
-    return before, [_checked(call, "arguments") for call in (found if isinstance(found, list) else [found])]
+    found = _json(body, "text after [TOOL_CALLS] that is") if mark else []
+    return before, [_call(call, "arguments") for call in (found if isinstance(found, list) else [found])]
 
 
-def _llama3(text: str) -> Found:
+def _llama3(text: str) -> tuple[str, list[ToolCall]]:
     before, mark, body = text.partition("<|python_tag|>")
     if not mark:
         before, body = "", text
-    if not body.strip().startswith("{") or '"name"' not in body:
-        return text, ["a call that is not JSON"] if mark else []
-    return before, [_call(body, "parameters")]
+        if not body.strip().startswith("{") or '"name"' not in body:
+            return text, []
+    return before, [_call(_json(body, "a call that is"), "parameters")]
 
 
-_PARSERS: dict[str, Callable[[str], Found]] = {"hermes": _hermes, "xml": _xml, "mistral": _mistral, "llama3": _llama3}
+_PARSERS = {"hermes": _hermes, "xml": _xml, "mistral": _mistral, "llama3": _llama3}
 
 
-def _call(body: str, key: str) -> ToolCall | str:
-    try:
-        return _checked(json.loads(body), key)
-    except (ValueError, RecursionError) as error:
-        return f"a call that is not JSON: {error}"
-
-
-def _checked(found: Any, key: str) -> ToolCall | str:
+def _call(found: Any, key: str) -> ToolCall:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return "a call without a name"
+        raise ValueError("a call without a name")
     arguments = found.get(key, found.get("arguments", {}))
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            return f"arguments that are not JSON: {error}"
+        arguments = _json(arguments, "arguments that are")
     if not isinstance(arguments, dict):
-        return f"{key} that are no object"
+        raise ValueError(f"{key} that are no object")
     return ToolCall(found["name"], json.dumps(arguments))
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} not JSON: {error}") from error
 
 
 def _value(text: str) -> Any:

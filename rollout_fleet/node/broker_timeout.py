@@ -33,11 +33,7 @@ class BrokerTimeout:
             self._silent_since = None
 
     def failed(self, error: Exception) -> None:
-        """The broker did not answer.
-
-        Raises:
-            BrokerLost: the limit has passed.
-        """
+        """The broker did not answer; raises BrokerLost when the limit has passed."""
         with self._lock:
             now = self._clock()
             if self._silent_since is None:
@@ -57,8 +53,7 @@ class BrokerTimeout:
         while True:
             try:
                 answer = await request()
+                self.answered()
+                return answer
             except BrokerUnreachable as error:
                 await self.retry_later(error)
-                continue
-            self.answered()
-            return answer

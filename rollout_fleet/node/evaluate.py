@@ -17,19 +17,12 @@ from rollout_fleet.episode.sampler_protocol import Sampler
 
 
 class EvalResult(msgspec.Struct, frozen=True):
-    """Mean reward per problem: the accuracy, where rewards are 0 or 1.
-
-    Attributes:
-        greedy_accuracy: the most likely token at every place.
-        sampled_accuracy: one sample per problem at rollout.temperature and rollout.top_p.
-        problems: how many.
-        failed: episodes, of both kinds, that failed; they count as reward 0.
-    """
+    """Mean reward per problem: the accuracy, where rewards are 0 or 1."""
 
     greedy_accuracy: float
-    sampled_accuracy: float
+    sampled_accuracy: float  # one sample per problem at rollout.temperature and rollout.top_p
     problems: int
-    failed: int = 0
+    failed: int = 0  # episodes, of both kinds, that failed; they count as reward 0
 
 
 def run_eval(config: Config, model_path: Path, limit: int | None = None) -> EvalResult:

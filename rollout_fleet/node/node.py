@@ -25,7 +25,6 @@ from collections.abc import Callable
 from broker.contract import HeartbeatReply, Lease, RunInfo
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from rollout_fleet.episode.concurrency import AdaptiveLimit
-from rollout_fleet.episode.group_runner import oldest_groups
 from rollout_fleet.node.broker_timeout import RETRY_S
 from rollout_fleet.node.node_status import explain
 from rollout_fleet.node.running_groups import NodeParts, RunningGroups
@@ -37,6 +36,7 @@ LEASE_AT_ONCE = 4  # groups per request, so that nodes which ask at the same tim
 LEASE_WAIT_S = 1.0
 MEASURE_S = 0.2
 ADAPT_S = 1.0  # between looks at the pressure on the KV cache
+REPORTED = 8  # groups in a heartbeat, the oldest ones
 
 
 class Node:
@@ -51,11 +51,8 @@ class Node:
     ) -> None:
         """It may be made before the engine is up; until `run` it only takes note of a drain or a failure.
 
-        Args:
-            parts: the broker, the engine, the weights and the driver of this node.
-            run: the job.
-            adapt: makes the limit that follows the engine's load, once the engine is up; None: the limit is fixed.
-            drain_s: bounds how long a signalled drain waits for groups that run.
+        `adapt` makes the limit that follows the engine's load, once the engine is up; None: the limit is fixed.
+        `drain_s` bounds how long a signalled drain waits for groups that run.
         """
         self._parts, self._run_info, self._drain_s = parts, run, drain_s
         self._make_limit, self._adapt, self._adapt_at = adapt, None, 0.0
@@ -106,11 +103,7 @@ class Node:
     # ---------------------------------------------------------------- the loop
 
     async def run(self) -> int:
-        """Work until drained (0) or excluded (1).
-
-        Raises:
-            SlipstreamError: the engine died, or the broker stayed away too long.
-        """
+        """Work until drained (0) or excluded (1); raises SlipstreamError when engine or broker are lost."""
         self._working = True
         if not self.stopping.is_set():  # otherwise there may be no engine that the limit could follow
             self._adapt = self._make_limit()
@@ -130,11 +123,12 @@ class Node:
             self._measure()
 
     async def _turn(self) -> None:
-        """One round: lease as many tasks as fit, or wait for the event that is missing."""
+        """Lease as many tasks as fit, or wait for the event that is missing."""
         self._room.clear()
         self._interrupt.clear()
-        wanted = self._groups_wanted()
-        if wanted <= 0 or not self._may_lease():
+        size, weights = self._group_size, self._parts.feed.state
+        wanted = (self._parts.runner.slots.limit + LOOKAHEAD_GROUPS * size - self._groups.unfinished) // size
+        if wanted <= 0 or weights.version < 0 or self._learner not in (None, weights.incarnation):
             await self._room.wait()
             return
         for lease in await self._lease(min(wanted, LEASE_AT_ONCE)):
@@ -143,14 +137,6 @@ class Node:
             self._parts.status.joining.reached("leased")
             self._groups.start(lease)
             self._measure()
-
-    def _may_lease(self) -> bool:
-        weights = self._parts.feed.state
-        return weights.version >= 0 and self._learner in (None, weights.incarnation)
-
-    def _groups_wanted(self) -> int:
-        size = self._group_size
-        return (self._parts.runner.slots.limit + LOOKAHEAD_GROUPS * size - self._groups.unfinished) // size
 
     async def _lease(self, count: int) -> list[Lease]:
         """Ask the broker; a new policy version or a drain withdraws the question."""
@@ -226,18 +212,19 @@ class Node:
             self._measure()
 
     def _measure(self) -> None:
-        self._adjust()
-        parts, weights, groups = self._parts, self._parts.feed.state, self._groups.progress
+        parts, weights, groups, now = self._parts, self._parts.feed.state, self._groups.progress, time.monotonic()
+        self._adjust(now)
         episodes, starting = parts.runner.episodes_running, sum(group.starting for group in groups)
+        oldest = [group.report(now) for group in sorted(groups, key=lambda group: group.leased_at)[:REPORTED]]
         parts.status.measure(weights, parts.counters(), self._groups.tokens)
-        parts.status.work(episodes, oldest_groups(groups, time.monotonic()), parts.runner.slots.limit)
+        parts.status.work(episodes, oldest, parts.runner.slots.limit)
         if self._drain_reason is None:
             told = explain(weights, self._learner, episodes, starting, self._leased_before, self._run_info)
             parts.status.show(*told)
 
-    def _adjust(self) -> None:
+    def _adjust(self, now: float) -> None:
         """Follow the pressure on the KV cache, now and then."""
-        adapt, slots, now = self._adapt, self._parts.runner.slots, time.monotonic()
+        adapt, slots = self._adapt, self._parts.runner.slots
         if adapt is None or now < self._adapt_at:
             return
         self._adapt_at = now + ADAPT_S

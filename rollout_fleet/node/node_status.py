@@ -119,7 +119,6 @@ def explain(
     """(state, waiting_on) of a node that is neither starting nor leaving.
 
     `starting` counts those of the running `episodes` whose environment has not given its first observation.
-    `leased_before` is whether this node ever got a task.
     """
     if weights.excluded is not None:
         return "excluded", weights.excluded

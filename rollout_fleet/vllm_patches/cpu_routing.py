@@ -11,25 +11,20 @@ from rollout_fleet.vllm_patches.compat import require
 def return_routed_experts_on_cpu() -> None:
     """enable_return_routed_experts also with the model runner that the CPU has.
 
-    vLLM 0.32-0.33 serves it only in its second model runner, which needs triton. Its connector stores the routing of
-    cached prefixes. It needs two things from a runner: the requests of the batch, and the progress of each.
+    vLLM 0.32-0.33 serves it only in its second model runner, which needs triton. That one's connector needs two things
+    from a runner: the requests of the batch, and the progress of each.
     """
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     require(VllmConfig, "_verify_aux_output_compatibility")
-    initialize, execute, sample = (
-        CPUModelRunner.initialize_kv_cache,
-        CPUModelRunner.execute_model,
-        CPUModelRunner.sample_tokens,
-    )
+    initialize, execute = CPUModelRunner.initialize_kv_cache, CPUModelRunner.execute_model
+    sample = CPUModelRunner.sample_tokens
 
     def verify(config: Any) -> None:
         if config.aux_output_config.enabled and not config.model_config.is_moe:
             raise ValueError("routed experts of a model without experts")
-        if config.aux_output_config.enabled and not config.cache_config.enable_prefix_caching:
-            raise ValueError("routed experts need prefix caching")
 
     def initialize_with_routing(runner: Any, config: Any, is_profiling: bool = False, **options: Any) -> None:
         initialize(runner, config, is_profiling, **options)
@@ -42,7 +37,14 @@ def return_routed_experts_on_cpu() -> None:
             connector.begin_step(scheduled.aux_output_connector_metadata)
         result = execute(runner, scheduled, *rest, **options)
         if connector is not None and runner.execute_model_state is not None:
-            runner.slipstream_routed = connector.prepare_output(_batch_of(runner.input_batch, scheduled))
+            batch = runner.input_batch
+            counts = [scheduled.num_scheduled_tokens[request_id] for request_id in batch.req_ids]
+            read = SimpleNamespace(  # the three attributes of the second runner's batch that the connector reads
+                req_ids=list(batch.req_ids),
+                query_start_loc_np=np.cumsum([0, *counts]),
+                num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(counts)].copy(),
+            )
+            runner.slipstream_routed = connector.prepare_output(read)
         return result
 
     def sample_with_routing(runner: Any, *rest: Any, **options: Any) -> Any:
@@ -58,13 +60,3 @@ def return_routed_experts_on_cpu() -> None:
     CPUModelRunner.initialize_kv_cache = initialize_with_routing  # type: ignore[method-assign]
     CPUModelRunner.execute_model = execute_with_routing  # type: ignore[method-assign]
     CPUModelRunner.sample_tokens = sample_with_routing  # type: ignore[method-assign]
-
-
-def _batch_of(batch: Any, scheduled: Any) -> Any:
-    """The three attributes of the second model runner's batch that its routing connector reads."""
-    counts = [scheduled.num_scheduled_tokens[request_id] for request_id in batch.req_ids]
-    return SimpleNamespace(
-        req_ids=list(batch.req_ids),
-        query_start_loc_np=np.cumsum([0, *counts]),
-        num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(counts)].copy(),
-    )

@@ -1,4 +1,10 @@
-"""On the CPU, layers compute with their parameters and not with packed copies of them."""
+"""On the CPU, layers compute with their parameters and not with packed copies of them.
+
+vLLM 0.32-0.33 pads and prepacks weights (for oneDNN, AMX or its experts) in place of the parameters. A later
+load_weights then raises or writes rows of one layout into another, and weights cannot be read back. With tied
+embeddings lm_head silently keeps the old packed weights. Reading the parameters costs little, and makes updates in
+place, checksums and the proof after a flip possible.
+"""
 
 from typing import Any
 
@@ -10,21 +16,22 @@ from rollout_fleet.vllm_patches.compat import require
 FEW_ROWS = 16  # below, the overhead of a call dominates, and torch's own linear is faster
 
 
-def keep_cpu_linear_weights_live() -> None:
-    """CPU linear layers compute with their parameters, not with a packed copy.
-
-    vLLM 0.32-0.33 prepacks linear weights for oneDNN or AMX and empties `layer.weight`, so that a later load_weights
-    raises. With tied embeddings lm_head silently keeps the old packed weights after a layerwise reload. Reading the
-    parameters costs little and makes in-place updates, checksums and the proof after a flip possible.
-    """
+def keep_cpu_weights_live() -> None:
+    """Linear layers and experts compute with their parameters; experts use one plain product per expert in use."""
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     require(utils, "dispatch_cpu_unquantized_gemm")
+    require(CPUUnquantizedExperts, "process_weights_after_loading", "apply")
 
     def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = linear
 
+    def nothing(experts: Any, layer: Any) -> None: ...
+
     utils.dispatch_cpu_unquantized_gemm = plain
+    CPUUnquantizedExperts.process_weights_after_loading = nothing  # type: ignore[method-assign]
+    CPUUnquantizedExperts.apply = _apply_experts  # type: ignore[method-assign]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -48,22 +55,6 @@ def _supported() -> frozenset[torch.dtype]:
 
 
 _DTYPES = _supported()
-
-
-def keep_cpu_expert_weights_live() -> None:
-    """CPU experts compute with `w13_weight` and `w2_weight` as they were loaded, not with a packed copy.
-
-    vLLM 0.32-0.33 pads and prepacks them in place of the parameters. A later load_weights then writes rows of one
-    layout into another, and the weights cannot be read back. This uses one plain matrix product per expert in use.
-    """
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    require(CPUUnquantizedExperts, "process_weights_after_loading", "apply")
-
-    def nothing(experts: Any, layer: Any) -> None: ...
-
-    CPUUnquantizedExperts.process_weights_after_loading = nothing  # type: ignore[method-assign]
-    CPUUnquantizedExperts.apply = _apply_experts  # type: ignore[method-assign]
 
 
 def _apply_experts(

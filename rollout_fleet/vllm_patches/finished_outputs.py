@@ -10,19 +10,15 @@ from rollout_fleet.vllm_patches.compat import require
 def send_only_finished_outputs() -> None:
     """The engine process hands over a request when it ends, not token by token, if only its end was asked for.
 
-    vLLM 0.32-0.33 sends every sampled token to the front process at every step. With output_kind=FINAL_ONLY the front
-    drops all but the last. That costs 15 us of front CPU per token, which on two cores the learner lacks. A flip first
-    sends the delayed outputs, under the version that sampled them.
+    vLLM 0.32-0.33 sends every sampled token to the front process, which with output_kind=FINAL_ONLY drops all but the
+    last: 15 us of CPU per token. A flip first sends the delayed outputs, under the version that sampled them.
     """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     require(EngineCore, "_attach_weight_version")
     require(EngineCoreProc, "_send_finish_outputs_to_client")
-    attach, finish, abort = (
-        EngineCore._attach_weight_version,
-        EngineCoreProc._send_finish_outputs_to_client,
-        EngineCore.abort_requests,
-    )
+    attach, abort = EngineCore._attach_weight_version, EngineCore.abort_requests
+    finish = EngineCoreProc._send_finish_outputs_to_client
 
     def attach_and_hold(engine: Any, outputs: dict[int, Any]) -> None:
         attach(engine, outputs)
@@ -63,29 +59,20 @@ class _Held:
         self.output.new_token_ids += output.new_token_ids
         self._take(output)
 
-    def finish_into(self, final: Any) -> None:
-        """Put all delayed outputs in front of those of `final`."""
-        self.add(final)
-        final.new_token_ids = self.output.new_token_ids
-        final.new_logprobs = self.joined()
-        final.routed_experts = self.joined_routing()
-        if final.prefill_stats is None:
-            final.prefill_stats = self.output.prefill_stats
-
-    def joined(self) -> Any:
-        """LogprobsLists of all tokens, [n, 1] each; the sampled token is the only candidate of each place."""
-        if not self.logprobs:
-            return None
-        sample = self.logprobs[0]
-        return sample._replace(
-            logprob_token_ids=np.array(self.output.new_token_ids, sample.logprob_token_ids.dtype)[:, None],
-            logprobs=np.concatenate([lists.logprobs[:, :1] for lists in self.logprobs]),
-            sampled_token_ranks=np.concatenate([lists.sampled_token_ranks for lists in self.logprobs]),
-        )
-
-    def joined_routing(self) -> Any:
-        """The experts of all delayed outputs, [tokens, layers, experts per token], or None."""
-        return np.concatenate(self.routed) if self.routed else None
+    def join_into(self, output: Any) -> None:
+        """Give `output`, the first or the last of them, the tokens of all; one candidate per token, the sampled one."""
+        output.new_token_ids = self.output.new_token_ids
+        if self.logprobs:
+            sample = self.logprobs[0]
+            output.new_logprobs = sample._replace(
+                logprob_token_ids=np.array(output.new_token_ids, sample.logprob_token_ids.dtype)[:, None],
+                logprobs=np.concatenate([lists.logprobs[:, :1] for lists in self.logprobs]),
+                sampled_token_ranks=np.concatenate([lists.sampled_token_ranks for lists in self.logprobs]),
+            )
+        if self.routed:
+            output.routed_experts = np.concatenate(self.routed)  # [tokens, layers, experts per token]
+        if output.prefill_stats is None:
+            output.prefill_stats = self.output.prefill_stats
 
 
 def _held(engine: Any) -> dict[str, _Held]:
@@ -109,7 +96,8 @@ def _hold_unfinished(engine: Any, outputs: dict[int, Any]) -> None:
                 continue
             if entry is not None:
                 del held[output.request_id]
-                entry.finish_into(output)
+                entry.add(output)
+                entry.join_into(output)
             sent.append(output)
         batch.outputs = sent
         if not (sent or batch.scheduler_stats or batch.finished_requests or batch.utility_output):
@@ -135,8 +123,7 @@ def release_held(engine: Any, request_ids: set[str] | None = None) -> None:
     batches: dict[int, list[Any]] = {}
     for request_id in list(held) if request_ids is None else request_ids & held.keys():
         entry = held.pop(request_id)
-        entry.output.new_logprobs = entry.joined()
-        entry.output.routed_experts = entry.joined_routing()
+        entry.join_into(entry.output)
         batches.setdefault(entry.client, []).append(entry.output)
     for client, batch in batches.items():
         message = EngineCoreOutputs(outputs=batch, weight_version=engine.get_weight_version())
@@ -146,8 +133,7 @@ def release_held(engine: Any, request_ids: set[str] | None = None) -> None:
 def take_in_logprobs_at_once() -> None:
     """The front process appends the log-probabilities of many tokens in one go.
 
-    vLLM 0.32-0.33 handles each token by itself (3 us); with logprobs=0, flat_logprobs and no detokenizer the flat
-    lists can be extended directly. Everything else goes the old way.
+    vLLM 0.32-0.33 handles each token by itself (3 us), which without alternatives and detokenizer is not needed.
     """
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.logprobs import LogprobsProcessor

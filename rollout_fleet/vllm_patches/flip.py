@@ -28,7 +28,7 @@ def _flip(engine: Any, incarnation: int, version: int, recompute: bool) -> float
     started = time.perf_counter()
     try:
         engine.collective_rpc("start_weight_update")
-        update = {"op": "apply", "incarnation": incarnation, "version": version}
+        update = {"incarnation": incarnation, "version": version}
         engine.collective_rpc("update_weights", kwargs={"update_info": update})
         engine.collective_rpc("finish_weight_update")
     except BaseException:

@@ -2,8 +2,7 @@
 
 The workers of one engine share memory through files there, and remove them only when they end in order. A node writes
 a record of the files that its workers map. A later node of the same user removes the files of every record whose
-workers have all ended. A record of another container (another process namespace) is left alone, because its workers
-cannot be seen from here. Our own staging buffers need no record: they have no name (common/weights/shared_memory.py).
+workers have all ended. It cannot see the workers of another container (process namespace) and leaves their files.
 """
 
 import contextlib
@@ -26,16 +25,15 @@ LOOK_S = 0.02
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """A worker process and the shared files that it maps.
-
-    Attributes:
-        pid, started: the process and its start, in clock ticks since the machine's start.
-        files: name to inode.
-    """
+    """A worker process and the shared files that it maps."""
 
     pid: int
-    started: int
-    files: dict[str, int]
+    started: int  # clock ticks since the machine's start
+    files: dict[str, int]  # name to inode
+
+    @property
+    def lives(self) -> bool:
+        return start_ticks(self.pid) == self.started
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -70,7 +68,7 @@ def remove_after(workers: list[Worker], limit_s: float) -> None:
     """Remove the files of these workers once they have ended; `limit_s` bounds the wait."""
     end = time.monotonic() + limit_s
     others = [worker for worker in workers if worker.files and worker.pid != os.getpid()]
-    while any(start_ticks(worker.pid) == worker.started for worker in others) and time.monotonic() < end:
+    while any(worker.lives for worker in others) and time.monotonic() < end:
         time.sleep(LOOK_S)
     remove_left_files()
 
@@ -80,11 +78,14 @@ def remove_left_files(folder: Path = FOLDER) -> list[str]:
     removed: list[str] = []
     for path in sorted(folder.glob(f"{PREFIX}*")):
         found = _read(path)
-        if found is None or any(start_ticks(worker.pid) == worker.started for worker in found.workers):
+        if found is None or any(worker.lives for worker in found.workers):
             continue
         for name, inode in {item for worker in found.workers for item in worker.files.items()}:
-            if Path(name).name == name and _remove(folder / name, inode):
-                removed.append(name)
+            with contextlib.suppress(OSError):
+                status = (folder / name).lstat()
+                if Path(name).name == name and (status.st_ino, status.st_uid) == (inode, os.getuid()):
+                    (folder / name).unlink()
+                    removed.append(name)
         path.unlink(missing_ok=True)
     if removed:
         logger.info("removed %d shared files of engines that have ended: %s", len(removed), ", ".join(removed[:4]))
@@ -93,27 +94,13 @@ def remove_left_files(folder: Path = FOLDER) -> list[str]:
 
 def _read(path: Path) -> _Record | None:
     """A record that this user wrote in this process namespace; None for anything else."""
-    try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-                return None
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    with contextlib.suppress(OSError, msgspec.DecodeError), os.fdopen(os.open(path, flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
             found = msgspec.json.decode(file.read(RECORD_BYTES), type=_Record)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return found if found.namespace == _namespace() else None
-
-
-def _remove(path: Path, inode: int) -> bool:
-    """Whether the file was still the one that the record means, and is gone now."""
-    try:
-        status = path.lstat()
-        if status.st_ino != inode or status.st_uid != os.getuid():
-            return False
-        path.unlink()
-    except OSError:
-        return False
-    return True
+            return found if found.namespace == _namespace() else None
+    return None
 
 
 def _namespace() -> str:

@@ -89,29 +89,27 @@ class EngineWeights:
             raise SlipstreamError(self._broken)
 
     async def tell(self, message: bytes, node_id: str) -> bytes:
-        """Hand an encoded Welcome, Epoch, Publish or Serve to the workers; returns the encoded answer to a Serve.
-
-        Threads of the worker receive and serve while generation goes on.
-        """
+        """Hand an encoded Welcome, Epoch, Publish or Serve to the workers; returns the encoded answer to a Serve."""
         if self._flipping is not None:  # its caller may have left, but it still needs the buffer
             await asyncio.wait([self._flipping])
         return await self._rpc("slipstream_obey", message=message, node_id=node_id)
 
     async def stage(self, publish: bytes) -> float:
-        """Receive an encoded Publish while generation goes on; returns its seconds. Raises StagingFailed."""
+        """Receive an encoded Publish while generation continues; returns its seconds. Raises StagingFailed."""
         try:
             await self.tell(publish, "")
         except SlipstreamError as error:
             raise StagingFailed(str(error)) from error
-        return await until_staged(self._staging)
 
-    async def _staging(self) -> StagingStatus:
-        return msgspec.msgpack.decode(await self._rpc("slipstream_staging"), type=StagingStatus)
+        async def status() -> StagingStatus:
+            return msgspec.msgpack.decode(await self._rpc("slipstream_staging"), type=StagingStatus)
+
+        return await until_staged(status)
 
     async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
         """Use the staged version from the next token on, then prove it. Raises ProofFailed.
 
-        A cancelled call (the node turns to a restarted learner) leaves the flip to finish by itself.
+        A cancelled call (the node turns to a restarted learner) lets the flip finish by itself.
         """
         self._flipping = asyncio.ensure_future(self._flip_and_prove(incarnation, version, expected_checksum))
         return await asyncio.shield(self._flipping)
@@ -196,11 +194,11 @@ class EngineWeights:
             await asyncio.sleep(PROOF_POLL_S)
 
     async def _rpc(self, method: str, **arguments: Any) -> Any:
-        """The first worker's answer; raises SlipstreamError with the reason of whichever failed."""
+        """The first worker's answer; raises as `_rpc_all`."""
         return (await self._rpc_all(method, **arguments))[0]
 
     async def _rpc_all(self, method: str, **arguments: Any) -> list[Any]:
-        """Every worker's answer, by rank; raises SlipstreamError with the worker's reason."""
+        """Every worker's answer, by rank; raises SlipstreamError with the reason of whichever failed."""
         if self._llm is None:
             raise SlipstreamError("the engine is not running")
         try:
@@ -221,11 +219,10 @@ async def _answered(work: Awaitable[T], what: str) -> T:
 async def until_staged(read: Callable[[], Awaitable[StagingStatus]]) -> float:
     """Seconds that the newest publish took to be staged, by its `read` status; raises StagingFailed.
 
-    Every question interrupts the engine between two steps, and an answer that comes late keeps a version waiting. So
-    it asks seldom while most of the version is to come, and again when it should be there.
+    Every question interrupts the engine between two steps, and a late one keeps a version waiting. So it asks seldom
+    while most of the version is to come.
     """
-    started = time.perf_counter()
-    pause_s = FIRST_POLL_S
+    started, pause_s = time.perf_counter(), FIRST_POLL_S
     while True:
         await asyncio.sleep(pause_s)
         status = await read()

@@ -31,11 +31,9 @@ class Ranks:
         return self.rank == 0
 
     def take(self, incarnation: int, version: int, total_bytes: int) -> torch.Tensor:
-        """The verified [total_bytes] uint8 buffer of a staged version.
+        """The verified [total_bytes] uint8 buffer of a staged version; raises ValueError on every rank if it is not.
 
-        Raises:
-            ValueError: it is not staged; on every rank.
-            RuntimeError: this rank cannot map it; the others wait in `agree`.
+        Raises RuntimeError where only this rank cannot map it; the others wait in `agree`.
         """
         if self.size == 1:
             return self.receiver.take(incarnation, version)
@@ -52,12 +50,7 @@ class Ranks:
         return flat if flat is not None else attach(path, total_bytes)
 
     def agree(self, error: Exception | None) -> None:
-        """This rank has loaded its shard, or could not: returns when all have, raises on every rank when one could not.
-
-        Raises:
-            Exception: `error`, where there is one.
-            ValueError: another rank has one; its log has the reason.
-        """
+        """Returns when every rank has loaded its shard; raises `error`, or ValueError when another rank has one."""
         failed = torch.tensor([int(error is not None)])
         if self.size > 1:
             self._group.cpu_group.allreduce([failed]).wait()

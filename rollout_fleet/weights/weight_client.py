@@ -44,14 +44,9 @@ class WeightClient:
         transports: tuple[str, ...] = ("gloo", "relay"),
         joining: JoinTimer | None = None,
     ) -> None:
-        """Needs a running event loop only from `follow` on.
-
-        `credential` proves to a learner that asks for it that this node may join. `transports` are the ways by which
-        the target can receive. `joining` takes note when the first version is staged and active.
-        """
+        """Needs a running event loop only from `follow` on; `transports`: the ways by which the target can receive."""
         self._joining = joining or JoinTimer()
-        self._transports = transports
-        self._credential = credential
+        self._transports, self._credential = transports, credential
         self._handshakes: Handshakes | None = None
         self._node_id, self._target = node_id, target
         self._state = WeightsState()
@@ -127,11 +122,9 @@ class WeightClient:
             await self._socket.send(messages.encode(message))
 
     async def _join(self) -> None:
-        held = self._state
-        if held.excluded is None:
-            await self._send(
-                messages.Join(self._node_id, os.getpid(), held.incarnation, held.version, self._transports)
-            )
+        now = self._state
+        if now.excluded is None:
+            await self._send(messages.Join(self._node_id, os.getpid(), now.incarnation, now.version, self._transports))
 
     async def _read(self, connection: zmq.asyncio.Socket) -> None:
         await self._join()
@@ -167,8 +160,6 @@ class WeightClient:
             message, data = await jobs.get()
             try:
                 await self._do(message, data)
-            except asyncio.CancelledError:
-                raise
             except Exception as error:  # an engine that fails to flip must not be used, and the learner must hear it
                 await self._exclude(message, f"{type(error).__name__}: {error}")
 
@@ -201,16 +192,15 @@ class WeightClient:
         self._staging = None
 
     async def _stage(self, publish: Publish, data: bytes) -> None:
+        version = self._node_id, publish.incarnation, publish.version
         try:
             seconds = await self._target.stage(data)
         except StagingFailed as error:
-            await self._send(
-                messages.Rejected(self._node_id, publish.incarnation, publish.version, str(error), epoch=publish.epoch)
-            )
+            await self._send(messages.Rejected(*version, str(error), epoch=publish.epoch))
             return
         self._staged = publish
         self._joining.reached("staged")
-        await self._send(messages.Staged(self._node_id, publish.incarnation, publish.version, seconds, publish.epoch))
+        await self._send(messages.Staged(*version, seconds, publish.epoch))
 
     async def _activate(self, message: messages.Activate) -> None:
         publish = self._staged
@@ -239,11 +229,8 @@ class WeightClient:
         )
         took = time.perf_counter() - started
         logger.info("version %d active: flip and proof %.3f s, stall %.3f s", publish.version, took, flip.stall_s)
-        await self._send(
-            messages.Active(
-                self._node_id, publish.incarnation, publish.version, flip.stall_s, flip.checksum, difference
-            )
-        )
+        version = self._node_id, publish.incarnation, publish.version
+        await self._send(messages.Active(*version, flip.stall_s, flip.checksum, difference))
 
     async def _compare(self, canary: Canary) -> float:
         """Largest |difference| between the learner's and this engine's log-probabilities; raises ProofFailed."""

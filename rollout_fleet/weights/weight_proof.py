@@ -32,13 +32,9 @@ class Unreadable(Exception):
 
 
 def tensors(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
-    """(entry, live tensor of the entry's shape) in layout order; views, no copies.
+    """(entry, live tensor of the entry's shape) in layout order, of a model without tensor parallelism; no copies.
 
-    Args:
-        model: a vLLM model without tensor parallelism.
-
-    Raises:
-        Unreadable: naming the tensor, when it cannot be found or has another shape or dtype.
+    Raises Unreadable, naming the tensor, when it cannot be found or has another shape or dtype.
     """
     for entry, found in _live(model, layout):
         if found.dim() == len(entry.shape) and found.shape[1:] == entry.shape[1:] and len(found) > entry.shape[0]:
@@ -66,8 +62,7 @@ def checksum(model: Any, layout: Layout) -> str:
 def check_shard(model: Any, layout: Layout, flat: torch.Tensor, rank: int, size: int) -> None:
     """Compare the live parameters of worker `rank` of `size` with their shards of `flat` [total_bytes] uint8, all bits.
 
-    Raises:
-        Unreadable: naming the tensor whose shard is another one, or cannot be told.
+    Raises Unreadable, naming the tensor, when its shard is another one or cannot be told.
     """
     for (entry, live), (_, whole) in zip(_live(model, layout), packing.view(flat, layout), strict=True):
         live, expected = _shard(model, entry, live, whole, rank, size)

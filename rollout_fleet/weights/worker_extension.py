@@ -1,8 +1,8 @@
 """Weights inside the engine's worker: vLLM's weight-transfer interface over the receiver of common/weights.
 
 `slipstream_obey` hands over the learner's messages; a Publish starts a thread that receives while generation continues.
-`update_weights(op=apply)` loads the verified buffer in place. A second thread then reads the live parameters back as a
-proof. All are called through collective_rpc, between two steps.
+`update_weights` loads the verified buffer in place. A second thread then reads the live parameters back as a proof. All
+are called through collective_rpc, between two steps.
 """
 
 import threading
@@ -28,9 +28,8 @@ from rollout_fleet.weights.weight_proof import Proof
 
 @dataclass
 class SlipstreamUpdateInfo(WeightTransferUpdateInfo):
-    """`op` is 'apply': use the staged version."""
+    """Use the staged version."""
 
-    op: str
     incarnation: int
     version: int
 
@@ -63,8 +62,6 @@ class SlipstreamTransferEngine(WeightTransferEngine[WeightTransferInitInfo, Slip
 
     def receive_weights(self, update_info: SlipstreamUpdateInfo) -> None:
         """Load the staged version into the live parameters, on every rank; raises ValueError when it is not staged."""
-        if update_info.op != "apply":
-            raise ValueError(f"unknown operation {update_info.op!r}")
         layout = self._layout()
         flat, error = None, None
         try:
@@ -96,18 +93,16 @@ class SlipstreamTransferEngine(WeightTransferEngine[WeightTransferInitInfo, Slip
         return self.receiver.layout
 
     def _prove(self, incarnation: int, version: int, layout: Layout) -> None:
+        flat, self._loaded = self._loaded, None
         try:
-            self.proof = Proof(incarnation, version, self._checksum(layout))
+            if flat is None:
+                found = weight_proof.checksum(self.model, layout)
+            else:  # a shard that matches its part of the version proves the whole version's checksum
+                weight_proof.check_shard(self.model, layout, flat, self.ranks.rank, self.ranks.size)
+                found = packing.checksum(flat) if self.ranks.receives else ""
+            self.proof = Proof(incarnation, version, found)
         except Exception as error:  # whatever prevents the proof is the reason not to trust these weights
             self.proof = Proof(incarnation, version, error=f"{type(error).__name__}: {error}")
-
-    def _checksum(self, layout: Layout) -> str:
-        """The parameters' checksum; a shard that matches its part of the version gives the whole version's."""
-        flat, self._loaded = self._loaded, None
-        if flat is None:
-            return weight_proof.checksum(self.model, layout)
-        weight_proof.check_shard(self.model, layout, flat, self.ranks.rank, self.ranks.size)
-        return packing.checksum(flat) if self.ranks.receives else ""
 
 
 class WorkerExtension:
@@ -117,10 +112,7 @@ class WorkerExtension:
     model_runner: Any
 
     def slipstream_obey(self, message: bytes, node_id: str) -> bytes:
-        """Do what an encoded message of the learner says; raises ValueError as `Receiver.obey` does.
-
-        The answer is an encoded Serving to a Serve, else empty. Other workers than the first only note the layout.
-        """
+        """As `Receiver.obey`, with encoded messages; workers other than the first only note the layout."""
         told, engine = messages.decode_from_learner(message), self.weight_transfer_engine
         if not engine.ranks.receives and not isinstance(told, messages.Welcome):
             return b""

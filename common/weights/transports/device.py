@@ -48,8 +48,13 @@ class DeviceGroup:
         self._closing = threading.Event()
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="device-broadcasts").start()
-        formed = self._call(lambda: self._form(epoch, form))
-        self._wait(formed, epoch.timeout_s, f"epoch {epoch.epoch} did not form")
+
+        def connect() -> None:
+            self._communicator = form(epoch)
+            first = torch.zeros(1, dtype=torch.uint8, device=device)
+            self._communicator.broadcast(first)  # libraries connect at their first use
+
+        self._wait(self._call(connect), epoch.timeout_s, f"epoch {epoch.epoch} did not form")
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         """Rank 0's bytes into everyone's CPU `bucket` [n] uint8; the wait raises RuntimeError at the deadline."""
@@ -62,11 +67,6 @@ class DeviceGroup:
             self._closing.set()
             self._calls.put(None)
             threading.Thread(target=self._abort, daemon=True, name="drop-device-group").start()
-
-    def _form(self, epoch: Epoch, form: Callable[[Epoch], Communicator]) -> None:
-        self._communicator = form(epoch)
-        first = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        self._communicator.broadcast(first)  # libraries connect at their first use
 
     def _cross(self, bucket: torch.Tensor) -> None:
         assert self._communicator is not None

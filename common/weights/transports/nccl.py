@@ -44,12 +44,7 @@ class NcclGroup(DeviceGroup):
     """ProcessGroupNCCL over a store prefix of the epoch, on the remembered CUDA device, else on the current one."""
 
     def __init__(self, epoch: Epoch) -> None:
-        """Meet the other members; blocks until all came.
-
-        Raises:
-            UsageError: this machine has no CUDA device.
-            RuntimeError: not everyone came within `epoch.timeout_s`.
-        """
+        """Meet the other members; raises UsageError without a CUDA device, RuntimeError when someone does not come."""
         require_device()
         device = _device if _device is not None else torch.device("cuda", torch.cuda.current_device())
         super().__init__(epoch, lambda epoch: NcclCommunicator(epoch, device), device)

@@ -78,11 +78,7 @@ class RelayGroup:
         self._ends = deque[int]()  # where buckets end that were posted and not yet asked for
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
-        """Receive the payload's next bytes into `bucket` [n] uint8 while the caller waits.
-
-        The wait raises:
-            RuntimeError: the source does not have them, they did not come within `timeout_s`, or `close` was called.
-        """
+        """Receive the payload's next bytes into `bucket` [n] uint8 while the caller waits; raises as `Group.post`."""
         self._posted += len(bucket)
         self._ends.append(self._posted)
         return partial(self._receive, bucket, self._posted, timeout_s)
@@ -114,9 +110,8 @@ class RelayGroup:
             left_s = deadline - time.monotonic()
             at = self._got - start
             if left_s <= 0:
-                raise RuntimeError(
-                    f"{at} of {len(bucket)} bytes came from {self._source.address} within {timeout_s:g} s"
-                )
+                source = self._source.address
+                raise RuntimeError(f"{at} of {len(bucket)} bytes came from {source} within {timeout_s:g} s")
             self._ask()
             if self._socket.poll(int(1000 * min(left_s, LOOK_S)) + 1):
                 piece = self._take(end)
@@ -236,23 +231,18 @@ class RelayServer:
             if len(frames) != 1:
                 raise ValueError(f"{len(frames)} frames")
             get = decode_get(frames[0].buffer)
-            piece = self._piece(get, str(frames[0].get("User-Id")) if self.public else "")
+            client_public = str(frames[0].get("User-Id")) if self.public else ""
+            with self._lock:
+                offer = self._offers.get(get.key)
+            if offer is None or offer.client_public != client_public or offer.until < time.monotonic():
+                raise ValueError("this version is no longer offered here")
+            if not 0 <= get.end - get.start <= PIECE_BYTES or get.end > offer.flat.numel():
+                raise ValueError(f"bytes {get.start} to {get.end} of {offer.flat.numel()} cannot be asked for at once")
+            piece = memoryview(cast(Any, offer.flat[get.start : get.end].numpy()))
+            answer: list[Any] = [encode(Piece(get.start, get.end)), piece]
         except (ValueError, zmq.ZMQError) as error:
-            self._send([identity.bytes, encode(Gone(str(error)))])
-            return
-        self._send([identity.bytes, encode(Piece(get.start, get.end)), piece])
-
-    def _piece(self, get: Get, client_public: str) -> memoryview:
-        with self._lock:
-            offer = self._offers.get(get.key)
-        if offer is None or offer.client_public != client_public or offer.until < time.monotonic():
-            raise ValueError("this version is no longer offered here")
-        if not 0 <= get.end - get.start <= PIECE_BYTES or get.end > offer.flat.numel():
-            raise ValueError(f"bytes {get.start} to {get.end} of {offer.flat.numel()} cannot be asked for at once")
-        return memoryview(cast(Any, offer.flat[get.start : get.end].numpy()))
-
-    def _send(self, frames: list[Any]) -> None:
+            answer = [encode(Gone(str(error)))]
         try:
-            self._router.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            self._router.socket.send_multipart([identity.bytes, *answer], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:  # the client is gone or asked for too much; its own wait has a deadline
             logger.debug("a piece was not sent: %s", error)

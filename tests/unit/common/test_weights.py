@@ -140,11 +140,11 @@ def test_weights_of_another_source_are_held_to_a_digest_that_cannot_be_forged(
 def test_a_receiver_refuses_what_was_not_announced(layout: Layout, flat: torch.Tensor) -> None:
     receiver = Receiver(lambda epoch: Replay(flat))
     with pytest.raises(ValueError, match="another layout"):
-        receiver.start(publish_of(flat, layout))
-    receiver.set_layout(layout)
-    receiver.set_epoch(Epoch(1, 1, 2, "127.0.0.1", 1, 5.0))
+        receiver.obey(publish_of(flat, layout))
+    receiver.obey(messages.Welcome(0, layout))
+    receiver.obey(Epoch(1, 1, 2, "127.0.0.1", 1, 5.0))
     with pytest.raises(ValueError, match="epoch 2, which this node is not in"):
-        receiver.start(publish_of(flat, layout, epoch=2))
+        receiver.obey(publish_of(flat, layout, epoch=2))
     with pytest.raises(ValueError, match="not staged"):
         receiver.take(0, 7)
 
@@ -206,14 +206,14 @@ class Node:
     def __init__(self) -> None:
         self.wire = Replay(torch.zeros(0, dtype=torch.uint8))
         self.receiver = Receiver(lambda epoch: self.wire)
-        self.receiver.set_layout(LAYOUT)
-        self.receiver.set_epoch(EPOCH)
+        self.receiver.obey(messages.Welcome(0, LAYOUT))
+        self.receiver.obey(EPOCH)
 
     def get(self, publish: Publish, payload: torch.Tensor) -> str:
         """'' when the version was staged and flipped, else why not."""
         self.wire.payload, self.wire.at = payload, 0
         try:
-            self.receiver.start(publish)
+            self.receiver.obey(publish)
         except ValueError as error:
             return str(error)
         until(lambda: self.receiver.status.state != "receiving", every_s=0.002)

@@ -10,7 +10,7 @@ from common.rollouts import Task, VersionRun
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.protocol import Action, StepResult
 from rollout_fleet.episode.driver import Progress
-from rollout_fleet.episode.group_runner import REPORTED, GroupProgress, GroupRunner, RolledOut, oldest_groups
+from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner, RolledOut
 from tests.unit.rollout_fleet.fleet_fakes import Base, ScriptedSampler, add, addition_task, make_driver, say
 
 
@@ -139,8 +139,3 @@ def test_a_group_whose_episodes_wait_for_slots_says_so() -> None:
     found = working(7, 100.0, *(Progress(since=100.0) for _ in range(3))).report(110.0)
     assert (found.state, found.state_s, found.finished, found.turns) == ("queued", 10.0, 0, 0)
     assert working(7, 100.0).report(110.0).state == "queued"
-
-
-def test_the_oldest_groups_are_told_about() -> None:
-    many = [working(i, 200.0 - i) for i in range(20)]
-    assert [w.serial for w in oldest_groups(many, 300.0)] == [19 - i for i in range(REPORTED)]

@@ -163,7 +163,8 @@ async def test_weights_of_an_earlier_incarnation_lease_nothing() -> None:
         await until_async(lambda: site.states() == ["ready"])
 
 
-async def test_it_leases_ahead_but_no_further_than_two_groups() -> None:
+async def test_it_leases_ahead_but_no_further_than_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "REPORTED", 3)
     async with Site(concurrency=4, gated=True) as site:
         site.attach(tasks=8)
         await until_async(lambda: site.states().count("leased") == 4)
@@ -171,6 +172,7 @@ async def test_it_leases_ahead_but_no_further_than_two_groups() -> None:
         assert site.states().count("leased") == 4  # two groups of two run, two wait
         assert len(site.sampler.calls) == 4
         await until_async(lambda: site.status.report().state == "generating")
+        assert [group.serial for group in site.status.report().groups] == [0, 1, 2], "the oldest are reported"
         site.sampler.gate.set()
         await until_async(lambda: site.states() == ["ready"] * 8)
         assert site.sampler.most_at_once == 4
