@@ -18,7 +18,7 @@ import psutil
 from simulated_engine import Node, Speeds
 
 from common.config.schema import Config
-from launch.up.core_pinning import CorePlan, available_cores, plan_cores
+from launch.up.core_pinning import Cores, available_cores, plan_cores
 from launch.up.roles import thread_environment
 from launch.up.supervisor import pin
 from rollout_fleet.engine.engine import Engine
@@ -39,8 +39,8 @@ class Beside:
     learner: float
 
 
-def core_plan(config: Config) -> CorePlan:
-    """The cores that `slipstream up` gives to learner and engine."""
+def core_plan(config: Config) -> list[Cores]:
+    """The cores that `slipstream up` gives to the learner and to the engine."""
     learner = config.learner.world_size * config.learner.threads
     return plan_cores(available_cores(), learner, [config.rollout.threads])
 
@@ -52,7 +52,7 @@ async def running_engine(config: Config) -> AsyncGenerator[Engine]:
     engine = Engine(config, weights="folder", stop_token_ids=[])
     await engine.start()
     try:
-        cores = core_plan(config).nodes[0]
+        cores = core_plan(config)[1]
         for child in psutil.Process().children(recursive=True):
             if cores is not None:
                 pin(child.pid, cores)
@@ -158,7 +158,7 @@ class Replayed:
 
 def learner_busy(run_dir: Path, config: Config, out: Path) -> Replayed:
     """`slipstream replay` of the run on the learner's cores."""
-    cores = core_plan(config).learner
+    cores = core_plan(config)[0]
     command = [sys.executable, "-m", "launch.cli", "replay", str(run_dir), "--out", str(out)]
     replay = subprocess.Popen(command, cwd=harness.ROOT, stdout=subprocess.DEVNULL)
     if cores is not None:

@@ -1,7 +1,7 @@
 """`slipstream keys DIR`: the key folder of a job whose sockets are authenticated. See common/security/credentials.py.
 
-It only ever adds: existing keys stay, so a running job goes on, and a broker that runs lets a new credential in at
-once. `--revoke NAME` takes one back.
+It only ever adds: existing keys stay, so a running job continues. A running broker lets a new credential in at once.
+`--revoke NAME` takes one back.
 """
 
 import argparse
@@ -52,10 +52,7 @@ def command(args: argparse.Namespace) -> int:
 def make(folder: KeyFolder, nodes: Sequence[str]) -> list[Path]:
     """Make what is missing: server keys, learner, observer and the named nodes. Returns the credential files made.
 
-    A name that is in the list without a file here was handed out and is left alone.
-
-    Raises:
-        UsageError: a name that cannot be one, or a folder that cannot be used.
+    A name that is in the list without a file here was handed out and is left alone. Raises UsageError.
     """
     for name in nodes:
         if not re.match(CREDENTIAL_NAME, name):
@@ -72,9 +69,8 @@ def make(folder: KeyFolder, nodes: Sequence[str]) -> list[Path]:
         ]
         made: list[Path] = []
         for role, name, file in wanted:
-            identity = _credential(folder, server, allowed, role, name, file)
-            if identity is not None:
-                allowed.append(identity)
+            if not any((identity.role, identity.name) == (role, name) for identity in allowed):
+                allowed.append(_credential(server, allowed, role, name, file))
                 made.append(file)
         broker = Identity(server.public, "broker", "broker")  # it asks another broker of its run for signs
         allowed += [broker] * (broker not in allowed)
@@ -105,25 +101,14 @@ def _server(folder: KeyFolder) -> ServerKeys:
     return read_file(folder.server, ServerKeys, "the broker's key pair")
 
 
-def _credential(
-    folder: KeyFolder, server: ServerKeys, allowed: list[Identity], role: Role, name: str, file: Path
-) -> Identity | None:
-    """The identity to add to the list; None when it is there."""
-    if any((identity.role, identity.name) == (role, name) for identity in allowed):
-        return None
+def _credential(server: ServerKeys, allowed: list[Identity], role: Role, name: str, file: Path) -> Identity:
+    """The identity in the credential's file, which is made when it is missing; `allowed` has the learner's first."""
     if not file.exists():
         keys = new_keys()
-        learner = keys.public if role == "learner" else _learner_public(folder)
+        learner = keys.public if role == "learner" else next(i.public for i in allowed if i.role == "learner")
         _write_new(file, Credential(role, name, keys.public, keys.secret, server.public, learner))
     found = read_file(file, Credential, f"the credential of {role} {name}")  # its list was lost in a crash
     return Identity(found.public, role, name)
-
-
-def _learner_public(folder: KeyFolder) -> str:
-    listed = load_allowed(folder.path).values() if folder.allowed.exists() else ()
-    if (found := next((i for i in listed if i.role == "learner"), None)) is not None:
-        return found.public
-    return read_file(folder.learner, Credential, "the credential of the learner").public
 
 
 def _write_allowed(folder: KeyFolder, keys: Sequence[Identity]) -> None:
@@ -133,13 +118,8 @@ def _write_allowed(folder: KeyFolder, keys: Sequence[Identity]) -> None:
 def _write_new(file: Path, value: ServerKeys | Credential) -> None:
     """Complete and durable before it has its name, and never in place of another."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    write_atomic(temporary, pretty_json(value), mode=0o600)
     try:
-        with os.fdopen(handle, "wb") as out:
-            out.write(pretty_json(value))
-            out.flush()
-            os.fsync(out.fileno())
         os.link(temporary, file)
     finally:
-        temporary.unlink(missing_ok=True)
+        temporary.unlink()

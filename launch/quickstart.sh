@@ -33,7 +33,7 @@ step() {  # step TITLE COMMAND...
   "$@"
   printf '== %d. done in %d s\n' "$number" $((SECONDS - begun))
 }
-trap 'echo "quickstart: stopped; the same command goes on from here" >&2; exit 1' INT TERM
+trap 'echo "quickstart: stopped; the same command continues from here" >&2; exit 1' INT TERM
 
 step "install into .venv" bash launch/setup.sh cpu
 export PATH="$PWD/.venv/bin:$PATH"
@@ -47,13 +47,13 @@ else
   step "warm start: supervised fine-tuning on the Megatron learner" slipstream sft configs/quickstart-sft.yaml \
     "run.seed=$seed" "run.dir=$sft" "model.path=$assets/model" "tasks.dataset=$assets/addition/sft.jsonl"
   if [ ! -f "$sft/model/config.json" ]; then
-    echo "quickstart: the warm start was stopped before it was done; the same command goes on" >&2
+    echo "quickstart: the warm start was stopped before it was done; the same command continues" >&2
     exit 1
   fi
 fi
 step "reinforcement learning: broker, Megatron learner and vLLM node" slipstream up configs/quickstart.yaml "${overrides[@]}"
 if [ ! -f "$run/model/config.json" ]; then
-  echo "quickstart: the job was stopped before it was done; the same command goes on" >&2
+  echo "quickstart: the job was stopped before it was done; the same command continues" >&2
   exit 1
 fi
 step "accuracy on held-out problems" slipstream eval "$run"

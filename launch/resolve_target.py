@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
-from common.config.checks import Reader, check_config, resolve_paths
+from common.config.checks import C, Reader, check_config, resolve_paths
 from common.config.loading import build_config, load_config, load_either, load_resolved
-from common.config.schema import Config, SftConfig
+from common.config.schema import Config
 from common.errors import UsageError
 from common.process.run_dir import RunDir
 
@@ -15,33 +15,27 @@ from common.process.run_dir import RunDir
 def load_job(
     path: str, overrides: Sequence[str] = (), environment: bool = False, reader: Reader = "all"
 ) -> tuple[Config, RunDir]:
-    """A checked RL config with absolute paths, and its run folder.
+    """A checked RL config with absolute paths, and its run folder; arguments and raises as `checked`."""
+    return checked(load_config(Path(path), overrides), path, environment, reader)
+
+
+def checked(config: C, file: str, environment: bool = True, reader: Reader = "all") -> tuple[C, RunDir]:
+    """The config with absolute paths after all checks that need no heavy import, and its run folder.
 
     Args:
+        file: named in errors.
         environment: also import the environment, for the commands whose Python environment must have it.
         reader: the role that starts here; files that only others read may be missing.
 
     Raises:
         UsageError: ConfigError when a key is wrong.
     """
-    return checked(load_config(Path(path), overrides), path, environment, reader)
-
-
-def checked(config: Config, file: str, environment: bool = True, reader: Reader = "all") -> tuple[Config, RunDir]:
-    """Resolve the paths, check everything that needs no heavy import; `file` is named in errors."""
     config = resolve_paths(config)
     check_config(config, file, reader)
-    if environment:
+    if environment and isinstance(config, Config):
         from rollout_fleet.environments.description import check_environment
 
         check_environment(config.tasks, file)
-    return config, RunDir(config.run.dir)
-
-
-def load_sft(path: str, overrides: Sequence[str] = ()) -> tuple[SftConfig, RunDir]:
-    """A checked warm-start config with absolute paths, and its run folder."""
-    config = resolve_paths(load_config(Path(path), overrides, SftConfig))
-    check_config(config, path)
     return config, RunDir(config.run.dir)
 
 
@@ -77,20 +71,10 @@ def find_run(word: str) -> RunDir:
     raise UsageError(f"{word} is neither the folder of a run nor a config file")
 
 
-def config_of(run: RunDir) -> Config | None:
-    """The resolved RL config in a run folder; None when there is none or it is a warm start's."""
-    config = _resolved(run)
-    return config if isinstance(config, Config) else None
-
-
-def warm_start_of(run: RunDir) -> SftConfig | None:
-    """The resolved config of a warm start; None when there is none or it is an RL job's."""
-    config = _resolved(run)
-    return config if isinstance(config, SftConfig) else None
-
-
-def _resolved(run: RunDir) -> Config | SftConfig | None:
-    return load_resolved(run.config) if run.config.exists() else None
+def config_of(run: RunDir, kind: type[C] = Config) -> C | None:
+    """The resolved config in a run folder; None when there is none or it is of another kind."""
+    config = load_resolved(run.config) if run.config.exists() else None
+    return config if isinstance(config, kind) else None
 
 
 def joined_config(data: bytes, address: str, overrides: Sequence[str]) -> Config:

@@ -34,7 +34,7 @@ def check_cores(machine: Machine, config: Config | SftConfig | None) -> Finding:
     learner = config.learner.world_size * config.learner.threads
     nodes = [config.rollout.threads] * config.rollout.nodes if isinstance(config, Config) else []
     wanted = learner + sum(nodes)
-    if nodes and plan_cores(list(range(machine.cores)), learner, nodes).learner is not None:
+    if nodes and plan_cores(list(range(machine.cores)), learner, nodes)[0] is not None:
         return fine("cores", f"{machine.cores}: `up` pins learner ({learner}) and engines ({sum(nodes)}) to their own")
     free = " (not pinned on a machine of this size)" if machine.cores > SMALL_MACHINE_CORES else ""
     return judged(

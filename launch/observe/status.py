@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import msgspec
 
-from common.config.schema import Config
+from common.config.schema import Config, SftConfig
 from common.errors import EXIT_FAILED, SlipstreamError
 from common.process.run_dir import RunDir
 from launch.observe import sft_status, stall_text
@@ -16,13 +16,13 @@ from launch.observe.advisor import advice_for
 from launch.observe.display import open_display
 from launch.observe.metrics_tail import MetricsTail
 from launch.observe.observation import as_json, observe
-from launch.resolve_target import config_of, find_run, warm_start_of
+from launch.resolve_target import config_of, find_run
 
 
 def command(args: argparse.Namespace) -> int:
     """Print the status; of a finished job, the last one that is known."""
     run = find_run(args.run)
-    if (warm := warm_start_of(run)) is not None:
+    if (warm := config_of(run, SftConfig)) is not None:
         status = sft_status.as_json(run, warm)
         print(json.dumps(status) if args.json else sft_status.line(status))
         return 0

@@ -33,17 +33,11 @@ def command(args: argparse.Namespace) -> int:
 
 
 def find_checkpoint(run: RunDir, step: int | None) -> Path:
-    """The checkpoint of `step`, None: the newest.
-
-    Raises:
-        UsageError: there is none; naming those that exist.
-        SlipstreamError: it is not complete.
-    """
+    """The checkpoint of `step`, None: the newest. Raises SlipstreamError when there is none, or it is not complete."""
     found = CheckpointFolder(run.checkpoints, keep=1).steps()
     if not found:
-        raise UsageError(
-            f"{run.path} has no model and no checkpoint yet; one comes every learner.checkpoint.every steps"
-        )
+        hint = "one comes every learner.checkpoint.every steps"
+        raise UsageError(f"{run.path} has no model and no checkpoint yet; {hint}")
     step = max(found) if step is None else step
     if step not in found:
         raise UsageError(f"{run.path} has no checkpoint of step {step}; it has {', '.join(map(str, sorted(found)))}")

@@ -31,26 +31,19 @@ Curve = Callable[[Lines], Points]
 
 @dataclass(frozen=True)
 class Plot:
-    """Curves that share one pair of axes.
-
-    Attributes:
-        curves: (legend, points from the lines of the metrics file).
-        smooth: also draw a running mean.
-        first_steps: False leaves out the first step of each learner process, which includes one-time work.
-    """
+    """Curves that share one pair of axes."""
 
     name: str
     title: str
     label: str
-    curves: tuple[tuple[str, Curve], ...]
-    smooth: bool = False
+    curves: tuple[tuple[str, Curve], ...]  # (legend, points from the lines of the metrics file)
+    smooth: bool = False  # also draw a running mean
     logarithmic: bool = False
-    first_steps: bool = True
+    first_steps: bool = True  # False leaves out the first step of each learner process, which includes one-time work
     x_label: str = "step"
 
 
 def metric(name: str) -> Curve:
-    """The values of one metric by step."""
     return lambda lines: [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
 
 
@@ -67,19 +60,11 @@ def rate(total: str) -> Curve:
 
 
 def same_version(lines: Lines) -> Points:
-    """mismatch_abs_mean of the steps that trained on tokens of their own version.
-
-    For other steps the metric covers all trained tokens, and includes the drift of the policy.
-    """
-    return [
-        (line["step"], line["mismatch_abs_mean"])
-        for line in lines
-        if "mismatch_abs_mean" in line and (line.get("tokens_by_age") or [1])[0] > 0
-    ]
+    """The mismatch of steps with tokens of their own version; in other steps it includes the policy's drift."""
+    return metric("mismatch_abs_mean")([line for line in lines if (line.get("tokens_by_age") or [1])[0] > 0])
 
 
 def reward_over_time(lines: Lines) -> Points:
-    """The smoothed reward by seconds of training."""
     start = lines[0]["time_s"] - lines[0].get("step_s", 0.0)
     time_of = {line["step"]: line["time_s"] - start for line in lines}
     return running_mean([(time_of[step], reward) for step, reward in metric("reward_mean")(lines)])
@@ -91,12 +76,7 @@ def _curves(**legends: str) -> tuple[tuple[str, Curve], ...]:
 
 PLOTS = (
     Plot("reward", "Reward", "mean reward", _curves(reward_mean="reward"), smooth=True),
-    Plot(
-        "staleness",
-        "Staleness of trained tokens",
-        "versions behind",
-        _curves(staleness_mean="mean", staleness_max="max"),
-    ),
+    Plot("staleness", "Staleness of tokens", "versions behind", _curves(staleness_mean="mean", staleness_max="max")),
     Plot(
         "step_time",
         "Where the learner's time goes, without first steps",
@@ -161,19 +141,18 @@ WARM_START_PLOTS = (
 )
 
 
-def draw_warm_start(tail: MetricsTail, folder: Path) -> list[Path]:
-    """The plots of a warm start; returns the files."""
-    return _draw_single(WARM_START_PLOTS, tail, None, folder)
-
-
-def draw_all(tail: MetricsTail, config: Config | None, folder: Path) -> list[Path]:
+def draw_all(plots: Iterable[Plot], tail: MetricsTail, config: Config | None, folder: Path) -> list[Path]:
     """Write every plot that has points, and the overview; returns the files."""
-    shown = [plot for plot in PLOTS if any(points for _, points in drawn_points(plot, tail.lines))]
-    single = _draw_single(shown, tail, config, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = [plot for plot in plots if any(points for _, points in drawn_points(plot, tail.lines))]
     rows = -(-len(shown) // COLUMNS)
     overview = plt.figure(figsize=(15, 3.6 * rows))
+    single: list[Path] = []
     for plot, cell in zip(shown, cells(len(shown)), strict=True):
         _draw(plot, tail, config, overview.add_subplot(GridSpec(rows, 2 * COLUMNS)[cell]))
+        figure, axes = plt.subplots(figsize=(7, 4.2))
+        _draw(plot, tail, config, axes)
+        single.append(_save(figure, folder / f"{plot.name}.png"))
     if config is not None:
         overview.suptitle(f"{config.run.name}, seed {config.run.seed}, staleness at most {config.staleness.max}")
     return [_save(overview, folder / "overview.png"), *single]
@@ -188,7 +167,6 @@ def cells(count: int) -> Iterable[tuple[int, slice]]:
 
 
 def drawn_points(plot: Plot, lines: Lines) -> list[tuple[str, Points]]:
-    """(legend, points) of each curve."""
     if not plot.first_steps:
         starts = [None, *(line.get("incarnation", 0) for line in lines)]
         later = [line for line, before in zip(lines, starts, strict=False) if line.get("incarnation", 0) == before]
@@ -203,16 +181,6 @@ def running_mean(points: Points) -> Points:
     """Each value becomes the mean of itself and up to SMOOTHING_STEPS - 1 values before it."""
     parts = [points[max(0, end - SMOOTHING_STEPS) : end] for end in range(1, len(points) + 1)]
     return [(part[-1][0], mean(y for _, y in part)) for part in parts]
-
-
-def _draw_single(plots: Iterable[Plot], tail: MetricsTail, config: Config | None, folder: Path) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
-    for plot in plots:
-        figure, axes = plt.subplots(figsize=(7, 4.2))
-        _draw(plot, tail, config, axes)
-        written.append(_save(figure, folder / f"{plot.name}.png"))
-    return written
 
 
 def _save(figure: "Figure", path: Path) -> Path:

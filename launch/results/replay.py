@@ -6,7 +6,7 @@ the run's store  ->  a broker in this process, its steps preloaded as taken  -> 
 import argparse
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from os import getpid
 
@@ -59,8 +59,9 @@ class ReplayReport(msgspec.Struct, frozen=True):
 
 
 def compare(original: StepMetrics | None, replayed: StepMetrics) -> ReplayedStep:
-    """One step."""
-    return ReplayedStep(replayed.step, None if original is None else _figures(original), _figures(replayed))
+    now = {name: float(getattr(replayed, name)) for name in COMPARED}
+    then = original and {name: float(getattr(original, name)) for name in COMPARED}
+    return ReplayedStep(replayed.step, then, now)
 
 
 def line(step: ReplayedStep) -> str:
@@ -78,7 +79,6 @@ def line(step: ReplayedStep) -> str:
 
 
 def summary(steps: list[ReplayedStep]) -> str:
-    """One sentence."""
     known = [step for step in steps if step.original is not None]
     different = [step for step in known if not step.equal]
     if not known:
@@ -87,10 +87,6 @@ def summary(steps: list[ReplayedStep]) -> str:
         return f"all {len(known)} steps equal the run's, bit for bit"
     first = different[0]
     return f"{len(known) - len(different)} of {len(known)} steps equal the run's; the first that differs: {line(first)}"
-
-
-def _figures(metrics: StepMetrics) -> dict[str, float]:
-    return {name: float(getattr(metrics, name)) for name in COMPARED}
 
 
 def _same(a: float, b: float) -> bool:
@@ -109,8 +105,7 @@ def command(args: argparse.Namespace) -> int:
         try:
             run_replay(plan, recording, steps)
         finally:  # also of a learner that failed, as one does that replays the step in which the run failed
-            checkpoint = str(plan.checkpoint) if plan.checkpoint else None
-            run = str(original.path.resolve())
+            run, checkpoint = str(original.path.resolve()), plan.checkpoint and str(plan.checkpoint)
             report = ReplayReport(run, plan.first, plan.last, checkpoint, list(args.overrides), steps)
             write_json(plan.run.path / "replay.json", report)
     print(f"{summary(steps)}; model, metrics and replay.json are in {plan.run.path}")
@@ -118,11 +113,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) -> None:
-    """Train the steps; appends and prints each as it is done.
-
-    Raises:
-        SlipstreamError: the learner failed, waits in vain, or was stopped.
-    """
+    """Train the steps; appends and prints each. Raises SlipstreamError when the learner fails, waits or is stopped."""
     flag = DrainFlag.install()
     plan.run.prepare(plan.config)
     if plan.checkpoint is not None:
@@ -136,11 +127,13 @@ def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) ->
         log = log_path(plan.run.logs, "learner", "0")
         learner = supervisor.start(RoleSpec("learner", role_command(["learner", str(plan.run.config)]), log))
         try:
-            while not (ended := bool(supervisor.poll())) and not flag.wait(POLL_S):
-                _show_new(plan.run, originals, steps)
+            while learner.running and not flag.wait(POLL_S):
+                supervisor.poll()
+                for found in read_metrics(plan.run.metrics, StepMetrics)[len(steps) :]:
+                    steps.append(compare(originals.get(found.step), found))
+                    print(line(steps[-1]), flush=True)
                 check_progress(state.learner.report)
-            _show_new(plan.run, originals, steps)
-            if not ended:
+            if learner.running:
                 raise SlipstreamError(f"{flag.reason}: the replay was stopped after {len(steps)} steps")
         finally:
             supervisor.stop(["learner"], DRAIN_S)
@@ -171,9 +164,3 @@ def check_progress(report: LearnerReport | None) -> None:
             f"step {report.step} waits for groups that its recording does not have ({report.waiting_on}). With these "
             "overrides it gives groups back or leaves some out, and a replay has no node to generate others"
         )
-
-
-def _show_new(run: RunDir, originals: Mapping[int, StepMetrics], steps: list[ReplayedStep]) -> None:
-    for found in read_metrics(run.metrics, StepMetrics)[len(steps) :]:
-        steps.append(compare(originals.get(found.step), found))
-        print(line(steps[-1]), flush=True)

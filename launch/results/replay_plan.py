@@ -50,17 +50,12 @@ def plan_replay(
     out: str | None,
     overrides: Sequence[str],
 ) -> Replay:
-    """Check everything before anything is written.
-
-    Raises:
-        UsageError: no checkpoint of step `first`, steps that are not retained, a folder in use, a fixed key.
-        SlipstreamError: the checkpoint is not complete.
-    """
+    """Check everything before anything is written; raises UsageError, or SlipstreamError for a torn checkpoint."""
     checkpoints = CheckpointFolder(original.checkpoints, keep=1).steps()
-    if first and first not in checkpoints:
-        there = f"it has those of steps {_listed(list(checkpoints))}" if checkpoints else "it has none"
-        raise UsageError(f"--from {first}: {original.checkpoints} has no checkpoint of step {first}; {there}")
     if first:
+        if first not in checkpoints:
+            there = f"it has those of steps {_listed(list(checkpoints))}" if checkpoints else "it has none"
+            raise UsageError(f"--from {first}: {original.checkpoints} has no checkpoint of step {first}; {there}")
         read_checkpoint(checkpoints[first])
     last = _last_step(recording, first, last, config.broker.retain_steps, list(checkpoints))
     folder = _new_folder(original, out)

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from common.process.run_dir import RunDir, write_json
 from launch.observe import waste_view
 from launch.observe.advisor import advice_for
 from launch.observe.metrics_tail import LATEST, MetricsTail, ends
-from launch.resolve_target import config_of, find_run, warm_start_of
+from launch.resolve_target import config_of, find_run
 
 STEP_TIMES = {
     "step": "step_s",
@@ -38,24 +39,27 @@ def command(args: argparse.Namespace) -> int:
         raise SlipstreamError(f"{run.metrics} has no steps yet")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("plots need matplotlib, which the extra 'report' brings; launch/setup.sh cpu installs it")
-    warm = warm_start_of(run)
+    warm = config_of(run, SftConfig)
     summary = summarise_warm_start(warm, tail) if warm else summarise(run, tail)
     write_json(run.report / "summary.json", summary)
-    from launch.results.plots import draw_all, draw_warm_start
+    from launch.results.plots import PLOTS, WARM_START_PLOTS, draw_all
 
-    written = draw_warm_start(tail, run.report) if warm else draw_all(tail, config_of(run), run.report)
-    show(summary, written)
+    show(summary, draw_all(WARM_START_PLOTS if warm else PLOTS, tail, config_of(run), run.report))
     return 0
 
 
 def summarise(run: RunDir, tail: MetricsTail) -> Figures:
-    """The figures of a whole job."""
     config, last = config_of(run), tail.last
-    rewards, seconds = tail.series("reward_mean"), wall_clock_s(tail)
+    rewards, first = tail.series("reward_mean"), tail.lines[0]
     if not rewards:
         raise SlipstreamError(f"{run.metrics} is not that of an RL job: no line has a reward_mean")
+    seconds = float(last["time_s"] - first["time_s"] + first.get("step_s", 0.0))  # restarts included
     trained = sum(tail.series("tokens_trained"))
-    return {
+    advice: dict[str, Any] = {}
+    if found := advice_for(tail.lines, config.staleness.max if config else 0):
+        advice = {"text": found.text, "nodes": found.nodes or None}
+        advice |= {"learner_idle_share": found.idle, "speedup": found.speedup}
+    summary: Figures = {
         "run": {
             "name": config.run.name if config else run.path.name,
             "steps": len(tail.lines),
@@ -72,21 +76,21 @@ def summarise(run: RunDir, tail: MetricsTail) -> Figures:
         "time_per_step_s": {name: tail.mean(metric) for name, metric in STEP_TIMES.items()},
         "tokens": {name: last.get(f"tokens_{name}_total") for name in ("generated", "trained", "wasted")}
         | {"trained_per_s": trained / seconds if seconds else None},
-        "advice": advice_section(tail, config.staleness.max if config else 0),
+        "advice": advice,
         "wasted": waste_view.of_report(last),
         "failed_samples": waste_view.summed(line.get("samples_failed_by_reason", {}) for line in tail.lines),
         "off_policy": {"ratio_max": max(tail.series("ratio_max"), default=None)}
         | {name: tail.mean(name) for name in OFF_POLICY}
         | {"entropy_last_10": tail.mean("entropy", LATEST), "kl_last_10": tail.mean("kl_mean", LATEST)},
-    } | {
-        section: figures
-        for section, figures in (("mismatch_by_staleness", mismatch_by_age(tail)), ("held_out", read_evaluation(run)))
-        if figures
     }
+    if by_age := mismatch_by_age(tail):
+        summary["mismatch_by_staleness"] = by_age
+    with suppress(OSError, msgspec.DecodeError):
+        summary["held_out"] = msgspec.json.decode((run.path / "eval.json").read_bytes(), type=dict[str, float])
+    return summary
 
 
 def summarise_warm_start(config: SftConfig, tail: MetricsTail) -> Figures:
-    """The figures of a whole warm start."""
     losses, seconds = tail.series("loss"), sum(tail.series("step_s"))
     trained = sum(tail.series("tokens_trained"))
     return {
@@ -98,19 +102,6 @@ def summarise_warm_start(config: SftConfig, tail: MetricsTail) -> Figures:
             "processed": sum(tail.series("sequence_tokens")),
             "trained_per_s": trained / seconds if seconds else None,
         },
-    }
-
-
-def advice_section(tail: MetricsTail, staleness: int) -> dict[str, Any]:
-    """The advisor's line on the newest steps, and its figures; {} when there are too few."""
-    found = advice_for(tail.lines, staleness)
-    if found is None:
-        return {}
-    return {
-        "text": found.text,
-        "nodes": found.nodes or None,
-        "learner_idle_share": found.idle,
-        "speedup": found.speedup,
     }
 
 
@@ -127,12 +118,6 @@ def mismatch_by_age(tail: MetricsTail) -> dict[str, float]:
     return out
 
 
-def wall_clock_s(tail: MetricsTail) -> float:
-    """From the start of the first step to the end of the last, restarts included."""
-    first = tail.lines[0]
-    return float(tail.last.get("time_s", 0.0)) - float(first.get("time_s", 0.0)) + float(first.get("step_s", 0.0))
-
-
 def first_above(values: list[float], limit: float, window: int = 3) -> int | None:
     """Steps until the mean of `window` successive values reaches `limit`; None when it never does."""
     for end in range(window, len(values) + 1):
@@ -141,16 +126,7 @@ def first_above(values: list[float], limit: float, window: int = 3) -> int | Non
     return None
 
 
-def read_evaluation(run: RunDir) -> dict[str, float] | None:
-    """RUN/eval.json as `slipstream eval` left it."""
-    try:
-        return msgspec.json.decode((run.path / "eval.json").read_bytes(), type=dict[str, float])
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
-def show(summary: dict[str, Any], written: list[Path]) -> None:
-    """The table for people."""
+def show(summary: Figures, written: list[Path]) -> None:
     from rich.console import Console
     from rich.table import Table
 

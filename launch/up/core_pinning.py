@@ -1,18 +1,10 @@
 """Which CPU cores each role gets on a small machine, so that generating and training do not push each other around."""
 
 import os
-from dataclasses import dataclass
 from itertools import islice
 
 SMALL_MACHINE_CORES = 16  # with more, the operating system has room to choose
-
-
-@dataclass(frozen=True)
-class CorePlan:
-    """None means free to run anywhere."""
-
-    learner: frozenset[int] | None
-    nodes: tuple[frozenset[int] | None, ...]
+Cores = frozenset[int] | None  # None: free to run anywhere
 
 
 def available_cores() -> list[int]:
@@ -20,17 +12,15 @@ def available_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def plan_cores(cores: list[int], learner_threads: int, node_threads: list[int]) -> CorePlan:
-    """Disjoint cores for the learner and each node's engine when all fit on a small machine, else none.
+def plan_cores(cores: list[int], learner_threads: int, node_threads: list[int]) -> list[Cores]:
+    """Disjoint cores for the learner and, behind it, each node's engine; None each unless all fit on a small machine.
 
     Args:
-        cores: the available ones.
         learner_threads: ranks x threads of the learner.
         node_threads: engine threads of each node.
     """
-    needed = learner_threads + sum(node_threads)
-    if not node_threads or needed > len(cores) or len(cores) > SMALL_MACHINE_CORES:
-        return CorePlan(None, tuple(None for _ in node_threads))
+    wanted = [learner_threads, *node_threads]
+    if not node_threads or sum(wanted) > len(cores) or len(cores) > SMALL_MACHINE_CORES:
+        return [None] * len(wanted)
     free = iter(cores)
-    learner, *nodes = (frozenset(islice(free, count)) for count in (learner_threads, *node_threads))
-    return CorePlan(learner, tuple(nodes))
+    return [frozenset(islice(free, count)) for count in wanted]

@@ -6,11 +6,9 @@ On Ctrl-C nodes return their leases, the learner writes a checkpoint, and the br
 On a failure the same happens, after a message with the role that failed, its exit and its log.
 """
 
-import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import Any
 
 from common.config.schema import Config
@@ -21,7 +19,7 @@ from common.process.lifecycle import DrainFlag
 from common.process.logs import log_path
 from common.process.run_dir import RunDir
 from launch.observe.display import Display, open_display
-from launch.observe.metrics_tail import MetricsTail, mean
+from launch.observe.metrics_tail import LATEST, MetricsTail, mean
 from launch.observe.observation import observe
 from launch.up.core_pinning import available_cores, plan_cores
 from launch.up.roles import role_command, thread_environment
@@ -44,6 +42,29 @@ class JobFailed(SlipstreamError):
         self.exit_code = exit_code
 
 
+def role_specs(config: Config, run: RunDir) -> list[RoleSpec]:
+    """How to run the broker, the learner and the nodes, in this order."""
+    nodes = [f"node-{i}" for i in range(config.rollout.nodes)]
+    threads, restarts = config.rollout.threads, config.run.max_restarts
+    learner_threads = config.learner.world_size * config.learner.threads
+    learner_cores, *node_cores = plan_cores(available_cores(), learner_threads, [threads] * len(nodes))
+
+    def spec(name: str, words: list[str], log_id: str = "0", **options: Any) -> RoleSpec:
+        command = role_command([words[0], str(run.config), *words[1:]])
+        return RoleSpec(name, command, log_path(run.logs, words[0], log_id), **{"max_restarts": restarts} | options)
+
+    keeps = config.broker.durability != "memory"  # others lose everything with their process
+    env = thread_environment(threads)
+    return [
+        spec("broker", ["broker"], max_restarts=restarts if keeps else 0),
+        spec("learner", ["learner"], cores=learner_cores),
+        *(
+            spec(name, ["rollout", "--node-id", name], name, child_cores=cores, env=env)
+            for name, cores in zip(nodes, node_cores, strict=True)
+        ),
+    ]
+
+
 class Job:
     """One run of all roles on this machine."""
 
@@ -51,8 +72,9 @@ class Job:
         self.config, self.run_dir = config, run
         self.tail = MetricsTail(run.metrics)
         self.supervisor = Supervisor(self._on_event)
-        self.nodes = [f"node-{i}" for i in range(config.rollout.nodes)]
-        self._display: Display | None = None
+        self._specs = role_specs(config, run)
+        self._nodes = [spec.name for spec in self._specs[2:]]
+        self._display = Display(config, self.tail, None)
         self._started = time.monotonic()
         self._show_at = 0.0
 
@@ -67,7 +89,7 @@ class Job:
                     self._start(flag)
                     done = self._watch(flag)
                 except JobFailed as failure:  # said before the others are stopped, which may take a while
-                    self._note(f"{str(failure).splitlines()[0]}; stopping the job")
+                    self._note(f"{str(failure).splitlines()[0].removesuffix(':')}; stopping the job")
                     raise
                 finally:
                     self._stop(done)
@@ -76,45 +98,20 @@ class Job:
         finally:
             self.supervisor.kill_all()
 
-    # ------------------------------------------------------------ start
-
     def _start(self, flag: DrainFlag) -> None:
-        """Broker first, since it says where it listens; then the learner and the nodes."""
-        config, logs = self.config, self.run_dir.logs
-        threads = config.rollout.threads
-        learner_threads = config.learner.world_size * config.learner.threads
-        plan = plan_cores(available_cores(), learner_threads, [threads] * len(self.nodes))
-        restarts = config.run.max_restarts
-        keeps = config.broker.durability != "memory"  # others could not go on
-        log = log_path(logs, "broker", "0")
-        self._begin("broker", ["broker"], log, max_restarts=restarts if keeps else 0)
-        if not self._await_broker(flag):
-            return
-        log = log_path(logs, "learner", "0")
-        self._begin("learner", ["learner"], log, cores=plan.learner, max_restarts=restarts)
-        for name, cores in zip(self.nodes, plan.nodes, strict=True):
-            words, log = ["rollout", "--node-id", name], log_path(logs, "rollout", name)
-            env = thread_environment(threads)
-            self._begin(name, words, log, child_cores=cores, max_restarts=restarts, env=env)
-
-    def _begin(self, name: str, words: Sequence[str], log: Path, **options: Any) -> None:
-        """Start a role of this job with these options of RoleSpec."""
-        command = role_command([words[0], str(self.run_dir.config), *words[1:]])
-        self.supervisor.start(RoleSpec(name, command, log, **options))
-
-    def _await_broker(self, flag: DrainFlag) -> bool:
-        """Wait until the broker has written its address; False when told to stop meanwhile."""
+        """The others start when the broker has written its address, unless the job is told to stop before."""
+        broker, *others = self._specs
+        self.supervisor.start(broker)
         deadline = time.monotonic() + BROKER_START_S
         while running_broker(self.run_dir) is None:
             for role in self.supervisor.poll():
                 raise JobFailed(*end_text(role))
             if time.monotonic() > deadline:
-                raise JobFailed(f"the broker did not come up within {BROKER_START_S:g} s; log: {self._log('broker')}")
+                raise JobFailed(f"the broker did not come up within {BROKER_START_S:g} s; log: {broker.log}")
             if flag.wait(POLL_S):
-                return False
-        return True
-
-    # ------------------------------------------------------------ watch
+                return
+        for spec in others:
+            self.supervisor.start(spec)
 
     def _watch(self, flag: DrainFlag) -> bool:
         """Until the learner is done (True) or the job is to stop (False); raises JobFailed."""
@@ -133,23 +130,18 @@ class Job:
         return False
 
     def _check_end(self, role: Role) -> None:
-        """Raise JobFailed when the job cannot go on without a role that is not coming back."""
+        """Raise JobFailed when the job cannot continue without a role that is not coming back."""
         name = role.spec.name
-        if name in ("learner", "broker"):
-            raise JobFailed(*end_text(role))
-        if role.exit_code == 0:
+        nodes = [self.supervisor.roles[node] for node in self._nodes if node in self.supervisor.roles]
+        if name in self._nodes and role.exit_code == 0:
             self._note(f"{name} was told to leave")
-        elif any(self._may_still_work(node) for node in self.nodes):
-            self._note(f"{name} failed for good ({describe_exit(role.exit_code)}); the job goes on without it")
+        elif name in self._nodes and any(node.running or node.restart_at is not None for node in nodes):
+            self._note(f"{name} failed for good ({describe_exit(role.exit_code)}); the job continues without it")
         else:
             raise JobFailed(*end_text(role))
 
-    def _may_still_work(self, name: str) -> bool:
-        role = self.supervisor.roles.get(name)
-        return role is not None and (role.running or role.restart_at is not None)
-
     def _show(self) -> None:
-        if time.monotonic() < self._show_at or self._display is None:
+        if time.monotonic() < self._show_at:
             return
         self.tail.update()
         seen = None
@@ -158,40 +150,31 @@ class Job:
         self._display.show(seen)
         self._show_at = time.monotonic() + self.config.telemetry.refresh_s
 
-    # ------------------------------------------------------------ stop
-
     def _stop(self, done: bool) -> None:
         """Learner and nodes together, then the broker; whatever does not end in time is killed."""
-        if done:
-            self._await_nodes()
-        self.supervisor.stop([*self.nodes, "learner"], DRAIN_S)
+        self.supervisor.stopping = True
+        deadline = time.monotonic() + (NODES_LEAVE_S if done else 0.0)
+        while time.monotonic() < deadline and any(self.supervisor.roles[name].running for name in self._nodes):
+            self.supervisor.poll()  # the broker has told them that the job is done
+            self._show()
+            time.sleep(POLL_S)
+        self.supervisor.stop([*self._nodes, "learner"], DRAIN_S)
         self._show_at = 0.0
         self._show()  # the last look while the broker still answers
         self.supervisor.stop(["broker"], BROKER_END_S)
-
-    def _await_nodes(self) -> None:
-        """Nodes hear from the broker that the learner is done and leave by themselves."""
-        self.supervisor.stopping = True
-        deadline = time.monotonic() + NODES_LEAVE_S
-        while any(self.supervisor.roles[name].running for name in self.nodes) and time.monotonic() < deadline:
-            self.supervisor.poll()
-            self._show()
-            time.sleep(POLL_S)
 
     def _summary(self, done: bool) -> str:
         self.tail.update()
         rewards = self.tail.series("reward_mean")
         steps = int(self.tail.last.get("policy_version", 0))
         took = time.monotonic() - self._started
-        head = "done" if done else "stopped; the same command goes on from the last checkpoint"
+        head = "done" if done else "stopped; the same command continues from the last checkpoint"
         parts = [f"{head}: {steps} of {self.config.run.steps} steps, {took:.0f} s"]
         if rewards:
-            parts.append(f"reward {mean(rewards[:5]):.3f} (first 5 steps) to {mean(rewards[-10:]):.3f} (last 10)")
+            parts.append(f"reward {mean(rewards[:5]):.3f} (first 5 steps) to {mean(rewards[LATEST]):.3f} (last 10)")
         if done:
             parts.append(f"model in {self.run_dir.model}")
         return "; ".join(parts)
-
-    # ------------------------------------------------------------ events
 
     def _on_event(self, kind: str, detail: Mapping[str, object]) -> None:
         """Into RUN/events.jsonl, and to the person when it is no routine."""
@@ -200,16 +183,13 @@ class Job:
                 events.add(f"role_{kind}", **detail)
         except OSError as error:  # a full disk must not end the one who restarts the others
             self._note(f"events.jsonl cannot be written: {error.strerror}")
-        role, code = detail.get("role"), detail.get("exit_code")
+        name, code = str(detail["role"]), detail.get("exit_code")
         if kind == "crashed":
             how = describe_exit(code if isinstance(code, int) else None)
-            self._note(f"{role}: {how}; restarting in {detail.get('restart_in_s')} s, log {self._log(str(role))}")
+            log = self.supervisor.roles[name].spec.log
+            self._note(f"{name}: {how}; restarting in {detail.get('restart_in_s')} s, log {log}")
         elif kind in ("restarted", "killed"):
-            self._note(f"{role}: {kind}")
+            self._note(f"{name}: {kind}")
 
     def _note(self, text: str) -> None:
-        if self._display is not None:
-            self._display.note(f"{time.strftime('%H:%M:%S')} {text}")
-
-    def _log(self, name: str) -> str:
-        return os.fspath(self.supervisor.roles[name].spec.log)
+        self._display.note(f"{time.strftime('%H:%M:%S')} {text}")

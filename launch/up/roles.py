@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
-from common.config.loading import load_either
+from common.config.loading import load_config, load_either
 from common.config.network_checks import fixed_address, split_address
 from common.config.redis_address import is_redis
 from common.config.schema import Config, SftConfig
@@ -20,7 +21,7 @@ from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, write_json
 from launch.observe.observation import ask_status
-from launch.resolve_target import checked, config_file, joined_config, load_job, load_sft, need_broker_library
+from launch.resolve_target import checked, config_file, joined_config, load_job, need_broker_library
 
 # torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
 SHUTDOWN_TIMEOUT_S = 300
@@ -37,18 +38,15 @@ def broker(args: argparse.Namespace) -> int:
     return run_broker(config, msgspec.json.encode(config))
 
 
-def learner(args: argparse.Namespace) -> int:
+def learner(args: argparse.Namespace) -> NoReturn:
     """Become torchrun with one process per learner rank; does not return."""
-    config, run = load_job(args.config, args.overrides, reader="learner")
-    run.prepare(config)
-    return become_torchrun(run, config)
+    return become_torchrun(*load_job(args.config, args.overrides, reader="learner"))
 
 
-def sft(args: argparse.Namespace) -> int:
-    """Become torchrun for the supervised warm start; does not return unless the model is there already."""
-    config, run = load_sft(args.config, args.overrides)
-    run.prepare(config)
-    return become_torchrun(run, config)
+def sft(args: argparse.Namespace) -> NoReturn:
+    """Become torchrun for the supervised warm start; does not return."""
+    config = load_config(Path(args.config), args.overrides, SftConfig)
+    return become_torchrun(*checked(config, args.config, environment=False))
 
 
 def rollout(args: argparse.Namespace) -> int:
@@ -88,9 +86,8 @@ def check_join_address(address: str) -> None:
         hint = "; the broker of a run with broker.store: redis, not its Redis server" if is_redis(address) else ""
         raise UsageError(f"--join: {error}, found {address!r}{hint}") from None
     if 0 in ports:
-        raise UsageError(
-            f"--join: {address} names no port; RUN/broker.json and `slipstream status RUN` have the address"
-        )
+        hint = "RUN/broker.json and `slipstream status RUN` have the address"
+        raise UsageError(f"--join: {address} names no port; {hint}")
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -111,12 +108,12 @@ def evaluate(args: argparse.Namespace) -> int:
 
         result = run_eval(config, model)
     write_json(run.path / "eval.json", result)
+    if args.json:
+        print(msgspec.json.encode(result).decode())
+        return 0
+    accuracy = f"greedy accuracy {result.greedy_accuracy:.3f}, sampled {result.sampled_accuracy:.3f}"
     failed = f", {result.failed} episodes failed" if result.failed else ""
-    words = (
-        f"{model}: greedy accuracy {result.greedy_accuracy:.3f}, sampled {result.sampled_accuracy:.3f} "
-        f"on {result.problems} held-out problems{failed}"
-    )
-    print(msgspec.json.encode(result).decode() if args.json else words)
+    print(f"{model}: {accuracy} on {result.problems} held-out problems{failed}")
     return 0
 
 
@@ -137,18 +134,15 @@ def output_to(path: Path) -> Iterator[None]:
             os.dup2(before, number)
 
 
-def torchrun_command(run: RunDir, ranks: int) -> list[str]:
-    """The command that starts `ranks` processes of `python -m learner.main --config RUN/config.yaml` here."""
-    command = [sys.executable, "-m", "learner.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", "0", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
-    return [*command, "-m", "learner.main", "--config", str(run.config)]
-
-
-def become_torchrun(run: RunDir, config: Config | SftConfig) -> int:
+def become_torchrun(config: Config | SftConfig, run: RunDir) -> NoReturn:
     """Replace this process, so that signals and exit codes are torchrun's own."""
     if find_spec("torch") is None:
         raise UsageError("torch is not installed in this environment; run launch/setup.sh cpu or learner")
-    command = torchrun_command(run, config.learner.world_size)
+    run.prepare(config)
+    ranks = str(config.learner.world_size)
+    command = [sys.executable, "-m", "learner.torchrun", "--standalone", "--nproc-per-node", ranks]
+    command += ["--max-restarts", "0", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
+    command += ["-m", "learner.main", "--config", str(run.config)]
     sys.stdout.flush()
     os.execvpe(command[0], command, {**os.environ, **thread_environment(config.learner.threads)})
 

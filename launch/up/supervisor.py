@@ -19,6 +19,7 @@ import psutil
 from common.errors import EXIT_FAILED, EXIT_USAGE, EXITS_FOR_GOOD
 from common.process.lifecycle import SUPERVISOR_ENV
 from common.process.logs import last_lines
+from launch.up.core_pinning import Cores
 
 SCAN_EVERY_S = 1.0
 LOG_LINES_SHOWN = 15
@@ -28,25 +29,15 @@ Sink = Callable[[str, Mapping[str, object]], None]
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """How to run one process.
+    """How to run one process."""
 
-    Attributes:
-        name: 'broker', 'learner', 'node-0', ...
-        argv: command line.
-        log: file that gets its stdout and stderr, appended.
-        env: added to the environment.
-        cores: CPU cores that it and its children may use; None leaves them free.
-        child_cores: cores of the processes that it starts, while it stays free itself.
-        max_restarts: times it is started again after a crash; never after one of EXITS_FOR_GOOD.
-    """
-
-    name: str
+    name: str  # 'broker', 'learner', 'node-0', ...
     argv: Sequence[str]
-    log: Path
-    env: Mapping[str, str] = field(default_factory=dict)
-    cores: frozenset[int] | None = None
-    child_cores: frozenset[int] | None = None
-    max_restarts: int = 0
+    log: Path  # gets stdout and stderr, appended
+    env: Mapping[str, str] = field(default_factory=dict)  # added to the environment
+    cores: Cores = None  # CPU cores that it and its children may use
+    child_cores: Cores = None  # cores of the processes that it starts, while it stays free itself
+    max_restarts: int = 0  # after crashes, but never after one of EXITS_FOR_GOOD
 
 
 class Role:
@@ -59,7 +50,6 @@ class Role:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs; None while it does not."""
         return self._process.pid if self.running else None
 
     @property
@@ -67,7 +57,6 @@ class Role:
         return self.exit_code is None
 
     def start(self) -> None:
-        """Start the process, for the first time or again."""
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         env = {**os.environ, **self.spec.env, SUPERVISOR_ENV: str(os.getpid())}
         with self.spec.log.open("ab") as log:
@@ -121,11 +110,7 @@ class Role:
 
 
 class Supervisor:
-    """Roles in the order in which they were started.
-
-    Args:
-        sink: told of everything that happens, as (kind, details): started, crashed, restarting, gave_up, ...
-    """
+    """Roles in the order in which they were started; `sink` is told what happens to them, as (kind, details)."""
 
     def __init__(self, sink: Sink) -> None:
         self.roles: dict[str, Role] = {}
@@ -134,7 +119,6 @@ class Supervisor:
         self._scanned = 0.0
 
     def start(self, spec: RoleSpec) -> Role:
-        """Start a process and watch it from now on."""
         role = self.roles[spec.name] = Role(spec)
         self._sink("started", {"role": spec.name, "pid": role.pid, "log": str(spec.log)})
         return role
@@ -175,7 +159,6 @@ class Supervisor:
         return [role.spec.name for role in late]
 
     def kill_all(self) -> None:
-        """End everything now."""
         self.stopping = True
         for role in self.roles.values():
             role.kill()
@@ -213,7 +196,6 @@ def pin(pid: int, cores: frozenset[int]) -> None:
 
 
 def describe_exit(code: int | None) -> str:
-    """An exit code in words: 'exit code 1', 'killed by SIGKILL'."""
     if code is None:
         return "still running"
     if code >= 0:

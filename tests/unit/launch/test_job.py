@@ -1,6 +1,7 @@
 """`up`: its words when a role fails for good, what it starts again, and when a run is finished."""
 
-from typing import Any
+import dataclasses
+import sys
 
 import msgspec
 import pytest
@@ -8,53 +9,38 @@ import pytest
 from common.config.schema import BrokerConfig
 from common.process.lifecycle import DrainFlag
 from common.process.run_dir import write_json
-from launch.up.job import Job, JobFailed
-from launch.up.supervisor import RoleSpec
+from launch.up.job import Job, JobFailed, role_specs
+from launch.up.supervisor import Role, RoleSpec
 from launch.up.up import finished
 
 
-def test_a_full_disk_does_not_end_the_supervisor(config, run, monkeypatch) -> None:
+def test_a_failure_is_said_before_the_others_are_stopped_also_with_a_full_disk(
+    config, run, monkeypatch, capsys
+) -> None:
+    """The broker fails at once, and every event meets a full disk, which must not end the supervisor."""
     run.events.symlink_to("/dev/full")
-    job = Job(config, run)
-    notes: list[Any] = []
-    monkeypatch.setattr(job, "_note", notes.append)
-    job._on_event("restarted", {"role": "node-0"})
-    assert notes == ["events.jsonl cannot be written: No space left on device", "node-0: restarted"]
-
-
-def test_a_failure_is_said_before_the_other_roles_are_stopped(config, run, monkeypatch, capsys) -> None:
-    job = Job(config, run)
-    said: list[str] = []
-
-    def fail(flag: DrainFlag) -> None:
-        raise JobFailed("broker failed: killed by SIGKILL; the end of its log\n  a line")
-
-    def stop(done: bool) -> None:
-        output = capsys.readouterr()
-        said.append(output.out + output.err)
-
+    job = Job(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, max_restarts=0)), run)
     monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
-    monkeypatch.setattr(job, "_start", fail)
-    monkeypatch.setattr(job, "_stop", stop)
-    with pytest.raises(JobFailed, match="broker failed"):
+    start, said = job.supervisor.start, list[str]()
+
+    def start_failing(spec: RoleSpec) -> Role:
+        return start(dataclasses.replace(spec, argv=[sys.executable, "-c", "raise SystemExit('a line')"]))
+
+    monkeypatch.setattr(job.supervisor, "start", start_failing)
+    monkeypatch.setattr(job.supervisor, "stop", lambda names, timeout_s: said.append(capsys.readouterr().out))
+    with pytest.raises(JobFailed, match=r"broker failed: exit code 1; the end of its log, .*broker-0\.log:\n  a line"):
         job.run(plain=True)
-    assert "broker failed: killed by SIGKILL; the end of its log; stopping the job" in said[0]
+    assert "events.jsonl cannot be written: No space left on device" in said[0]
+    assert "broker failed: exit code 1; the end of its log" in said[0]
+    assert "broker-0.log; stopping the job" in said[0]
 
 
 @pytest.mark.parametrize(("durability", "restarts"), [("fsync", 3), ("everysec", 3), ("memory", 0)])
 def test_a_broker_that_died_is_started_again_unless_it_would_have_forgotten_everything(
-    config, run, monkeypatch, durability, restarts
+    config, run, durability, restarts
 ) -> None:
-    job = Job(msgspec.structs.replace(config, broker=BrokerConfig(durability=durability)), run)
-    started: dict[str, int] = {}
-
-    def start(spec: RoleSpec) -> None:
-        started[spec.name] = spec.max_restarts
-
-    monkeypatch.setattr(job.supervisor, "start", start)
-    monkeypatch.setattr(job, "_await_broker", lambda flag: True)
-    job._start(DrainFlag())
-    assert started == {"broker": restarts, "learner": 3, "node-0": 3}
+    specs = role_specs(msgspec.structs.replace(config, broker=BrokerConfig(durability=durability)), run)
+    assert {spec.name: spec.max_restarts for spec in specs} == {"broker": restarts, "learner": 3, "node-0": 3}
 
 
 @pytest.mark.parametrize(
