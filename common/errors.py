@@ -1,5 +1,7 @@
 """Errors that a person reads: what is wrong, where, and what to do."""
 
+from typing import NamedTuple
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -25,25 +27,28 @@ class HopelessError(SlipstreamError):
     exit_code = EXIT_HOPELESS
 
 
-class ConfigError(UsageError):
-    """A config value that cannot be used.
+class Problem(NamedTuple):
+    """A config value that cannot be used."""
 
-    Attributes:
-        file: the config file, or '<override>' for a command-line override.
-        key: dotted path of the key, for example 'learner.parallel.tensor'.
-        expected: values that would have been accepted.
-        found: the value that was given.
-        hint: the nearest valid name, or the next step to take.
-        line: the key's line in the file; None when it is not known.
-    """
+    key: str  # dotted path of the key, for example 'learner.parallel.tensor'
+    expected: str  # values that would have been accepted
+    found: str = ""  # the value that was given; '' stands for the key's value as it is
+    hint: str | None = None  # the nearest valid name, or the next step to take
+
+    def __str__(self) -> str:
+        text = f"{self.key}: expected {self.expected}, found {self.found}"
+        return f"{text}; {self.hint}" if self.hint else text
+
+
+class ConfigError(UsageError):
+    """A problem in a config file, or in '<override>'; `line` is None when it is not known."""
 
     def __init__(
         self, file: str, key: str, expected: str, found: str, hint: str | None = None, line: int | None = None
     ) -> None:
         self.file, self.key, self.expected, self.found, self.hint, self.line = file, key, expected, found, hint, line
         where = file if line is None else f"{file}, line {line}"
-        text = f"{where}: {key}: expected {expected}, found {found}"
-        super().__init__(f"{text}; {hint}" if hint else text)
+        super().__init__(f"{where}: {Problem(key, expected, found, hint)}")
 
 
 class BrokerError(SlipstreamError):

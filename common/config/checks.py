@@ -12,12 +12,13 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from common.config.loading import describe_value
 from common.config.loss_checks import loss_problems
 from common.config.network_checks import broker_problems, weights_address_problems
-from common.config.parallel_layout import ModelShape, Problem, document_multiple, model_problems, world_problems
+from common.config.parallel_layout import ModelShape, document_multiple, model_problems, world_problems
 from common.config.schema import Config, MoeConfig, SftConfig
 from common.config.supported_models import architecture_problems
-from common.errors import ConfigError, UsageError
+from common.errors import ConfigError, Problem, UsageError
 from common.json_lines import dataset_rows
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -27,22 +28,14 @@ MODEL_HINT = (
     "the quickstart, `slipstream sft` the one of a warm start"
 )
 Reader = Literal["all", "broker", "learner", "node"]
-FILES: dict[Reader, frozenset[str]] = {  # keys that name files, and who reads them: only there must they exist
-    "all": frozenset(
-        {"model.path", "tasks.dataset", "tasks.eval_dataset", "learner.loss.reference", "tasks.limits.python"}
-    ),
-    "broker": frozenset(),
-    "learner": frozenset({"model.path", "tasks.dataset", "learner.loss.reference"}),
-    "node": frozenset({"model.path", "tasks.limits.python"}),
+READERS: dict[str, tuple[Reader, ...]] = {  # keys that name files, and who reads them: only there must they exist
+    "model.path": ("all", "learner", "node"),
+    "tasks.dataset": ("all", "learner"),
+    "tasks.eval_dataset": ("all",),
+    "tasks.limits.python": ("all", "node"),
+    "learner.loss.reference": ("all", "learner"),
 }
-PATHS = (
-    "run.dir",
-    "model.path",
-    "tasks.dataset",
-    "tasks.eval_dataset",
-    "learner.loss.reference",
-    "broker.credentials",
-)
+PATHS = ("run.dir", "model.path", "tasks.dataset", "tasks.eval_dataset", "learner.loss.reference", "broker.credentials")
 C = TypeVar("C", Config, SftConfig)
 
 
@@ -58,12 +51,9 @@ def resolve_paths(config: C) -> C:
 
 
 def check_config(config: Config | SftConfig, file: str, reader: Reader = "all") -> None:
-    """Raise ConfigError on the first thing in `config` that cannot work together.
+    """Raise ConfigError, naming `file`, on the first thing in `config` that cannot work together.
 
-    Args:
-        config: as loaded.
-        file: named in the message.
-        reader: the role that is about to start here; files that only others read may be missing.
+    `reader` is the role that is about to start here; files that only others read may be missing.
     """
     for problem in problems(config, reader):
         raise ConfigError(file, *problem)
@@ -71,13 +61,26 @@ def check_config(config: Config | SftConfig, file: str, reader: Reader = "all") 
 
 def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Problem]:
     """Everything that does not fit, the most basic first."""
-    read = FILES[reader]
+    for problem in _problems(config, {key for key, roles in READERS.items() if reader in roles}):
+        value: object = reduce(getattr, problem.key.split("."), config)
+        yield problem if problem.found else problem._replace(found=describe_value(value))
+
+
+def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
+    moe = config.learner.moe
     yield from world_problems(config.learner.world_size, config.learner.parallel)
-    yield from _moe(config)
+    if moe.replay_routing and isinstance(config, SftConfig):
+        hint = "no engine has routed these tokens before"
+        yield Problem("learner.moe.replay_routing", "false in a warm start", hint=hint)
+    if moe.freeze_router and moe.balance != "none":
+        hint = "a frozen router balances nothing"
+        yield Problem("learner.moe.balance", "none with learner.moe.freeze_router", hint=hint)
     shape = (yield from _model_folder(config.model.path)) if "model.path" in read else None
     if shape is not None:
         yield from model_problems(shape, config.learner.parallel)
-        yield from _experts(shape, config.learner.moe)
+        for key in ("freeze_router", "balance", "replay_routing"):
+            if not shape.experts and getattr(moe, key) != getattr(MoeConfig(), key):
+                yield Problem(f"learner.moe.{key}", "its default, since the model has no experts")
     if "tasks.dataset" in read:
         yield from _dataset("tasks.dataset", config.tasks.dataset)
     if isinstance(config, SftConfig):
@@ -86,31 +89,22 @@ def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Pro
         yield from _dataset("tasks.eval_dataset", config.tasks.eval_dataset)
     python = config.tasks.limits.python
     if python is not None and "tasks.limits.python" in read and shutil.which(python) is None:
-        yield "tasks.limits.python", "a Python interpreter", f"{python}, which cannot be run", None
-    yield from loss_problems(config.learner.loss)
-    if config.learner.dynamic_sampling and config.learner.loss.advantage == "reinforce_pp":
-        hint = "rewards are compared over the batch, so groups whose rewards are all equal do carry signal"
-        yield "learner.dynamic_sampling", "false with learner.loss.advantage: reinforce_pp", "true", hint
-    loss = config.learner.loss
-    drops = loss.correction == "mis" or loss.correction_normalize or loss.correction_veto is not None
-    if config.learner.moe.balance == "aux_loss" and drops:
-        expected = "bias or none with correction mis, correction_normalize or correction_veto"
-        hint = "what these leave out is known after the forward pass only: the auxiliary loss would get an odd weight"
-        yield "learner.moe.balance", expected, "aux_loss", hint
-    if config.learner.loss.reference is not None and "learner.loss.reference" in read:
-        yield from _reference(Path(config.learner.loss.reference))
+        yield Problem("tasks.limits.python", "a Python interpreter", f"{python}, which cannot be run")
+    yield from _losses(config)
+    reference = config.learner.loss.reference
+    if reference is not None and "learner.loss.reference" in read:
+        for name in ("config.json", "*.safetensors"):
+            if not any(Path(reference).glob(name)):
+                yield Problem("learner.loss.reference", "a Hugging Face model folder", f"{reference} without {name}")
     yield from _rollout(config, shape)
-    yield from _staleness(config)
+    limit = config.staleness.max + 1
+    if config.weights.publish_every > limit:
+        hint = "nodes would wait for weights that the learner only makes from their groups"
+        yield Problem("weights.publish_every", f"at most staleness.max + 1 = {limit}", hint=hint)
     yield from broker_problems(config)
     yield from weights_address_problems(config)
-    if shape is not None and config.learner.moe.replay_routing:
+    if shape is not None and moe.replay_routing:
         yield from _routing_bytes(config, shape)
-
-
-def _reference(folder: Path) -> Iterator[Problem]:
-    missing = [name for name in ("config.json", "*.safetensors") if not any(folder.glob(name))]
-    if missing:
-        yield "learner.loss.reference", "a Hugging Face model folder", f"{folder} without {missing[0]}", None
 
 
 def _model_folder(path: str) -> Generator[Problem, None, ModelShape | None]:
@@ -118,39 +112,78 @@ def _model_folder(path: str) -> Generator[Problem, None, ModelShape | None]:
     key, expected = "model.path", "a Hugging Face model folder"
     if not folder.is_dir():
         found = f"{path}, which is a file" if folder.is_file() else f"{path}, which does not exist"
-        yield key, expected, found, MODEL_HINT
+        yield Problem(key, expected, found, MODEL_HINT)
         return None
     try:
         document = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object])
     except (OSError, ValueError) as error:
-        yield key, f"{expected} with a readable config.json", f"{path}: {error}", None
+        yield Problem(key, f"{expected} with a readable config.json", f"{path}: {error}")
         return None
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        yield key, f"{expected} with a tokenizer ({', '.join(TOKENIZER_FILES[:2])}, ...)", f"{path} without one", None
+        expected_files = f"{expected} with a tokenizer ({', '.join(TOKENIZER_FILES[:2])}, ...)"
+        yield Problem(key, expected_files, f"{path} without one")
     if not any(folder.glob("*.safetensors")):
-        yield key, f"{expected} with weights (*.safetensors)", f"{path} without any", None
+        yield Problem(key, f"{expected} with weights (*.safetensors)", f"{path} without any")
     yield from architecture_problems(document.get)
     return ModelShape.of(document.get)
 
 
-def _moe(config: Config | SftConfig) -> Iterator[Problem]:
-    moe = config.learner.moe
-    if moe.replay_routing and isinstance(config, SftConfig):
-        yield "learner.moe.replay_routing", "false in a warm start", "true", "no engine has routed these tokens before"
-    if moe.freeze_router and moe.balance != "none":
-        yield (
-            "learner.moe.balance",
-            "none with learner.moe.freeze_router",
-            moe.balance,
-            "a frozen router balances nothing",
-        )
+def _dataset(key: str, path: str) -> Iterator[Problem]:
+    file = Path(path)
+    if not file.is_file():
+        yield Problem(key, "a JSONL file", f"{path}, which does not exist")
+        return
+    try:
+        next(dataset_rows(file, key))
+    except UsageError as error:
+        yield Problem(key, "a JSON object on every line", str(error).removeprefix(f"{key}: "))
 
 
-def _experts(shape: ModelShape, moe: MoeConfig) -> Iterator[Problem]:
-    defaults = MoeConfig()
-    for key in ("freeze_router", "balance", "replay_routing"):
-        if not shape.experts and getattr(moe, key) != getattr(defaults, key):
-            yield f"learner.moe.{key}", "its default, since the model has no experts", "another value", None
+def _losses(config: Config) -> Iterator[Problem]:
+    loss = config.learner.loss
+    yield from loss_problems(loss)
+    if config.learner.dynamic_sampling and loss.advantage == "reinforce_pp":
+        hint = "rewards are compared over the batch, so groups whose rewards are all equal do carry signal"
+        yield Problem("learner.dynamic_sampling", "false with learner.loss.advantage: reinforce_pp", hint=hint)
+    drops = loss.correction == "mis" or loss.correction_normalize or loss.correction_veto is not None
+    if config.learner.moe.balance == "aux_loss" and drops:
+        expected = "bias or none with correction mis, correction_normalize or correction_veto"
+        hint = "what these leave out is known after the forward pass only: the auxiliary loss would get an odd weight"
+        yield Problem("learner.moe.balance", expected, hint=hint)
+
+
+def _rollout(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    rollout, engine = config.rollout, config.rollout.engine
+    advantage = config.learner.loss.advantage
+    if rollout.group_size == 1 and advantage != "reinforce_pp":
+        hint = "a group of one has nothing to be compared with: every advantage would be zero"
+        yield Problem("rollout.group_size", f"at least 2 with learner.loss.advantage: {advantage}", hint=hint)
+    if rollout.max_tokens >= engine.max_model_len:
+        expected = f"less than rollout.engine.max_model_len ({engine.max_model_len}), which includes the prompt"
+        yield Problem("rollout.max_tokens", expected)
+    if shape is not None and shape.positions and engine.max_model_len > shape.positions:
+        expected = f"at most the model's max_position_embeddings ({shape.positions})"
+        yield Problem("rollout.engine.max_model_len", expected)
+    longest = engine.max_model_len - 1  # a sequence trains one place fewer than it has tokens
+    multiple = document_multiple(config.learner.parallel)
+    padded = -(-longest // multiple) * multiple
+    if config.learner.micro_batch_tokens < padded:
+        rounded = f", rounded up to a multiple of {multiple} for learner.parallel.context," if multiple > 1 else ""
+        least = f"at least rollout.engine.max_model_len - 1{rounded} ({padded})"
+        yield Problem("learner.micro_batch_tokens", f"{least}, or a long sample could not be trained on")
+    if config.weights.canary_tokens > longest:
+        yield Problem("weights.canary_tokens", f"at most rollout.engine.max_model_len - 1 ({longest})")
+    if rollout.concurrency_bounds[1] < rollout.group_size:
+        expected = f"at least rollout.group_size ({rollout.group_size}), or no group could finish"
+        yield Problem("rollout.concurrency", expected)
+    if rollout.temperature < LOWEST_TEMPERATURE:
+        hint = "below it sampling is greedy and log-probabilities say nothing"
+        yield Problem("rollout.temperature", f"at least {LOWEST_TEMPERATURE}", hint=hint)
+    if rollout.top_p < 1:
+        hint = "the sampler's log-probabilities would be those of a cut distribution: importance ratios come out biased"
+        yield Problem("rollout.top_p", "1 in training", hint=hint)
+    if shape is not None and shape.heads % engine.tensor_parallel:
+        yield Problem("rollout.engine.tensor_parallel", f"a divisor of the model's {shape.heads} attention heads")
 
 
 def _routing_bytes(config: Config, shape: ModelShape) -> Iterator[Problem]:
@@ -160,63 +193,4 @@ def _routing_bytes(config: Config, shape: ModelShape) -> Iterator[Problem]:
     needed = 2 * size * longest * layers * chosen
     if needed > config.broker.max_message_bytes:
         hint = f"learner.moe.replay_routing: {size} samples x {longest} tokens x {layers} layers x {chosen} experts"
-        found = str(config.broker.max_message_bytes)
-        yield "broker.max_message_bytes", f"more than {needed} for the routing of a group", found, hint
-
-
-def _dataset(key: str, path: str) -> Iterator[Problem]:
-    file = Path(path)
-    if not file.is_file():
-        yield key, "a JSONL file", f"{path}, which does not exist", None
-        return
-    try:
-        next(dataset_rows(file, key))
-    except UsageError as error:
-        yield key, "a JSON object on every line", str(error).removeprefix(f"{key}: "), None
-
-
-def _rollout(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    rollout, engine = config.rollout, config.rollout.engine
-    advantage = config.learner.loss.advantage
-    if rollout.group_size == 1 and advantage != "reinforce_pp":
-        hint = "a group of one has nothing to be compared with: every advantage would be zero"
-        yield "rollout.group_size", f"at least 2 with learner.loss.advantage: {advantage}", "1", hint
-    if rollout.max_tokens >= engine.max_model_len:
-        expected = f"less than rollout.engine.max_model_len ({engine.max_model_len}), which holds the prompt too"
-        yield "rollout.max_tokens", expected, str(rollout.max_tokens), None
-    positions = shape.positions if shape is not None else 0
-    if positions and engine.max_model_len > positions:
-        expected = f"at most the model's max_position_embeddings ({positions})"
-        yield "rollout.engine.max_model_len", expected, str(engine.max_model_len), None
-    longest = engine.max_model_len - 1  # a sequence trains one place fewer than it has tokens
-    multiple = document_multiple(config.learner.parallel)
-    padded = -(-longest // multiple) * multiple
-    if config.learner.micro_batch_tokens < padded:
-        rounded = f", rounded up to a multiple of {multiple} for learner.parallel.context," if multiple > 1 else ""
-        least = f"at least rollout.engine.max_model_len - 1{rounded} ({padded})"
-        expected = f"{least}, or a long sample could not be trained on"
-        yield "learner.micro_batch_tokens", expected, str(config.learner.micro_batch_tokens), None
-    if config.weights.canary_tokens > longest:
-        expected = f"at most rollout.engine.max_model_len - 1 ({longest})"
-        yield "weights.canary_tokens", expected, str(config.weights.canary_tokens), None
-    if rollout.concurrency_bounds[1] < rollout.group_size:
-        expected = f"at least rollout.group_size ({rollout.group_size}), or no group could finish"
-        yield "rollout.concurrency", expected, str(rollout.concurrency), None
-    if rollout.temperature < LOWEST_TEMPERATURE:
-        hint = "below it sampling is greedy and log-probabilities say nothing"
-        yield "rollout.temperature", f"at least {LOWEST_TEMPERATURE}", str(rollout.temperature), hint
-    if rollout.top_p < 1:
-        hint = "the sampler's log-probabilities would be those of a cut distribution: importance ratios come out biased"
-        yield "rollout.top_p", "1 in training", str(rollout.top_p), hint
-    heads = shape.heads if shape is not None else 0
-    if heads % engine.tensor_parallel:
-        expected = f"a divisor of the model's {heads} attention heads"
-        yield "rollout.engine.tensor_parallel", expected, str(engine.tensor_parallel), None
-
-
-def _staleness(config: Config) -> Iterator[Problem]:
-    limit = config.staleness.max + 1
-    if config.weights.publish_every > limit:
-        hint = "nodes would wait for weights that the learner only makes from their groups"
-        found = str(config.weights.publish_every)
-        yield "weights.publish_every", f"at most staleness.max + 1 = {limit}", found, hint
+        yield Problem("broker.max_message_bytes", f"more than {needed} for the routing of a group", hint=hint)

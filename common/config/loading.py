@@ -21,9 +21,7 @@ from common.errors import ConfigError, UsageError
 
 OVERRIDE = "<override>"
 MOST_BITS_SHOWN = 256
-REPLACED = {
-    "broker.backend": "broker.store: file or redis takes its place, with broker.redis for the server; docs/redis.md"
-}
+REPLACED = {"broker.backend": "broker.store: file or redis takes its place, with broker.redis for it; docs/redis.md"}
 S = TypeVar("S", bound=msgspec.Struct)
 
 # how msgspec names the place of an error, and the field that is unknown or missing there
@@ -33,15 +31,11 @@ _FIELD = re.compile(r"Object (?:contains (unknown)|missing required) field `(.*?
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), schema: type[S] = Config) -> S:
-    """Read, override and check one config file.
+    """Read one YAML file, override and check it. Checks that need more than one key are in common/config/checks.py.
 
     Args:
-        path: the YAML file.
         overrides: `key.path=value` words; values are typed as YAML, later ones win.
         schema: Config (an RL job) or SftConfig (a supervised warm start).
-
-    Returns:
-        The frozen config. Checks that need more than one key are in common/config/checks.py.
 
     Raises:
         UsageError: the file cannot be read or an override is not `key=value`.
@@ -126,7 +120,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UsageError(f"config file {path} does not exist{_nearest_file(path)}") from None
+        near = nearest(path.name, [file.name for file in path.parent.glob("*.y*ml")])
+        hint = f"; did you mean {path.parent / near}?" if near else ""
+        raise UsageError(f"config file {path} does not exist{hint}") from None
     except IsADirectoryError:
         raise UsageError(f"{path} is a folder; expected a config file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -271,11 +267,7 @@ def _in_words(kind: schema_info.Type) -> str:
     if isinstance(kind, schema_info.IntType | schema_info.FloatType):
         word, most = ("an integer", MOST_INTEGER) if isinstance(kind, schema_info.IntType) else ("a number", MOST_FLOAT)
         bounds = [(">=", kind.ge), (">", kind.gt), ("<=", kind.le)]
-        shown = [
-            f"{sign} {bound if isinstance(bound, int) else f'{bound:g}'}"
-            for sign, bound in bounds
-            if bound is not None and abs(bound) < most
-        ]
+        shown = [f"{sign} {bound:g}" for sign, bound in bounds if bound is not None and abs(bound) < most]
         return " ".join([word, " and ".join(shown)]).strip()
     names: dict[type[schema_info.Type], str] = {
         schema_info.StrType: "text",
@@ -288,12 +280,3 @@ def _in_words(kind: schema_info.Type) -> str:
 
 def _join(at: str, name: str) -> str:
     return f"{at}.{name}" if at else name
-
-
-def _nearest_file(path: Path) -> str:
-    try:
-        names = [p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml")]
-    except OSError:
-        return ""
-    near = nearest(path.name, names)
-    return f"; did you mean {path.parent / near}?" if near else ""

@@ -4,9 +4,9 @@ import ipaddress
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from common.config.parallel_layout import Problem
 from common.config.redis_address import is_redis, parse_redis
 from common.config.schema import Config
+from common.errors import Problem
 from common.security.credentials import check_credentials, curve_credentials
 
 LEASE_HEARTBEATS = 3
@@ -59,19 +59,18 @@ def broker_problems(config: Config) -> Iterator[Problem]:
     yield from _broker_address(config)
     yield from _broker_store(config)
     if broker.credentials is not None:
-        problem = check_credentials(broker.credentials)
-        if problem is not None:
-            yield "broker.credentials", "the folder of `slipstream keys DIR`, or a file of it", problem, None
+        found = check_credentials(broker.credentials)
+        if found is not None:
+            yield Problem("broker.credentials", "the folder of `slipstream keys DIR`, or a file of it", found)
     if broker.lease_s < LEASE_HEARTBEATS * broker.heartbeat_s:
         expected = f"at least {LEASE_HEARTBEATS} x broker.heartbeat_s ({broker.heartbeat_s})"
-        yield "broker.lease_s", expected, str(broker.lease_s), "a node that breathes must not lose its leases"
+        yield Problem("broker.lease_s", expected, hint="a living node must not lose its leases")
     longest = broker.lease_s + config.rollout.sample_timeout_s
     if broker.max_lease_s < longest:
         expected = f"at least broker.lease_s + rollout.sample_timeout_s ({longest:g})"
-        yield "broker.max_lease_s", expected, f"{broker.max_lease_s:g}", "an episode that may go on keeps its lease"
+        yield Problem("broker.max_lease_s", expected, hint="an episode that may continue keeps its lease")
     if broker.max_message_bytes > broker.max_bytes:
-        expected = f"at most broker.max_bytes ({broker.max_bytes})"
-        yield "broker.max_message_bytes", expected, str(broker.max_message_bytes), None
+        yield Problem("broker.max_message_bytes", f"at most broker.max_bytes ({broker.max_bytes})")
 
 
 def weights_address_problems(config: Config) -> Iterator[Problem]:
@@ -82,13 +81,13 @@ def weights_address_problems(config: Config) -> Iterator[Problem]:
     if weights.transport == "relay" and curve_credentials(config.broker.credentials) is not None:
         if is_wildcard(address):
             hint = "nodes are told this address"
-            yield "weights.address", "an address of this machine that the nodes reach", repr(address), hint
+            yield Problem("weights.address", "an address of this machine that the nodes reach", hint=hint)
         return
     hint = (
         "the collectives that carry weights have no authentication; weights.transport: relay has, "
         "with the keys of `slipstream keys DIR` as broker.credentials"
     )
-    yield "weights.address", "a loopback address such as 127.0.0.1", repr(address), hint
+    yield Problem("weights.address", "a loopback address such as 127.0.0.1", hint=hint)
 
 
 def _broker_address(config: Config) -> Iterator[Problem]:
@@ -102,18 +101,19 @@ def _broker_address(config: Config) -> Iterator[Problem]:
             hint = "port 0 picks a free one"
             if is_redis(address):
                 hint = "clients always connect to the broker: set broker.store: redis and put this into broker.redis"
-            yield "broker.address", str(error).removeprefix("expected "), repr(address), hint
+            yield Problem("broker.address", str(error).removeprefix("expected "), repr(address), hint)
             continue
         if len(addresses) > 1 and (port in (None, 0) or is_wildcard(host) or addresses.count(address) > 1):
+            expected = "different entries tcp://HOST:PORT that name a host and a port"
             hint = "clients look for the leading broker at each of them"
-            yield "broker.address", "different entries tcp://HOST:PORT that name a host and a port", repr(address), hint
+            yield Problem("broker.address", expected, repr(address), hint)
         if broker.credentials is None and host and not is_loopback(host):
             expected = "a loopback address such as tcp://127.0.0.1:5555 while broker.credentials is not set"
             hint = "other interfaces need authentication: `slipstream keys DIR` makes keys for broker.credentials"
-            yield "broker.address", expected, repr(address), hint
+            yield Problem("broker.address", expected, repr(address), hint)
     if len(addresses) > 1 and broker.store == "file":
         hint = "a standby broker needs a store that it can reach"
-        yield "broker.address", "one address with broker.store: file", repr(list(addresses)), hint
+        yield Problem("broker.address", "one address with broker.store: file", repr(list(addresses)), hint)
 
 
 def _broker_store(config: Config) -> Iterator[Problem]:
@@ -121,20 +121,21 @@ def _broker_store(config: Config) -> Iterator[Problem]:
     broker = config.broker
     if broker.store == "file":
         if broker.redis is not None:
-            yield "broker.redis", "no address while broker.store is file", repr(broker.redis), "set broker.store: redis"
+            hint = "set broker.store: redis"
+            yield Problem("broker.redis", "no address while broker.store is file", hint=hint)
         return
     if broker.durability == "memory":
-        yield "broker.durability", "fsync or everysec with broker.store: redis", "'memory'", None
+        yield Problem("broker.durability", "fsync or everysec with broker.store: redis")
     try:
         at = parse_redis(broker.redis or "")
     except ValueError as error:
         hint = "broker.store: redis needs the server's address; docs/redis.md"
-        yield "broker.redis", str(error).removeprefix("expected "), repr(broker.redis), hint
+        yield Problem("broker.redis", str(error).removeprefix("expected "), hint=hint)
         return
     if at.host and not is_loopback(at.host):
         if at.scheme != "rediss":
             hint = "the password and rollouts would cross the network in plain text"
-            yield "broker.redis", "rediss://HOST:PORT/DB (TLS) beyond this machine", repr(broker.redis), hint
+            yield Problem("broker.redis", "rediss://HOST:PORT/DB (TLS) beyond this machine", hint=hint)
         if broker.credentials is None:
             hint = "docs/redis.md says which password and certificates broker.credentials contains"
-            yield "broker.redis", "a loopback address while broker.credentials is not set", repr(broker.redis), hint
+            yield Problem("broker.redis", "a loopback address while broker.credentials is not set", hint=hint)

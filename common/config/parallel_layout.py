@@ -1,11 +1,12 @@
 """Whether a model can be cut into a parallel layout, and into what; no torch, so config checks can ask too."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from common.config.schema import ParallelConfig
+from common.errors import Problem
 
-Problem = tuple[str, str, str, str | None]  # key, expected, found, hint
 _KEY = "learner.parallel."
 
 
@@ -50,45 +51,42 @@ def document_multiple(parallel: ParallelConfig) -> int:
 
 
 def layers_per_stage(layers: int, parallel: ParallelConfig) -> tuple[int, ...]:
-    """Layers of each pipeline stage, all its virtual stages together; raises ValueError(*Problem)."""
+    """Layers of each pipeline stage, all its virtual stages together; raises ValueError(Problem)."""
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
     stages, virtual = parallel.pipeline, parallel.virtual_pipeline
     if stages == 1:
         for name, given in (("first_stage_layers", first), ("last_stage_layers", last)):
             if given is not None:
-                raise ValueError(f"{_KEY}{name}", "none while pipeline is 1", str(given), None)
+                raise ValueError(Problem(f"{_KEY}{name}", "none while pipeline is 1", str(given)))
         return (layers,)
     middle = stages - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
     each = rest // middle if middle else 0
     if each * middle != rest or (middle and each < 1):
-        expected = f"a divisor of the model's {layers} layers"
+        ends = "first_stage_layers and last_stage_layers"
         if first or last:
             expected = f"stages that share {rest} of the model's {layers} layers evenly"
-        found = f"{middle} besides those of first_stage_layers and last_stage_layers" if first or last else str(stages)
-        hint = None if first or last else f"{_KEY}first_stage_layers and last_stage_layers may differ from the others"
-        raise ValueError(f"{_KEY}pipeline", expected, found, hint)
+            raise ValueError(Problem(f"{_KEY}pipeline", expected, f"{middle} besides those of {ends}"))
+        hint = f"{_KEY}{ends} may differ from the others"
+        raise ValueError(Problem(f"{_KEY}pipeline", f"a divisor of the model's {layers} layers", str(stages), hint))
     sizes = [each] * stages
     sizes[0], sizes[-1] = first or each, last or each
     uneven = next((n for n in sizes if n % virtual), None)
     if uneven is not None:
-        raise ValueError(f"{_KEY}virtual_pipeline", f"a divisor of a stage's {uneven} layers", str(virtual), None)
+        raise ValueError(Problem(f"{_KEY}virtual_pipeline", f"a divisor of a stage's {uneven} layers", str(virtual)))
     return tuple(sizes)
 
 
 def world_problems(world_size: int, parallel: ParallelConfig) -> Iterator[Problem]:
     """Why the ranks cannot be cut so, whatever the model."""
-    ranks = parallel.model_ranks
-    if world_size % ranks:
-        made = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {ranks}"
-        yield "learner.world_size", f"a multiple of {ranks} ({made})", str(world_size), None
-    experts = parallel.pipeline * parallel.expert * parallel.expert_tensor
-    if world_size % experts:
-        made = f"pipeline {parallel.pipeline} x expert {parallel.expert} x expert_tensor {parallel.expert_tensor}"
-        yield "learner.world_size", f"a multiple of {experts} ({made})", str(world_size), None
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+    for names in (("tensor", "pipeline", "context"), ("pipeline", "expert", "expert_tensor")):
+        sizes = {name: getattr(parallel, name) for name in names}
+        if world_size % (ranks := math.prod(sizes.values())):
+            made = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            yield Problem("learner.world_size", f"a multiple of {ranks} ({made})", str(world_size))
+    if (virtual := parallel.virtual_pipeline) > 1 and parallel.pipeline == 1:
         hint = f"raise {_KEY}pipeline first"
-        yield f"{_KEY}virtual_pipeline", "1 while pipeline is 1", str(parallel.virtual_pipeline), hint
+        yield Problem(f"{_KEY}virtual_pipeline", "1 while pipeline is 1", str(virtual), hint)
 
 
 def model_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[Problem]:
@@ -101,22 +99,22 @@ def model_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[Prob
     }
     for what, n in divided.items():
         if n % parallel.tensor:
-            yield f"{_KEY}tensor", f"a divisor of the model's {n} {what}", str(parallel.tensor), None
+            yield Problem(f"{_KEY}tensor", f"a divisor of the model's {n} {what}", str(parallel.tensor))
     if shape.layers:
         try:
             layers_per_stage(shape.layers, parallel)
         except ValueError as error:
-            yield error.args[0], error.args[1], error.args[2], error.args[3]
+            yield error.args[0]
     if not shape.experts:
         for name, size in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor)):
             if size > 1:
-                yield f"{_KEY}{name}", "1, since the model has no experts", str(size), None
+                yield Problem(f"{_KEY}{name}", "1, since the model has no experts", str(size))
         return
     if shape.experts % parallel.expert:
-        yield f"{_KEY}expert", f"a divisor of the model's {shape.experts} experts", str(parallel.expert), None
+        yield Problem(f"{_KEY}expert", f"a divisor of the model's {shape.experts} experts", str(parallel.expert))
     if shape.expert_intermediate % parallel.expert_tensor:
         expected = f"a divisor of the experts' {shape.expert_intermediate} intermediate features"
-        yield f"{_KEY}expert_tensor", expected, str(parallel.expert_tensor), None
+        yield Problem(f"{_KEY}expert_tensor", expected, str(parallel.expert_tensor))
     if parallel.tensor > 1 and not parallel.sequence:
         hint = "Megatron routes every token once only when the tensor-parallel ranks share the sequence"
-        yield f"{_KEY}sequence", "true for a model with experts and tensor > 1", "false", hint
+        yield Problem(f"{_KEY}sequence", "true for a model with experts and tensor > 1", "false", hint)

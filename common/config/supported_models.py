@@ -6,7 +6,7 @@ tests/integration/test_architectures.py is the proof; docs/models.md says what i
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
-from common.config.parallel_layout import Problem
+from common.errors import Problem
 
 SUPPORTED = (
     "DeepseekV3ForCausalLM",
@@ -21,15 +21,12 @@ SUPPORTED = (
 
 
 def architecture_problems(value: Callable[[str], object]) -> Iterator[Problem]:
-    """Why Megatron cannot be trusted with a model.
-
-    Args:
-        value: looks a name of config.json up, and answers None where there is none.
-    """
+    """Why Megatron cannot be trusted with a model; `value` looks a name of its config.json up, None: not there."""
     named = value("architectures")
     first = cast("Sequence[object]", named)[0] if isinstance(named, list | tuple) and named else None
     if first is not None and first not in SUPPORTED:
-        yield "model.path", f"one of {', '.join(SUPPORTED)}", f"{first} in config.json", "docs/models.md says why"
+        hint = "docs/models.md says why"
+        yield Problem("model.path", f"one of {', '.join(SUPPORTED)}", f"{first} in config.json", hint)
     if value("quantization_config"):
         found = "quantised ones (quantization_config in config.json)"
-        yield "model.path", "weights in bfloat16 or float32", found, "Megatron-Bridge drops their scales"
+        yield Problem("model.path", "weights in bfloat16 or float32", found, "Megatron-Bridge drops their scales")

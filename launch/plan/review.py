@@ -10,9 +10,9 @@ from typing import cast
 from common.config.checks import MODEL_HINT, problems, resolve_paths
 from common.config.loading import load_either
 from common.config.network_checks import is_loopback
-from common.config.parallel_layout import ModelShape, Problem, model_problems, world_problems
+from common.config.parallel_layout import ModelShape, model_problems, world_problems
 from common.config.schema import Config, SftConfig
-from common.errors import ConfigError, UsageError
+from common.errors import ConfigError, Problem, UsageError
 from launch.plan.architecture import UnknownArchitecture, read_architecture
 from launch.plan.job_plan import Plan, make_plan
 from launch.plan.remarks import remarks
@@ -87,7 +87,7 @@ def review(config: Config | SftConfig, file: str, gpus_per_node: int = GPUS_PER_
         try:
             environment = check_environment(config.tasks, file, libraries)
         except ConfigError as error:
-            made.refused.append((error.key, error.expected, error.found, error.hint))
+            made.refused.append(Problem(error.key, error.expected, error.found, error.hint))
         else:
             made.too_few_turns = environment.several_turns and config.rollout.max_turns == 1
     learner, path = config.learner, Path(config.model.path)
@@ -123,9 +123,7 @@ def read_model(folder: Path) -> dict[str, object]:
 
 def describe(problem: Problem) -> str:
     """A problem in one line, without the current folder in front of paths."""
-    key, expected, found, hint = problem
-    text = f"{key}: expected {expected}, found {found}"
-    return (f"{text}; {hint}" if hint else text).replace(f"{Path.cwd()}{os.sep}", "")
+    return str(problem).replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def _is_missing_file(problem: Problem, config: Config | SftConfig) -> bool:

@@ -41,8 +41,8 @@ def read_config(path: Path) -> Any:
 
 def check_architecture(path: Path, config: Any) -> None:
     """Raise UsageError for another architecture than the supported ones, or weights in a quantised format."""
-    for key, expected, found, hint in architecture_problems(lambda name: getattr(config, name, None)):
-        raise UsageError(f"{key}: {path}: expected {expected}, found {found}{f'; {hint}' if hint else ''}")
+    for problem in architecture_problems(lambda name: getattr(config, name, None)):
+        raise UsageError(f"{path}: {problem}")
 
 
 def check_layout(config: Any, parallel: ParallelConfig, world_size: int) -> None:
@@ -52,8 +52,8 @@ def check_layout(config: Any, parallel: ParallelConfig, world_size: int) -> None
         UsageError: naming the key that does not fit.
     """
     shape = ModelShape.of(lambda name: getattr(config, name, None))
-    for key, expected, found, hint in [*world_problems(world_size, parallel), *model_problems(shape, parallel)]:
-        raise UsageError(f"{key}: expected {expected}, found {found}{f'; {hint}' if hint else ''}")
+    for problem in [*world_problems(world_size, parallel), *model_problems(shape, parallel)]:
+        raise UsageError(str(problem))
 
 
 def give_rope_theta(config: Any) -> None:

@@ -125,6 +125,12 @@ def test_settings_that_do_not_fit_together_are_refused(folder, line):
     refused(job(folder, **yaml.safe_load(sections)), key, word)
 
 
+def test_a_refusal_shows_the_value_that_was_found(folder):
+    refused(job(folder, rollout={"top_p": 0.9}), "rollout.top_p", "expected 1 in training, found 0.9 (number); the")
+    moe = {"moe": {"freeze_router": True}}
+    refused(job(folder, learner=moe), "learner.moe.freeze_router", "has no experts, found true (true or false)")
+
+
 @pytest.mark.parametrize("sections", PASSES.split("\n")[1:-1])
 def test_settings_that_fit_together_pass(folder, sections):
     assert list(problems(job(folder, **yaml.safe_load(sections)))) == []
