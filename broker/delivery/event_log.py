@@ -4,6 +4,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import takewhile
+
+from msgspec.structs import replace
 
 from broker.contract import BrokerEvent
 
@@ -13,7 +16,7 @@ RING_EVENTS = 4096
 
 
 class EventLog:
-    """Numbers events and keeps the newest RING_EVENTS; `sink`, when given, receives every new one.
+    """Numbers events and keeps the newest RING_EVENTS; `sink` receives every new one.
 
     `earlier` are the newest events of the broker that ran before this one. Events are best effort: an OSError of the
     sink, for example on a full disk, is only logged. The next event that the sink takes follows an event
@@ -22,45 +25,32 @@ class EventLog:
 
     def __init__(
         self,
-        sink: Callable[[BrokerEvent], None] | None = None,
+        sink: Callable[[BrokerEvent], None] = lambda event: None,
         wall_clock: Callable[[], float] = time.time,
         earlier: Sequence[BrokerEvent] = (),
     ) -> None:
-        self._sink = sink
-        self._wall_clock = wall_clock
+        self._sink, self._wall_clock = sink, wall_clock
         self._ring: deque[BrokerEvent] = deque(earlier, maxlen=RING_EVENTS)
         self.next_index = earlier[-1].index + 1 if earlier else 0
         self._unwritten = 0
 
     def add(self, kind: str, **detail: str | int | float) -> None:
         """Add an event of `kind`, which happened now."""
-        if self._sink is not None and self._unwritten:
-            missed = BrokerEvent(self.next_index, self._wall_clock(), "events_unwritten", {"count": self._unwritten})
-            if self._write(missed):
-                self._keep(missed)
-                self._unwritten = 0
-        event = BrokerEvent(index=self.next_index, time_s=self._wall_clock(), kind=kind, detail=detail)
-        self._keep(event)
-        if self._sink is not None and (self._unwritten or not self._write(event)):
-            self._unwritten += 1
-
-    def _keep(self, event: BrokerEvent) -> None:
-        self.next_index += 1
-        self._ring.append(event)
-
-    def _write(self, event: BrokerEvent) -> bool:
-        assert self._sink is not None
+        event = BrokerEvent(self.next_index, self._wall_clock(), kind, detail)
         try:
+            if self._unwritten:
+                missed = replace(event, kind="events_unwritten", detail={"count": self._unwritten})
+                self._sink(missed)
+                self._ring.append(missed)
+                self._unwritten, event = 0, replace(event, index=event.index + 1)
             self._sink(event)
         except OSError as error:
             if not self._unwritten:
                 logger.error("events cannot be written: %s", error)
-            return False
-        return True
+            self._unwritten += 1
+        self._ring.append(event)
+        self.next_index = event.index + 1
 
     def after(self, index: int) -> list[BrokerEvent]:
         """Events in the ring with a greater index, oldest first."""
-        newest = self.next_index - 1
-        if index >= newest:
-            return []
-        return [e for e in self._ring if e.index > index]
+        return [*takewhile(lambda event: event.index > index, reversed(self._ring))][::-1]

@@ -12,20 +12,17 @@ class LearnerRecord:
     Attributes:
         replaced: instances of the current incarnation that another instance replaced.
         job_ended: the report is of a job that ended, and no learner has reported since.
+        seen_at: time of the last request of a learner; any of them is a sign of life.
     """
 
     def __init__(self) -> None:
         self.report: LearnerReport | None = None
         self.replaced: set[str] = set()
         self.job_ended = False
-        self._seen_at = 0.0
+        self.seen_at = 0.0
 
     def check(self, incarnation: int | None, instance: str = "") -> None:
-        """Refuse a learner that was replaced; None is a client that never attached.
-
-        Raises:
-            BrokerError: a later incarnation, or another process of the same one, is the learner now.
-        """
+        """Raise BrokerError for a learner that was replaced; an incarnation of None is a client that never attached."""
         current = self.report
         if incarnation is None or current is None or incarnation > current.incarnation:
             return
@@ -40,19 +37,16 @@ class LearnerRecord:
         )
 
     def check_report(self, report: LearnerReport, now: float) -> None:
-        """Refuse a report of a learner that was replaced, or that would replace a living one. Raises BrokerError."""
+        """Raise BrokerError for the report of a learner that was replaced, or that would replace a living one."""
         current = self.report
-        takes_over = (
-            current is not None
-            and report.incarnation == current.incarnation
-            and report.instance not in self.replaced
-            and self._is_other(report.instance)
-        )
-        if not takes_over:
+        if (
+            current is None
+            or report.incarnation != current.incarnation
+            or report.instance in self.replaced
+            or not self._is_other(report.instance)
+        ):
             self.check(report.incarnation, report.instance)
-            return
-        silent_s = self.silent_s(now)
-        if current is not None and current.state not in LEARNER_ENDED and silent_s <= LOST_AFTER_S:
+        elif current.state not in LEARNER_ENDED and (silent_s := self.silent_s(now)) <= LOST_AFTER_S:
             raise BrokerError(
                 f"learner incarnation {report.incarnation} is alive already: process {current.pid}, {current.state}, "
                 f"seen {silent_s:.1f} s ago; stop it, or wait until it has been silent for {LOST_AFTER_S:.0f} s"
@@ -71,13 +65,9 @@ class LearnerRecord:
         current = self.report
         return current is not None and bool(instance) and bool(current.instance) and instance != current.instance
 
-    def seen(self, now: float) -> None:
-        """Note a sign of life; any request of the learner is one."""
-        self._seen_at = now
-
     def silent_s(self, now: float) -> float:
         """Seconds since the last sign of life; 0 when there never was a learner."""
-        return max(0.0, now - self._seen_at) if self.report is not None else 0.0
+        return max(0.0, now - self.seen_at) if self.report is not None else 0.0
 
     def status(self, now: float) -> LearnerReport | None:
         """The newest report, in state `lost` when the learner fell silent without reporting an end."""

@@ -1,10 +1,11 @@
 """The rules for nodes: joining, leasing tasks, heartbeats, results, and leases that are lost."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from broker.contract import LEARNER_ENDED, HeartbeatReply, Lease, NodeReport, RunInfo
 from broker.delivery import moves
-from broker.delivery.nodes import same_process
+from broker.delivery.nodes import MOST_NODES, same_process
 from broker.delivery.tables import Tables
 from broker.delivery.task_table import DEAD, Entry
 from common.errors import BrokerError
@@ -24,16 +25,16 @@ class Leasing(Tables):
         """Add a node. A new process under a known id loses the leases of the old one.
 
         Raises:
-            BrokerError: too many nodes have joined.
+            BrokerError: MOST_NODES others have joined.
         """
         old = self.fleet.nodes.get(report.node_id)
-        replaced = old is not None and not same_process(old.report, report)
-        if old is not None and replaced:
-            for token in list(old.tokens):
-                self._take_back(self.tasks.leased[token], f"node {report.node_id} restarted")
-        self.fleet.check_room(report.node_id)
+        if old is None and len(self.fleet.nodes) >= MOST_NODES:
+            raise BrokerError(f"{MOST_NODES} nodes have joined, which is as many as this broker takes")
+        is_new = old is None or not same_process(old.report, report)
+        for token in list(old.tokens) if old is not None and is_new else ():
+            self._take_back(self.tasks.leased[token], f"node {report.node_id} restarted")
         self.do(moves.Joined(report))
-        if old is None or replaced:
+        if is_new:
             self.event_log.add("join", node=report.node_id, pid=report.pid, host=report.host)
         self._note_version(report.node_id, report.policy_version)
         return self.run
@@ -56,12 +57,9 @@ class Leasing(Tables):
     # ---------------------------------------------------------------- leases
 
     def lease(self, node_id: str, version: int | None, max_groups: int) -> list[Lease]:
-        """Lease up to `max_groups` oldest tasks to a node at `version`; None: the last version it named.
+        """Lease up to `max_groups` oldest tasks to a node at `version`, at the last one it named with None.
 
-        A node without weights (version -1) gets nothing.
-
-        Raises:
-            BrokerError: the node is not registered.
+        A node without weights (version -1) gets nothing. Raises BrokerError when the node is not registered.
         """
         node = self.fleet.nodes.get(node_id)
         if node is None:
@@ -84,14 +82,10 @@ class Leasing(Tables):
         return leases
 
     def _admits_oldest(self, steps: int) -> bool:
-        """Whether a node may lease the oldest pending task, by the staleness rule and the bound on memory.
+        """Whether a node may lease the oldest pending task; its version is `steps` after the step of task 0.
 
-        While ready and expected groups exceed `max_bytes`, only tasks that the learner's next take may need are leased.
-        These are tasks with fewer older ones ready or leased than the learner wants. So memory is bounded, and the
-        learner never waits for a task that no node may start.
-
-        Args:
-            steps: optimizer steps from the one at which task 0 is due to the node's version.
+        While ready and expected groups exceed `max_bytes`, only tasks with fewer older ones ready or leased than the
+        learner wants are leased. So memory is bounded, and the learner never waits for a task that no node may start.
         """
         tasks, run = self.tasks, self.run
         if not tasks.pending:
@@ -99,7 +93,9 @@ class Leasing(Tables):
         serial = tasks.pending[0]
         if not may_lease(serial, steps, run.groups_per_step, run.max_staleness, tasks.freed_before(serial)):
             return False
-        return tasks.bytes_expected() <= run.max_bytes or tasks.older_in_progress(serial) < self.wanted
+        if tasks.bytes_expected() <= run.max_bytes:
+            return True
+        return bisect_left(tasks.ready, serial) + tasks.leased.older_than(serial) < self.wanted
 
     def heartbeat(self, report: NodeReport, tokens: Sequence[str]) -> HeartbeatReply:
         """Renew the leases of `tokens`; an unknown node is registered by this.
@@ -108,8 +104,7 @@ class Leasing(Tables):
         reply was lost with the broker. They are handed back at once and count no attempt.
 
         Raises:
-            BrokerError: another process has registered under this id. Two processes that took the id from each other
-                in turn would lose each other's leases until the tasks are dead.
+            BrokerError: another process has registered under this id; taking it back would cost that one's leases.
         """
         node_id = report.node_id
         node = self.fleet.nodes.get(node_id)
@@ -127,15 +122,14 @@ class Leasing(Tables):
         if node.note_heartbeat(report.policy_version):
             self._note_version(node_id, report.policy_version)
         node.report = report
-        return self._heartbeat_reply([token for token in tokens if not self._renewed(node_id, token)])
-
-    def _renewed(self, node_id: str, token: str) -> bool:
-        """Extend a lease; returns False when the node has lost it. No lease lasts longer than `max_lease_s`."""
-        entry = self._leased_by(node_id, token)
-        if entry is None:
-            return self.accepted.get(token) == node_id
-        entry.deadline = min(self.clock() + self.run.lease_s, entry.leased_at + self.run.max_lease_s)
-        return True
+        lost: list[str] = []
+        for token in tokens:
+            entry = self._leased_by(node_id, token)
+            if entry is not None:
+                entry.deadline = min(self.clock() + self.run.lease_s, entry.leased_at + self.run.max_lease_s)
+            elif self.accepted.get(token) != node_id:
+                lost.append(token)
+        return self._heartbeat_reply(lost)
 
     def _heartbeat_reply(self, lost: list[str]) -> HeartbeatReply:
         learner = self.learner.report
@@ -145,7 +139,7 @@ class Leasing(Tables):
             lost=lost,
             weights_address="" if learner.state in LEARNER_ENDED else learner.weights_address,
             learner_incarnation=learner.incarnation,
-            drain=learner.state == "done" and not self.learner.job_ended,  # a job that ended goes on: nodes stay
+            drain=learner.state == "done" and not self.learner.job_ended,  # a job that ended continues: nodes stay
         )
 
     # ---------------------------------------------------------------- ends of leases
@@ -169,10 +163,7 @@ class Leasing(Tables):
         return True
 
     def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
-        """End a lease whose group could not be generated, after `tokens` and `seconds`; it counts towards death.
-
-        A token that is not current is ignored.
-        """
+        """End a lease whose group could not be generated, after `tokens` and `seconds`; an old token is ignored."""
         self._seen(node_id)
         entry = self._leased_by(node_id, token)
         if entry is not None:
@@ -223,8 +214,6 @@ class Leasing(Tables):
         if entry.state == DEAD:
             self.event_log.add("task_dead", serial=entry.serial, attempts=entry.attempts, reason=reason)
         self.lease_revision += 1
-
-    # ---------------------------------------------------------------- inside
 
     def _leased_by(self, node_id: str, token: str) -> Entry | None:
         entry = self.tasks.leased.get(token)

@@ -7,7 +7,7 @@ O(log n). Structs are keyed and tagged as on the wire: fields are only appended,
 """
 
 import heapq
-from bisect import insort
+from bisect import bisect_left, insort
 
 from broker.contract import LearnerReport, NodeReport, Waste
 from broker.delivery.nodes import NodeCounts
@@ -174,7 +174,9 @@ class Committed(Move, frozen=True, tag="committed"):
                 oldest = step - tasks.retain_steps + 1
                 tasks.retained = {s: kept for s, kept in (tasks.retained | {step: entries}).items() if s >= oldest}
         tables.committed_step = max(tables.committed_step, min(self.step, highest))
-        tasks.forget_freed()
+        gone = bisect_left(tasks.freed, min(tasks.living, default=tasks.next_serial))
+        del tasks.freed[:gone]  # older than every unfinished task: the list does not grow with the run
+        tasks.freed_earlier += gone
 
 
 # -------------------------------------------------------------------- learner and nodes
@@ -217,9 +219,6 @@ class Owned(Move, frozen=True, tag="owned"):
         tables.owners[self.node_id] = self.public
 
 
-# -------------------------------------------------------------------- single values
-
-
 class Marks(Move, frozen=True, tag="marks"):
     """Single values that replies to the learner depend on."""
 
@@ -243,15 +242,10 @@ class Statistics(Move, frozen=True, tag="statistics"):
     @classmethod
     def of(cls, tables: Tables) -> "Statistics":
         """The counters as they are now."""
-        fleet = tables.fleet
-        return cls(
-            tables.event_log.next_index,
-            tables.lease_expiries,
-            tables.stale_results,
-            fleet.past_generated,
-            dict(fleet.past_wasted),
-            {name: NodeCounts(node.handed_in, dict(node.counted)) for name, node in fleet.nodes.items()},
-        )
+        fleet, next_event = tables.fleet, tables.event_log.next_index
+        nodes = {name: NodeCounts(node.handed_in, dict(node.counted)) for name, node in fleet.nodes.items()}
+        past = fleet.past_generated, dict(fleet.past_wasted)
+        return cls(next_event, tables.lease_expiries, tables.stale_results, *past, nodes)
 
     def apply(self, tables: Tables) -> None:
         fleet = tables.fleet
@@ -271,20 +265,6 @@ class Closed(Move, frozen=True, tag="closed"):
 
 
 AnyMove = (
-    Offered
-    | Leased
-    | HandedBack
-    | Lost
-    | Accepted
-    | Taken
-    | Filtered
-    | GivenUp
-    | Committed
-    | Reported
-    | Joined
-    | Left
-    | Owned
-    | Marks
-    | Statistics
-    | Closed
-)
+    Offered | Leased | HandedBack | Lost | Accepted | Taken | Filtered | GivenUp | Committed
+    | Reported | Joined | Left | Owned | Marks | Statistics | Closed
+)  # fmt: skip

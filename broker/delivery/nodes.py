@@ -7,7 +7,6 @@ import msgspec
 
 from broker.contract import WASTE_REASONS, NodeReport, NodeStatus, Waste
 from broker.delivery.deadlines import Deadlines
-from common.errors import BrokerError
 from common.wire_types import SECONDS_MAX, TALLY_MAX
 
 MOST_NODES = 1 << 14  # including dead ones that are not forgotten yet
@@ -45,14 +44,13 @@ class Node:
     in_doubt: bool = False
 
     def set_version(self, version: int) -> None:
-        """Note the version that a request named."""
         self.version, self.in_doubt = version, False
 
     def note_heartbeat(self, version: int) -> bool:
         """Note the version that a heartbeat named; returns whether the node's version changed.
 
-        Heartbeats have their own connection, so a later request may overtake one. An older version than that of the
-        request therefore counts only when the next heartbeat repeats it, as after a learner's restart.
+        A later request may overtake a heartbeat, which has its own connection. So an older version than that of the
+        request counts only when the next heartbeat repeats it, as after a learner's restart.
         """
         if version < self.version and not self.in_doubt:
             self.in_doubt = True
@@ -69,7 +67,10 @@ class Node:
     @property
     def wasted(self) -> dict[str, Waste]:
         """Waste of this node id since it joined."""
-        return merged_waste((self.counted, reported(self.report)))
+        told = {reason: spent for reason, spent in self.report.waste.items() if reason in WASTE_REASONS}
+        if not self.report.waste and self.report.tokens_wasted:  # a node of an earlier release reports one number only
+            told = {"cancelled": Waste(self.report.tokens_wasted)}
+        return merged_waste((self.counted, told))
 
 
 class Fleet:
@@ -78,19 +79,15 @@ class Fleet:
     Attributes:
         past_generated: tokens of processes that are gone.
         past_wasted: waste of nodes that are gone.
+        deadlines: when a node may turn dead or be forgotten.
     """
 
     def __init__(self, silent_s: float) -> None:
         self.nodes: dict[str, Node] = {}
         self._silent_s = silent_s
-        self._deadlines = Deadlines()
+        self.deadlines: Deadlines[str] = Deadlines()
         self.past_generated = 0
         self.past_wasted: dict[str, Waste] = {}
-
-    def check_room(self, node_id: str) -> None:
-        """Raise BrokerError when this node is new and MOST_NODES others have joined."""
-        if node_id not in self.nodes and len(self.nodes) >= MOST_NODES:
-            raise BrokerError(f"{len(self.nodes)} nodes have joined, which is as many as this broker takes")
 
     def alive(self, node_id: str) -> bool:
         """Whether the node is known and was seen within the lease time."""
@@ -100,25 +97,22 @@ class Fleet:
     def join(self, report: NodeReport, now: float) -> Node:
         """Add a node, or a new process of one. The new record takes over the leases of the old one."""
         old = self.nodes.get(report.node_id)
-        goes_on = old is not None and same_process(old.report, report)
-        if old is not None and not goes_on:
-            self.past_generated += old.tokens_generated
         node = Node(report, report.policy_version, now, old.tokens if old else set())
-        if old is not None:
-            node.counted = old.counted if goes_on else old.wasted
-        if old is not None and goes_on:
-            node.has_leased, node.handed_in = old.has_leased, old.handed_in
+        if old is not None and same_process(old.report, report):
+            node.counted, node.has_leased, node.handed_in = old.counted, old.has_leased, old.handed_in
+        elif old is not None:
+            node.counted = old.wasted
+            self.past_generated += old.tokens_generated
         self.nodes[report.node_id] = node
-        self._deadlines.add(report.node_id, now + self._silent_s)
+        self.deadlines.add(report.node_id, now + self._silent_s)
         return node
 
     def seen(self, node: Node, now: float) -> bool:
         """Note a sign of life. Returns whether the node was thought dead."""
-        node.seen_at = now
         was_dead = not node.alive
+        node.seen_at, node.alive = now, True
         if was_dead:
-            node.alive = True
-            self._deadlines.add(node.report.node_id, now + self._silent_s)
+            self.deadlines.add(node.report.node_id, now + self._silent_s)
         return was_dead
 
     def leave(self, node_id: str) -> None:
@@ -128,28 +122,22 @@ class Fleet:
             self.past_generated += node.tokens_generated
             self.past_wasted = merged_waste((self.past_wasted, node.wasted))
 
-    def next_check(self) -> float | None:
-        """When some node may turn dead, monotonic seconds."""
-        return self._deadlines.next()
-
     def expire(self, now: float) -> tuple[list[str], list[str]]:
         """Ids of nodes that turned dead by `now`, and of those dead for so long that the caller may forget them."""
         forget_s = max(FORGET_AFTER_S, 10 * self._silent_s)
 
         def deadline(node_id: str) -> float | None:
             node = self.nodes.get(node_id)
-            if node is None:
-                return None
-            return node.seen_at + (self._silent_s if node.alive else forget_s)
+            return None if node is None else node.seen_at + (self._silent_s if node.alive else forget_s)
 
         dead: list[str] = []
         forgotten: list[str] = []
-        for node_id in list(self._deadlines.passed(now, deadline)):
+        for node_id in list(self.deadlines.passed(now, deadline)):
             node = self.nodes[node_id]
             if node.alive:
                 node.alive = False
                 dead.append(node_id)
-                self._deadlines.add(node_id, node.seen_at + forget_s)
+                self.deadlines.add(node_id, node.seen_at + forget_s)
             else:
                 forgotten.append(node_id)
         return dead, forgotten
@@ -183,23 +171,13 @@ class Fleet:
         ]
 
 
-def reported(report: NodeReport) -> dict[str, Waste]:
-    """A node's own count of waste, by known reason. A node of an earlier release reports one number only."""
-    if report.waste or not report.tokens_wasted:
-        return {reason: spent for reason, spent in report.waste.items() if reason in WASTE_REASONS}
-    return {"cancelled": Waste(report.tokens_wasted)}
-
-
 def same_process(a: NodeReport, b: NodeReport) -> bool:
     """Whether two reports come from one process."""
     return (a.host, a.pid) == (b.host, b.pid)
 
 
 def add_waste(counts: dict[str, Waste], reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
-    """Count `tokens` and `seconds` under `reason`.
-
-    Nodes report the amounts. They are clipped to the limits of the wire, so that a status or a store always decodes.
-    """
+    """Count what nodes report under `reason`, clipped to the limits of the wire, so that a status always decodes."""
     before = counts.get(reason, Waste())
     counts[reason] = Waste(
         min(before.tokens + max(0, tokens), TALLY_MAX), min(before.seconds + max(0.0, seconds), SECONDS_MAX)

@@ -19,7 +19,7 @@ class DeliveryState(Taking, Leasing):
 
     def resume(self) -> None:
         """Begin to serve what was recovered: leases and nodes get a fresh deadline, since the time away is unknown."""
-        self.learner.seen(self.clock())
+        self.learner.seen_at = self.clock()
         for entry in self.tasks.leased.values():
             self.begin_lease(entry)
         self.unconfirmed = set(self.tasks.leased)
@@ -27,7 +27,7 @@ class DeliveryState(Taking, Leasing):
 
     def next_deadline(self) -> float | None:
         """When `expire` may next have something to do, in monotonic seconds; None: never."""
-        times = [t for t in (self.lease_deadlines.next(), self.fleet.next_check()) if t is not None]
+        times = [t for t in (self.lease_deadlines.next(), self.fleet.deadlines.next()) if t is not None]
         return min(times, default=None)
 
     def ledger(self) -> list[LedgerEntry]:

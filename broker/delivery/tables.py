@@ -1,10 +1,10 @@
 """All data of a run, and the recorder that every change of it goes to."""
 
-import os
+import secrets
 import time
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,7 +16,6 @@ from broker.delivery.nodes import Fleet
 from broker.delivery.task_table import Entry, Stored, TaskTable
 
 TOKEN_BYTES = 8
-POOL_TOKENS = 512
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -30,8 +29,7 @@ class Move(msgspec.Struct, frozen=True):
 class Recorder:
     """Receives every move, in order. This one records nothing: its state is in memory only, or only read."""
 
-    def record(self, move: Move) -> None:
-        """Record a move."""
+    def record(self, move: Move) -> None: ...
 
     def record_group(self, move: Move, payload: object) -> Stored | None:
         """Record a move with a group's payload; returns the payload's place in the store."""
@@ -40,20 +38,13 @@ class Recorder:
         """The store's status; None when there is no store."""
 
 
-def random_tokens() -> Iterator[str]:
-    """Lease tokens that cannot be guessed; one system call serves many."""
-    while True:
-        pool = os.urandom(POOL_TOKENS * TOKEN_BYTES).hex()
-        yield from (pool[i : i + 2 * TOKEN_BYTES] for i in range(0, len(pool), 2 * TOKEN_BYTES))
-
-
 class Tables:
     """Data without rules; the rules are in taking.py and leasing.py.
 
     Args:
         run: fixed facts of the job.
         clock: monotonic seconds.
-        new_token: makes lease tokens that never repeat; None: random ones.
+        new_token: makes lease tokens that never repeat.
         events: receives the broker's events.
         recorder: receives every move.
         retain_steps: groups of so many committed steps stay known for a replay; None: the run has no store.
@@ -76,7 +67,7 @@ class Tables:
         self,
         run: RunInfo,
         clock: Callable[[], float] = time.monotonic,
-        new_token: Callable[[], str] | None = None,
+        new_token: Callable[[], str] = lambda: secrets.token_hex(TOKEN_BYTES),
         events: EventLog | None = None,
         recorder: Recorder | None = None,
         retain_steps: int | None = None,
@@ -84,14 +75,13 @@ class Tables:
     ) -> None:
         self.run, self.clock = run, clock
         self.event_log, self.recorder = events or EventLog(), recorder or Recorder()
-        self.new_token = new_token or random_tokens().__next__
-        self.store_id = store_id or self.new_token()
+        self.new_token, self.store_id = new_token, store_id or new_token()
         self.tasks = TaskTable(retain_steps)
         self.fleet = Fleet(run.lease_s)
         self.learner = LearnerRecord()
         self.owners: dict[str, str] = {}
         self.accepted: OrderedDict[str, str] = OrderedDict()
-        self.lease_deadlines = Deadlines()
+        self.lease_deadlines: Deadlines[str] = Deadlines()
         self.first_step, self.committed_step = 0, -1
         self.lease_expiries: int = 0
         self.stale_results: int = 0
@@ -121,7 +111,6 @@ class Tables:
         return entry
 
     def begin_lease(self, entry: Entry) -> None:
-        """Start the clock of a lease."""
         now = self.clock()
         entry.leased_at, entry.deadline = now, now + min(self.run.lease_s, self.run.max_lease_s)
         self.lease_deadlines.add(entry.token, entry.deadline)

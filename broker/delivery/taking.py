@@ -15,13 +15,10 @@ class Taking(Tables):
     """The learner's side of the delivery state; see LearnerBroker in broker/contract.py."""
 
     def attach(self, report: LearnerReport) -> Attached:
-        """Begin with a learner that (re)starts.
+        """Begin with a learner that (re)starts. Raises BrokerError as `report`.
 
         If no task was ever offered, task 0 is due at the step that the learner resumes at. So the staleness bound is
         kept for a learner that continues from a checkpoint with a new broker.
-
-        Raises:
-            BrokerError: the learner was replaced, or another process of its incarnation is alive.
         """
         self.report(report)
         if self.tasks.next_serial == 0 and self.first_step != report.step:
@@ -30,14 +27,14 @@ class Taking(Tables):
         return Attached(self.tasks.next_serial, self.store_id, self.committed_step)
 
     def report(self, report: LearnerReport) -> None:
-        """Keep the learner's newest report. Raises BrokerError when the learner was replaced."""
+        """Keep a report. Raises BrokerError for a replaced learner, or while another of its incarnation is alive."""
         self.learner.check_report(report, self.clock())
         before = self.learner.report
         if before is None or lasting(before) != lasting(report):
             self.do(moves.Reported(report))
         else:
             self.learner.accept(report)
-        self.learner.seen(self.clock())
+        self.learner.seen_at = self.clock()
         if before is not None and before.state != report.state and report.state in LEARNER_ENDED:
             self.event_log.add("learner_" + report.state, incarnation=report.incarnation, step=report.step)
 
@@ -45,20 +42,18 @@ class Taking(Tables):
         """Run before every request of a learner: it counts as a sign of life. Raises BrokerError for a replaced one."""
         self.learner.check(incarnation, instance)
         if incarnation is not None:
-            self.learner.seen(self.clock())
+            self.learner.seen_at = self.clock()
 
     def offer(self, tasks: Sequence[Task]) -> int:
         """Add tasks in order of serial; known ones are ignored. Returns how many were new.
 
-        Raises:
-            BrokerError: there is a gap between serials; no task was added.
+        Raises BrokerError, and adds none, when there is a gap between serials.
         """
-        expected = self.tasks.next_serial
+        first = expected = self.tasks.next_serial
         for task in tasks:
             if task.serial > expected or task.serial < 0:
                 raise BrokerError(f"task {task.serial} was offered, the next serial is {expected}; offer without gaps")
             expected = max(expected, task.serial + 1)
-        first = self.tasks.next_serial
         for task in tasks:
             if task.serial >= self.tasks.next_serial:
                 self.do(moves.Offered(task))
@@ -69,10 +64,7 @@ class Taking(Tables):
     def take(self, step: int, count: int, in_order: bool = False) -> list[Entry] | None:
         """Give `step` its groups: those it took before, and the oldest ready ones; None when too few are ready.
 
-        Filtered groups that freed their slot come on top of `count`.
-
-        Raises:
-            BrokerError: `step` is committed, and its groups are gone.
+        Filtered groups that freed their slot come on top of `count`. Raises BrokerError when `step` is committed.
         """
         if step <= self.committed_step:
             raise BrokerError(f"step {step} is committed (up to {self.committed_step}); its groups are gone")
@@ -91,8 +83,7 @@ class Taking(Tables):
     def regenerate(self, step: int, serials: Sequence[int]) -> None:
         """Give up groups that `step` took. Filtered ones and those that it no longer has are ignored.
 
-        Raises:
-            BrokerError: a serial was never offered, or is finished.
+        Raises BrokerError for a serial that was never offered, or is finished.
         """
         for entry in self.tasks.taken_by(step, serials, "generated again"):
             self._waste_group(entry, "regenerated")
@@ -103,10 +94,7 @@ class Taking(Tables):
     def filter(self, step: int, serials: Sequence[int], most_replaced: int) -> None:
         """Mark groups that `step` does not train on; the first `most_replaced` of the step free their slot.
 
-        Groups that were filtered before, or that the step no longer has, are ignored.
-
-        Raises:
-            BrokerError: a serial was never offered, or is finished.
+        Groups that were filtered before, or that the step no longer has, are ignored. Raises as `regenerate`.
         """
         entries = self.tasks.taken_by(step, serials, "filtered")
         before = self.tasks.freed_by_step.get(step, 0)

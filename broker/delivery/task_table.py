@@ -69,7 +69,6 @@ class Entry(TaskRecord):
         return self.task.serial
 
     def ledger(self) -> LedgerEntry:
-        """This task's line in the ledger."""
         meta = self.meta
         return LedgerEntry(
             serial=self.serial,
@@ -86,11 +85,11 @@ class Entry(TaskRecord):
 
 
 class LeasedTasks(dict[str, Entry]):
-    """Leased tasks by token. Counting those older than a serial takes O(log n)."""
+    """Leased tasks by token, with their sorted serials: counting those older than a serial takes O(log n)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._serials: list[int] = []  # sorted
+        self._serials: list[int] = []
 
     def __setitem__(self, token: str, entry: Entry) -> None:
         assert token not in self
@@ -102,7 +101,6 @@ class LeasedTasks(dict[str, Entry]):
         super().__delitem__(token)
 
     def older_than(self, serial: int) -> int:
-        """Number of leased tasks with a lower serial."""
         return bisect_left(self._serials, serial)
 
 
@@ -121,7 +119,6 @@ class History:
         return 0 <= serial < len(self._rows) // _ROW.size and self._rows[serial * _ROW.size] != _ABSENT
 
     def add(self, entry: LedgerEntry) -> None:
-        """Store the entry of a committed or dead task."""
         committed, at, nodes = entry.state == COMMITTED, entry.serial * _ROW.size, tuple(entry.nodes)
         self.committed += committed
         self.dead += not committed
@@ -158,7 +155,6 @@ class History:
         )
 
     def serials(self) -> Iterator[int]:
-        """Serials of all finished tasks, ascending."""
         return (serial for serial, state in enumerate(self._rows[:: _ROW.size]) if state != _ABSENT)
 
 
@@ -207,13 +203,11 @@ class TaskTable:
         return self.freed_earlier + bisect_left(self.freed, serial)
 
     def has_ready(self, count: int, in_order: bool) -> bool:
-        """Whether `count` groups are ready; with `in_order`, no older task may be pending or leased."""
-        if len(self.ready) < count:
-            return False
-        if in_order and count:
-            last = self.ready[count - 1]
-            return not (self.pending and self.pending[0] < last) and not self.leased.older_than(last)
-        return True
+        """Whether `count` groups, 1 or more, are ready; with `in_order`, no older task may be pending or leased."""
+        if len(self.ready) < count or not in_order:
+            return len(self.ready) >= count
+        last = self.ready[count - 1]
+        return not (self.pending and self.pending[0] < last) and not self.leased.older_than(last)
 
     def slots_filled(self, step: int) -> int:
         """Groups that `step` has taken, without those that freed their slot."""
@@ -231,10 +225,6 @@ class TaskTable:
         """Bytes in memory once every leased group has arrived, at the mean size so far."""
         return self.bytes_held + len(self.leased) * self.accepted_bytes / max(1, self.accepted_groups)
 
-    def older_in_progress(self, serial: int) -> int:
-        """Number of leased and ready tasks older than `serial`."""
-        return bisect_left(self.ready, serial) + self.leased.older_than(serial)
-
     def line(self, serial: int) -> LedgerEntry:
         """The ledger's line of one task. Raises KeyError when it was never offered."""
         entry = self.living.get(serial)
@@ -248,7 +238,6 @@ class TaskTable:
     # ---------------------------------------------------------------- parts of moves
 
     def requeue(self, entry: Entry) -> None:
-        """Make a task pending."""
         entry.state = PENDING
         heapq.heappush(self.pending, entry.serial)
 
@@ -268,12 +257,5 @@ class TaskTable:
         self.accepted_bytes += payload_bytes
 
     def drop_payload(self, entry: Entry) -> None:
-        """Release the memory of a group."""
         self.bytes_held -= entry.payload_bytes
         entry.payload, entry.payload_bytes = None, 0
-
-    def forget_freed(self) -> None:
-        """Drop freed slots older than every unfinished task, so that the list does not grow with the run."""
-        gone = bisect_left(self.freed, min(self.living, default=self.next_serial))
-        del self.freed[:gone]
-        self.freed_earlier += gone

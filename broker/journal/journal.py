@@ -56,7 +56,6 @@ class Journal(Recorder):
     # ---------------------------------------------------------------- recording
 
     def record(self, move: Move) -> None:
-        """Recorder."""
         if self._state is not None:
             self._put(records.encode(move))
 
@@ -68,11 +67,7 @@ class Journal(Recorder):
         return stored
 
     def end_turn(self) -> int:
-        """Send off what was recorded; returns the sequence number of the last record.
-
-        Raises:
-            StoreFailed: nothing can be made durable any more.
-        """
+        """Send off what was recorded; returns the last sequence number. Raises StoreFailed, once nothing is kept."""
         writer, state = self._writer, self._state
         if state is None:
             return self._seq
@@ -83,7 +78,11 @@ class Journal(Recorder):
         self._tell_if_stuck(state)
         if writer.behind:
             self._write_again(state)
-        self._record_statistics(state)
+        if (now := time.monotonic()) >= self._statistics_at:
+            self._statistics_at = now + STATISTICS_S
+            before, self._statistics = self._statistics, Statistics.of(state)
+            if self._statistics != before:
+                self.record(self._statistics)
         if self._pending:
             self._pending = False
             if self._written_bytes >= self._segment_bytes:
@@ -131,8 +130,6 @@ class Journal(Recorder):
         self.store.close()
         return whole
 
-    # ---------------------------------------------------------------- inside
-
     def _put(self, body: bytes, payload: memoryview | None = None, stored: StoredPayload | None = None) -> None:
         self._seq += 1
         self._written_bytes += len(body) + (len(payload) if payload is not None else 0)
@@ -147,15 +144,6 @@ class Journal(Recorder):
             state.event_log.add("store_writable")
         self._told_stuck = stuck
 
-    def _record_statistics(self, state: DeliveryState) -> None:
-        now = time.monotonic()
-        if now >= self._statistics_at:
-            self._statistics_at = now + STATISTICS_S
-            statistics = Statistics.of(state)
-            if statistics != self._statistics:
-                self._statistics = statistics
-                self.record(statistics)
-
     def _write_again(self, state: DeliveryState) -> None:
         """The store has lost acknowledged records: write the whole state, and the groups that are in memory."""
         try:
@@ -163,17 +151,17 @@ class Journal(Recorder):
         except StoreUnavailable:
             return  # the writer tries again, and this is called again
         lost, again = lose_payloads(state, missing)
-        payloads: list[Record] = []
-        for stored, payload in again:
-            self._seq += 1
-            payloads.append(Record(self._seq, b"", memoryview(cast(bytes, payload)), stored))
+        payloads = [
+            Record(self._seq + i, b"", memoryview(cast(bytes, payload)), stored)
+            for i, (stored, payload) in enumerate(again, 1)
+        ]
+        self._seq += len(payloads)
         state.event_log.add("store_rewritten", groups_written=len(payloads), groups_lost=len(lost))
         logger.warning("%s: %d groups are written again, %d are lost", self.store.name, len(payloads), len(lost))
         state.tasks.finished = list(state.tasks.history.serials())
         self._writer.rewrite(self._captured(state, payloads))
 
     def _compact(self, state: DeliveryState) -> None:
-        """Replace the log by a snapshot of the state as it is now."""
         self._writer.put(self._captured(state))
         self._writer.kick()
 

@@ -9,7 +9,8 @@ from broker.journal.store import Location, StoredPayload
 
 def locations(state: DeliveryState) -> list[Location]:
     """Where the groups lie that may still be wanted."""
-    found = [_location(entry) for entry in [*state.tasks.living.values(), *_retained(state)]]
+    retained = [entry for entries in state.tasks.retained.values() for entry in entries]
+    found = [_location(entry) for entry in [*state.tasks.living.values(), *retained]]
     return [location for location in found if location is not None]
 
 
@@ -21,8 +22,7 @@ def lose_payloads(
     A group that a step took stays with the step, since the learner may have it; `take` gives it up when asked for it.
     The caller compacts the log afterwards, so these changes need no records.
 
-    Returns:
-        Serials that are pending again; groups that must be written again, each with its payload.
+    Returns the serials that are pending again, and the groups that must be written again, each with its payload.
     """
     lost: list[int] = []
     again: list[tuple[StoredPayload, object]] = []
@@ -42,10 +42,6 @@ def lose_payloads(
     retained = state.tasks.retained
     state.tasks.retained = {s: group for s, group in retained.items() if not any(_is_lost(e, missing) for e in group)}
     return lost, again
-
-
-def _retained(state: DeliveryState) -> list[Entry]:
-    return [entry for entries in state.tasks.retained.values() for entry in entries]
 
 
 def _location(entry: Entry) -> Location | None:

@@ -153,18 +153,15 @@ class Captured(Compaction):
         )
 
     def finished(self) -> bytes | None:
-        """See Compaction."""
         return encode_finished(self._finished) if self._finished else None
 
     def snapshot(self, history: int) -> bytes:
-        """See Compaction."""
         for task, stored in self._tasks:
             task.location = None if stored is None else _location(stored)
         retained = {step: [_kept(entry) for entry in entries] for step, entries in self._retained.items()}
         return encode(msgspec.structs.replace(self._base, retained=retained, history_bytes=history))
 
     def wanted(self) -> list[Location]:
-        """See Compaction."""
         retained = [entry.stored for entries in self._retained.values() for entry in entries]
         return [_location(stored) for stored in [s for _, s in self._tasks] + retained if stored is not None]
 
@@ -188,21 +185,12 @@ def restore(state: DeliveryState, snapshot: Snapshot, read: Callable[[Location],
         setattr(tasks, name, getattr(snapshot, name))
     tasks.pending = sorted(s for s, e in tasks.living.items() if e.state == PENDING)  # a sorted list is a heap
     tasks.ready = sorted(s for s, e in tasks.living.items() if e.state == READY)
-    tasks.retained = {
-        step: [
-            Entry(
-                group.task,
-                COMMITTED,
-                nodes=[group.node_id],
-                meta=group.meta,
-                step=step,
-                filtered=group.filtered,
-                stored=StoredPayload(read, group.location),
-            )
-            for group in groups
-        ]
-        for step, groups in snapshot.retained.items()
-    }
+    for step, groups in snapshot.retained.items():
+        tasks.retained[step] = []
+        for group in groups:
+            entry = Entry(group.task, COMMITTED, nodes=[group.node_id], meta=group.meta, step=step)
+            entry.filtered, entry.stored = group.filtered, StoredPayload(read, group.location)
+            tasks.retained[step].append(entry)
     state.accepted.update(snapshot.accepted)
     state.owners.update(snapshot.owners)
     state.learner.report, state.learner.replaced = snapshot.learner, set(snapshot.replaced_learners)

@@ -35,7 +35,7 @@ EVENT_TAIL_BYTES = 4 << 20
 
 
 class Recovered(msgspec.Struct, frozen=True):
-    """The result of a recovery; `torn` is the reason for which records at the end were dropped, if any."""
+    """The result of a recovery; `torn` is that of Loaded."""
 
     seq: int = 0
     history_bytes: int = 0
@@ -96,11 +96,7 @@ def open_memory(
 
 
 def recover(journal: Journal, state: DeliveryState) -> Recovered:
-    """Fill an empty state from the journal's store; its moves are recorded there from now on.
-
-    Raises:
-        StoreCorrupt: see `rebuild`.
-    """
+    """Fill an empty state from the journal's store; its moves are recorded there from now on. Raises as `rebuild`."""
     found = rebuild(journal.store, state)
     if found.torn:
         logger.warning("%s; nothing there was acknowledged, so it is dropped", found.torn)
@@ -119,11 +115,7 @@ def recover(journal: Journal, state: DeliveryState) -> Recovered:
 
 
 def rebuild(store: Store, state: DeliveryState) -> Recovered:
-    """Fill an empty state from the store, without changing the store.
-
-    Raises:
-        StoreCorrupt: synced data is damaged.
-    """
+    """Fill an empty state from the store, which is only read. Raises StoreCorrupt when synced data is damaged."""
     begun = time.monotonic()
     found = store.load()
     if not found.records:

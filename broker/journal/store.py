@@ -88,11 +88,7 @@ class StoredRecord(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The log, snapshot first; empty for a new store.
-
-    Attributes:
-        torn: why unacknowledged records at the end were dropped; '' when none were.
-    """
+    """The log, snapshot first; empty for a new store. `torn` says why unacknowledged records were dropped."""
 
     records: list[StoredRecord]
     torn: str = ""
@@ -141,10 +137,7 @@ class Store(ABC):
             synced: sequence number up to which everything was synced before.
             sync: whether the records must be durable on return.
 
-        Raises:
-            StoreUnavailable: nothing was written; it may be tried again.
-            StoreBehind: the store has lost records.
-            StoreFenced: another broker leads.
+        Raises StoreUnavailable when nothing was written and it may be tried again, StoreBehind, StoreFenced.
         """
 
     def idle(self) -> None:
@@ -157,11 +150,7 @@ class Store(ABC):
 
     @abstractmethod
     def compact(self, compaction: Compaction, history: int) -> int:
-        """Replace the log, durably. `history` is the size of the history; returns its new size.
-
-        Raises:
-            StoreUnavailable: nothing changed; it may be tried again.
-        """
+        """Replace the log, durably. `history` is the size of the history; returns its new size. Raises as `append`."""
 
     @abstractmethod
     def size_bytes(self) -> int:

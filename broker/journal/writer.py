@@ -69,12 +69,9 @@ class Writer:
         return self._lacking >= self._rewritten
 
     def rewrite(self, compaction: Compaction) -> None:
-        """Write this whole compaction in place of everything that was queued before, because the store is behind.
-
-        The thread may be taking items from the queue at this moment, so it drops the former ones itself.
-        """
+        """Write this whole compaction in place of everything that was queued before, because the store is behind."""
         self._queue.append(compaction)
-        self._rewritten = compaction.seq
+        self._rewritten = compaction.seq  # the thread may be taking items now, so it drops the former ones itself
         self._wake.set()
 
     def kick(self) -> None:

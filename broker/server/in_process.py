@@ -4,13 +4,11 @@ The contract suite runs against it as well as against the server; simulations us
 """
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from broker.contract import RunInfo
-from broker.delivery.event_log import EventLog
 from broker.delivery.state import DeliveryState
 from broker.messaging import wire
 from broker.messaging.client_methods import LearnerBroker, NodeBroker
@@ -25,7 +23,7 @@ class MemoryBroker:
     """A shared state; `learner()` and `node()` return clients of it."""
 
     def __init__(self, run: RunInfo, clock: Callable[[], float] = time.monotonic) -> None:
-        self.state = DeliveryState(run, clock, lambda: secrets.token_hex(8), EventLog())
+        self.state = DeliveryState(run, clock)
         self.state.address = "memory"
 
     def learner(self) -> "MemoryLearner":

@@ -1,15 +1,14 @@
 """Requests that wait for something to happen: leases for tasks, takes for ready groups."""
 
-import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from broker.delivery.deadlines import Deadlines
 from broker.messaging.wire import AskLease, Take
 
 Key = tuple[bytes, int]  # client, request id
 MOST_LEASES = 8  # parked requests of one node; a client that behaves has one, besides those that it cancels
-HEAP_SLACK = 1024  # deadlines of requests that are no longer parked
 
 Q = TypeVar("Q", AskLease, Take)
 
@@ -34,7 +33,7 @@ class ParkingLot:
         self.leases: dict[Key, Parked[AskLease]] = {}
         self.takes: dict[Key, Parked[Take]] = {}
         self._by_node: dict[str, dict[Key, None]] = {}  # oldest first
-        self._deadlines: list[tuple[float, Key]] = []
+        self.deadlines: Deadlines[Key] = Deadlines()
 
     def park(self, client: bytes, request: AskLease | Take, deadline: float) -> list[AnyParked]:
         """Keep a request; returns those that it replaces. A repetition of a parked one changes nothing.
@@ -55,7 +54,7 @@ class ParkingLot:
             replaced = self.drop_all(others)
             self.leases[key] = Parked(client, request)
             self._by_node.setdefault(request.node_id, {})[key] = None
-        self._push(deadline, key)
+        self.deadlines.add(key, deadline)
         return replaced
 
     def drop_all(self, keys: Iterable[Key]) -> list[AnyParked]:
@@ -64,6 +63,7 @@ class ParkingLot:
 
     def drop(self, key: Key) -> AnyParked | None:
         """Remove and return a parked request; None when it is not parked."""
+        self.deadlines.discard(key)
         lease = self.leases.pop(key, None)
         if lease is None:
             return self.takes.pop(key, None)
@@ -83,20 +83,4 @@ class ParkingLot:
 
     def overdue(self, now: float) -> list[AnyParked]:
         """Remove and return the requests whose deadline is at or before `now`."""
-        found: list[AnyParked] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            parked = self.drop(heapq.heappop(self._deadlines)[1])
-            if parked is not None:
-                found.append(parked)
-        return found
-
-    def next_deadline(self) -> float | None:
-        """Earliest time at which something may be overdue."""
-        return self._deadlines[0][0] if self._deadlines else None
-
-    def _push(self, deadline: float, key: Key) -> None:
-        """Watch a deadline; those of requests that were answered or cancelled meanwhile do not pile up."""
-        if len(self._deadlines) > 2 * (len(self.leases) + len(self.takes)) + HEAP_SLACK:
-            self._deadlines = [item for item in self._deadlines if item[1] in self.leases or item[1] in self.takes]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline, key))
+        return self.drop_all(self.deadlines.passed(now, lambda key: now))

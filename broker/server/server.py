@@ -150,7 +150,7 @@ class BrokerServer:
             self._outbox.put(client, reply, payloads)
 
     def _timeout_ms(self) -> int:
-        times = (self._next_tick, self._state.next_deadline(), self._handlers.parked.next_deadline())
+        times = (self._next_tick, self._state.next_deadline(), self._handlers.parked.deadlines.next())
         wait_s = min(t for t in times if t is not None) - time.monotonic()
         return max(0, int(wait_s * 1000) + 1)
 

@@ -40,7 +40,6 @@ class FileStore(Store):
         self._stage = new_stage()
 
     def listens_at(self, address: str) -> None:
-        """See Store."""
         if self.address != address:
             self.address = address
             self.folder.write_info(msgspec.structs.replace(self.info, address=address))
@@ -77,7 +76,6 @@ class FileStore(Store):
             offset = frame.end
 
     def read(self, location: Location) -> bytes:
-        """See Store."""
         path = self.folder.segment(location.segment)
         try:
             with path.open("rb", buffering=0) as file:
@@ -109,7 +107,6 @@ class FileStore(Store):
             stored.location = location
 
     def sync(self) -> None:
-        """See Store."""
         if self._file is not None:
             with self._when_full():
                 self._file.sync()
@@ -141,7 +138,6 @@ class FileStore(Store):
         return history
 
     def size_bytes(self) -> int:
-        """See Store."""
         sizes = 0
         for path in self.folder.path.iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -149,7 +145,6 @@ class FileStore(Store):
         return sizes
 
     def close(self) -> None:
-        """See Store."""
         if self._file is not None:
             self._file.close()
             self._file = None

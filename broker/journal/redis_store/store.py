@@ -76,7 +76,6 @@ class RedisStore(Store):
         self.is_new, self.last_seq = True, 0
 
     def load(self) -> Loaded:
-        """See Store."""
         records: list[StoredRecord] = []
         log = f"{self._prefix}log"
         for number, data in enumerate(self._elements(log)):
@@ -102,7 +101,6 @@ class RedisStore(Store):
             raise StoreCorrupt(f"{self.name}: {key}", f"expected {size} records, found {found}")
 
     def read(self, location: Location) -> bytes:
-        """See Store."""
         name = self._name(location)
         try:
             data = self.term.run([("GET", name)])[0]
@@ -113,7 +111,6 @@ class RedisStore(Store):
         return data
 
     def missing(self, locations: Collection[Location]) -> set[Location]:
-        """See Store."""
         lost: set[Location] = set()
         for part in _chunks(locations):
             there = self.term.run([("EXISTS", self._name(location)) for location in part])

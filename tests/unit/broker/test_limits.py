@@ -9,9 +9,8 @@ import pytest
 import zmq
 
 from broker.contract import LearnerReport
-from broker.delivery.deadlines import Deadlines
 from broker.delivery.moves import MOST_NODES_NAMED
-from broker.delivery.nodes import MOST_NODES, Fleet
+from broker.delivery.nodes import MOST_NODES
 from broker.guard import observer_rate_limit
 from broker.guard.observer_rate_limit import BURST_BYTES, BYTES_A_SECOND, Pace, reply_bytes
 from broker.guard.rejected_messages import (
@@ -28,7 +27,7 @@ from broker.messaging import wire
 from broker.messaging.sync_client import BrokerClient
 from broker.messaging.wire import WireError
 from broker.server.handlers import Handlers
-from broker.server.long_polls import HEAP_SLACK, MOST_LEASES, ParkingLot
+from broker.server.long_polls import MOST_LEASES
 from broker.server.server import BrokerServer
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
@@ -48,24 +47,13 @@ def test_a_node_that_parks_lease_requests_without_end_has_only_its_newest_ones_p
     assert len(handlers.parked.leases) == MOST_LEASES
 
 
-def test_deadlines_of_requests_that_were_cancelled_do_not_pile_up() -> None:
-    lot = ParkingLot()
-    for i in range(20 * HEAP_SLACK):
-        lot.park(b"c", ask_lease(i), 60.0)
-        lot.drop((b"c", i))
-    assert len(lot._deadlines) <= HEAP_SLACK + 2
-    lot.park(b"c", ask_lease(-1), 50.0)
-    assert [p.request.id for p in lot.overdue(55.0)] == [-1]
-
-
-def test_a_broker_takes_a_bounded_number_of_nodes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet(30.0)
-    monkeypatch.setattr(Deadlines, "add", lambda *_: None)  # quick
+def test_a_broker_takes_a_bounded_number_of_nodes_and_says_so() -> None:
+    state = new_state()
     for i in range(MOST_NODES):
-        fleet.join(node_report(f"n{i}"), 0.0)
+        state.register(node_report(f"n{i}"))
     with pytest.raises(BrokerError, match="16384 nodes have joined"):
-        fleet.check_room("one more")
-    fleet.check_room("n5")
+        state.register(node_report("one more"))
+    state.register(node_report("n5", pid=2))
 
 
 def test_a_node_that_leases_and_releases_for_ever_does_not_grow_the_ledger() -> None:

@@ -2,6 +2,8 @@
 
 import random
 import sys
+import tracemalloc
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -11,12 +13,13 @@ from broker.delivery.deadlines import HEAP_SLACK, Deadlines
 from broker.delivery.event_log import RING_EVENTS, EventLog
 from broker.delivery.learner_fencing import LearnerRecord
 from broker.delivery.nodes import FORGET_AFTER_S, Fleet
-from broker.delivery.tables import POOL_TOKENS, TOKEN_BYTES, random_tokens
 from broker.delivery.task_table import History
 from broker.journal import records
+from broker.messaging.wire import AskLease
+from broker.server.long_polls import ParkingLot
 from common.errors import BrokerError
 from common.rollouts import GroupMeta
-from tests.broker_rig import META, node_report, numbered_state, run_info, tasks
+from tests.broker_rig import node_report, numbered_state, run_info, tasks
 
 
 def test_history_gives_back_what_it_was_given_in_any_order() -> None:
@@ -131,7 +134,7 @@ def test_a_node_that_leaves_and_joins_again_is_watched_again() -> None:
 def update(record: LearnerRecord, report: LearnerReport, now: float) -> None:
     record.check_report(report, now)
     record.accept(report)
-    record.seen(now)
+    record.seen_at = now
 
 
 def test_a_silent_learner_is_shown_as_lost_unless_it_ended() -> None:
@@ -147,7 +150,7 @@ def test_a_silent_learner_is_shown_as_lost_unless_it_ended() -> None:
     assert shown(LOST_AFTER_S).state == "training"
     late = shown(LOST_AFTER_S + 2)
     assert (late.state, late.policy_version, late.waiting_on) == ("lost", 4, "not seen for 12 s, was training")
-    record.seen(20.0)
+    record.seen_at = 20.0
     assert shown(21.0).state == "training"
     for state in ("done", "drained", "failed"):
         update(record, LearnerReport(1, 1, state, 5), 30.0)
@@ -161,7 +164,7 @@ def learner_process(instance: str, state: str = "training", incarnation: int = 1
 def test_a_second_learner_of_an_incarnation_takes_the_place_of_a_silent_one_which_never_comes_back() -> None:
     record = LearnerRecord()
     update(record, learner_process("a"), 0.0)
-    record.seen(5.0)
+    record.seen_at = 5.0
     with pytest.raises(BrokerError, match=r"incarnation 1 is alive already: process 7, training, seen 9.0 s ago"):
         update(record, learner_process("b"), 14.0)
     record.check(1, "a")
@@ -211,26 +214,40 @@ def test_the_history_file_takes_a_few_bytes_a_task_and_gives_back_every_entry() 
         records.decode_finished(msgspec.msgpack.encode(records.FinishedTasks(packed=b"not zlib")))
 
 
-def test_deadlines_of_leases_that_ended_do_not_pile_up() -> None:
-    deadlines = Deadlines()
-    deadlines.add("kept", 5.0)
-    for i in range(100 * HEAP_SLACK):
-        deadlines.add(f"lease {i}", 60.0 + i)
-        deadlines.discard(f"lease {i}")
-    assert len(deadlines._heap) <= HEAP_SLACK + 4  # pyright: ignore[reportPrivateUsage]
-    assert list(deadlines.passed(1e9, lambda key: 5.0)) == ["kept"]
-    state = numbered_state(run_info(max_staleness=1000))
+def ended_deadlines(kept: Deadlines[str]) -> Callable[[int], None]:
+    kept.add("kept", 5.0)
+
+    def add_and_discard(number: int) -> None:
+        kept.add(f"lease {number}", 60.0 + number)
+        kept.discard(f"lease {number}")
+
+    return add_and_discard
+
+
+def ended_leases() -> Callable[[int], None]:
+    state = numbered_state(run_info())
     state.register(node_report("n"))
-    state.offer(tasks(4 * HEAP_SLACK))
-    for lease in state.lease("n", 0, 4 * HEAP_SLACK):
-        state.complete("n", lease.token, META, b"", 0)
-    assert len(state.lease_deadlines._heap) <= 2 * HEAP_SLACK  # pyright: ignore[reportPrivateUsage]
+    state.offer(tasks(1))
+    return lambda number: state.release("n", [lease.token for lease in state.lease("n", 0, 1)])
 
 
-def test_lease_tokens_are_random_hexadecimal_and_never_the_same() -> None:
-    first, second = random_tokens(), random_tokens()
-    made = [next(source) for _ in range(3 * POOL_TOKENS) for source in (first, second)]
-    assert len(set(made)) == len(made)
-    assert {len(bytes.fromhex(token)) for token in made} == {TOKEN_BYTES}
-    ones = sum(bin(int(token, 16)).count("1") for token in made) / len(made)
-    assert abs(ones - 4 * TOKEN_BYTES) < 1, "half of the bits of random tokens are ones"
+def cancelled_requests(lot: ParkingLot) -> Callable[[int], None]:
+    def park_and_drop(number: int) -> None:
+        lot.park(b"c", AskLease(id=number, node_id="n0", version=0, max_groups=1, wait_s=60), 60.0)
+        lot.drop((b"c", number))
+
+    return park_and_drop
+
+
+def test_deadlines_of_what_has_ended_take_no_memory() -> None:
+    deadlines, lot = Deadlines[str](), ParkingLot()
+    for ends in (ended_deadlines(deadlines), ended_leases(), cancelled_requests(lot)):
+        tracemalloc.start()
+        for number in range(20 * HEAP_SLACK):
+            ends(number)
+        grown = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert grown < 1 << 20, ends
+    assert list(deadlines.passed(1e9, lambda key: 5.0)) == ["kept"]
+    lot.park(b"c", AskLease(id=-1, node_id="n0", version=0, max_groups=1, wait_s=60), 50.0)
+    assert [parked.request.id for parked in lot.overdue(55.0)] == [-1]
