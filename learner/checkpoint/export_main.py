@@ -36,20 +36,15 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def convert(model: ModelConfig, saved: Path, target: Path) -> None:
-    """Write `target`, a folder like model.path with the weights of the backend's files in `saved`.
-
-    Raises:
-        UsageError: model.path is no usable model, or the checkpoint is not one of it.
-    """
+    """Write `target`, like model.path but with the weights of the backend's files in `saved`; raises as `run` does."""
     import learner.megatron.backend  # noqa: F401  (after the checks: takes seconds, and prepares for megatron)
     from learner.megatron import checkpoint, parallel
     from learner.megatron.conversion.export import Exporter
-    from learner.megatron.conversion.hf_folder import check_layout, read_config
+    from learner.megatron.conversion.hf_folder import read_config
     from learner.megatron.conversion.model import DTYPES, build
 
     source, alone = Path(model.path), ParallelConfig()
     hf_config = read_config(source)
-    check_layout(hf_config, alone, world_size=1)
     parallel.initialize(alone, seed=0, timeout_s=LearnerConfig().timeout_s)
     built = build(source, hf_config, DTYPES[model.dtype], alone, MoeConfig())
     checkpoint.load_weights(saved, built.chunks, alone)

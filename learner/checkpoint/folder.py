@@ -5,7 +5,6 @@ before its files are removed. So a folder named step-* is complete, whenever the
 are found at start were left by a killed learner and are removed.
 """
 
-import os
 import re
 import secrets
 import shutil
@@ -67,11 +66,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_checkpoint(path: Path) -> TrainerState:
-    """The state of a checkpoint whose files are all there.
-
-    Raises:
-        SlipstreamError: a file is missing or has another size, or the state is unreadable.
-    """
+    """The state of a checkpoint; raises SlipstreamError if a file is missing, has another size or is unreadable."""
     model = path / MODEL_FOLDER
     try:
         state = msgspec.json.decode((path / STATE_FILE).read_bytes(), type=TrainerState)
@@ -91,9 +86,7 @@ class CheckpointFolder:
     """RUN/checkpoints of one run. The lead rank uses it and tells the others the paths."""
 
     def __init__(self, folder: Path, keep: int) -> None:
-        self._folder = folder
-        self._keep = keep
-        self._token = secrets.token_hex(4)
+        self._folder, self._keep, self._token = folder, keep, secrets.token_hex(4)
 
     def steps(self) -> dict[int, Path]:
         """Step to path of every checkpoint that has its name, oldest first."""
@@ -106,11 +99,7 @@ class CheckpointFolder:
         return self._folder / f"step-{version:06d}"
 
     def newest(self) -> tuple[Path, TrainerState] | None:
-        """The newest checkpoint and its state; None when the run has none.
-
-        Raises:
-            SlipstreamError: it is not complete.
-        """
+        """The newest checkpoint and its state; None when the run has none. Raises as `read_checkpoint`."""
         paths = list(self.steps().values())
         return (paths[-1], read_checkpoint(paths[-1])) if paths else None
 
@@ -138,18 +127,12 @@ class CheckpointFolder:
         return scratch / MODEL_FOLDER
 
     def finish(self, state: TrainerState) -> Path:
-        """Make the checkpoint that `begin` started complete, durably; returns its path.
-
-        The backend has flushed its own files to the disk before.
-        """
-        scratch = self.scratch(state.policy_version)
-        final = self.path(state.policy_version)
+        """Make the checkpoint complete, whose files the backend has flushed to the disk; returns its path."""
+        scratch, final = self.scratch(state.policy_version), self.path(state.policy_version)
         model = scratch / MODEL_FOLDER
         files = {str(path.relative_to(model)): path.stat().st_size for path in model.rglob("*") if path.is_file()}
-        with open(scratch / STATE_FILE, "wb") as file:
-            file.write(pretty_json(msgspec.structs.replace(state, files=files)))
-            file.flush()
-            os.fsync(file.fileno())
+        (scratch / STATE_FILE).write_bytes(pretty_json(msgspec.structs.replace(state, files=files)))
+        sync(scratch / STATE_FILE)
         sync(scratch)
         # A learner that was replaced while it wrote may have completed this version; the broker has not committed it.
         replace_folder(scratch, final)

@@ -13,22 +13,24 @@ compat.enable()  # before the first import of megatron
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from common.config.parallel_layout import document_multiple
+from common.config.parallel_layout import document_multiple, world_problems
 from common.config.schema import Config, LearnerConfig, ModelConfig, SftConfig, SftLearnerConfig
+from common.errors import UsageError
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.megatron import parallel
 from learner.megatron.checkpoint import Writer
 from learner.megatron.conversion import verify
 from learner.megatron.conversion.export import Exporter
-from learner.megatron.conversion.hf_folder import check_layout, read_config
+from learner.megatron.conversion.hf_folder import read_config
 from learner.megatron.conversion.model import DTYPES, build
-from learner.megatron.memory import Offload, Reference, without_routing
+from learner.megatron.memory import Offload, Reference
 from learner.megatron.moe import Experts
 from learner.megatron.optimizer import Optimizer, wrap_chunks
 from learner.megatron.schedule import Schedule
@@ -57,26 +59,23 @@ class MegatronBackend:
         Args:
             model: Hugging Face folder, and the dtype of the parameters; main gradients and optimizer states are
                 float32.
-            learner: `parallel` divides the world; the remaining factor is data-parallel. `optimizer` is AdamW and its
-                schedule, `memory` says where tensors are kept, `moe` how experts are balanced. `timeout_s` bounds
-                every collective.
+            learner: the sections parallel, optimizer, memory and moe, and the limit of every collective.
             total_steps: the step at which the schedule ends, unless the optimizer's decay_steps names another.
             seed: seed of Megatron's random generators.
 
         Raises:
             UsageError: a folder, a layout or a model that cannot be used; naming it.
         """
-        self.model_path, self.layout = Path(model.path), learner.parallel
-        layout, dtype = learner.parallel, DTYPES[model.dtype]
+        self.model_path, layout, dtype = Path(model.path), learner.parallel, DTYPES[model.dtype]
+        for problem in world_problems(parallel.world_size(), layout):
+            raise UsageError(str(problem))
         hf_config = read_config(self.model_path)
-        check_layout(hf_config, layout, parallel.world_size())
         parallel.initialize(layout, seed, learner.timeout_s)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.data_parallel_rank = mpu.get_data_parallel_rank()
         self.data_parallel_size = mpu.get_data_parallel_world_size()
-        self.vocab_size = int(hf_config.vocab_size)
+        self.vocab_size, self.hidden_size = int(hf_config.vocab_size), int(hf_config.hidden_size)
         self.document_multiple = document_multiple(layout)
-        self.hidden_size = int(hf_config.hidden_size)
         if model.verify:
             verify.check_translation(self.model_path, hf_config, dtype, layout)
         built = build(self.model_path, hf_config, dtype, layout, learner.moe, learner.memory.recompute)
@@ -116,8 +115,9 @@ class MegatronBackend:
 
     def reference_logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """The reference is the model in learner.loss.reference, else in model.path; it has its own routing."""
+        unrouted = [replace(batch, routed_experts=None) for batch in microbatches]
         with self.offload.parameters(), self.reference.in_place():
-            return self.schedule.logprobs(without_routing(microbatches), temperature)
+            return self.schedule.logprobs(unrouted, temperature)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """On this rank's device. A tensor may share memory with the parameter: copy it before asking for the next."""

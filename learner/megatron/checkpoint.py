@@ -1,9 +1,7 @@
 """Megatron's distributed checkpoints: weights, optimizer, step and random state, loadable under another layout.
 
-A save has three parts. `Writer.start` plans it with the other ranks and copies this rank's share to host memory. A
-thread writes and flushes the copy while training continues. `Writer.done` sees when the threads of all ranks have
-finished and adds the index, without which a folder is no checkpoint. Upstream forks writers instead, which is unsafe
-in a process with live gloo or CUDA threads.
+A thread writes a copy while training continues. Upstream forks writers instead, which is unsafe in a process with live
+gloo or CUDA threads. A folder without its index, which is written last, is no checkpoint.
 """
 
 import io
@@ -52,37 +50,31 @@ class Save:
     """One rank's share of one checkpoint on its way to the disk."""
 
     def __init__(self, path: Path, sharded: dict[str, Any], common: dict[str, Any], live: set[int]) -> None:
-        """Plan the save and copy the share to host memory. Collective.
+        """Plan the save into the empty folder `path` and copy the share to host memory. Collective.
 
         Args:
-            path: an empty folder.
+            path: the folder.
             sharded: Megatron's sharded state, preprocessed.
             common: the state that is the same on every rank.
             live: addresses of the storages that the next step changes.
         """
-        self.path = path
-        self.results: list[Any] = []
-        self.problem = ""
+        self.path, self.results, self.problem = path, [], ""
         # prepare_write_data uses this queue; without it, it would start a process for one
         filesystem_async._results_queue = queue.Queue()
         strategy = _PlanOnly()
         self._config = CheckpointingConfig(strategy.backend, strategy.version)
         self._writer, self._metadata = strategy.async_save(sharded, self.path)
         self._transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
-        self._buckets = [_copied(bucket, live) for bucket in self._writer.write_buckets]
+        self._buckets = [
+            (file, key, (objects, [(item, _copied(tensor, live)) for item, tensor in tensors]))
+            for file, key, (objects, tensors) in self._writer.write_buckets
+        ]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._writer.write_buckets = None  # else the device tensors live until the end of the save
         self._common = common if dist.get_rank() == 0 else None
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def running(self) -> bool:
-        return self._thread.is_alive()
-
-    def wait(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
+        self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         """The thread: everything that this rank writes, flushed."""
@@ -107,22 +99,15 @@ class Save:
         sync(self.path)
 
 
-def _copied(bucket: Any, live: set[int]) -> Any:
-    """A write bucket whose tensors are copies in host memory."""
-    file, key, (objects, tensors) = bucket
-    copies = []
-    for item, tensor in tensors:
-        if tensor.device.type != "cpu":
-            tensor = tensor.to("cpu", non_blocking=True)
-        elif tensor.untyped_storage().data_ptr() in live:
-            tensor = tensor.clone()
-        copies.append((item, tensor))
-    return file, key, (objects, copies)
+def _copied(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
+    """In host memory, where the next step does not change it."""
+    if tensor.device.type != "cpu":
+        return tensor.to("cpu", non_blocking=True)
+    return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
 
 
 def _write(transforms: list[Any], bucket: Any) -> list[Any]:
-    done: queue.Queue[Any] = queue.Queue()
-    running: queue.Queue[int] = queue.Queue()
+    done, running = queue.Queue(), queue.Queue()
     running.put(0)
     filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, done, running, use_fsync=True)
     outcome = done.get_nowait()[1]
@@ -140,14 +125,11 @@ class Writer:
         self._validated = False
 
     def start(self, path: Path) -> None:
-        """Begin to write the present state into the new folder `path`. Collective.
+        """Begin to write the present state into the new folder `path`, when the last save is done. Collective.
 
         Raises:
             SlipstreamError: the folder cannot be made.
-            RuntimeError: the last save is not done.
         """
-        if self._save is not None:
-            raise RuntimeError(f"{self._save.path} is still being written")
         problem = ""
         if dist.get_rank() == 0:
             try:
@@ -167,7 +149,7 @@ class Writer:
         self._save = Save(path, sharded, common, {t.untyped_storage().data_ptr() for t in tensors})
 
     def done(self, wait: bool) -> bool:
-        """Whether the last save is complete, on disk and under its name; with `wait` it is on return. Collective.
+        """Whether the last save is complete on the disk; with `wait` it is on return. Collective.
 
         Raises:
             SlipstreamError: it could not be written; there is no folder of its name.
@@ -177,8 +159,8 @@ class Writer:
             return True
         while True:
             if wait:
-                save.wait(DISK_POLL_S)  # a slow disk may take longer than a collective
-            reports = parallel.gather((save.running, save.problem))
+                save.thread.join(DISK_POLL_S)  # a slow disk may take longer than a collective
+            reports = parallel.gather((save.thread.is_alive(), save.problem))
             problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(reports) if problem]
             if problems or not any(running for running, _ in reports):
                 break
@@ -204,8 +186,7 @@ class Writer:
         Raises:
             UsageError: there is no checkpoint, one of another format, or one that this model does not fit.
         """
-        header = _header(path)
-        here = _sizes(self.layout)
+        header, here = _header(path), _sizes(self.layout)
         same_layout = header["layout"] == here
         self.optimizer.steps = header["steps"]
         state = self._state(loading=True)
@@ -216,14 +197,14 @@ class Writer:
             chunk.module.load_state_dict(loaded[_key(i, self.chunks)], strict=True)
         self.optimizer.restore(loaded.get("optimizer", {}), _SHARDING)
         if same_layout:
-            _restore_random(loaded["random_state"])
+            random = loaded["random_state"]
+            torch.set_rng_state(random["cpu"])
+            get_cuda_rng_tracker().set_states(random["tracker"])
+            if torch.cuda.is_available() and "cuda" in random:
+                torch.cuda.set_rng_state(random["cuda"])
 
     def _state(self, loading: bool) -> dict[str, Any]:
-        """Sharded tensors of model and optimizer.
-
-        The optimizer's own description is reduced to the parameters' states. The rest of it follows from the config
-        and the step, and its form depends on the layout.
-        """
+        """Sharded tensors of the model and of the optimizer's states; the rest follows from the config and the step."""
         metadata = _metadata()
         state = _weights([chunk.module for chunk in self.chunks], metadata)
         models = state if len(self.chunks) > 1 else state["model"]
@@ -303,10 +284,3 @@ def _random_state() -> ShardedObject:
         state["cuda"] = torch.cuda.get_rng_state()
     rank, size = dist.get_rank(), dist.get_world_size()
     return ShardedObject("random_state", state, (size,), (rank,), replica_id=0)
-
-
-def _restore_random(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    get_cuda_rng_tracker().set_states(state["tracker"])
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

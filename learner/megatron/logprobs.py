@@ -46,40 +46,25 @@ def logprobs_and_entropy(
         targets: [T] int64, over the whole vocabulary.
         temperature: logits are divided by it.
         group: the ranks that share the vocabulary; None for one.
-        chunk_elements: elements of a chunk of logits; None: as suits the device.
-        kept_elements: elements kept for the backward pass; None: as suits the device.
+        chunk_elements, kept_elements: of a chunk of logits, and for the backward pass; None: as suits the device.
         with_entropy: False saves the cost of the entropies, and returns zeros for them.
 
     Returns:
         ([T], [T]) float32, or float64 for float64 inputs; the same on every rank of the group. The gradient of
         `hidden` is this rank's part of the sum over the group.
     """
-    chunks = _chunks(hidden, weight, chunk_elements)
-    budget = 0
-    if torch.is_grad_enabled():  # always off inside a function of autograd
-        budget = kept_elements if kept_elements is not None else _device(hidden, KEPT_ELEMENTS, CUDA_KEPT_ELEMENTS)
+    elements = chunk_elements or (CUDA_CHUNK_ELEMENTS if hidden.is_cuda else CHUNK_ELEMENTS)
+    rows = max(1, elements // weight.size(0))
+    chunks = [slice(a, a + rows) for a in range(0, hidden.size(0), rows)]
+    if kept_elements is None:
+        kept_elements = CUDA_KEPT_ELEMENTS if hidden.is_cuda else KEPT_ELEMENTS
+    budget = kept_elements if torch.is_grad_enabled() else 0  # inside a function of autograd it is always off
     return _LogProbs.apply(hidden, weight, targets, float(temperature), group, chunks, with_entropy, budget)
-
-
-def _device(tensor: Tensor, on_cpu: int, on_cuda: int) -> int:
-    return on_cuda if tensor.is_cuda else on_cpu
-
-
-def _chunks(hidden: Tensor, weight: Tensor, chunk_elements: int | None) -> list[slice]:
-    elements = chunk_elements or _device(hidden, CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS)
-    rows = max(1, elements // max(1, weight.size(0)))
-    return [slice(a, a + rows) for a in range(0, hidden.size(0), rows)]
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
     z = torch.mm(hidden, weight.t()).to(dtype)
     return z.div_(temperature) if temperature != 1.0 else z
-
-
-def _local(targets: Tensor, width: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """(index of each target in this rank's slice, whether it is there)."""
-    index = targets - (group.rank() if group is not None else 0) * width
-    return index.clamp(0, width - 1), (index >= 0) & (index < width)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -96,7 +81,9 @@ class _LogProbs(torch.autograd.Function):
         budget: int,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        index, mine = _local(targets, weight.size(0), group)
+        width = weight.size(0)
+        index = targets - (group.rank() if group is not None else 0) * width
+        index, mine = index.clamp(0, width - 1), (index >= 0) & (index < width)
         highest = torch.empty(hidden.size(0), dtype=dtype, device=hidden.device)
         # rows: sum of exp(z - highest), z of the target, sum of exp(z - highest) * (z - highest)
         sums = torch.zeros(3, hidden.size(0), dtype=dtype, device=hidden.device)
@@ -154,7 +141,10 @@ class _LogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(dz, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                _add_product(grad_weight, dz, hidden[rows])
+                if grad_weight.dtype == dz.dtype:
+                    grad_weight.addmm_(dz.t(), hidden[rows])
+                else:
+                    grad_weight.add_(torch.mm(dz.t(), hidden[rows]))
             del dz
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
@@ -172,11 +162,3 @@ def _share(sums: Tensor, local: Tensor, mine: Tensor, group: dist.ProcessGroup) 
     sums[1] *= mine
     dist.all_reduce(sums, group=group)
     return highest
-
-
-def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
-    """total [V, H] += dz^T hidden, accumulated in the dtype of `total`."""
-    if total.dtype == dz.dtype:
-        total.addmm_(dz.t(), hidden)
-    else:
-        total.add_(torch.mm(dz.t(), hidden))

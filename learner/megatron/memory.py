@@ -1,21 +1,19 @@
 """Where tensors lie while they are not in use: offloaded sets, and the weights of the reference model.
 
-Tensors stay as they are: their storages give up their memory and get it back, or exchange their contents. So Megatron's
-views into its contiguous buffers stay valid. Contents that must be kept lie in host memory meanwhile, pinned where
-there is CUDA. Without CUDA the same happens between two buffers of the same memory.
+Storages give up their memory and get it back, or exchange their contents, so Megatron's views into its contiguous
+buffers stay valid. Host memory keeps the contents meanwhile, pinned where there is CUDA.
 
     waiting, environments            none of parameters, gradients and optimizer is on the device
     log-probabilities, export        parameters
     forward and backward             parameters, gradients
     optimizer step, checkpoint       parameters, gradients (step), optimizer
 
-There is one model on the device. For a forward pass of the reference its storages are exchanged with a host copy, piece
-by piece, so the reference costs host memory only.
+For a forward pass of the reference the model's storages are exchanged with a host copy, piece by piece, so the
+reference costs host memory only.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from torch import Tensor
 
 from common.config.schema import LearnerConfig, MemoryConfig, ModelConfig, SftLearnerConfig
 from common.errors import UsageError
-from learner.backend_protocol import Microbatch
 from learner.megatron.conversion import hf_folder
 from learner.megatron.conversion.model import Model
 from learner.megatron.optimizer import Optimizer
@@ -43,12 +40,7 @@ class OffloadedSet:
     """A set of storages that leave the device together and come back when they are used."""
 
     def __init__(self, enabled: bool, tensors: Callable[[], Iterable[Tensor]], keep: bool) -> None:
-        """
-        Args:
-            enabled: False leaves everything where it is.
-            tensors: gives the tensors in the storages; called each time, since optimizers make their states late.
-            keep: whether the contents matter; otherwise they come back as zeros.
-        """
+        """`tensors` is called each time, since optimizers make their states late; without `keep` zeros come back."""
         self._enabled, self._tensors, self._keep = enabled, tensors, keep
         self._host: dict[int, Tensor] = {}  # by storage: bytes in host memory, allocated once
         self._away: list[tuple[torch.UntypedStorage, int]] = []
@@ -59,7 +51,14 @@ class OffloadedSet:
     def in_use(self) -> Iterator[None]:
         """Within, the storages are on the device; may be nested."""
         self._users += 1
-        self._bring_back()
+        for storage, size in self._away:
+            storage.resize_(size)
+            contents = _bytes_of(storage)
+            if self._keep:
+                contents.copy_(self._host[storage._cdata], non_blocking=True)
+            else:
+                contents.zero_()
+        self._away.clear()
         try:
             yield
         finally:
@@ -85,40 +84,27 @@ class OffloadedSet:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # another process may need the memory
 
-    def _bring_back(self) -> None:
-        for storage, size in self._away:
-            storage.resize_(size)
-            contents = _bytes_of(storage)
-            if self._keep:
-                contents.copy_(self._host[storage._cdata], non_blocking=True)
-            else:
-                contents.zero_()
-        self._away.clear()
-
 
 class Offload:
-    """The three sets of one rank, as learner.memory configures them."""
+    """The three sets of one rank, as learner.memory configures them.
+
+    Attributes:
+        parameters, optimizer: contexts in which the parameters, or main parameters and states, are on the device.
+    """
 
     def __init__(self, config: MemoryConfig, chunks: list[Any], optimizer: Optimizer) -> None:
         """`chunks` are the data-parallel wrappers; nothing may be in flight on them between uses."""
         parameters = [p for chunk in chunks for p in chunk.module.parameters()]
         buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        self._parameters = OffloadedSet(config.offload_parameters, lambda: (p.data for p in parameters), keep=True)
+        weights = OffloadedSet(config.offload_parameters, lambda: (p.data for p in parameters), keep=True)
+        states = OffloadedSet(config.offload_optimizer, lambda: _own(optimizer, parameters), keep=True)
         self._gradients = OffloadedSet(config.offload_gradients, lambda: (b.grad_data for b in buffers), keep=False)
-        self._optimizer = OffloadedSet(config.offload_optimizer, lambda: _own(optimizer, parameters), keep=True)
+        self.parameters, self.optimizer = weights.in_use, states.in_use
         self._forget = optimizer.zero_grad if config.offload_gradients else None
-
-    def parameters(self) -> Any:
-        """Context in which the parameters are on the device."""
-        return self._parameters.in_use()
-
-    def optimizer(self) -> Any:
-        """Context in which main parameters and optimizer states are on the device."""
-        return self._optimizer.in_use()
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
-        """Context in which the gradients' buffers are on the device, zero at first if they were not."""
+        """Within, the gradients' buffers are on the device, zero at first if they were not."""
         with self._gradients.in_use():
             try:
                 yield
@@ -152,16 +138,23 @@ class Reference:
     def of(
         cls, config: ModelConfig, learner: LearnerConfig | SftLearnerConfig, model: Model, chunks: list[Any]
     ) -> "Reference":
-        """The reference that a job's config names: learner.loss.reference, or the model that training starts from.
+        """The reference is in learner.loss.reference, or it is the model that training starts from.
 
         Raises:
             UsageError: the folder has a model of another shape; this is found before anything is sampled.
         """
         named = learner.loss.reference if isinstance(learner, LearnerConfig) else None
-        reference = cls(Path(named or config.path), model, chunks)
-        if named is not None:
-            reference._check()
-        return reference
+        if named is None:
+            return cls(Path(config.path), model, chunks)
+        found, expected = hf_folder.read_config(Path(named)).to_dict(), model.hf_config.to_dict()
+        keys = sorted((found.keys() | expected.keys()) - _IRRELEVANT)
+        pairs = [(key, found.get(key), expected.get(key)) for key in keys]
+        different = [f"{key} {theirs} instead of {ours}" for key, theirs, ours in pairs if theirs != ours]
+        if different:
+            raise UsageError(
+                f"learner.loss.reference: {named} is not a model of the policy's shape: {', '.join(different[:3])}"
+            )
+        return cls(Path(named), model, chunks)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -187,21 +180,6 @@ class Reference:
             raise
         _exchange(slots, host)
         return host
-
-    def _check(self) -> None:
-        found, expected = hf_folder.read_config(self.path).to_dict(), self.model.hf_config.to_dict()
-        keys = sorted((found.keys() | expected.keys()) - _IRRELEVANT)
-        different = [key for key in keys if found.get(key) != expected.get(key)]
-        if different:
-            raise UsageError(
-                f"learner.loss.reference: {self.path} is not a model of the policy's shape: "
-                + ", ".join(f"{key} {found.get(key)} instead of {expected.get(key)}" for key in different[:3])
-            )
-
-
-def without_routing(microbatches: list[Microbatch]) -> list[Microbatch]:
-    """The same documents, free of the experts that the policy's engine chose for them."""
-    return [replace(batch, routed_experts=None) for batch in microbatches]
 
 
 def _slots(chunks: list[Any]) -> list[Tensor]:

@@ -34,21 +34,18 @@ from common.config.schema import MoeConfig
 from common.errors import UsageError
 from learner.backend_protocol import LossFunction, Microbatch, RoutingShape
 from learner.megatron import parallel
+from learner.megatron.pack_layout import PackPart
 
 
 def configure(provider: Any, config: MoeConfig) -> None:
     """Write `config` into Megatron's own configuration, before the model is made.
 
-    Raises:
-        UsageError: the model has no experts, or its routers have no bias to balance with.
+    common.config.checks has found that a model without experts needs none of it. Raises UsageError if routers have no
+    bias to balance with.
     """
     if not getattr(provider, "num_moe_experts", None):
-        used = {"freeze_router": config.freeze_router, "replay_routing": config.replay_routing}
-        for key in [name for name, value in {**used, "balance": config.balance != "none"}.items() if value]:
-            raise UsageError(f"learner.moe.{key}: the model has no experts")
         return
-    biased = bool(getattr(provider, "moe_router_enable_expert_bias", False))
-    if config.balance == "bias" and not biased:
+    if config.balance == "bias" and not getattr(provider, "moe_router_enable_expert_bias", False):
         raise UsageError(
             "learner.moe.balance: bias needs routers with an expert bias (sigmoid scores, as in DeepSeek-V3 or "
             f"GLM-4.5); this model's have {provider.moe_router_score_function} scores; use aux_loss"
@@ -62,13 +59,11 @@ def configure(provider: Any, config: MoeConfig) -> None:
 
 
 def prepare(chunk: torch.nn.Module, config: MoeConfig) -> None:
-    """Exchange the routers of a built chunk for ours, frozen if so configured; before DDP wraps it.
-
-    Experts are always reduced over the ranks that have the same ones. With expert 1 upstream takes the dense model's
-    data-parallel ranks instead. Where expert_tensor is not tensor, it would add gradients of different parameters.
-    """
+    """Exchange the routers of a built chunk for ours, frozen if so configured; before DDP wraps it."""
     for module in chunk.modules():
         if isinstance(module, TEGroupedMLP):
+            # With expert 1 upstream reduces experts over the dense model's data-parallel ranks. Where expert_tensor is
+            # not tensor, that would add gradients of different parameters.
             for parameter in module.parameters():
                 parameter.allreduce = False
         if isinstance(module, TopKRouter):
@@ -78,33 +73,14 @@ def prepare(chunk: torch.nn.Module, config: MoeConfig) -> None:
                 module.requires_grad_(False)
 
 
-def moe_layers(config: Any) -> list[int]:
-    """Numbers (from 0) of the layers with experts, as megatron's `moe_layer_freq` tells them."""
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return list(range(0, config.num_layers, frequency))
-    return [i for i, sparse in enumerate(frequency) if sparse]
-
-
 @dataclass(frozen=True)
 class Frame:
-    """One microbatch, as the routers of this rank need it.
+    """One microbatch, as the routers of this rank need it."""
 
-    Attributes:
-        pads: [tokens of this rank] bool, True where the position counts as no token; None when every one counts.
-        balance_scale: factor of the auxiliary loss in a gradient that is later divided by the global denominator.
-        routed: [tokens of this rank, MoE layers, experts per token] int16 to replay, -1 where the router is to choose;
-            None: it chooses everywhere.
-        counted: whether the replay of this microbatch enters the step's figures.
-    """
-
-    pads: Tensor | None = None
-    balance_scale: float = 0.0
-    routed: Tensor | None = None
-    counted: bool = False
-
-
-_EMPTY = Frame()
+    pads: Tensor | None = None  # [tokens of this rank] bool, True where a position counts as no token; None: nowhere
+    balance_scale: float = 0.0  # of the auxiliary loss in a gradient that is later divided by the global denominator
+    routed: Tensor | None = None  # [tokens of this rank, MoE layers, chosen] int16 to replay, -1: the router chooses
+    counted: bool = False  # whether the replay of this microbatch enters the step's figures
 
 
 def in_backward() -> bool:
@@ -126,11 +102,11 @@ class Router(TopKRouter):
 
     moe_layer: int = 0  # number of this layer among those with experts
     replaying: bool = False
-    now = frame = _EMPTY
+    now = frame = Frame()
 
     def start(self) -> None:
         """A new step: nothing of an earlier one is asked for again."""
-        self.now, self.passed = _EMPTY, deque()
+        self.now, self.passed = Frame(), deque()
         self.changed, self.known = torch.zeros((), dtype=torch.int64), 0
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -206,46 +182,42 @@ class Experts:
         self._scale, self._training = 0.0, False
         self.shape: RoutingShape | None = None
         if experts:
-            order = moe_layers(config)
+            every = config.moe_layer_freq
+            sparse = [i % every == 0 for i in range(config.num_layers)] if isinstance(every, int) else every
+            order = [i for i, has_experts in enumerate(sparse) if has_experts]
             for router in self.routers:
                 router.moe_layer = order.index(router.layer_number - 1)
             if self._replaying:
                 self.shape = RoutingShape(len(order), config.moe_router_topk, experts)
 
     def start(self, microbatches: list[Microbatch] | None = None, loss: LossFunction | None = None) -> None:
-        """Begin a pass over microbatches, with those of this data-parallel rank and their loss if it trains.
-
-        Collective over the data-parallel ranks where there is an auxiliary loss.
-        """
+        """Begin a pass; with this data-parallel rank's microbatches and their loss if it trains. Collective."""
         for router in self.routers:
             router.start()
         self._training = loss is not None
         if self._balanced and microbatches is not None and loss is not None:
             self._scale = self._balance_scale(microbatches, loss)
 
-    def enter(self, batch: Microbatch, part: Any = None) -> None:
+    def enter(self, batch: Microbatch, part: PackPart) -> None:
         """The forward pass of `batch` comes next; `part` is what this context-parallel rank computes of it."""
         if not self.routers:
             return
         filler = not bool((batch.loss_mask > 0).any())
         tokens = 0 if filler else len(batch.tokens)
-        pads = part.pads if part is not None and part.padded else None
-        if filler:
-            pads = torch.ones_like(batch.tokens if part is None else part.pads, dtype=torch.bool)
+        pads = torch.ones_like(part.pads) if filler else part.pads if part.padded else None
         routed = batch.routed_experts if self._replaying else None
-        if routed is not None and part is not None:
+        if routed is not None:
             routed = part.local(routed, fill=-1)
-        frame = Frame(
-            self._of_sequence_rank(pads), self._scale * tokens, self._of_sequence_rank(routed), self._training
-        )
+        pads, routed = (x if x is None else x.chunk(self._sequence_ranks)[self._sequence_rank] for x in (pads, routed))
+        frame = Frame(pads, self._scale * tokens, routed, self._training)
         for router in self.routers:
             router.now = frame
 
     def figures(self) -> dict[str, float]:
         """Sums over all ranks since `start`, {} where nothing is replayed. Collective over the world.
 
-        `routing_replayed`: (token, MoE layer) pairs whose experts were given; `routing_changed`: those among them that
-        this model would have sent to other experts.
+        `routing_replayed` counts (token, MoE layer) pairs whose experts were given, `routing_changed` those among them
+        that this model would have sent elsewhere.
         """
         if not self._replaying:
             return {}
@@ -256,31 +228,23 @@ class Experts:
         changed, known = sums.tolist()
         return {"routing_changed": changed, "routing_replayed": known}
 
-    def _of_sequence_rank(self, values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.chunk(self._sequence_ranks)[self._sequence_rank]
-
+    @torch.no_grad()
     def _balance_scale(self, microbatches: list[Microbatch], loss: LossFunction) -> float:
         """Global denominator over global real tokens: per token of a microbatch, before the division to come.
 
-        A loss computes its own denominator before the forward pass, with zeros for log-probabilities. So tokens that a
+        The loss gives its denominator before the forward pass, with zeros for log-probabilities. So tokens that a
         correction will exclude later still count here.
         """
         totals = torch.zeros(2, dtype=torch.float64)
         for batch in microbatches:
-            loss_tokens = float(batch.loss_mask.sum())
-            if loss_tokens:
-                totals += torch.tensor([_denominator(batch, loss, loss_tokens), float(len(batch.tokens))])
+            if loss_tokens := float(batch.loss_mask.sum()):
+                zeros = torch.zeros(len(batch.targets))
+                denominator = loss(zeros, zeros, replace(batch, behavior_logprobs=zeros)).denominator
+                counted = loss_tokens if denominator is None else float(denominator)
+                totals += torch.tensor([counted, float(len(batch.tokens))])
         group = mpu.get_data_parallel_group()
         if group.size() > 1:
             totals = totals.to(parallel.device())
             dist.all_reduce(totals, group=group)
         denominator, tokens = totals.tolist()
         return denominator / tokens if tokens else 0.0
-
-
-@torch.no_grad()
-def _denominator(batch: Microbatch, loss: LossFunction, loss_tokens: float) -> float:
-    zeros = torch.zeros(len(batch.targets))
-    blind = replace(batch, behavior_logprobs=zeros)
-    output = loss(zeros, zeros, blind)
-    return loss_tokens if output.denominator is None else float(output.denominator)

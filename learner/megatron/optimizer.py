@@ -16,10 +16,9 @@ from learner.megatron.conversion.model import Model
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warmup, then constant, linear or cosine decay.
+    """Learning rate of optimizer step `step` (from 0): linear warmup from lr / steps, then as the schedule says.
 
-    The first of n warmup steps has lr / n. Decay starts after the warmup and reaches lr * min_lr_fraction at
-    `decay_steps` (total_steps if 0), where it stays.
+    Decay starts after the warmup and reaches lr * min_lr_fraction at `decay_steps` (total_steps if 0).
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -71,10 +70,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self) -> tuple[float, float]:
-        """Clip and apply the finalized gradients. Collective.
-
-        Returns:
-            (gradient norm before clipping, learning rate).
+        """(gradient norm before clipping, learning rate) after applying the finalized gradients. Collective.
 
         Raises:
             SlipstreamError: the gradient norm is not finite; the weights are as before.
@@ -98,9 +94,9 @@ class Optimizer:
         return norm, rate
 
     def sharded_states(self, models: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> dict[int, Any]:
-        """Megatron's sharded tensors of main parameters and states, per chained optimizer. Collective.
+        """Megatron's sharded tensors of main parameters and states. Collective.
 
-        Dense and expert parameters are one optimizer or two, as the layout wants; the tensors' keys do not tell.
+        The layout decides whether dense and expert parameters are one chained optimizer or two.
         """
         return {
             i: optimizer.sharded_state_dict(models, loading, metadata=metadata)["param_state"]

@@ -44,14 +44,7 @@ class PackPart:
 
     @staticmethod
     def of(lengths: tuple[int, ...], parallel: ParallelConfig, rank: int, device: torch.device) -> "PackPart":
-        """The part of context rank `rank`.
-
-        Args:
-            lengths: tokens of each document in the pack; at least one document.
-            parallel: the layout.
-            rank: the rank in its context-parallel group.
-            device: where the index tensors are put.
-        """
+        """The part of context rank `rank`; `lengths` are the tokens of each document, at least one."""
         multiple, chunks = document_multiple(parallel), 2 * parallel.context
         real = torch.tensor(lengths)
         padded = -(-real // multiple) * multiple

@@ -31,14 +31,10 @@ def world_size() -> int:
 
 
 def initialize(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
-    """Join torch.distributed's world (torchrun's, or one of a single process) and cut it into Megatron's groups.
+    """Join torchrun's world, or make one of a single process, and cut it into Megatron's groups. Collective.
 
-    Collective. Does nothing to a world that exists already; Megatron's groups must not exist.
-
-    Args:
-        parallel: the layout.
-        seed: starts Megatron's random generators.
-        timeout_s: a collective that takes longer raises on the ranks that wait in it.
+    A world that exists already is used. `seed` starts Megatron's random generators. A collective that takes longer than
+    `timeout_s` raises on the ranks that wait in it.
     """
     global _control
     limit = timedelta(seconds=timeout_s)
@@ -47,7 +43,10 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
         torch.cuda.set_device(here)
     if not dist.is_initialized():
         if "RANK" not in os.environ:
-            _single_process_world()
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", **address)
         join = timedelta(seconds=max(timeout_s, _JOIN_S))
         dist.init_process_group("nccl" if here.type == "cuda" else "gloo", timeout=join)
         dist.distributed_c10d._set_pg_timeout(limit)
@@ -64,13 +63,6 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def _single_process_world() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
 def shutdown() -> None:
     """Leave the groups and the world. Collective."""
     global _control
@@ -81,13 +73,7 @@ def shutdown() -> None:
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:
-    """Rank 0's bytes to every rank, over gloo, as raw bytes. Collective.
-
-    Raises:
-        ValueError: rank 0 has no data.
-    """
-    if dist.get_rank() == 0 and data is None:
-        raise ValueError("rank 0 must bring the bytes to broadcast")
+    """Rank 0's bytes to every rank, over gloo. Collective."""
     return _broadcast(data, 0, _control, torch.device("cpu")) if dist.get_world_size() > 1 else bytes(data or b"")
 
 
@@ -130,14 +116,14 @@ def gather_to_lead(value: Any) -> list[Any]:
 
 
 def _broadcast(data: bytes | None, source: int, group: dist.ProcessGroup | None, where: torch.device) -> bytes:
-    mine = dist.get_rank() == source
-    size = torch.tensor([len(data or b"") if mine else 0], dtype=torch.int64, device=where)
+    mine = data if dist.get_rank() == source else None
+    size = torch.tensor(len(mine or b""), device=where)
     dist.broadcast(size, source, group=group)
     if not int(size):
         return b""
-    if mine and data is not None:
-        dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(where), source, group=group)
-        return data
-    buffer = torch.empty(int(size), dtype=torch.uint8, device=where)
+    if mine:
+        buffer = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(where)
+    else:
+        buffer = torch.empty(int(size), dtype=torch.uint8, device=where)
     dist.broadcast(buffer, source, group=group)
     return buffer.cpu().numpy().tobytes()

@@ -45,8 +45,6 @@ class _Packed:
 
 def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.device) -> _Packed:
     """`batch`, and the part of it that context rank `rank` computes."""
-    if not batch.document_lengths:
-        batch = _nothing()
     if device.type != "cpu":
         values = {field.name: getattr(batch, field.name) for field in fields(batch)}
         moved = {n: x.to(device, non_blocking=True) for n, x in values.items() if isinstance(x, Tensor)}
@@ -58,40 +56,29 @@ def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.
     # Pads count as tokens at the end of documents, where a causal mask hides them. Otherwise Transformer Engine would
     # leave the outputs between documents uninitialised. It asks for the padded bounds under context parallelism.
     padded = bounds if parallel.context > 1 else None
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    params = PackedSeqParams("thd", bounds, bounds, padded, padded, longest, longest)
     mine = (part.local(x) for x in (batch.tokens, batch.positions, batch.targets))
     return _Packed(batch, part, *mine, params)
 
 
-def _nothing() -> Microbatch:
+def _filler() -> Microbatch:
     """A document of one token that trains nothing; it fills the rounds of ranks with fewer microbatches."""
     one, zero = torch.ones(1, dtype=torch.int64), torch.zeros(1)
-    age = torch.zeros(1, dtype=torch.int32)
-    return Microbatch(one, one, torch.zeros(1, dtype=torch.int64), (1,), zero, zero, zero, age, zero)
+    return Microbatch(one, one, one - 1, (1,), zero, zero, zero, zero.int(), zero)
 
 
 class Head:
     """In the place of the output layer: the last stage returns hidden states, and all logits never exist at once."""
 
     def __init__(self, chunks: list[Any], sequence_parallel: bool) -> None:
-        """From here on the last of `chunks`, if it has the output layer, returns hidden states.
-
-        `chunks` are GPTModels, in their data-parallel wrappers or bare.
-        """
+        """`chunks` are GPTModels, in their data-parallel wrappers or bare."""
         self._sequence_parallel = sequence_parallel
         self._group: dist.ProcessGroup = mpu.get_tensor_model_parallel_group()
         last = chunks[-1].module if isinstance(chunks[-1], DistributedDataParallel) else chunks[-1]
         self._model = last if last.post_process else None
         if self._model is not None:
-            self._model.output_layer.forward = _nothing_done
+            # (hidden states, no bias)
+            self._model.output_layer.forward = lambda hidden, weight=None, runtime_gather_output=None: (hidden, None)
 
     def logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool = False
@@ -112,11 +99,6 @@ class Head:
         inputs = rows, weight, targets, temperature, self._group
         logprobs, entropies = logprobs_and_entropy(*inputs, with_entropy=entropy)
         return logprobs, entropies if entropy else None
-
-
-def _nothing_done(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
-    """In place of the output layer's forward: (hidden states, no bias)."""
-    return hidden, None
 
 
 class Schedule:
@@ -152,7 +134,10 @@ class Schedule:
             chunk.zero_grad_buffer()
         self.experts.start(microbatches, loss)
         reports = self._forward_backward(microbatches, loss_of, forward_only=False)
-        totals = self._reduce(reports)
+        encoded: bytes | None = None
+        if mpu.is_pipeline_last_stage(ignore_virtual=True):
+            encoded = msgspec.msgpack.encode(self._reduce(reports))  # JSON has neither NaN nor inf
+        totals = msgspec.msgpack.decode(parallel.broadcast_from_last_stage(encoded), type=Totals)
         totals = replace(totals, sums=totals.sums | self.experts.figures())
         if totals.denominator != totals.loss_tokens and totals.denominator > 0:
             for chunk in self.chunks:  # Megatron has divided by the tokens
@@ -168,20 +153,18 @@ class Schedule:
             return logprobs.new_zeros(()), self._whole(logprobs, item)
 
         self.experts.start()
-        outputs = [logprobs for logprobs, _ in self._forward_backward(microbatches, loss_of, forward_only=True)]
+        outputs = self._forward_backward(microbatches, loss_of, forward_only=True)
         sizes = [len(batch.targets) for batch in microbatches]
-        outputs = outputs[: len(sizes)]
-        if mpu.get_pipeline_model_parallel_world_size() == 1:
-            return [x[:n].cpu() for x, n in zip(outputs, sizes, strict=True)]
-        flat = torch.cat([x[:n] for x, n in zip(outputs, sizes, strict=True)]) if outputs else None
-        if flat is None:
+        if outputs:  # of the last stage
+            flat = torch.cat([logprobs[:n] for (logprobs, _), n in zip(outputs, sizes, strict=False)])
+        else:
             flat = torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
         return list(parallel.broadcast_tensor_from_last_stage(flat).cpu().split(sizes))
 
     def _whole(self, values: Tensor, item: _Packed) -> Tensor:
-        """[T padded / context, ...] of this context rank to the pack's [T, ...]; each rank keeps its own gradient.
+        """[T padded / context, ...] of this context rank to the pack's [T, ...].
 
-        Every context rank computes the same loss of whole documents, so its gradient is not summed over them.
+        Every context rank computes the same loss of whole documents, so each keeps its own gradient.
         """
         gathered = gather_from_sequence_parallel_region(
             values, tensor_parallel_output_grad=False, group=self._context_group
@@ -198,13 +181,11 @@ class Schedule:
 
         Under a virtual pipeline empty microbatches may follow, to fill the last round.
         """
-        if not microbatches:
-            raise ValueError("a step needs at least one microbatch on every data-parallel rank")
         stages = mpu.get_pipeline_model_parallel_world_size()
         # The interleaved schedule refuses a last round with fewer microbatches than stages.
         fill = -len(microbatches) % stages if len(self.chunks) > 1 else 0
-        filled = [*microbatches, *[_nothing()] * fill]
         context_rank = self._context_group.rank()
+        filled = [*microbatches, *[_filler()] * fill]
         packed = [_pack(batch, self._parallel, context_rank, self.device) for batch in filled]
 
         def forward_step(iterator: Iterator[_Packed], model: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -222,10 +203,11 @@ class Schedule:
             return output, loss_func
 
         iterators = [iter(packed) for _ in self.chunks]
+        one = len(self.chunks) == 1
         return self._run(
             forward_step_func=forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            data_iterator=iterators[0] if one else iterators,
+            model=self.chunks[0] if one else self.chunks,
             num_microbatches=len(packed),
             seq_length=max(sum(item.part.lengths) for item in packed),  # activations bring their own shapes
             micro_batch_size=1,
@@ -233,12 +215,8 @@ class Schedule:
         )
 
     def _reduce(self, reports: list[tuple[LossOutput, Tensor]]) -> Totals:
-        encoded: bytes | None = None
-        if mpu.is_pipeline_last_stage(ignore_virtual=True):
-            encoded = msgspec.msgpack.encode(self._reduce_over_data_parallel(reports))  # JSON has neither NaN nor inf
-        return msgspec.msgpack.decode(parallel.broadcast_from_last_stage(encoded), type=Totals)
+        """The sums over all microbatches of all data-parallel ranks."""
 
-    def _reduce_over_data_parallel(self, reports: list[tuple[LossOutput, Tensor]]) -> Totals:
         def joined(values: Iterable[Tensor]) -> Tensor:
             return torch.cat([x.detach().double().reshape(-1) for x in values])
 
@@ -266,5 +244,5 @@ class Schedule:
             round(tokens),
             denominator,
             {name: part.tolist() if value.dim() else part.item() for (name, value), part in named},
-            dict(zip(first.maxima, maxima.tolist() if maxima is not None else [], strict=True)),
+            dict(zip(first.maxima, [] if maxima is None else maxima.tolist(), strict=True)),
         )

@@ -3,9 +3,9 @@
 `hf_folder.give_rope_theta` before the provider is made, `correct_provider` after, `check_rope` on the built model.
 """
 
+import functools
 import inspect
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,26 +25,18 @@ _CHANGING_FREQUENCIES = {"dynamic", "longrope"}  # longer sequences have others,
 LATENT_NORM_EPS = 1e-6
 
 
+@functools.cache
 def patch_bridge() -> None:
-    """Silence the progress bars and repair the copy of tied embeddings under a virtual pipeline. Idempotent."""
+    """Silence the progress bars and repair the copy of tied embeddings under a virtual pipeline."""
     cls = model_bridge.MegatronModelBridge
-    if getattr(cls, "_slipstream_patched", False):
-        return
-    cls._slipstream_patched = True
-
-    def without_progress(
-        self: Any, tasks: Iterable[Any], description: str, show_progress: bool = True
-    ) -> Iterable[Any]:
-        return iter(tasks)
-
-    # 0.3.1 looks at chunk 0 only, which has neither embedding nor output layer on the last stage
     share = cls._broadcast_shared_embeddings
 
     def broadcast_shared_embeddings(self: Any, model: Any) -> None:
+        # 0.3.1 looks at chunk 0 only, which has neither embedding nor output layer on the last stage
         chunks = model if isinstance(model, list) else [model]
         share(self, chunks if hasattr(model_bridge.unwrap_model(chunks)[0], "embedding") else chunks[-1:])
 
-    cls._with_progress_tracking = without_progress
+    cls._with_progress_tracking = lambda self, tasks, *args, **kwargs: iter(tasks)
     cls._broadcast_shared_embeddings = broadcast_shared_embeddings
 
 
@@ -77,8 +69,7 @@ def correct_window(config: Any, provider: Any) -> None:
 def correct_router(config: Any, provider: Any) -> None:
     """norm_topk_prob=False (softmax over all experts, not over the chosen) is ignored; so are sigmoid scores.
 
-    Raises:
-        UsageError: sigmoid scores that are not divided by their sum, which Megatron does always.
+    Raises UsageError for sigmoid scores that are not divided by their sum, which Megatron does always.
     """
     normalised = getattr(config, "norm_topk_prob", True) is not False
     if getattr(provider, "moe_router_enable_expert_bias", False):
@@ -93,11 +84,8 @@ def correct_router(config: Any, provider: Any) -> None:
 def correct_latent_attention(config: Any, provider: Any) -> None:
     """Multi-latent attention: the bridge expects the rotary keys of transformers 4.
 
-    Without scaling it still finds a dictionary and leaves Megatron's defaults, which are YaRN by a factor of 40. It
-    also reads "no low rank of queries" as "not given".
-
-    Raises:
-        UsageError: the configuration asks for something that Megatron cannot do.
+    Without scaling it leaves Megatron's defaults, which are YaRN by a factor of 40. It also reads "no low rank of
+    queries" as "not given". Raises UsageError for pairs that are not interleaved.
     """
     if getattr(config, "rope_interleave", True) is not True:
         raise UsageError("rope_interleave: false in config.json: Megatron rotates interleaved pairs only")
@@ -124,30 +112,18 @@ def correct_latent_norms(model: torch.nn.Module) -> None:
                     getattr(module, name).eps = LATENT_NORM_EPS
 
 
-def hf_rotary_table(config: Any) -> tuple[Tensor, float]:
-    """(inverse frequencies [rotary_dim / 2] float32, attention scaling) that Hugging Face computes for `config`."""
-    model = getattr(transformers, config.architectures[0])
-    module = inspect.getmodule(model)
-    rotary = next(c for n, c in vars(module).items() if n.endswith("RotaryEmbedding") and inspect.isclass(c))
-    instance = rotary(config)
-    return instance.inv_freq.detach().float().clone(), float(instance.attention_scaling)
-
-
 def check_rope(config: Any, model: torch.nn.Module) -> None:
     """Compare the rotary frequencies of a built Megatron chunk with Hugging Face's; repair what surely can be.
 
     Megatron hardcodes an original length of 8192 and factors 1 and 4 for llama3 scaling; other kinds are ignored.
-
-    Raises:
-        UsageError: they differ and the table cannot simply be exchanged.
+    Raises UsageError if they differ and the table cannot simply be exchanged.
     """
     latent = (m for m in model.modules() if isinstance(m, MLASelfAttention))
     rotaries = [m.rotary_pos_emb for m in [model, *latent] if getattr(m, "rotary_pos_emb", None) is not None]
-    if not rotaries:
-        return
-    expected, scaling = hf_rotary_table(config)
+    module = inspect.getmodule(getattr(transformers, config.architectures[0]))
+    table = next(c for n, c in vars(module).items() if n.endswith("RotaryEmbedding") and inspect.isclass(c))(config)
     for rotary in rotaries:
-        _check_rotary(config, rotary, expected, scaling)
+        _check_rotary(config, rotary, table.inv_freq.detach().float(), float(table.attention_scaling))
 
 
 def _check_rotary(config: Any, rotary: Any, expected: Tensor, scaling: float) -> None:
@@ -167,7 +143,7 @@ def _check_rotary(config: Any, rotary: Any, expected: Tensor, scaling: float) ->
             f"{len(found)}); this model cannot be trained"
         )
     logger.warning("rotary frequencies of type %r taken from Hugging Face; Megatron's differ", kind)
-    rotary.inv_freq = expected.to(rotary.inv_freq.device)
+    rotary.inv_freq = expected.to(rotary.inv_freq.device, copy=True)
     forward = type(rotary).forward
     if hasattr(forward, "cache_clear"):
         forward.cache_clear()

@@ -1,6 +1,5 @@
 """Megatron chunks to Hugging Face tensors and folders."""
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from common.process.files import pretty_json
 from learner.megatron import parallel
 from learner.megatron.conversion import hf_folder
 from learner.megatron.conversion.model import Model
@@ -27,10 +27,7 @@ class Exporter:
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of every parameter, on every rank, in the same order each time. Collective.
-
-        A tensor may share memory with the parameter: copy what must outlive the next optimizer step.
-        """
+        """(name, full tensor) of every parameter, as learner.backend_protocol.Backend.export. Collective."""
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:  # else the shards of other ranks are those before the last step
                 chunk.start_param_sync(force_sync=True)
@@ -47,48 +44,45 @@ class Exporter:
         if dist.get_rank() == 0:
             with hf_folder.new_folder(path) as staging:
                 _write_shards(staging, self.tensors())
-                _copy_others(source, staging)
+                for file in source.iterdir():  # configuration, tokenizer, chat template, custom code
+                    if file.is_file() and file.suffix not in _WEIGHT_FILES and not file.name.endswith(".index.json"):
+                        shutil.copyfile(file, staging / file.name)
         else:
             for _ in self.tensors():
                 pass
         parallel.barrier()
 
 
-def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Files of at most SHARD_BYTES, and an index if there are several."""
-    files: list[tuple[Path, list[str]]] = []
+def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Copies in host memory, in parts of at most SHARD_BYTES."""
     shard: dict[str, Tensor] = {}
-    size = total = 0
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size += tensor.nbytes
+    yield shard
 
-    def flush() -> None:
+
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """One file per shard, and an index if there are several."""
+    files: list[tuple[Path, list[str]]] = []
+    total = 0
+    for shard in _shards(tensors):
         file = folder / f"part-{len(files)}.safetensors"
         save_file(shard, file, metadata={"format": "pt"})
         file.chmod(0o644)  # safetensors leaves it readable by the owner alone
         files.append((file, list(shard)))
-        shard.clear()
-
-    for name, tensor in tensors:
-        n = tensor.numel() * tensor.element_size()
-        if size + n > SHARD_BYTES and shard:
-            flush()
-            size = 0
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        size, total = size + n, total + n
-    flush()
+        total += sum(tensor.nbytes for tensor in shard.values())
     if len(files) == 1:
-        files[0][0].rename(folder / "model.safetensors")
+        file.rename(folder / "model.safetensors")
         return
     weight_map: dict[str, str] = {}
     for i, (file, names) in enumerate(files, 1):
         name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
         file.rename(folder / name)
-        weight_map.update(dict.fromkeys(names, name))
+        weight_map |= dict.fromkeys(names, name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
-
-
-def _copy_others(source: Path, folder: Path) -> None:
-    """Configuration, tokenizer, chat template, custom code: everything but the weights, byte for byte."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix not in _WEIGHT_FILES and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, folder / file.name)
+    (folder / "model.safetensors.index.json").write_bytes(pretty_json(index))

@@ -1,4 +1,4 @@
-"""Hugging Face folders: checks before any group is made, and new ones that are complete or absent. No megatron here."""
+"""Hugging Face folders: their configuration, and new ones that are complete or absent. No megatron here."""
 
 import contextlib
 import shutil
@@ -6,27 +6,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common.config.parallel_layout import ModelShape, model_problems, world_problems
-from common.config.schema import ParallelConfig
-from common.config.supported_models import architecture_problems
 from common.errors import UsageError
 from common.process.files import replace_folder, sync
 
 
 def read_config(path: Path) -> Any:
-    """The transformers configuration of a Hugging Face folder.
+    """The transformers configuration of a Hugging Face folder; common.config.checks has looked at its content.
 
     Raises:
-        UsageError: there is no such folder, no usable config.json or weights in it, or another architecture than
-            the supported ones.
+        UsageError: there is no such folder, or no usable config.json in it.
     """
     if not path.is_dir():
         raise UsageError(f"model.path: expected a Hugging Face folder, found nothing at {path}")
-    if not (path / "config.json").is_file():
-        raise UsageError(f"model.path: {path} has no config.json")
-    if not any(path.glob("*.safetensors")):  # the bridge reads no other format
-        raise UsageError(f"model.path: {path} has no *.safetensors")
-    from transformers import AutoConfig  # seconds; the checks above need none of it
+    from transformers import AutoConfig  # takes seconds
 
     try:
         config = AutoConfig.from_pretrained(path)
@@ -34,33 +26,14 @@ def read_config(path: Path) -> Any:
         raise UsageError(f"model.path: {path / 'config.json'}: {error}") from None
     if not config.architectures:
         raise UsageError(f"model.path: {path / 'config.json'} names no architectures")
-    check_architecture(path, config)
     give_rope_theta(config)
     return config
 
 
-def check_architecture(path: Path, config: Any) -> None:
-    """Raise UsageError for another architecture than the supported ones, or weights in a quantised format."""
-    for problem in architecture_problems(lambda name: getattr(config, name, None)):
-        raise UsageError(f"{path}: {problem}")
-
-
-def check_layout(config: Any, parallel: ParallelConfig, world_size: int) -> None:
-    """Whether a model of this configuration can be cut that way.
-
-    Raises:
-        UsageError: naming the key that does not fit.
-    """
-    shape = ModelShape.of(lambda name: getattr(config, name, None))
-    for problem in [*world_problems(world_size, parallel), *model_problems(shape, parallel)]:
-        raise UsageError(str(problem))
-
-
 def give_rope_theta(config: Any) -> None:
-    """Put rope_theta where megatron-bridge 0.3.1 looks for it.
+    """Copy rope_theta from rope_parameters, where transformers 5 keeps it, to where Megatron-Bridge 0.3.1 reads it.
 
-    transformers 5 keeps rope_theta in config.rope_parameters. Megatron-Bridge 0.3.1 reads config.rope_theta and
-    silently takes 10000 without it. Likewise transformers 4 ignores rope_parameters in a file written by 5.
+    The bridge silently takes 10000 without it. Likewise transformers 4 ignores rope_parameters.
 
     Raises:
         UsageError: a scaled rotary embedding that this transformers cannot read.
@@ -83,26 +56,22 @@ def check_names(path: Path, names: Iterable[str], known: Iterable[str], layers: 
 
     Files may have more than the model's `layers`; those predict further tokens than the next one.
     """
-    taken = set(known)
-    lost = [name for name in names if name not in taken and not _ignored(name, layers)]
+    taken, lost = set(known), []
+    for name in names:
+        parts = name.split(".")
+        further = parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= layers
+        derived = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+        if name not in taken and not further and not derived:
+            lost.append(name)
     if lost:
         raise UsageError(
             f"model.path: {path}: Megatron has no place for {', '.join(sorted(lost)[:5])} ({len(lost)} tensors in all)"
         )
 
 
-def _ignored(name: str, layers: int) -> bool:
-    parts = name.split(".")
-    further = parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= layers
-    return further or name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
-
-
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """An empty staging folder, which takes the place of `path` when its content is on the disk.
-
-    Leftovers of a killed process are removed.
-    """
+    """An empty staging folder, which takes the place of `path` when its content is on the disk."""
     staging = path.with_name(f".{path.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)

@@ -16,7 +16,7 @@ from common.config.schema import MoeConfig, ParallelConfig, Recompute
 from common.errors import UsageError
 from learner.megatron import moe
 from learner.megatron.conversion import bridge_fixes, hf_folder
-from learner.megatron.conversion.bridges import mixtral as _mixtral  # noqa: F401  (registers itself)
+from learner.megatron.conversion import mixtral_bridge as _mixtral_bridge  # noqa: F401  (registers itself)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -67,9 +67,8 @@ def build(
     provider = bridge.to_megatron_provider(load_weights=False)
     with _named(path):
         bridge_fixes.correct_provider(hf_config, provider)
-    _configure(provider, dtype, parallel)
+    _configure(provider, dtype, parallel, recompute)
     moe.configure(provider, experts)
-    _recompute(provider, recompute)
     provider.finalize()
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     virtual = parallel.virtual_pipeline
@@ -96,23 +95,16 @@ def _named(path: Path) -> Iterator[None]:
         raise UsageError(f"model.path: {path}: {error}") from None
 
 
-def _recompute(provider: Any, recompute: Recompute) -> None:
-    """Which activations the backward pass computes again: none, those of core attention, or every layer's."""
-    provider.recompute_granularity = None if recompute == "none" else recompute
-    provider.recompute_method = "uniform" if recompute == "full" else None
-    provider.recompute_num_layers = 1 if recompute == "full" else None
-    provider.recompute_modules = ["core_attn"]
-
-
 def _check_tasks(path: Path, chunks: list[torch.nn.Module], tasks: list[Any]) -> None:
     """The bridge only logs a parameter that it has no source for, and leaves it random."""
     planned = {(task.vp_stage, task.param_name) for task in tasks if task is not None and task.param_weight is not None}
-    missing = []
-    for stage, chunk in enumerate(chunks):
-        for name, _ in chunk.named_parameters():
-            tied = chunk.share_embeddings_and_output_weights and name.startswith("output_layer.")
-            if (stage, name) not in planned and not tied:
-                missing.append(name)
+    missing = [
+        name
+        for stage, chunk in enumerate(chunks)
+        for name, _ in chunk.named_parameters()
+        if (stage, name) not in planned
+        and not (chunk.share_embeddings_and_output_weights and name.startswith("output_layer."))
+    ]
     if missing:
         raise UsageError(f"model.path: {path} has no weights for {', '.join(missing[:5])} ({len(missing)} in all)")
 
@@ -123,12 +115,11 @@ def _check_names(path: Path, hf_config: Any, bridge: AutoBridge) -> None:
     registry, names = translator.mapping_registry(), bridge.hf_pretrained.state.source.get_all_keys()
     alike = {name: re.sub(r"(?<=\.)\d+(?=\.)", "0", name) for name in names}  # one look-up for all layers and experts
     taken = {one for one in set(alike.values()) if registry.hf_to_megatron_lookup(one) is not None}
-    hf_folder.check_names(
-        path, names, [name for name, one in alike.items() if one in taken], hf_config.num_hidden_layers
-    )
+    known = [name for name, one in alike.items() if one in taken]
+    hf_folder.check_names(path, names, known, hf_config.num_hidden_layers)
 
 
-def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> None:
+def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, recompute: Recompute) -> None:
     on_cuda = torch.cuda.is_available()
     provider.tensor_model_parallel_size = parallel.tensor
     provider.pipeline_model_parallel_size = parallel.pipeline
@@ -148,6 +139,10 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> N
     provider.variable_seq_lengths = parallel.pipeline > 1
     provider.moe_token_dispatcher_type = "alltoall"  # allgather refuses variable lengths, also in a dense model
     provider.hidden_dropout = provider.attention_dropout = 0.0
+    # what the backward pass computes again: nothing, core attention, or every layer
+    provider.recompute_granularity = None if recompute == "none" else recompute
+    provider.recompute_method, provider.recompute_num_layers = ("uniform", 1) if recompute == "full" else (None, None)
+    provider.recompute_modules = ["core_attn"]
     if parallel.virtual_pipeline > 1:
         # batched p2p mixes messages between the same two ranks; the send buffer must outlive an asynchronous send
         provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False

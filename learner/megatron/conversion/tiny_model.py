@@ -1,7 +1,6 @@
 """A tiny model of the same architecture: it keeps the keys that the translation to Megatron reads, but not the sizes.
 
-It keeps rope parameters, norms, biases, tied embeddings, the activation and everything that a router does. It also
-has windows, groups, dense layers among sparse ones and low-rank projections where the model has them.
+It has windows, groups, dense layers among sparse ones and low-rank projections where the model has them.
 """
 
 import math
@@ -12,23 +11,13 @@ import transformers
 
 from common.config.schema import ParallelConfig
 
-HEAD_DIM = 32
-VOCABULARY = 256
-WINDOW = 6
-_SEED = 5
+HEAD_DIM, VOCABULARY, WINDOW = 32, 256, 6
 
 
 def config_of(config: Any, parallel: ParallelConfig) -> Any:
-    """The configuration of a miniature of the model that `config` describes, for a layout.
-
-    Args:
-        config: transformers configuration of a supported architecture.
-        parallel: the layout, whose numbers divide the sizes.
-    """
-    values: dict[str, Any] = config.to_dict()
-    values |= _attention(config, parallel.tensor)
+    """The transformers configuration of a miniature of `config`; the layout's numbers divide its sizes."""
+    values: dict[str, Any] = config.to_dict() | _attention(config, parallel.tensor) | _experts(config, parallel)
     values |= _layers(config, parallel.pipeline * parallel.virtual_pipeline)
-    values |= _experts(config, parallel)
     width = 64 * math.lcm(parallel.tensor, parallel.expert_tensor)
     values |= {
         "intermediate_size": width,
@@ -47,7 +36,7 @@ def config_of(config: Any, parallel: ParallelConfig) -> Any:
 def new_model(config: Any) -> Any:
     """A float32 transformers model of `config`, the same each time; no norm or bias of it is trivial."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
+        torch.manual_seed(5)
         model = getattr(transformers, config.architectures[0])(config)
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -87,8 +76,7 @@ def _layers(config: Any, stages: int) -> dict[str, Any]:
         new["layer_types"] = [kinds[round(i * last / max(1, layers - 1))] for i in range(layers)]
     if getattr(config, "first_k_dense_replace", 0):
         new["first_k_dense_replace"] = 1
-    only = getattr(config, "mlp_only_layers", None)
-    if only:
+    if getattr(config, "mlp_only_layers", None):
         new["mlp_only_layers"] = [0]
     return new
 
@@ -96,10 +84,10 @@ def _layers(config: Any, stages: int) -> dict[str, Any]:
 def _experts(config: Any, parallel: ParallelConfig) -> dict[str, Any]:
     """Few experts, but as many as the router's choices need, in as many groups."""
     name = next((n for n in ("n_routed_experts", "num_local_experts", "num_experts") if n in config.to_dict()), None)
-    if name is None or not getattr(config, name, None):
+    if name is None or not getattr(config, name):
         return {}
-    chosen, groups = config.num_experts_per_tok, getattr(config, "n_group", None) or 1
-    kept = getattr(config, "topk_group", None) or 1
+    chosen = config.num_experts_per_tok
+    groups, kept = (getattr(config, name, None) or 1 for name in ("n_group", "topk_group"))
     in_group = max(2, math.ceil(chosen / kept) + 1)
     count = math.lcm(groups, parallel.expert)
     return {name: count * math.ceil(max(groups * in_group, chosen + 2) / count)}

@@ -1,9 +1,7 @@
 """The forward check at load: Megatron's log-probabilities against Hugging Face's, before anything is trained.
 
 Megatron-Bridge translates some configurations wrongly without an error (bridge_fixes.py has those that are known).
-`check_translation` builds a miniature of the model's configuration through the same path and layout, on the CPU in
-float32, where both agree to rounding. `check_weights` compares the model itself if it is small: rank 0 then runs
-it a second time, in transformers on the CPU.
+Rank 0 runs the reference in transformers on the CPU.
 """
 
 import gc
@@ -41,16 +39,14 @@ LogProbs = Callable[[list[Microbatch], float], list[Tensor]]
 
 
 class _Expected(msgspec.Struct):
-    """Hugging Face's log-probabilities, and the largest difference that passes."""
-
-    logprobs: list[float]
-    limit: float
+    logprobs: list[float]  # Hugging Face's
+    limit: float  # largest difference that passes
 
 
 def check_translation(path: Path, config: Any, dtype: torch.dtype, layout: ParallelConfig) -> None:
     """Compare a miniature of `config`, the model's in `path`, under `layout`. Collective; raises UsageError.
 
-    It has the model's dtype only where there is CUDA.
+    It has the model's dtype only where there is CUDA; in float32 on the CPU both agree to rounding.
     """
     layout = msgspec.structs.replace(layout, first_stage_layers=None, last_stage_layers=None)
     kind = dtype if torch.cuda.is_available() else torch.float32
@@ -75,13 +71,12 @@ def check_translation(path: Path, config: Any, dtype: torch.dtype, layout: Paral
 def check_weights(path: Path, config: Any, dtype: torch.dtype, logprobs: LogProbs) -> None:
     """Compare the loaded model itself if its folder has at most SMALL_BYTES of weights. Collective; raises UsageError.
 
-    `logprobs` is the loaded model's function, as learner.backend_protocol.Backend has it.
+    `logprobs` is learner.backend_protocol.Backend.logprobs of the loaded model.
     """
     if sum(file.stat().st_size for file in path.glob("*.safetensors")) > SMALL_BYTES:
         return
 
     def compute() -> bytes:
-        transformers.utils.logging.disable_progress_bar()
         model = getattr(transformers, config.architectures[0]).from_pretrained(path, dtype=torch.float32).eval()
         return msgspec.msgpack.encode(_expected(model, dtype))
 
@@ -94,7 +89,6 @@ def _miniature(folder: Path, config: Any, dtype: torch.dtype) -> _Expected:
     names = ("config.json", "model.safetensors")
 
     def compute() -> bytes:
-        transformers.utils.logging.disable_progress_bar()
         model = tiny_model.new_model(config)
         model.save_pretrained(folder)
         return msgspec.msgpack.encode(([(folder / name).read_bytes() for name in names], _expected(model, dtype)))
@@ -108,6 +102,7 @@ def _miniature(folder: Path, config: Any, dtype: torch.dtype) -> _Expected:
 def _of_rank_0(compute: Callable[[], bytes]) -> bytes:
     """Rank 0's result on every rank; its failure too, or the others would wait. Collective."""
     if torch.distributed.get_rank() == 0:
+        transformers.utils.logging.disable_progress_bar()
         try:
             return parallel.broadcast_bytes(compute())
         except Exception:
@@ -122,16 +117,9 @@ def _of_rank_0(compute: Callable[[], bytes]) -> bytes:
 def _documents(vocabulary: int) -> Microbatch:
     random = torch.Generator().manual_seed(11)
     documents = [torch.randint(vocabulary, (n + 1,), generator=random) for n in DOCUMENTS]
-    zero = torch.zeros(sum(DOCUMENTS))
-    return Microbatch(
-        tokens=torch.cat([d[:-1] for d in documents]),
-        targets=torch.cat([d[1:] for d in documents]),
-        positions=torch.cat([torch.arange(n) for n in DOCUMENTS]),
-        document_lengths=DOCUMENTS,
-        loss_mask=torch.ones_like(zero),
-        advantages=zero,
-        behavior_logprobs=zero,
-    )
+    tokens, targets = torch.cat([d[:-1] for d in documents]), torch.cat([d[1:] for d in documents])
+    positions, zero = torch.cat([torch.arange(n) for n in DOCUMENTS]), torch.zeros(sum(DOCUMENTS))
+    return Microbatch(tokens, targets, positions, DOCUMENTS, zero + 1, advantages=zero, behavior_logprobs=zero)
 
 
 @torch.no_grad()
@@ -144,9 +132,8 @@ def _logprobs(model: Any, batch: Microbatch) -> Tensor:
 
 
 def _expected(model: Any, dtype: torch.dtype) -> _Expected:
-    batch = _documents(model.config.vocab_size)
+    batch, limit = _documents(model.config.vocab_size), FLOOR_CUDA if torch.cuda.is_available() else FLOOR_CPU
     exact = _logprobs(model, batch)
-    limit = FLOOR_CUDA if torch.cuda.is_available() else FLOOR_CPU
     if dtype != torch.float32:
         limit += ROUNDING * _difference(_logprobs(model.to(dtype), batch), exact)
     return _Expected(exact.tolist(), limit)
@@ -159,10 +146,9 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 def _judge(path: Path, config: Any, what: str, found: Tensor, expected: _Expected) -> None:
     difference = _difference(found, torch.tensor(expected.logprobs))
     logger.debug("forward check of %s: difference %.2g, limit %.2g", what, difference, expected.limit)
-    if difference <= expected.limit:
-        return
-    raise UsageError(
-        f"model.path: {path}: Megatron computes {config.architectures[0]} otherwise than Hugging Face. "
-        f"Log-probabilities of {what} differ by {difference:.2g} (limit {expected.limit:.2g}; the {SHARE:.0%} quantile "
-        f"over {len(found)} tokens). It would be trained wrongly. model.verify: false loads it all the same"
-    )
+    if difference > expected.limit:
+        raise UsageError(
+            f"model.path: {path}: Megatron computes {config.architectures[0]} otherwise than Hugging Face. "
+            f"Log-probabilities of {what} differ by {difference:.2g} (limit {expected.limit:.2g}; the {SHARE:.0%} "
+            f"quantile over {len(found)} tokens). Training would be wrong. model.verify: false loads it all the same"
+        )

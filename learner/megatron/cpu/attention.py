@@ -1,7 +1,6 @@
-"""Core attention without Transformer Engine: torch's SDPA, causal, documents packed end to end (THD).
+"""Core attention without Transformer Engine: torch's SDPA, causal, documents packed end to end.
 
-Takes the place of TEDotProductAttention in a layer spec. The layout is Megatron's thd: q [t, heads, dim], with the
-bounds of the documents in PackedSeqParams.
+Takes the place of TEDotProductAttention in a layer spec, with Megatron's layout thd: q [t, heads, dim].
 """
 
 import math
@@ -25,34 +24,23 @@ _SHORTEST_WIDTH = 16  # documents up to this long share one group
 
 @dataclass(frozen=True)
 class _Group:
-    """Documents of like length that share one batched kernel call.
+    """Documents of like length that share one batched kernel call."""
 
-    Attributes:
-        queries: [documents * width of queries] int64, positions of this rank.
-        keys: [documents * width of keys] int64, positions of the keys of all context ranks, one rank after another.
-        documents: number of documents.
-        seen: [documents, 1, width of queries, width of keys] bool, what a query attends to; None: causal.
-    """
-
-    queries: Tensor
-    keys: Tensor
+    queries: Tensor  # [documents * width of queries] int64, positions of this rank
+    keys: Tensor  # [documents * width of keys] int64, positions of the keys of all context ranks, rank after rank
     documents: int
-    seen: Tensor | None
+    seen: Tensor | None  # [documents, 1, width of queries, width of keys] bool, what a query sees; None: causal
 
 
 class AttentionPlan:
-    """Groups a pack's documents by length into padded batches; made once per microbatch.
+    """Groups a pack's documents by power-of-two length into padded batches; made once per microbatch.
 
-    Documents of like power-of-two length share one batched kernel call. Right padding is invisible under a causal
-    mask, so only the gather and the scatter need the true lengths. Under context parallelism this rank has the queries
-    of two chunks of each document, and the keys of whole documents, gathered from all ranks (pack_layout.py).
-
+    Right padding is invisible under a causal mask, so only the gather and the scatter need the true lengths. Under
+    context parallelism this rank has the queries of two chunks of each document (pack_layout.py), and all keys.
     """
 
     def __init__(self, lengths: list[int], contexts: int = 1, rank: int = 0, window: int | None = None) -> None:
         """`lengths` of the documents are over all context ranks; `window` tokens to the left are seen (None: all)."""
-        if contexts > 1 and any(n % (2 * contexts) for n in lengths):
-            raise ValueError(f"documents must be padded to a multiple of {2 * contexts}")
         grouped: dict[int, list[tuple[int, int]]] = {}
         at = 0
         for n in lengths:

@@ -5,10 +5,9 @@ so torch itself is left alone. One import hook gives modules under `megatron.` a
 for the missing device. The layers are in layers.py and attention.py.
 """
 
-import importlib.abc
+import contextlib
 import importlib.machinery
 import importlib.metadata
-import importlib.util
 import logging
 import sys
 import types
@@ -25,11 +24,16 @@ from common.errors import UsageError
 VERIFIED = {"megatron-core": "0.16.1", "megatron-bridge": "0.3.1"}
 
 _CPU = torch.device("cpu")
-_FACTORIES = (*("tensor", "zeros", "ones", "empty", "arange", "full", "empty_like", "zeros_like", "ones_like"),)
-# These import Transformer Engine unconditionally, for LoRA, which is not used here.
-_NEEDS_TRANSFORMER_ENGINE = {"megatron.bridge.peft.lora_layers", "megatron.bridge.peft.lora"}
-# Imports triton (1 GB unpacked) unconditionally; a kernel of the inference engine, which is not used here.
-_NEEDS_TRITON = {"megatron.core.inference.contexts.attention_context.triton.tensor_ops"}
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "arange", "full", "empty_like", "zeros_like", "ones_like")
+# Modules that import Transformer Engine or triton unconditionally, and the names that others import from them: LoRA
+# and a kernel of the inference engine, which are not used here.
+_UNUSED = {
+    "megatron.bridge.peft.lora": ("LoRA", "LoRAMerge", "VLMLoRA"),
+    "megatron.bridge.peft.lora_layers": ("LinearAdapter", "LoRALinear", "LoRATopKRouter"),
+    "megatron.core.inference.contexts.attention_context.triton.tensor_ops": (
+        *("tensor_get_slice_after", "tensor_masked_update", "tensor_merge"),
+    ),
+}
 
 _view: types.ModuleType = torch
 
@@ -48,6 +52,8 @@ def enable() -> None:
         raise RuntimeError("compat.enable() must come before the first import of megatron")
     check_versions()
     _view = _torch_view()
+    for module, names in _UNUSED.items():
+        sys.modules[module] = _View(types.ModuleType(module), **{name: type(name, (), {}) for name in names})
     sys.meta_path.insert(0, _Finder())
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
@@ -80,10 +86,9 @@ def _patch_tensor_type() -> None:
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = type_of(self, *args, **kwargs)
-        if not args and not kwargs:
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            if caller.startswith("megatron.core.optimizer"):
-                return result.replace("torch.", "torch.cuda.", 1)
+        asked_by = sys._getframe(1).f_globals.get("__name__", "")
+        if asked_by.startswith("megatron.core.optimizer") and not args and not kwargs:
+            return result.replace("torch.", "torch.cuda.", 1)
         return result
 
     torch.Tensor.type = type_
@@ -100,27 +105,21 @@ class _View(types.ModuleType):
         return getattr(self._real, name)
 
 
-class _Idle:
+class _Idle(contextlib.nullcontext[None]):
     """A CUDA stream or event: nothing to order on CPU. Stays a class, since annotations say `Stream | None`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
 
     def __getattr__(self, name: str) -> Callable[..., "_Idle"]:
         return lambda *args, **kwargs: self
-
-    def __enter__(self) -> "_Idle":
-        return self
-
-    def __exit__(self, *args: Any) -> bool:
-        return False
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     """A tensor factory for which the CUDA device means the CPU."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if (isinstance(device, str) and device.startswith("cuda")) or getattr(device, "type", "") == "cuda":
+        if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
@@ -129,27 +128,21 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _torch_view() -> _View:
-    def nothing(*args: Any, **kwargs: Any) -> None: ...
-
-    def idle(*args: Any, **kwargs: Any) -> _Idle:
-        return _Idle()
-
     cuda = _View(
         torch.cuda,
         current_device=lambda: _CPU,
-        synchronize=nothing,
+        synchronize=lambda *args, **kwargs: None,
         Stream=_Idle,
         Event=_Idle,
-        current_stream=idle,
-        stream=idle,
+        current_stream=_Idle,
+        stream=_Idle,
         manual_seed=torch.manual_seed,
         get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
     )
 
     def scatter(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, *args: Any, **kwargs: Any) -> Any:
         # gloo reads its inputs by raw pointer: a strided chunk sends wrong numbers, silently
-        chunks = [x.contiguous() for x in scatter_list] if scatter_list else scatter_list
-        return dist.scatter(tensor, chunks, *args, **kwargs)
+        return dist.scatter(tensor, scatter_list and [x.contiguous() for x in scatter_list], *args, **kwargs)
 
     collectives = _View(dist, scatter=scatter, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
@@ -157,16 +150,12 @@ def _torch_view() -> _View:
 
 
 def _all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
-    """gloo refuses parts of different lengths (tokens that expert-tensor ranks exchange): padded here, and cut."""
-    longest = max(len(part) for part in parts)
-    if all(len(part) == longest for part in parts):
+    """gloo refuses parts of different lengths, which are tokens that expert-tensor ranks exchange."""
+    if all(part.shape == mine.shape for part in parts):
         return dist.all_gather(parts, mine.contiguous(), group=group, **kwargs)
-    padded = mine.new_zeros(longest, *mine.shape[1:])
-    padded[: len(mine)] = mine
-    gathered = padded.new_empty(len(parts) * longest, *mine.shape[1:])
-    dist.all_gather_into_tensor(gathered, padded, group=group)
-    for part, found in zip(parts, gathered.split(longest), strict=True):
-        part.copy_(found[: len(part)])
+    parts[dist.get_rank(group)].copy_(mine)
+    for source, part in enumerate(parts):
+        dist.broadcast(part, group_src=source, group=group)
     return None
 
 
@@ -180,69 +169,25 @@ def _reduce_scatter(mine: torch.Tensor, parts: list[torch.Tensor], *args: Any, g
     return None
 
 
-class _Stub(types.ModuleType):
-    """Stands in for a package whose names a module imports and never uses here. Each name is a class or a decorator."""
-
-    __path__: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return type(name, (), {"__new__": lambda cls, function=None, *args, **kwargs: function})
-
-
-def _stubs(module: str) -> dict[str, types.ModuleType]:
-    """The packages to replace while `module` is imported. Lasting stubs would make Megatron believe in them."""
-    if module in _NEEDS_TRANSFORMER_ENGINE:
-        names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
-    elif module in _NEEDS_TRITON and not importlib.util.find_spec("triton"):
-        names = ("triton", "triton.language")
-    else:
-        return {}
-    stubs: dict[str, types.ModuleType] = {name: _Stub(name) for name in names}
-    for name in names[1:]:
-        parent, _, child = name.rpartition(".")
-        setattr(stubs[parent], child, stubs[name])
-    return stubs
-
-
-class _Loader(importlib.abc.Loader):
+class _Loader(importlib.machinery.SourceFileLoader):
     """Executes a module, then exchanges its `torch` and `dist` and applies its patch."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return self.inner.create_module(spec)
-
     def exec_module(self, module: types.ModuleType) -> None:
-        stubs = _stubs(module.__name__)
-        sys.modules.update(stubs)
-        try:
-            self.inner.exec_module(module)
-        finally:
-            for name in stubs:
-                del sys.modules[name]
+        super().exec_module(module)
         if module.__dict__.get("torch") is torch:
             module.torch = _view
         if module.__dict__.get("dist") is dist:
             module.dist = _view.distributed
-        patch = _PATCHES.get(module.__name__)
-        if patch:
+        if patch := _PATCHES.get(module.__name__):
             patch(module)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if not name.startswith("megatron."):
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name.startswith("megatron.") else None
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(name, spec.loader.path)
         return spec
-
-
-def _patch_jit(module: types.ModuleType) -> None:
-    """The fuser is torch.compile: minutes of C++ compilation for nothing."""
-    module.disable_jit_fuser()
 
 
 def _patch_random(module: types.ModuleType) -> None:
@@ -252,14 +197,11 @@ def _patch_random(module: types.ModuleType) -> None:
 
 
 def _patch_moe_utils(module: types.ModuleType) -> None:
-    """Uses te_general_gemm without defining it when TE is absent; hands split sizes over as tensors on CPU."""
-    if not hasattr(module, "te_general_gemm"):
-        module.te_general_gemm = None
-
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    """Without TE it uses te_general_gemm undefined; on CPU it hands split sizes over as tensors."""
+    module.te_general_gemm = None
+    module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
 
 
 def _patch_distrib_optimizer(module: types.ModuleType) -> None:
@@ -270,11 +212,7 @@ def _patch_distrib_optimizer(module: types.ModuleType) -> None:
     parameter. It takes `step` from the parameter state, which has none. It writes into fp32 parameters outside no_grad.
     """
     cls = module.DistributedOptimizer
-    sharded, load, set_states = (
-        cls.sharded_state_dict,
-        cls.load_state_dict,
-        cls._set_main_param_and_optimizer_states,
-    )
+    sharded, load, set_states = cls.sharded_state_dict, cls.load_state_dict, cls._set_main_param_and_optimizer_states
 
     def sharded_state_dict(self: Any, model_state: Any = None, is_loading: bool = False, *args: Any, **kwargs: Any):
         if is_loading and self.optimizer is not None:
@@ -288,8 +226,7 @@ def _patch_distrib_optimizer(module: types.ModuleType) -> None:
     def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        step = {"step": state["step"]} if "step" in state else {}
-        set_states(self, model_param, {**tensors, **step})
+        set_states(self, model_param, {**tensors, "step": state["step"]})
 
     @torch.no_grad()
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -304,7 +241,7 @@ def _patch_distrib_optimizer(module: types.ModuleType) -> None:
 
 
 _PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
-    "megatron.core.jit": _patch_jit,
+    "megatron.core.jit": lambda module: module.disable_jit_fuser(),  # torch.compile would take minutes for nothing
     "megatron.core.optimizer.distrib_optimizer": _patch_distrib_optimizer,
     "megatron.core.tensor_parallel.random": _patch_random,
     "megatron.core.transformer.moe.moe_utils": _patch_moe_utils,

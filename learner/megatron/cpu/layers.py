@@ -1,7 +1,6 @@
 """Layer building blocks for CPU with the module structure and parameter names of Transformer Engine's.
 
-They are registered as megatron-core's TESpecProvider. So default layer specs, the bridge's parameter mappings
-(linear_qkv.layer_norm_weight, ...) and distributed checkpoints are the same on CPU and GPU.
+So default layer specs, the bridge's parameter mappings and distributed checkpoints are the same on CPU and GPU.
 """
 
 from collections.abc import Callable
@@ -126,14 +125,10 @@ class _GroupedLinear(torch.nn.Module):
         first = self.groups.ep.rank() * self.num_gemms
         for i in range(self.num_gemms):
             key = f"{i}.weight"
-            part = make_sharded_tensors_for_checkpoint(
-                {key: getattr(self, f"weight{i}")},
-                "",
-                {key: self.tp_axis},
-                (*sharded_offsets, (len(sharded_offsets), first + i, experts)),
-                tp_group=self.groups.expt_tp,
-                dp_cp_group=metadata["dp_cp_group"],
-            )
+            tensors, axes = {key: getattr(self, f"weight{i}")}, {key: self.tp_axis}
+            offsets = (*sharded_offsets, (len(sharded_offsets), first + i, experts))
+            groups = {"tp_group": self.groups.expt_tp, "dp_cp_group": metadata["dp_cp_group"]}
+            part = make_sharded_tensors_for_checkpoint(tensors, "", axes, offsets, **groups)
             replace_prefix_for_sharding(part, f"{i}.", prefix)
             tensor = part[key]
             tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())
@@ -141,23 +136,11 @@ class _GroupedLinear(torch.nn.Module):
         return out
 
 
-class ColumnParallelGroupedLinear(_GroupedLinear):
-    """TEColumnParallelGroupedLinear."""
-
-    tp_axis = 0
-
-
-class RowParallelGroupedLinear(_GroupedLinear):
-    """TERowParallelGroupedLinear."""
-
-    tp_axis = 1
-
-
 # The bridge recognises fused modules by class name.
+ColumnParallelGroupedLinear = type("TEColumnParallelGroupedLinear", (_GroupedLinear,), {"tp_axis": 0})
+RowParallelGroupedLinear = type("TERowParallelGroupedLinear", (_GroupedLinear,), {"tp_axis": 1})
 DuplicatedLinear.__name__ = "TELinear"
 LayerNormColumnParallelLinear.__name__ = "TELayerNormColumnParallelLinear"
-ColumnParallelGroupedLinear.__name__ = "TEColumnParallelGroupedLinear"
-RowParallelGroupedLinear.__name__ = "TERowParallelGroupedLinear"
 
 
 class CpuSpecProvider(LocalSpecProvider):

@@ -221,4 +221,4 @@ def test_finishing_flushes_only_what_the_backend_did_not(tmp_path: Path, monkeyp
     monkeypatch.setattr(checkpointing, "sync", lambda path: synced.append(path.name))
     folder = CheckpointFolder(tmp_path, keep=1)
     write(folder, 3)
-    assert synced == [folder.scratch(3).name, tmp_path.name]
+    assert synced == ["trainer.json", folder.scratch(3).name, tmp_path.name]

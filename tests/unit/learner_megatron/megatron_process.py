@@ -1,8 +1,9 @@
-"""The learning-rate schedule, the CPU attention, the rotary check and the CPU mode; see test_megatron_process.py."""
+"""The parts that need Megatron but no world of ranks; see test_megatron_process.py."""
 
 # ruff: noqa: E402
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from transformers import Qwen3Config
 
-from common.config.schema import OptimizerConfig
+from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from common.errors import UsageError
+from learner.megatron.backend import MegatronBackend
 from learner.megatron.conversion import bridge_fixes
 from learner.megatron.cpu.attention import SDPACoreAttention
 from learner.megatron.optimizer import learning_rate
@@ -26,20 +28,22 @@ from learner.megatron.optimizer import learning_rate
 LENGTHS = (5, 40, 1, 17, 16, 33, 2)
 
 
-def test_the_rate_warms_up_and_stays() -> None:
-    config = OptimizerConfig(lr=1.0, warmup_steps=4)
-    assert [learning_rate(s, config, 10) for s in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_the_rate_decays_linearly_to_its_floor_at_the_last_step() -> None:
-    config = OptimizerConfig(lr=2.0, schedule="linear", min_lr_fraction=0.5)
-    assert [learning_rate(s, config, 4) for s in range(6)] == [2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
-
-
-def test_the_rate_follows_a_cosine_after_the_warmup() -> None:
-    config = OptimizerConfig(lr=1.0, schedule="cosine", warmup_steps=2, decay_steps=6)
-    rates = [learning_rate(s, config, 100) for s in range(8)]
-    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8535533906, 0.5, 0.1464466094, 0.0, 0.0])
+@pytest.mark.parametrize(
+    ("options", "steps", "expected"),
+    [
+        (dict(lr=1.0, warmup_steps=4), 10, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        (dict(lr=2.0, schedule="linear", min_lr_fraction=0.5), 4, [2.0, 1.75, 1.5, 1.25, 1.0, 1.0]),
+        (
+            dict(lr=1.0, schedule="cosine", warmup_steps=2, decay_steps=6),
+            100,
+            [0.5, 1.0, 1.0, 0.8535533906, 0.5, 0.1464466094, 0.0, 0.0],
+        ),
+    ],
+    ids=["warms up and stays", "linear to its floor", "cosine after the warmup"],
+)
+def test_the_rate_follows_its_schedule(options: dict[str, Any], steps: int, expected: list[float]) -> None:
+    rates = [learning_rate(step, OptimizerConfig(**options), steps) for step in range(len(expected))]
+    assert rates == pytest.approx(expected)
 
 
 def _attention(window: tuple[int, int] | None) -> SDPACoreAttention:
@@ -93,29 +97,33 @@ def test_bounds_that_do_not_cover_the_pack_are_refused() -> None:
         _attention(None)(q[:-1], k[:-1], v[:-1], None, packed_seq_params=packed)
 
 
-def _model_with(rotary: torch.nn.Module) -> torch.nn.Module:
+def _rotary(rope: dict[str, Any], base: float) -> tuple[Qwen3Config, torch.nn.Module]:
+    """A configuration, and a Megatron chunk whose frequencies have that base."""
+    config = Qwen3Config(head_dim=16, rope_parameters=rope)
+    config.architectures = ["Qwen3ForCausalLM"]
     model = torch.nn.Module()
-    model.rotary_pos_emb = rotary
-    return model
+    model.rotary_pos_emb = torch.nn.Module()
+    model.rotary_pos_emb.inv_freq = 1.0 / base ** (torch.arange(0, 16, 2) / 16)
+    return config, model
 
 
 def test_wrong_rotary_frequencies_are_replaced_by_hugging_faces() -> None:
-    config = Qwen3Config(head_dim=16, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
-    config.architectures = ["Qwen3ForCausalLM"]
-    rotary = torch.nn.Module()
-    rotary.inv_freq = 1.0 / 10000 ** (torch.arange(0, 16, 2) / 16)
-    bridge_fixes.check_rope(config, _model_with(rotary))
-    torch.testing.assert_close(rotary.inv_freq, 1.0 / 1e6 ** (torch.arange(0, 16, 2) / 16))
+    config, model = _rotary({"rope_theta": 1e6, "rope_type": "default"}, base=1e4)
+    bridge_fixes.check_rope(config, model)
+    torch.testing.assert_close(model.rotary_pos_emb.inv_freq, 1.0 / 1e6 ** (torch.arange(0, 16, 2) / 16))
 
 
 def test_a_rotary_embedding_that_megatron_cannot_be_given_is_refused() -> None:
-    rope = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    config = Qwen3Config(head_dim=16, rope_parameters=rope)
-    config.architectures = ["Qwen3ForCausalLM"]
-    rotary = torch.nn.Module()
-    rotary.inv_freq = 1.0 / 1e6 ** (torch.arange(0, 16, 2) / 16)
+    yarn = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     with pytest.raises(UsageError, match="'yarn'"):
-        bridge_fixes.check_rope(config, _model_with(rotary))
+        bridge_fixes.check_rope(*_rotary(yarn, base=1e6))
+
+
+def test_a_world_that_the_layout_does_not_divide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    learner = LearnerConfig(parallel=ParallelConfig(tensor=2))
+    with pytest.raises(UsageError, match=r"learner\.world_size: expected a multiple of 2 .* found 3"):
+        MegatronBackend(ModelConfig(path="models/none"), learner, total_steps=1)
 
 
 def test_torch_is_left_alone_and_megatron_sees_its_own_view() -> None:
