@@ -46,7 +46,7 @@ def logprobs_and_entropy(
         targets: [T] int64, over the whole vocabulary.
         temperature: logits are divided by it.
         group: the ranks that share the vocabulary; None for one.
-        chunk_elements, kept_elements: of a chunk of logits, and for the backward pass; None: as suits the device.
+        chunk_elements, kept_elements: sizes of a chunk of logits and of what is kept; None: as suits the device.
         with_entropy: False saves the cost of the entropies, and returns zeros for them.
 
     Returns:

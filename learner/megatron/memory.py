@@ -8,8 +8,8 @@ buffers stay valid. Host memory keeps the contents meanwhile, pinned where there
     forward and backward             parameters, gradients
     optimizer step, checkpoint       parameters, gradients (step), optimizer
 
-For a forward pass of the reference the model's storages are exchanged with a host copy, piece by piece, so the
-reference costs host memory only.
+A forward pass of the reference exchanges the model's storages with a host copy, piece by piece. So the reference costs
+host memory only.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -77,8 +77,8 @@ def prepare(chunk: torch.nn.Module, config: MoeConfig) -> None:
 class Frame:
     """One microbatch, as the routers of this rank need it."""
 
-    pads: Tensor | None = None  # [tokens of this rank] bool, True where a position counts as no token; None: nowhere
-    balance_scale: float = 0.0  # of the auxiliary loss in a gradient that is later divided by the global denominator
+    pads: Tensor | None = None  # [tokens of this rank] bool, True where a position counts as no token
+    balance_scale: float = 0.0  # factor of the auxiliary loss, whose gradient the global denominator divides later
     routed: Tensor | None = None  # [tokens of this rank, MoE layers, chosen] int16 to replay, -1: the router chooses
     counted: bool = False  # whether the replay of this microbatch enters the step's figures
 

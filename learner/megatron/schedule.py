@@ -155,7 +155,7 @@ class Schedule:
         self.experts.start()
         outputs = self._forward_backward(microbatches, loss_of, forward_only=True)
         sizes = [len(batch.targets) for batch in microbatches]
-        if outputs:  # of the last stage
+        if outputs:  # only the last stage has them
             flat = torch.cat([logprobs[:n] for (logprobs, _), n in zip(outputs, sizes, strict=False)])
         else:
             flat = torch.empty(sum(sizes), dtype=torch.float32, device=self.device)

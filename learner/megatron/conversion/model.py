@@ -139,7 +139,7 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, reco
     provider.variable_seq_lengths = parallel.pipeline > 1
     provider.moe_token_dispatcher_type = "alltoall"  # allgather refuses variable lengths, also in a dense model
     provider.hidden_dropout = provider.attention_dropout = 0.0
-    # what the backward pass computes again: nothing, core attention, or every layer
+    # the backward pass computes nothing again, core attention, or every layer
     provider.recompute_granularity = None if recompute == "none" else recompute
     provider.recompute_method, provider.recompute_num_layers = ("uniform", 1) if recompute == "full" else (None, None)
     provider.recompute_modules = ["core_attn"]

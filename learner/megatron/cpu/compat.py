@@ -25,8 +25,8 @@ VERIFIED = {"megatron-core": "0.16.1", "megatron-bridge": "0.3.1"}
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "arange", "full", "empty_like", "zeros_like", "ones_like")
-# Modules that import Transformer Engine or triton unconditionally, and the names that others import from them: LoRA
-# and a kernel of the inference engine, which are not used here.
+# These modules import Transformer Engine or triton unconditionally. They are LoRA and a kernel of the inference engine,
+# which are not used here; other modules import the names.
 _UNUSED = {
     "megatron.bridge.peft.lora": ("LoRA", "LoRAMerge", "VLMLoRA"),
     "megatron.bridge.peft.lora_layers": ("LinearAdapter", "LoRALinear", "LoRATopKRouter"),
