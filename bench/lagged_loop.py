@@ -106,7 +106,7 @@ def train(overrides: list[str], lag: int) -> dict:
     sampler = Sampler(config)
     from common.json_lines import dataset_rows
     from learner.batch.batch import assemble
-    from learner.batch.packing import microbatches_for
+    from learner.batch.packing import build, plan
     from learner.loop.step_metrics import loss_figures
     from learner.loop.tasks import RowOrder
     from learner.loss.losses import policy_loss
@@ -125,7 +125,7 @@ def train(overrides: list[str], lag: int) -> dict:
         problems = [rows[int(order[i % len(rows)])] for i in range(step * size, (step + 1) * size)]
         groups = sampler.groups(problems, step * size, max(0, step - lag))
         batch = assemble(groups, step, config)
-        packed = microbatches_for(batch.documents, 0, 1, config.learner.micro_batch_tokens)
+        packed = build(batch.documents, plan(batch.documents, 1, config.learner.micro_batch_tokens)[0])
         result = backend.train_step(packed, loss, config.rollout.temperature, entropy=True)
         versions.append(snapshot(backend))
         figures = loss_figures(result)

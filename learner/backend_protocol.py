@@ -104,25 +104,20 @@ class Backend(Protocol):
         ...
 
     def save_hf(self, path: Path) -> None:
-        """Write a Hugging Face folder with config and tokenizer that transformers and vLLM load. Collective.
-
-        It is complete or absent, and takes the place of one that is there.
-        """
+        """Replace the folder `path` by a complete Hugging Face model, with config and tokenizer. Collective."""
         ...
 
     def start_checkpoint(self, path: Path) -> None:
-        """Begin to write model, optimizer, schedule and RNG, as they are now, into the new folder `path`.
+        """Begin to write model, optimizer, schedule and RNG, as they are now, into the new folder `path`. Collective.
 
-        Collective. The next steps may follow at once; one checkpoint at a time. A process that is killed leaves an
-        incomplete folder.
+        The next steps may follow at once; one checkpoint at a time. A killed process leaves an incomplete folder.
         """
         ...
 
     def checkpoint_done(self, wait: bool) -> bool:
         """Whether the started checkpoint is complete and durable; with `wait` it is on return. Collective.
 
-        Raises:
-            SlipstreamError: it could not be written; nothing of it is left.
+        Raises SlipstreamError when it could not be written; nothing of it is left.
         """
         ...
 

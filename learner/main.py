@@ -12,6 +12,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,10 +30,10 @@ from learner.rank_process import RankProcess, guard
 
 logger = logging.getLogger(__name__)
 
-Prepared = tuple[BatchSource, RunFiles | None, TrainerState | None]
 
-
-def prepare(config: Config | SftConfig, run_dir: RunDir, process: RankProcess, broker: str | None) -> Prepared:
+def prepare(
+    config: Config | SftConfig, run_dir: RunDir, process: RankProcess, broker: str | None
+) -> tuple[BatchSource, RunFiles | None, TrainerState | None]:
     """The source of batches, and on the lead rank its files and the start state; before the model is loaded."""
     from learner.loop.lead_rank import prepare_lead  # after the checks: these take seconds to import
     from learner.loop.rollout_source import RolloutSource
@@ -70,9 +71,7 @@ def train(config: Config | SftConfig, run_dir: RunDir, process: RankProcess, bro
         finally:
             source.close(state, version, reason)
 
-    def failed(reason: str) -> None:
-        close("failed", reason)
-
+    failed = partial(close, "failed")
     try:
         backend = MegatronBackend.of(config)
         process.drain_on_signals()
@@ -108,7 +107,7 @@ def run(arguments: Sequence[str]) -> int:
     process = RankProcess(role, run_dir, config.learner.threads, config.telemetry.log_level)
     keep_freed_memory()
     state = train(config, run_dir, process, words.broker)
-    logger.info("%s", {"done": "trained to run.steps", "drained": "stopped early; start again to go on"}[state])
+    logger.info("%s", {"done": "trained to run.steps", "drained": "stopped early; start again to continue"}[state])
     return 0
 
 

@@ -1,11 +1,11 @@
 """Ends every rank when one of them is silent for learner.timeout_s, and says which one.
 
 Every rank counts up a number in the world's TCPStore, from a thread. The lead reads the numbers of all ranks, and the
-others read the lead's. A process that is stopped counts no further; one behind a cut cable reads nothing new.
-Collectives have the same limit, but that is not enough. A gloo broadcast may complete although no rank received it.
-Neither gloo nor NCCL says which rank is missing.
+others read the lead's. Collectives have the same limit, but that is not enough. A gloo broadcast may complete although
+no rank received it. Neither gloo nor NCCL says which rank is missing.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -38,13 +38,9 @@ class RankMonitor:
         on_silence: Callable[[str], None],
         on_end: Callable[[str], None],
     ) -> None:
-        """
-        Args:
-            rank: this process.
-            world_size: ranks in all; a rank that is alone has no monitor.
-            timeout_s: learner.timeout_s.
-            on_silence: told several times a minute which ranks are silent, '' when none is. Called from a thread.
-            on_end: told the reason before the process ends. Called from a thread.
+        """From threads, `on_silence` gets the silent ranks ('' for none), `on_end` the reason before the process ends.
+
+        A rank that is alone in its world has no monitor.
         """
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
         self._on_silence, self._on_end = on_silence, on_end
@@ -64,11 +60,7 @@ class RankMonitor:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop; an error is told to the other ranks, and named by its cause where a silent rank was the cause.
-
-        Raises:
-            SlipstreamError: instead of the collective's own error.
-        """
+        """Stop and tell the other ranks the error; raises SlipstreamError where a silent rank was its cause."""
         self._leaving.set()
         if error is None or self._store is None:
             return
@@ -90,9 +82,9 @@ class RankMonitor:
         try:
             while not self._leaving.wait(self._interval_s):
                 count += 1
-                self._store.set(_sign_of(self._rank), str(count))
+                self._store.set(f"sign/{self._rank}", str(count))
                 for peer in self._peers:
-                    if (sign := self._store.get(_sign_of(peer))) != seen.get(peer):
+                    if (sign := self._store.get(f"sign/{peer}")) != seen.get(peer):
                         seen[peer], self._heard[peer] = sign, time.monotonic()
                 if self._store.check(["end"]):
                     code, _, reason = self._store.get("end").decode().partition(" ")
@@ -106,11 +98,8 @@ class RankMonitor:
         while not self._leaving.wait(self._interval_s):
             silence = self._silence()
             self._on_silence(silence)
-            if silence and self._longest_silence() > self._timeout_s:
+            if silence and time.monotonic() - min(self._heard.values()) > self._timeout_s:
                 self._end(EXIT_FAILED, silence)
-
-    def _longest_silence(self) -> float:
-        return time.monotonic() - min(self._heard.values())
 
     def _silence(self) -> str:
         """Which ranks are silent and for how long; '' when none is."""
@@ -136,15 +125,16 @@ class RankMonitor:
         leave(code)
 
     def _tell(self, code: int, reason: str) -> None:
-        """Leave the reason in the store, from a thread: the store may not answer."""
-        assert self._store is not None
-        told = threading.Thread(target=_quietly_set, args=(self._store, f"{code} {reason}"), daemon=True)
+        """Leave the reason in the store, from a thread: the store may not answer, or be gone."""
+
+        def tell() -> None:
+            assert self._store is not None
+            with contextlib.suppress(RuntimeError):
+                self._store.set("end", f"{code} {reason}")
+
+        told = threading.Thread(target=tell, daemon=True)
         told.start()
         told.join(GOODBYE_S)
-
-
-def _sign_of(rank: int) -> str:
-    return f"sign/{rank}"
 
 
 def _connect(timeout_s: float) -> dist.Store:
@@ -152,10 +142,3 @@ def _connect(timeout_s: float) -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
     return dist.PrefixStore("rank-monitor", store)
-
-
-def _quietly_set(store: dist.Store, text: str) -> None:
-    try:
-        store.set("end", text)
-    except RuntimeError:
-        logger.debug("the ranks' store is gone")

@@ -18,11 +18,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class RankProcess:
-    """This process as one rank of torchrun's world (or alone).
-
-    Attributes:
-        is_lead: whether this rank talks to the rest of the system.
-    """
+    """This process as one rank of torchrun's world (or alone); the lead rank talks to the rest of the system."""
 
     def __init__(self, role: str, run_dir: RunDir, threads: int, log_level: str) -> None:
         """Tie the process to its parent, set up logs, threads and, alone in its world, the drain on signals."""
@@ -32,7 +28,10 @@ class RankProcess:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
         setup_logging(role, str(rank), run_dir.logs, log_level)
-        _quieten_libraries()
+        logging.getLogger("megatron").setLevel(logging.WARNING)  # it reports its own defaults at INFO
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about what is not installed on purpose
+        for module in (r"megatron\.", r"torch\.", r"transformers\."):
+            warnings.filterwarnings("ignore", module=module)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             # A rank that waits for the others to join runs no Python, so a handler would keep torchrun from ending it.
             for number in STOP_SIGNALS:
@@ -48,7 +47,7 @@ class RankProcess:
         """From here on SIGTERM and SIGINT ask for a drain; called when every rank has joined the world.
 
         Unlike elsewhere, a second signal does not kill: torchrun passes a Ctrl-C on that the terminal has sent to every
-        process already. The drain ends by itself, or torchrun ends it.
+        process already.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
@@ -71,11 +70,3 @@ def guard(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
     except Exception:
         logger.exception("the rank failed")
         return EXIT_FAILED
-
-
-def _quieten_libraries() -> None:
-    """Megatron reports its own defaults at INFO, and libraries warn about what is not installed on purpose."""
-    logging.getLogger("megatron").setLevel(logging.WARNING)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    for module in (r"megatron\.", r"torch\.", r"transformers\."):
-        warnings.filterwarnings("ignore", module=module)

@@ -29,15 +29,11 @@ def main(words: Sequence[str]) -> int:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else EXIT_FAILED
     except SignalException as error:
-        return EXIT_DONE if _ended_well(words) else 128 + int(error.sigval)
+        config = load_either(Path(words[list(words).index("--config") + 1]))
+        record = read_record(RunDir(config.run.dir))
+        ended_well = record is not None and record.state in ("drained", "done")
+        return EXIT_DONE if ended_well else 128 + int(error.sigval)
     return EXIT_DONE
-
-
-def _ended_well(words: Sequence[str]) -> bool:
-    """Whether the ranks, told to stop, wrote that they drained or were done."""
-    config = load_either(Path(words[list(words).index("--config") + 1]))
-    record = read_record(RunDir(config.run.dir))
-    return record is not None and record.state in ("drained", "done")
 
 
 if __name__ == "__main__":

@@ -66,30 +66,19 @@ class BatchStatistics:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """The documents of one optimizer step.
-
-    Attributes:
-        documents: samples with at least one loss token, in order of serial and sample.
-        statistics: figures of all groups, failed and expired ones included.
-    """
+    """The documents of one optimizer step."""
 
     step: int
-    documents: list[Document]
-    statistics: BatchStatistics
+    documents: list[Document]  # samples with at least one loss token, in order of serial and sample
+    statistics: BatchStatistics  # of all groups, failed and expired ones included
 
 
 def decode(stored: StoredGroup, vocab_size: int, group_size: int, routing: RoutingShape | None = None) -> Group:
-    """Decode and check one group: everything that would crash or poison training is refused here.
+    """Decode one group; raises BadGroup on everything that would crash or poison training.
 
-    Args:
-        stored: as taken from the broker.
-        vocab_size: token ids are below it.
-        group_size: samples that a group has.
-        routing: the shape of every sample's routing; None: it is not checked.
-
-    Raises:
-        BadGroup: it does not decode, belongs to another task or has the wrong number of samples. Or a sample has
-            token ids outside the vocabulary, numbers that are not finite, or the routing of another model.
+    It is refused when it does not decode, belongs to another task or has another number of samples than `group_size`.
+    A sample must not have token ids outside the vocabulary, numbers that are not finite, or, unless `routing` is None,
+    the routing of another model.
     """
     try:
         group = decode_group(stored.payload)
@@ -135,21 +124,16 @@ def _check_routing(sample: Sample, index: int, shape: RoutingShape) -> None:
     if len(experts) and not -1 <= int(experts.min()) <= int(experts.max()) < shape.experts:
         raise ValueError(f"sample {index}: routed experts outside -1..{shape.experts - 1}")
     columns = np.ascontiguousarray(experts.reshape(-1, shape.chosen).T)  # [chosen, tokens x layers]
-    if (wrong := _impossible(columns)).any():
-        raise ValueError(
-            f"sample {index}: routed experts {columns[:, wrong.argmax()].tolist()} of one token and layer are not "
-            f"{shape.chosen} distinct ones"
-        )
-
-
-def _impossible(columns: np.ndarray) -> np.ndarray:
-    """[n] bool, where [chosen, n] experts are neither all unknown nor all different: fewer would get the token."""
     known = columns >= 0
     wrong = known.any(0) & ~known.all(0)
     for i, column in enumerate(columns):  # comparing pairs takes a third of the time of sorting
         for other in columns[:i]:
             wrong |= (column == other) & known[0]
-    return wrong
+    if wrong.any():
+        raise ValueError(
+            f"sample {index}: routed experts {columns[:, wrong.argmax()].tolist()} of one token and layer are not "
+            f"{shape.chosen} distinct ones"
+        )
 
 
 def expired_groups(groups: Sequence[Group], step: int, max_staleness: int) -> list[int]:
@@ -166,13 +150,9 @@ def expired_groups(groups: Sequence[Group], step: int, max_staleness: int) -> li
 
 
 def assemble(groups: Sequence[Group], step: int, config: Config, routing: RoutingShape | None = None) -> TrainingBatch:
-    """Advantages, staleness and expiry of one step's groups.
+    """Advantages, staleness (counted from `step`) and expiry of one step's groups, whose order does not matter.
 
-    Args:
-        groups: in any order; the batch does not depend on it.
-        step: the step that trains; staleness is counted from it.
-        config: `learner.loss.advantage`, `learner.dynamic_sampling`, `staleness.max` and `weights.kv_cache` are read.
-        routing: the shape of the experts to replay, as in `decode`.
+    `routing`: the shape of the experts to replay; None: none are.
     """
     kept: list[Group] = []
     filtered: list[Group] = []
@@ -196,9 +176,7 @@ def assemble(groups: Sequence[Group], step: int, config: Config, routing: Routin
 
 
 @dataclass(frozen=True)
-class _Played:
-    """A sample with an episode, for the statistics."""
-
+class _Played:  # a sample with an episode, for the statistics
     sample: Sample
     sampled: int  # tokens
     expired: int
@@ -279,8 +257,7 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
 def length_deciles(lengths: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
     """Sum `counts` by decile of `lengths`: ten numbers, the shortest tenth of the samples first.
 
-    Samples are ranked by length, ties in order; rank r of n falls into decile floor(10 r / n). A count that is spread
-    evenly over samples gives ten like numbers. One that concerns long samples gives a rising row.
+    Samples are ranked by length, ties in order; rank r of n falls into decile floor(10 r / n).
     """
     out = np.zeros(10, dtype=np.int64)
     ranks = np.argsort(np.argsort(np.asarray(lengths), kind="stable"), kind="stable")

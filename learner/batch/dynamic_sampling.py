@@ -5,8 +5,6 @@ and takes further groups instead: at most MOST_TAKEN times as many as it trains 
 allows for that. The decision depends on the groups alone, so a replay decides the same.
 """
 
-from collections.abc import Sequence
-
 from common.rollouts import Group
 
 MOST_TAKEN = 3  # times learner.groups_per_step that one step looks at
@@ -16,11 +14,6 @@ def carries_signal(group: Group) -> bool:
     """Whether two samples that did not fail have different rewards."""
     rewards = [sample.reward for sample in group.samples if sample.error is None]
     return any(reward != rewards[0] for reward in rewards)
-
-
-def without_signal(groups: Sequence[Group]) -> list[int]:
-    """Serials of the groups to be filtered, in the order given."""
-    return [group.serial for group in groups if not carries_signal(group)]
 
 
 def most_replaced(groups_per_step: int) -> int:

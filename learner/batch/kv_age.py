@@ -12,14 +12,11 @@ from common.rollouts import Sample
 
 
 def cache_ages(sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """For every token, (mean, largest) age of the entries that it was sampled over; 0 where nothing was sampled.
+    """For every token [T], (mean, largest) age of the entries that it was sampled over; 0 where nothing was sampled.
 
     The age of an entry is the version that sampled the token - the version that computed the entry. Entry p of a
     call is computed when token p + 1 is sampled, those of its prompt when its first token is. A request that the
     engine preempted and computed anew counts as if it had not been: the ages are upper bounds.
-
-    Returns:
-        ([T] float64, [T] int64).
     """
     versions = sample.token_versions()
     mean, largest = np.zeros(len(versions)), np.zeros(len(versions), np.int64)

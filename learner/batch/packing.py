@@ -31,25 +31,15 @@ Plan = list[list[list[int]]]  # [rank][microbatch] -> document numbers
 
 @dataclass(frozen=True)
 class Document:
-    """One token sequence to train on; every [L] array belongs to the token at the same index.
+    """One token sequence to train on; every [L] array belongs to the token at the same index."""
 
-    Attributes:
-        tokens: [L] int32, L >= 2.
-        loss_mask: [L] uint8, 1 where the token trains; the first token never does, nothing predicts it.
-        behavior_logprobs: [L] float32, or None in supervised tuning.
-        staleness: [L] int32, or None in supervised tuning.
-        routed_experts: [L, MoE layers, experts per token] int16, -1 where unknown, or None.
-        advantage: one number for the whole document.
-        name: for error messages.
-    """
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    behavior_logprobs: np.ndarray | None = None
-    staleness: np.ndarray | None = None
+    tokens: np.ndarray  # [L] int32, L >= 2
+    loss_mask: np.ndarray  # [L] uint8, 1 where the token trains; the first one never does, nothing predicts it
+    behavior_logprobs: np.ndarray | None = None  # [L] float32, or None in supervised tuning
+    staleness: np.ndarray | None = None  # [L] int32, or None in supervised tuning
     advantage: float = 0.0
-    name: str = ""
-    routed_experts: np.ndarray | None = None
+    name: str = ""  # for error messages
+    routed_experts: np.ndarray | None = None  # [L, MoE layers, experts per token] int16, -1 where unknown
 
     @property
     def places(self) -> int:
@@ -69,28 +59,21 @@ def cost(places: np.ndarray, hidden_size: int) -> np.ndarray:
 
 
 def plan(
-    documents: Sequence[Document],
-    ranks: int,
-    micro_batch_tokens: int,
-    multiple: int = 1,
-    hidden_size: int = 0,
+    documents: Sequence[Document], ranks: int, micro_batch_tokens: int, multiple: int = 1, hidden_size: int = 0
 ) -> Plan:
-    """Distribute documents over `ranks` data-parallel ranks and as few microbatches as fit.
+    """Distribute documents over `ranks` data-parallel ranks and as few microbatches as fit. Deterministic.
 
     The longest document goes first, into the cheapest microbatch with room (Graham's LPT rule). There are more
     microbatches when none has room. They are dealt out so that the ranks' totals are close. Unless the bound turns a
     document away from the cheapest microbatch, ranks differ by no more than the most expensive document. Without a
-    hidden size that never happens. The result is deterministic. With fewer documents than microbatches some are empty.
+    hidden size that never happens. With fewer documents than microbatches some are empty.
 
     Args:
         documents: at least 2 tokens each.
         ranks: data-parallel size.
-        micro_batch_tokens: bound on the places of one microbatch, over all its context-parallel ranks.
+        micro_batch_tokens: bound on the places of one microbatch; raises UsageError when a document is longer.
         multiple: the places of a document are rounded up to it; Backend.document_multiple.
         hidden_size: gives the cost of attention; 0 balances by places alone.
-
-    Raises:
-        UsageError: a document is longer than the bound.
     """
     places = counted_places(np.array([document.places for document in documents], dtype=np.int64), multiple)
     if len(places) and places.max() > micro_batch_tokens:
@@ -133,7 +116,6 @@ def _deal(bins: list[list[int]], costs: list[float], ranks: int) -> Plan:
     """Most expensive bins first, one to each rank per round, the most expensive of a round to the least loaded rank.
 
     So microbatches that ranks compute at the same time are alike, and totals differ by no more than bins do.
-    Documents keep their order within a bin.
     """
     weights = [sum(costs[d] for d in bin_) for bin_ in bins]
     by_load = sorted(range(len(bins)), key=lambda i: (-weights[i], i))
@@ -150,18 +132,6 @@ def _deal(bins: list[list[int]], costs: list[float], ranks: int) -> Plan:
 def build(documents: Sequence[Document], microbatches: list[list[int]]) -> list[Microbatch]:
     """Tensors of one rank's part of a plan, on the CPU; an empty microbatch becomes a filler that trains nothing."""
     return [_pack([documents[i] for i in numbers] or [FILLER]) for numbers in microbatches]
-
-
-def microbatches_for(
-    documents: Sequence[Document],
-    rank: int,
-    ranks: int,
-    micro_batch_tokens: int,
-    multiple: int = 1,
-    hidden_size: int = 0,
-) -> list[Microbatch]:
-    """Plan for all data-parallel ranks and build those of `rank`; see `plan` for what it raises."""
-    return build(documents, plan(documents, ranks, micro_batch_tokens, multiple, hidden_size)[rank])
 
 
 FILLER = Document(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.uint8), name="filler")

@@ -33,7 +33,7 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 
 
 class Fail(msgspec.Struct, frozen=True, tag="fail"):
-    """The lead cannot go on; every rank leaves with this error instead of waiting for it."""
+    """The lead cannot continue; every rank leaves with this error instead of waiting for it."""
 
     reason: str
     hopeless: bool = False  # a learner that is started again would fail again
@@ -44,17 +44,11 @@ decode_command = msgspec.msgpack.Decoder(Command).decode
 
 
 class BatchSource(Protocol):
-    """Batches by step, and what belongs to their kind. Every rank has one; sources inherit the defaults.
-
-    Attributes:
-        loss: is computed on every microbatch.
-        temperature: divides the logits.
-        entropy: whether the loss needs the entropy.
-    """
+    """Batches by step, and what belongs to their kind. Every rank has one; sources inherit the defaults."""
 
     loss: LossFunction
-    temperature = 1.0
-    entropy = False
+    temperature = 1.0  # divides the logits
+    entropy = False  # whether the loss needs it
 
     def next_command(self, step: int) -> Command:
         """The command for every rank. Only the lead rank calls it."""

@@ -18,10 +18,7 @@ class Checkpointer:
     """One rank's view of the checkpoint that is being written. Every method is collective."""
 
     def __init__(self, backend: Backend, asynchronous: bool, files: RunFiles | None, version: int) -> None:
-        """`files` are given on the lead rank. A checkpoint of `version`, where the loop starts, is not needed.
-
-        Without `asynchronous`, `start` waits for the disk.
-        """
+        """`files` are given on the lead rank; without `asynchronous`, `start` waits; the loop starts at `version`."""
         self._backend, self._asynchronous, self._files = backend, asynchronous, files
         self._started = version
         self._writing = False
@@ -30,8 +27,7 @@ class Checkpointer:
     def start(self, version: int, state: TrainerState | None) -> None:
         """Begin the checkpoint of `version`, unless there is one; `state` is the loop's, on the lead rank.
 
-        Raises:
-            SlipstreamError: this checkpoint or the last one cannot be written.
+        Raises SlipstreamError when this checkpoint or the last one cannot be written.
         """
         if version == self._started:
             return
@@ -44,8 +40,7 @@ class Checkpointer:
     def poll(self, wait: bool = False) -> None:
         """Finish the checkpoint that is being written, if every rank has written its share; with `wait` they have.
 
-        Raises:
-            SlipstreamError: it could not be written; the one before it stays the newest.
+        Raises SlipstreamError when it could not be written; the one before it stays the newest.
         """
         if not self._writing or not self._backend.checkpoint_done(wait):
             return

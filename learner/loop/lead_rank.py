@@ -20,7 +20,7 @@ from common.rollouts import Group
 from common.weights.messages import Canary
 from learner.backend_protocol import Backend
 from learner.batch.batch import BadGroup, expired_groups
-from learner.batch.dynamic_sampling import most_replaced, without_signal
+from learner.batch.dynamic_sampling import carries_signal, most_replaced
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Train, Wait
 from learner.loop.rollout_source import RolloutSource
@@ -54,7 +54,7 @@ class StallMeter:
 
 
 class Lead(RolloutSource):
-    """The source of batches of the lead rank. TAKE_WAIT_S or the broker client's deadline bounds every wait."""
+    """The source of batches of the lead rank."""
 
     def __init__(
         self,
@@ -86,15 +86,13 @@ class Lead(RolloutSource):
         self._groups: list[Group] = []  # the newest Train command has them
 
     def start(self) -> None:
-        """Begin to report, and open the weight plane."""
         self.reporter.start()
         self.reporter.update(weights_address=self.publisher.start())
 
     def attach(self, backend: Backend, version: int) -> None:
         """Say to the broker that this incarnation trains from `version` on; everything before is durable."""
         super().attach(backend, version)
-        report = self.reporter.snapshot()
-        attached = self.broker.attach(report)
+        attached = self.broker.attach(self.reporter.snapshot())
         _check_not_behind(version, attached.committed_step)
         if not self.tasks.attach(attached):
             self.files.events.add("tasks_renumbered", step=version)
@@ -113,7 +111,6 @@ class Lead(RolloutSource):
             logger.info("steps %d to %d replay the groups they had", version, self._replays_below - 1)
 
     def next_command(self, step: int) -> Command:
-        """It blocks for at most TAKE_WAIT_S plus broker round trips."""
         if reason := self.stop_requested():
             logger.info("draining: %s", reason)
             return Drain()
@@ -126,12 +123,7 @@ class Lead(RolloutSource):
             return Fail(str(error), hopeless=isinstance(error, HopelessError))
 
     def _gather(self, step: int) -> Wait | Train:
-        """Offer tasks, take groups, give back what cannot be trained on; Wait: not enough groups yet.
-
-        Raises:
-            HopelessError: tasks only die, or a group stays unusable.
-            SlipstreamError: the broker is gone, or refuses.
-        """
+        """Offer tasks, take groups, give back what cannot be trained on; Wait: not enough groups yet."""
         status, self._status = self._status or self.broker.status(), None
         self._check_deaths(status)
         if filtered := self._filtered_before.pop(step, 0):  # the last learner may have been killed before it offered
@@ -144,7 +136,8 @@ class Lead(RolloutSource):
             return Wait()
         self._dead_at_last_take = status.groups_dead
         usable, refused = self._usable(taken)
-        flat = without_signal(usable) if self.config.learner.dynamic_sampling else []
+        filters = self.config.learner.dynamic_sampling
+        flat = [group.serial for group in usable if filters and not carries_signal(group)]
         if self.config.staleness.expired == "regenerate":
             trained = [group for group in usable if group.serial not in flat]
             refused += expired_groups(trained, step, self.config.staleness.max)
@@ -199,11 +192,7 @@ class Lead(RolloutSource):
             self.broker.offer(self.tasks.next(missing))
 
     def _usable(self, taken: list[StoredGroup]) -> tuple[list[Group], list[int]]:
-        """(usable groups, serials of the others).
-
-        Raises:
-            HopelessError: a task came back unusable BAD_GROUP_ATTEMPTS times.
-        """
+        """(usable groups, serials of the others); raises HopelessError for a task that stays unusable."""
         usable: list[Group] = []
         refused: list[int] = []
         for stored in taken:
@@ -285,10 +274,8 @@ def prepare_lead(
 ) -> tuple[Lead, TrainerState]:
     """Become the run's learner, then find where the run stands. The publisher and the reporter are not started.
 
-    Raises:
-        BrokerUnreachable: no broker, within its deadline.
-        BrokerError: the run has a living learner of this incarnation.
-        UsageError: the dataset is not the one that the checkpoint was trained on.
+    Raises BrokerUnreachable, BrokerError when the run has a living learner of this incarnation, or UsageError when the
+    dataset is not the one that the checkpoint was trained on.
     """
     source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
     access = Access(
@@ -307,7 +294,7 @@ def prepare_lead(
 
 
 def _check_not_behind(version: int, committed_step: int) -> None:
-    """Raise UsageError when the broker has committed steps that the checkpoint of `version` lacks; -1 for none."""
+    """Refuse a checkpoint of `version` that lacks steps which the broker has committed; -1 for none."""
     if committed_step < version:
         return
     first = f"its checkpoint is of step {version}" if version else "it has no checkpoint"
@@ -319,7 +306,7 @@ def _check_not_behind(version: int, committed_step: int) -> None:
 
 
 def _check_not_forgotten(version: int, consumed: Callable[[int], bool], ledger: Sequence[LedgerEntry]) -> None:
-    """Raise UsageError when the broker would hand out groups that the checkpoint of `version` was trained on."""
+    """Refuse a broker that would hand out groups which the checkpoint of `version` was trained on."""
     again = [entry for entry in ledger if entry.state not in ("committed", "dead") and consumed(entry.serial)]
     if not again:
         return

@@ -71,20 +71,16 @@ class RolloutSource(BatchSource):
         return None
 
     def _publish(self, version: int) -> None:
-        """Hand this version to the weight plane. Collective: every rank takes part in export and canary."""
+        """Hand this version to the weight plane; with a canary when one is due or a node has missed the newest."""
         self.report("publishing", "the copy of the weights", version)
-        canary = self._canary() if self._canary_due() else None
-        self._published += 1
-        self._hand_over(version, canary)
-
-    def _canary_due(self) -> bool:
-        """Every weights.canary_every publishes, and when a node has missed the newest canary. Collective."""
         every = self.config.weights.canary_every
-        if self._published == 0 or (every > 0 and self._published % every == 0):
-            return True
-        owed = self._canary_owed()
-        told = None if owed is None else b"+" if owed else b"-"
-        return self.backend.broadcast_bytes(told) == b"+"
+        due = self._published == 0 or (every > 0 and self._published % every == 0)
+        if not due:
+            owed = self._canary_owed()
+            told = None if owed is None else b"+" if owed else b"-"
+            due = self.backend.broadcast_bytes(told) == b"+"
+        self._published += 1
+        self._hand_over(version, self._canary() if due else None)
 
     def _canary(self) -> Canary:
         """Log-probabilities of the canary sequence under the current weights. Collective."""

@@ -18,16 +18,12 @@ from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerStat
 logger = logging.getLogger(__name__)
 
 
-class LearnerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """RUN/learner.json: the learner's newest start, and how it ended.
-
-    Attributes:
-        state: running | done | drained | failed.
-    """
+class LearnerRecord(msgspec.Struct, frozen=True):
+    """RUN/learner.json: the learner's newest start, and how it ended."""
 
     pid: int
     incarnation: int
-    state: str
+    state: str  # running | done | drained | failed
     policy_version: int
     time_s: float
 
@@ -45,48 +41,33 @@ def write_record(run_dir: RunDir, incarnation: int, state: str, policy_version: 
     newest = read_record(run_dir)
     if newest is not None and newest.incarnation > incarnation:
         return
-    record = LearnerRecord(
-        pid=os.getpid(), incarnation=incarnation, state=state, policy_version=policy_version, time_s=time.time()
-    )
-    write_json(run_dir.learner_json, record)
+    write_json(run_dir.learner_json, LearnerRecord(os.getpid(), incarnation, state, policy_version, time.time()))
 
 
 class RunFiles:
-    """The run folder of one learner. Only the lead rank has one.
-
-    Attributes:
-        incarnation: which start of the learner this is, from 0.
-        commit: called with the last step of a checkpoint that is durable.
-    """
+    """The run folder of one learner. Only the lead rank has one."""
 
     def __init__(self, config: Config | SftConfig, run_dir: RunDir) -> None:
         self.checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep)
         self.events = EventFile(run_dir.events, "learner")
         self._config, self._run_dir = config, run_dir
-        self.incarnation = 0
+        self.incarnation = 0  # which start of the learner this is
         self._metrics: MetricsWriter | None = None
         self._closed = False
-        self.commit: Callable[[int], None] = lambda step: None
+        self.commit: Callable[[int], None] = lambda step: None  # gets the last step of a checkpoint that is durable
 
     def start(self, dataset_digest: str, take_over: Callable[[int, int], None] | None = None) -> TrainerState:
         """Note that a learner starts; returns the state from which it does: the newest checkpoint's, or version 0.
 
-        Unfinished folders of a killed learner are removed.
-
-        Args:
-            dataset_digest: identifies the dataset as it is now.
-            take_over: called with the incarnation and the version known so far. No other learner can commit after it
-                has returned. Until then a living learner may complete a checkpoint, so the newest one is read again.
-
-        Raises:
-            UsageError: the dataset is not the one that the checkpoint was trained on.
+        `take_over` gets the incarnation and the version known so far; no other learner can commit after it has
+        returned. Raises UsageError when the dataset is not the one that the checkpoint was trained on.
         """
         state = self._newest(dataset_digest)
         record = read_record(self._run_dir)
         self.incarnation = max(record.incarnation if record else -1, state.incarnation) + 1
         if take_over is not None:
             take_over(self.incarnation, state.policy_version)
-            state = self._newest(dataset_digest)
+            state = self._newest(dataset_digest)  # until then a living learner may have completed a checkpoint
         for name in self.checkpoints.remove_incomplete():
             self.events.add("incomplete_checkpoint_removed", name=name)
         path = self.checkpoints.path(state.policy_version) if state.policy_version else ""
@@ -108,11 +89,10 @@ class RunFiles:
         return state
 
     def open_metrics(self, version: int) -> None:
-        """Open the metrics file; lines of steps from `version` on are removed, because these steps come again."""
+        """Open the metrics file without the lines of steps from `version` on, because these steps come again."""
         self._metrics = MetricsWriter(self._run_dir.metrics, keep_before_step=version)
 
     def record(self, line: StepMetrics | SftMetrics) -> None:
-        """Append the metrics line of one step."""
         assert self._metrics is not None
         self._metrics.write(line)
 

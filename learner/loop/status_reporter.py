@@ -21,18 +21,14 @@ SHOWN_DELIVERIES = 16
 
 
 class Reporter:
-    """Sends the newest LearnerReport about once a second and at every change of state.
-
-    Attributes:
-        undelivered: gives the nodes that wait for a version; called from the reporting thread.
-    """
+    """Sends the newest LearnerReport about once a second and at every change of state."""
 
     def __init__(self, connect: Callable[[], LearnerBroker]) -> None:
         self._connect = connect
         self._report = LearnerReport(os.getpid(), 0, "starting", 0, instance=secrets.token_hex(8))
         self._silence = ""
         self._silent_since = 0.0
-        self.undelivered: Callable[[], Sequence[Undelivered]] = tuple
+        self.undelivered: Callable[[], Sequence[Undelivered]] = tuple  # called from the reporting thread
         self._since = time.monotonic()
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -42,9 +38,7 @@ class Reporter:
     def take_over(self, incarnation: int, policy_version: int) -> None:
         """Say that this is the learner now: from then on the broker refuses every request of another one.
 
-        Raises:
-            BrokerError: another process of this incarnation is alive, or a later one has come.
-            BrokerUnreachable: no broker, within its deadline.
+        Raises BrokerUnreachable, or BrokerError when another process of this or a later incarnation has come.
         """
         self.update(incarnation=incarnation, policy_version=policy_version, step=policy_version)
         client = self._connect()

@@ -100,17 +100,6 @@ def check_finite(step: int, result: StepResult) -> None:
             )
 
 
-def engine_metrics(broker: BrokerStatus) -> dict[str, Any]:
-    """How full the engines of the living nodes are."""
-    reports = [node.report for node in broker.nodes if node.alive]
-    return {
-        "concurrency": sum(report.concurrency for report in reports),
-        "episodes_running": sum(report.episodes_running for report in reports),
-        "kv_cache_usage": max((report.kv_cache_usage for report in reports), default=0.0),
-        "preemptions_total": sum(report.preemptions for report in reports),
-    }
-
-
 @dataclass(frozen=True)
 class Step:
     """One optimizer step that is done, for its metrics line."""
@@ -135,7 +124,8 @@ def step_metrics(
     step, result, statistics = done.batch.step, done.result, done.batch.statistics
     samples = statistics.samples - statistics.samples_failed
     wasted = merged_waste((broker.waste, done.totals.waste()))
-    figures = loss_figures(result) | engine_metrics(broker)
+    reports = [node.report for node in broker.nodes if node.alive]
+    figures = loss_figures(result)
     for parts in (vars(statistics), vars(publisher), vars(done.times), vars(done.totals)):
         figures |= parts
     for reason, spent in wasted.items():
@@ -159,7 +149,11 @@ def step_metrics(
         "tokens_wasted_total": wasted_tokens(wasted),
         "groups_ready": broker.groups_ready,
         "groups_leased": broker.groups_leased,
-        "nodes_live": sum(node.alive for node in broker.nodes),
+        "nodes_live": len(reports),
+        "concurrency": sum(report.concurrency for report in reports),
+        "episodes_running": sum(report.episodes_running for report in reports),
+        "kv_cache_usage": max((report.kv_cache_usage for report in reports), default=0.0),
+        "preemptions_total": sum(report.preemptions for report in reports),
         "mixed_version_fraction": statistics.samples_mixed / max(samples, 1),
         "samples_failed_by_reason": statistics.failed_by_reason,
     }

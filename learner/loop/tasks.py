@@ -35,17 +35,13 @@ class RowOrder:
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, epoch]))).permutation(self._rows)
 
     def row(self, position: int) -> tuple[int, int]:
-        """(epoch, row) of a position, in any order of calls."""
+        """(epoch, row) of a position."""
         epoch, place = divmod(position, self._rows)
         return epoch, int(self._order(epoch)[place])
 
 
 class TaskSource:
-    """Tasks by position.
-
-    Attributes:
-        digest: identifies the dataset's rows; checkpoints have it, so that a resumed job notices another dataset.
-    """
+    """Tasks by position; `digest` lets a resumed job notice another dataset."""
 
     def __init__(self, dataset: Path, seed: int, group_size: int, shuffle: bool = True) -> None:
         """Read and check the dataset; raises UsageError on a missing, empty or malformed file."""
@@ -55,14 +51,13 @@ class TaskSource:
         self.digest = hashlib.sha256(b"\n".join(self._rows)).hexdigest()[:16]
 
     def task(self, position: int) -> Task:
-        """The same for the same dataset, seed and position, in any order of calls."""
         epoch, row = self._order.row(position)
         seed = int(np.random.SeedSequence([self._seed, position, 1]).generate_state(1)[0]) >> 1
         return Task(position, self._rows[row], seed, self._group_size, epoch)
 
 
 class TaskStream:
-    """Offers tasks in order and keeps count; the lead rank's, not thread-safe."""
+    """Offers tasks in order and keeps count."""
 
     def __init__(self, source: TaskSource, state: StreamState | None = None) -> None:
         self._source = source
@@ -82,9 +77,8 @@ class TaskStream:
         """Agree with the broker on the next serial. Returns False when it lost its memory, or the newest part of it.
 
         Tasks that were offered after the checkpoint came in the order in which they come now, so the stream
-        advances to the broker's serial. This also covers an earlier learner that met the new store.
-        A store with fewer serials than the checkpoint lost its newest records, as in a power cut with
-        broker.durability: everysec. Only the lost tasks are offered again.
+        advances to the broker's serial. A store with fewer serials than the checkpoint lost its newest records, as in
+        a power cut with broker.durability: everysec. Only the lost tasks are offered again.
         """
         state = self._state
         known = not state.store_id or attached.store_id == state.store_id

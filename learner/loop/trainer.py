@@ -34,7 +34,7 @@ from common.errors import HopelessError, SlipstreamError
 from common.process.run_dir import RunDir
 from learner.backend_protocol import Backend, StepResult
 from learner.batch.batch import TrainingBatch
-from learner.batch.packing import microbatches_for
+from learner.batch.packing import build, plan
 from learner.checkpoint.folder import TrainerState
 from learner.loop.batch_source import BatchSource, Command, Drain, Fail, Train, decode_command
 from learner.loop.checkpointer import Checkpointer
@@ -46,11 +46,7 @@ NOTHING_TRAINED = StepResult(loss=0.0, loss_tokens=0, grad_norm=0.0, lr=0.0, sum
 
 
 class Trainer:
-    """The loop and its state on one rank. Every public method is collective.
-
-    Attributes:
-        version: optimizer steps done.
-    """
+    """The loop and its state on one rank; `version` counts the optimizer steps done."""
 
     def __init__(
         self,
@@ -73,11 +69,9 @@ class Trainer:
         source.attach(backend, self.version)
 
     def run(self) -> str:
-        """Train to run.steps or to a drain; returns the final state, 'done' or 'drained'.
+        """Train to run.steps or to a drain; returns the final state, 'done' or 'drained'. Collective.
 
-        Raises:
-            UsageError: a row that does not fit or cannot be tokenised.
-            SlipstreamError: the run cannot go on; the message says why. The newest checkpoint stays as it is.
+        Raises SlipstreamError when the run cannot continue; the newest checkpoint stays as it is.
         """
         if self.files is not None:
             self.files.open_metrics(self.version)
@@ -118,36 +112,27 @@ class Trainer:
         self._report("training", f"the optimizer step {step}")
         with self._times.measure("batch_s"):
             batch = source.batch(step, groups)
-            packed = microbatches_for(
-                batch.documents,
-                backend.data_parallel_rank,
-                backend.data_parallel_size,
-                self.config.learner.micro_batch_tokens,
-                multiple=backend.document_multiple,
-                hidden_size=backend.hidden_size,
-            )
+            ranks, bound = backend.data_parallel_size, self.config.learner.micro_batch_tokens
+            plans = plan(batch.documents, ranks, bound, backend.document_multiple, backend.hidden_size)
+            packed = build(batch.documents, plans[backend.data_parallel_rank])
         with self._times.measure("train_s"):
             if batch.documents:
                 packed = source.complete(packed)
                 result = backend.train_step(packed, source.loss, source.temperature, source.entropy)
                 check_finite(step, result)
         self.version = step + 1
-        self.totals.add(batch.statistics)
+        figures = batch.statistics
+        self.totals.add(figures)
         with self._times.measure("snapshot_s"):
             source.stepped(self.version, batch)
         self._record(batch, result, len(packed))
-        self._check_failures(batch)
-        if self.version % self.config.learner.checkpoint.every == 0 and self.version < self.config.run.steps:
-            self._checkpoint()
-
-    def _check_failures(self, batch: TrainingBatch) -> None:
-        """Stop when the environment does nothing but fail."""
-        figures = batch.statistics
         self._untrained = self._untrained + 1 if figures.samples_failed == figures.samples else 0
         if self._untrained >= UNTRAINED_STEPS:
             raise HopelessError(
                 f"every sample of the last {UNTRAINED_STEPS} steps failed; reasons: {'; '.join(figures.failures)}"
             )
+        if self.version % self.config.learner.checkpoint.every == 0 and self.version < self.config.run.steps:
+            self._checkpoint()
 
     def _record(self, batch: TrainingBatch, result: StepResult, microbatches: int) -> None:
         """The step's metrics line, written before a checkpoint could make the step permanent."""

@@ -1,8 +1,7 @@
 """Advantage estimators: the rewards of a whole step in, one number per sample out.
 
-Adding one: write a function of the step's groups, add it to ADVANTAGES and its name to
-`common.config.schema.LossConfig.advantage`. Every estimator gives 0 to samples that failed, and leaves them out of
-means and deviations. It also gives 0 where fewer than two rewards can be compared.
+Every estimator gives 0 to samples that failed, and leaves them out of means and deviations. It also gives 0 where
+fewer than two rewards can be compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,38 +16,35 @@ AdvantageEstimator = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 
 
 def grpo(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Group-relative advantage: A_i = (r_i - mean(r)) / (std(r) + 1e-6) over the sample's group.
+    """A_i = (r_i - mean(r)) / (std(r) + 1e-6) over the sample's group, with the sample's deviation (n - 1).
 
-    DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision. The standard deviation is the sample one
-    (divides by n - 1).
+    DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision.
     """
     return [_within(group, lambda kept: (kept - kept.mean()) / (kept.std(ddof=1) + STD_EPS)) for group in groups]
 
 
 def dr_grpo(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Group-relative advantage without the division: A_i = r_i - mean(r) over the sample's group.
+    """A_i = r_i - mean(r) over the sample's group. Its loss goes with `reduction: fixed_length`.
 
     Understanding R1-Zero-Like Training (arXiv 2503.20783), section 3.2: dividing by the deviation gives more weight
-    to questions that are nearly solved or nearly hopeless. Its loss goes with `reduction: fixed_length`.
+    to questions that are nearly solved or nearly hopeless.
     """
     return [_within(group, lambda kept: kept - kept.mean()) for group in groups]
 
 
 def rloo(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Leave-one-out baseline: A_i = r_i - mean of the other rewards of the group.
+    """A_i = r_i - mean of the other rewards of the group: the RLOO estimator of Back to Basics (arXiv 2402.14740).
 
-    Back to Basics (arXiv 2402.14740), the RLOO estimator. It is n / (n - 1) times dr_grpo, which
-    makes the estimate of the policy gradient unbiased.
+    It is n / (n - 1) times dr_grpo, which makes the estimate of the policy gradient unbiased.
     """
     return [_within(group, lambda kept: (kept - kept.mean()) * (len(kept) / (len(kept) - 1))) for group in groups]
 
 
 def reinforce_pp(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Normalised over the global batch: A_i = (r_i - mean(R)) / (std(R) + 1e-6), R all rewards of the step.
+    """A_i = (r_i - mean(R)) / (std(R) + 1e-6), R all rewards of the step. Groups may have one sample.
 
     This is REINFORCE++ (arXiv 2501.03262) with global advantage normalisation, without a baseline per prompt and
-    without the KL term in the reward. Moments are over samples; the deviation is the sample one. Groups may have one
-    sample.
+    without the KL term in the reward.
     """
     rewards = np.concatenate([np.zeros(0), *(group[~np.isnan(group)] for group in groups)])
     if len(rewards) < 2:

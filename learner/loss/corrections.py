@@ -2,9 +2,6 @@
 
 The weight is the token's own (`correction_level: token`), the product over the loss tokens of its document
 (`sequence`) or their geometric mean (`geometric`).
-
-Adding one: write a function of (log_weights, documents, config), add it to CORRECTIONS and its name to
-`common.config.schema.LossConfig.correction`, its bounds to `common.config.loss_defaults.CORRECTION_BOUNDS`.
 """
 
 import math
@@ -21,19 +18,12 @@ from learner.loss.ratios import Documents, bounded_exp
 
 @dataclass(frozen=True)
 class Corrected:
-    """Every token's weight after a correction.
+    """Every token's weight after a correction."""
 
-    Attributes:
-        weights: [T] factor of the token's objective.
-        truncated: [T] bool, where the weight was moved to a bound.
-        rejected: [T] bool, where it was set to 0 because it was out of bounds.
-        counted: [T] bool, tokens that means are taken over.
-    """
-
-    weights: Tensor
-    truncated: Tensor
-    rejected: Tensor
-    counted: Tensor
+    weights: Tensor  # [T] factor of the token's objective
+    truncated: Tensor  # [T] bool, where the weight was moved to a bound
+    rejected: Tensor  # [T] bool, where it was set to 0 because it was out of bounds
+    counted: Tensor  # [T] bool, tokens that means are taken over
 
 
 # (log of the tokens' weights [T] without gradient, 0 outside the loss; documents; config) -> Corrected
@@ -50,8 +40,7 @@ def tis(log_weights: Tensor, documents: Documents, config: LossConfig) -> Correc
     """Truncated importance sampling: clamp(w, correction_low, correction_cap), of tokens or of documents.
 
     Source: Ionides, Truncated Importance Sampling (2008), section 2. Yao et al., Your Efficient RL Framework Secretly
-    Brings You Off-Policy RL Training (2025), apply it to the mismatch between sampler and trainer. Truncation from
-    above bounds the variance; small weights stay, so tokens that the policy has left fade out.
+    Brings You Off-Policy RL Training (2025), apply it to the mismatch between sampler and trainer.
     """
     low, cap = correction_bounds(config)
     raw = bounded_exp(at_level(log_weights, documents, config.correction_level))
@@ -98,12 +87,9 @@ def at_level(log_weights: Tensor, documents: Documents, level: str) -> Tensor:
 
 
 def veto(corrected: Corrected, log_weights: Tensor, documents: Documents, least: float) -> tuple[Corrected, Tensor]:
-    """Take documents with a loss token of weight below `least` out of the loss, whatever the correction says.
+    """(the rest, [T] bool: tokens of the vetoed documents), those with a loss token of weight below `least`.
 
     slime's and verl's veto: one token that the policy would hardly ever write makes the whole sample unusable.
-
-    Returns:
-        The rest, and [T] bool, the tokens of the vetoed documents.
     """
     impossible = (log_weights < math.log(least)).to(log_weights.dtype)
     vetoed = documents.spread(documents.sums(impossible) > 0)

@@ -1,7 +1,6 @@
 """Estimators of the divergence KL(policy || reference) from the tokens that were sampled.
 
-Schulman, Approximating KL Divergence (2020), http://joschu.net/blog/kl-approx.html, with r = p_reference / p. Adding
-one: write a function of the log-ratio, add it to KL_ESTIMATORS and its name to `LossConfig.kl_estimator`.
+Schulman, Approximating KL Divergence (2020), http://joschu.net/blog/kl-approx.html, with r = p_reference / p.
 """
 
 from collections.abc import Callable

@@ -8,10 +8,10 @@
 This is decoupled PPO (Hilton et al., Batch size-invariance for policy optimization, arXiv 2110.00641, section 3).
 AReaL (arXiv 2505.24298, section 5.2) uses it for asynchronous RL on language models. The trust region is around the
 proximal policy; the importance weight leads from the behavior policy to it. The parts are registries, one file each:
-proximal, corrections, objectives, kl_estimators, reductions; docs/algorithms.md says when to use which.
+proximal, corrections, objectives, kl_estimators, reductions. docs/algorithms.md says when to use which, and
+CONTRIBUTING.md how to add one.
 
-Functions here return sums and denominators of one microbatch; the backend adds them over the global batch and
-divides. The divergence and the entropy are means over the same tokens as the objective. Under `correction_normalize`
+The divergence and the entropy are means over the same tokens as the objective. Under `correction_normalize`
 everything becomes a weighted mean: sum of w * (objective + ...) over sum of w.
 """
 
@@ -32,14 +32,10 @@ from learner.loss.token_diagnostics import token_counts, token_sums
 
 
 def policy_loss(config: LossConfig, max_tokens: int) -> LossFunction:
-    """The reinforcement-learning loss for `config`.
+    """The reinforcement-learning loss; `max_tokens` is rollout.max_tokens, for the reduction `fixed_length`.
 
-    The returned function's sums are those of token_diagnostics.py, and `entropy` and `kl` where they are computed, all
-    over loss tokens. Maximum: `ratio`. Its gradient reaches `entropy` only if `entropy_coefficient` is positive.
-
-    Args:
-        config: chooses from the registries.
-        max_tokens: rollout.max_tokens, for the reduction `fixed_length`.
+    Its sums are those of token_diagnostics.py, and `entropy` and `kl` where they are computed, all over loss tokens.
+    Its gradient reaches `entropy` only if `entropy_coefficient` is positive.
     """
     return partial(_policy_loss, config, max_tokens)
 

@@ -1,8 +1,4 @@
-"""Policy objectives: per-token quantities to be maximised.
-
-Adding one: write a function of (tokens, config), add it to OBJECTIVES and its name to
-`common.config.schema.LossConfig.objective`, its bounds to `common.config.loss_defaults.CLIP_BOUNDS`.
-"""
+"""Policy objectives: per-token quantities to be maximised."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,32 +13,20 @@ from learner.loss.ratios import Documents, bounded_exp
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """The tokens as an objective sees them; log-probabilities are 0 outside the loss.
+    """The tokens as an objective sees them; log-probabilities are 0 outside the loss."""
 
-    Attributes:
-        logprobs: [T] of the policy in training, differentiable.
-        proximal_logprobs: [T] of the policy that the trust region surrounds, without gradient.
-        advantages: [T].
-        documents: where documents begin and end, and which tokens are in the loss.
-    """
-
-    logprobs: Tensor
-    proximal_logprobs: Tensor
-    advantages: Tensor
-    documents: Documents
+    logprobs: Tensor  # [T] of the policy in training, differentiable
+    proximal_logprobs: Tensor  # [T] of the policy that the trust region surrounds, without gradient
+    advantages: Tensor  # [T]
+    documents: Documents  # where documents begin and end, and which tokens are in the loss
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The objective of every token.
+    """The objective of every token."""
 
-    Attributes:
-        values: [T] objective, differentiable.
-        clipped: [T] bool, where the objective's bound applies.
-    """
-
-    values: Tensor
-    clipped: Tensor
+    values: Tensor  # [T], differentiable
+    clipped: Tensor  # [T] bool, where the objective's bound applies
 
 
 Objective = Callable[[PolicyTokens, LossConfig], Surrogate]

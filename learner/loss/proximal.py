@@ -6,9 +6,6 @@ also evaluates it. A token of staleness d was sampled by version s - d.
 - `recompute`: version s. r is 1 in value and w = pi_s / behavior carries the whole way.
 - `behavior`: version s - d as the sampler computed it. w is 1 and r = pi_s / behavior carries the whole way.
 - `loglinear`: version s - 1, estimated. r is the change of the last version, w the way up to it.
-
-Adding one: write a function of (current, behavior, staleness), add it to PROXIMALS and its name to
-`common.config.schema.LossConfig.proximal`.
 """
 
 from collections.abc import Callable
@@ -20,11 +17,7 @@ Proximal = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def recompute(current: Tensor, behavior: Tensor, staleness: Tensor | None) -> Tensor:
-    """The policy at the start of the step, which is that of this very forward pass: no second pass.
-
-    Decoupled PPO (Hilton et al., arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, section 5.2) with one update
-    per batch.
-    """
+    """Decoupled PPO (arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, section 5.2), one update per batch."""
     return current
 
 

@@ -17,13 +17,10 @@ class Documents:
     """Sums and means over the loss tokens of each of a microbatch's documents.
 
     Tokens outside the loss (prompts, environment text, expired tokens) enter neither. D documents, T tokens.
-
-    Attributes:
-        mask: [T] bool, the loss tokens.
     """
 
     def __init__(self, lengths: tuple[int, ...], mask: Tensor) -> None:
-        """`lengths` are those of the documents in the microbatch's order; their sum is T."""
+        """`lengths`: of the documents in the microbatch's order, T in sum; `mask`: [T] bool, the loss tokens."""
         self.mask = mask
         self._lengths = torch.tensor(lengths, device=mask.device)
 

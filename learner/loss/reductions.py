@@ -2,8 +2,6 @@
 
 A reduction gives every token a share of the sum, and the microbatch's part of the denominator. The backend adds both
 over all microbatches of all data-parallel ranks and then divides. So the result does not depend on packing.
-
-Adding one: write a function of a Count, add it to REDUCTIONS and its name to `LossConfig.reduction`.
 """
 
 from collections.abc import Callable
@@ -16,21 +14,13 @@ from learner.loss.ratios import Documents
 
 @dataclass(frozen=True)
 class Count:
-    """The tokens as a reduction sees them.
-
-    Attributes:
-        documents: those of the microbatch.
-        counted: [T] float, 1 for tokens that means are taken over, else 0.
-        worth: [T] float, a token's part of the denominator: `counted`, or under `correction_normalize` its weight.
-        max_tokens: sampled tokens that an episode may have, rollout.max_tokens.
-        normalized: whether `worth` are weights.
-    """
+    """The tokens as a reduction sees them."""
 
     documents: Documents
-    counted: Tensor
-    worth: Tensor
-    max_tokens: int
-    normalized: bool
+    counted: Tensor  # [T] float, 1 for tokens that means are taken over, else 0
+    worth: Tensor  # [T] float, a token's part of the denominator: `counted`, or under `correction_normalize` its weight
+    max_tokens: int  # rollout.max_tokens
+    normalized: bool  # whether `worth` are weights
 
 
 # -> ([T] factor of each token's term in the sum, None for 1; scalar denominator)
@@ -43,10 +33,7 @@ def token_mean(count: Count) -> tuple[Tensor | None, Tensor]:
 
 
 def sequence_mean(count: Count) -> tuple[Tensor | None, Tensor]:
-    """Every document weighs the same, whatever its length: GRPO (arXiv 2402.03300), equation 3.
-
-    Documents without a counted token are left out.
-    """
+    """Every document with a counted token weighs the same: GRPO (arXiv 2402.03300), equation 3."""
     share = _share_of_document(count)
     return share, (share * count.worth).sum()
 

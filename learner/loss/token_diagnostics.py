@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,18 +19,13 @@ from learner.loss.ratios import LOG_BOUND, bounded_exp
 LINEAR_BELOW = 1e-3  # |log-ratio| up to which bins are of about equal width
 HALF_BINS = 120  # on either side of the bin around 0
 BIN_WIDTH = math.log1p(LOG_BOUND / LINEAR_BELOW) / HALF_BINS
-AGE_CLASSES = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))  # staleness, first and last of each class
-HIGHEST_AGE = 9
+AGE_CLASSES = (0, 1, 2, 3, 5, 9)  # the lowest staleness of each class
 
 
 def token_sums(
     mask: Tensor, drift: Tensor, corrected: Corrected, vetoed: Tensor | None, clipped: Tensor
 ) -> dict[str, Tensor]:
-    """Scalar sums over loss tokens, in the dtype of `drift`.
-
-    Numbers: `ratio` is the current over the behavior policy, `mismatch` the size of its logarithm. `weight` and
-    `weight_squared` are those of the corrected weights. Counts of tokens: `correction_clipped` (weight truncated),
-    `correction_masked` (weight set to 0, but not by the veto), `vetoed`, `objective_clipped`.
+    """Scalar sums over loss tokens, in the dtype of `drift`; `correction_masked` does not count the veto's tokens.
 
     `drift`: [T] logprobs - behavior_logprobs without gradient, 0 outside the loss. `corrected` is after the veto.
     """
@@ -52,13 +48,14 @@ def token_sums(
 def token_counts(mask: Tensor, drift: Tensor, staleness: Tensor | None) -> dict[str, Tensor]:
     """Vectors: `ratio_bins` [241] counts of loss tokens; by class of age [6] `mismatch_by_age` and `tokens_by_age`.
 
-    Arguments as in `token_sums`; staleness: [T] int, None counts as 0.
+    `staleness`: [T] int, None counts as 0.
     """
     ones = mask.to(drift.dtype)
     drift = drift.nan_to_num(0.0, LOG_BOUND, -LOG_BOUND)  # the loss tells of NaN; here it would be no place
     x = drift.sign() * torch.log1p(drift.abs().clamp(max=LOG_BOUND) / LINEAR_BELOW)
     place = (x / BIN_WIDTH).round().long() + HALF_BINS
-    age = torch.zeros_like(place) if staleness is None else _age_classes(staleness.device)[_clamped(staleness)]
+    ages = torch.zeros_like(place) if staleness is None else staleness.long()
+    age = torch.bucketize(ages, _later_classes(place.device), right=True)
     return {
         "ratio_bins": ones.new_zeros(2 * HALF_BINS + 1).index_add_(0, place, ones),
         "mismatch_by_age": ones.new_zeros(len(AGE_CLASSES)).index_add_(0, age, drift.abs() * ones),
@@ -66,27 +63,15 @@ def token_counts(mask: Tensor, drift: Tensor, staleness: Tensor | None) -> dict[
     }
 
 
-def _clamped(staleness: Tensor) -> Tensor:
-    return staleness.clamp(0, HIGHEST_AGE).long()
-
-
 @lru_cache
-def _age_classes(device: torch.device) -> Tensor:
-    """[10] int64, the class of every staleness up to the highest that is told apart."""
-    lasts = [HIGHEST_AGE if last is None else last for _, last in AGE_CLASSES]
-    classes = [n for n, (first, _) in enumerate(AGE_CLASSES) for _ in range(first, lasts[n] + 1)]
-    return torch.tensor(classes, device=device)
+def _later_classes(device: torch.device) -> Tensor:
+    return torch.tensor(AGE_CLASSES[1:], device=device)
 
 
 def ratio_quantile(counts: Sequence[float], share: float) -> float:
     """The ratio that `share` of the tokens do not exceed, from `ratio_bins`; 0 of no tokens."""
-    left = share * sum(counts)
-    if left <= 0:
+    if not any(counts):
         return 0.0
-    step = -HALF_BINS - 1
-    for count in counts:
-        step += 1
-        left -= count
-        if left <= 0:
-            break
+    up_to = np.cumsum(counts)
+    step = int(np.searchsorted(up_to, share * up_to[-1])) - HALF_BINS
     return math.exp(math.copysign(LINEAR_BELOW * math.expm1(abs(step) * BIN_WIDTH), step))

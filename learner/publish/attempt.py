@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from common.weights.collectives import Group, GroupFactory, Store, in_turn, reason_of
 from common.weights.messages import Epoch, Publish
 from learner.publish.snapshot import Payload, Snapshot
+
+# gets the attempt, and the group if that is usable, else None and the reason
+Report = Callable[["Attempt", Group | None, str], None]
 
 
 class Broadcast:
@@ -21,17 +22,8 @@ class Broadcast:
         self._group: Group | None = None  # set while the thread uses it
         self._abandoned = False
 
-    def start(
-        self,
-        attempt: "Attempt",
-        group: Group | None,
-        factory: GroupFactory,
-        report: Callable[["Attempt", Group | None, str], None],
-    ) -> None:
-        """Send over `group`, or over a new group of the attempt's epoch.
-
-        At its end the thread reports the attempt, with the usable group or with None and the reason.
-        """
+    def start(self, attempt: "Attempt", group: Group | None, factory: GroupFactory, report: Report) -> None:
+        """Send over `group`, or over a new one of the attempt's epoch, and report."""
 
         def run() -> None:
             formed, error = group, ""
@@ -69,36 +61,22 @@ class Broadcast:
 
 @dataclass(eq=False)  # compared by identity, because tensors have no `==`
 class Attempt:
-    """A payload on its way to a set of nodes; only the control thread changes it.
-
-    Attributes:
-        epoch: the group as rank 0 forms it; for a fetch, the epoch without its source.
-        publish: the announcement that every receiver gets.
-        members: connections of all nodes of the attempt, also of those that left since.
-        newcomers: it serves only nodes that were never active on their connection.
-        deadline: when every member must have staged, perf_counter seconds.
-        probation: the member that is in the group on trial, if any.
-        failed: a member or the sender reported trouble.
-        lost: a member left or joined anew, so the group cannot be used again.
-        done: the sending thread has ended; a fetch has none.
-        group: the formed group after a successful broadcast.
-        last_staged: when the newest Staged came, perf_counter seconds.
-    """
+    """A payload on its way to a set of nodes; only the control thread changes it. Times are perf_counter seconds."""
 
     snapshot: Snapshot
     payload: Payload
-    epoch: Epoch
-    publish: Publish
-    members: frozenset[bytes]
-    newcomers: bool
+    epoch: Epoch  # the group as rank 0 forms it; for a fetch, the epoch without its source
+    publish: Publish  # the announcement that every receiver gets
+    members: frozenset[bytes]  # connections of all nodes of the attempt, also of those that left since
     started: float
-    deadline: float
-    probation: bytes | None = None
-    failed: bool = False
-    lost: bool = False
-    done: bool = False
-    group: Group | None = None
-    last_staged: float = 0.0
+    deadline: float  # when every member must have staged
+    done: bool  # the sending thread has ended; a fetch has none
+    newcomers: bool = False  # it serves only nodes that were never active on their connection
+    probation: bytes | None = None  # the member that is in the group on trial
+    failed: bool = False  # a member or the sender reported trouble
+    lost: bool = False  # a member left or joined anew, so the group cannot be used again
+    group: Group | None = None  # the formed group after a successful broadcast
+    last_staged: float = 0.0  # when the newest Staged came
     broadcast: Broadcast = field(default_factory=Broadcast)
 
     @property
@@ -110,19 +88,9 @@ class Attempt:
         """One node fetches the payload; otherwise it is broadcast."""
         return self.epoch.transport == "relay"
 
-    def from_peer(self) -> Publish:
-        """The announcement for a fetch from another node; it has the SHA-256, which that node cannot forge."""
-        return msgspec.structs.replace(self.publish, sha256=self.snapshot.sha256)
-
 
 def new_attempt(
-    snapshot: Snapshot,
-    payload: Payload,
-    epoch: Epoch,
-    members: list[bytes],
-    incarnation: int,
-    bucket_bytes: int,
-    newcomers: bool = False,
+    snapshot: Snapshot, payload: Payload, epoch: Epoch, members: list[bytes], incarnation: int, bucket_bytes: int
 ) -> Attempt:
     """An attempt that starts now; every member must have staged within the epoch's `timeout_s`."""
     publish = Publish(
@@ -139,18 +107,13 @@ def new_attempt(
         base_version=payload.base_version,
         payload_bytes=payload.flat.numel(),
     )
-    now = time.perf_counter()
     snapshot.sent = True
-    made = Attempt(snapshot, payload, epoch, publish, frozenset(members), newcomers, now, now + epoch.timeout_s)
-    made.done = made.relayed
-    return made
+    now, done = time.perf_counter(), epoch.transport == "relay"
+    return Attempt(snapshot, payload, epoch, publish, frozenset(members), now, now + epoch.timeout_s, done)
 
 
 class Groups:
-    """The collective groups: their epochs, their store, and the one of the last broadcast, kept for its members.
-
-    Used by the control thread.
-    """
+    """The collective groups: their epochs, their store, and the one of the last broadcast, kept for its members."""
 
     def __init__(self, address: str, transport: str, timeout_s: float) -> None:
         """Host the store on `address`, unless `transport` needs none; raises OSError when it cannot be bound."""
@@ -184,13 +147,8 @@ class Groups:
         else:
             self._kept = (attempt.members, attempt.epoch, attempt.group)
 
-    def left(self, member: bytes) -> None:
-        """A node is gone, so its group cannot be used again."""
-        if self._kept is not None and member in self._kept[0]:
-            self.drop()
-
-    def drop(self) -> None:
-        """Keep no group."""
-        if self._kept is not None:
+    def drop(self, member: bytes | None = None) -> None:
+        """Close the kept group; with `member`, a node that is gone, only if that was in it."""
+        if self._kept is not None and (member is None or member in self._kept[0]):
             self._kept[2].close()
             self._kept = None

@@ -62,10 +62,7 @@ class PublishControl:
         credentials: str | None = None,
         group_factory: GroupFactory = open_group,
     ) -> None:
-        """Bind the control endpoint and the store on `weights.address`.
-
-        Raises zmq.ZMQError or OSError when that fails, UsageError when `credentials` cannot be used.
-        """
+        """Bind endpoint and store on `weights.address`; raises zmq.ZMQError, OSError, or UsageError (`credentials`)."""
         self.figures = Figures()
         self._incarnation, self._bucket_bytes, self._group_factory = incarnation, bucket_bytes, group_factory
         self._timeout_s, self._transport = weights.timeout_s, weights.transport
@@ -80,11 +77,16 @@ class PublishControl:
         self._stopping = False
 
     def offer(self, snapshot: Snapshot) -> None:
-        """A sealed version to send. Any thread may call it."""
-        self._endpoint.post(partial(self._offered, snapshot))
+        """Send a sealed version."""
+
+        def offered() -> None:
+            self._current = snapshot
+            self.figures.offered(snapshot)
+
+        self._endpoint.post(offered)
 
     def stop(self) -> None:
-        """Let `run` return when no attempt is under way. Any thread may call it."""
+        """Let `run` return when no attempt is under way."""
         self._stopping = True
         self._endpoint.post(lambda: None)
 
@@ -96,7 +98,6 @@ class PublishControl:
                 self._endpoint.wait(50 if self._attempts else 250)
                 for identity, message in self._endpoint.received():
                     self._handle(identity, message)
-                self._endpoint.make_calls()
                 if self._stopping and give_up == float("inf"):
                     give_up = time.perf_counter() + self._timeout_s
                 self._tick(time.perf_counter())
@@ -113,10 +114,6 @@ class PublishControl:
             self._relays.close()
 
     # ---- events
-
-    def _offered(self, snapshot: Snapshot) -> None:
-        self._current = snapshot
-        self.figures.offered(snapshot)
 
     def _sent(self, attempt: Attempt, group: Group | None, error: str) -> None:
         """The thread of a broadcast has ended, with its group or with the reason why there is none."""
@@ -198,7 +195,7 @@ class PublishControl:
         logger.info("node %s leaves the weight plane: %s", receiver.node_id, drop.why)
         if receiver.attempt is not None and not receiver.attempt.done:
             self._fail(receiver.attempt, f"node {receiver.node_id} left")
-        self._groups.left(receiver.identity)
+        self._groups.drop(receiver.identity)
         for attempt in self._attempts:
             attempt.lost |= receiver.identity in attempt.members
         if drop.ejected:
@@ -227,7 +224,9 @@ class PublishControl:
 
     def _fetch(self, receiver: Receiver, attempt: Attempt, source: messages.Source | None) -> None:
         """Let the node of a relayed attempt begin, from `source` or else from the learner."""
-        publish = attempt.publish if source is None else attempt.from_peer()
+        publish = attempt.publish
+        if source is not None:  # a peer cannot forge the SHA-256
+            publish = msgspec.structs.replace(publish, sha256=attempt.snapshot.sha256)
         try:
             source = source if source is not None else self._relays.own_source(attempt)
         except zmq.ZMQError as error:
@@ -264,11 +263,12 @@ class PublishControl:
         ready = [r for r in everyone if r.state in READY and r.version != current.version]
         if not ready:
             return
-        ways = split(ready, everyone, self._transport, self.figures.now.published, current.version)
-        for receiver in ways.relayed:
+        published = self.figures.now.published
+        together, relayed, probation = split(ready, everyone, self._transport, published, current.version)
+        for receiver in relayed:
             self._start_fetch(current, receiver)
-        if ways.together and all(a.relayed for a in self._attempts):
-            self._start_broadcast(current, ways.together, ways.probation)
+        if together and all(a.relayed for a in self._attempts):
+            self._start_broadcast(current, together, probation)
 
     def _start_broadcast(self, snapshot: Snapshot, members: list[Receiver], probation: Receiver | None) -> None:
         identities = [m.identity for m in members]
@@ -285,8 +285,8 @@ class PublishControl:
 
     def _start_fetch(self, snapshot: Snapshot, receiver: Receiver) -> None:
         payload, epoch = snapshot.payload_for({receiver.base}), self._groups.relay_epoch()
-        members, newcomer = [receiver.identity], not receiver.settled
-        attempt = new_attempt(snapshot, payload, epoch, members, self._incarnation, self._bucket_bytes, newcomer)
+        attempt = new_attempt(snapshot, payload, epoch, [receiver.identity], self._incarnation, self._bucket_bytes)
+        attempt.newcomers = not receiver.settled
         self._attempts.append(attempt)
         peer = None
         if payload is snapshot.full and receiver.route.failures_at(snapshot.version) == 0:

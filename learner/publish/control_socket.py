@@ -25,9 +25,7 @@ class Endpoint:
     def __init__(self, address: str, credentials: str | None = None) -> None:
         """Bind a free port of `address` (host name or IP); with `credentials`, a key folder, for its nodes only.
 
-        Raises:
-            zmq.ZMQError: when it cannot be bound.
-            UsageError: the learner's keys or the list of allowed ones cannot be read.
+        Raises zmq.ZMQError, or UsageError when the learner's keys or the list of allowed ones cannot be read.
         """
         keys = load_credential(credentials, "learner") if credentials is not None else NO_KEYS
         self._ring = KeyRing(credentials, ("node",)) if credentials is not None else None
@@ -37,18 +35,15 @@ class Endpoint:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Let the endpoint's thread make this call, and wake it; callable from any thread."""
+        """Let the endpoint's thread make this call, and wake it."""
         self._inbox.put(call)
         self._router.wake()
 
     def wait(self, timeout_ms: int) -> None:
-        """Return when a message or a call has come, or after the timeout."""
+        """Return when a message has come or calls were posted, which it makes, or after the timeout."""
         if self._ring is not None:
             self._ring.refresh()
         self._router.wait(timeout_ms)
-
-    def make_calls(self) -> None:
-        """Make the calls that were posted."""
         while not self._inbox.empty():
             self._inbox.get()()
 

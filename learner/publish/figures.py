@@ -13,54 +13,32 @@ STAGES = {"joining": "queued", "idle": "queued", "flipping": "flipping"}  # by s
 
 @dataclass(frozen=True)
 class Undelivered:
-    """A node without the version that is meant for it.
-
-    Attributes:
-        stage: queued (an earlier broadcast is under way), receiving (not Staged yet), flipping (Staged, not Active).
-        since: when the attempt began, or when the version was published; perf_counter seconds.
-    """
+    """A node without the version that is meant for it."""
 
     node_id: str
     version: int
-    stage: str
-    since: float
+    stage: str  # queued (an earlier broadcast is under way), receiving (not Staged yet), flipping (Staged, not Active)
+    since: float  # when the attempt began, or when the version was published; perf_counter seconds
 
 
 @dataclass(frozen=True)
 class PublishStats:
-    """The weight plane so far.
+    """The weight plane so far."""
 
-    Attributes:
-        published: versions handed to `publish`.
-        version_sent: newest version that every live node staged; -1 before the first.
-        publish_s: seconds from `publish` to the last Staged of the newest finished publish.
-        publish_bytes: bytes sent for it, over all nodes.
-        broadcast_s: seconds of `publish_s` from the announcement to the nodes on; the rest is the copy and its hash.
-        seconds_to_active: from `publish` to the last Active of it.
-        nodes: live members of the receiving group.
-        ejections: nodes dropped so far because they died, stalled or failed.
-        canary_max_difference: largest |difference| of a canary log-probability at the newest comparison, in nats.
-        fatal: why no node may generate (every node's proof failed); None while any is fine.
-        crashed: `fatal` is a crash of the publisher itself.
-        version_active: oldest version that a live node runs now; -1 when one has none, or there is no node.
-        canary_owed: a live node never compared the newest canary: it joined later, or skipped that version.
-        undelivered: nodes that the version meant for them has not reached yet, the longest-waiting first.
-    """
-
-    published: int = 0
-    version_sent: int = -1
-    publish_s: float = 0.0
-    publish_bytes: int = 0
-    broadcast_s: float = 0.0
-    seconds_to_active: float = 0.0
-    nodes: int = 0
-    ejections: int = 0
-    canary_max_difference: float = 0.0
-    fatal: str | None = None
-    crashed: bool = False
-    canary_owed: bool = False
-    undelivered: tuple[Undelivered, ...] = ()
-    version_active: int = -1
+    published: int = 0  # versions handed to `publish`
+    version_sent: int = -1  # newest version that every live node staged; -1 before the first
+    publish_s: float = 0.0  # from `publish` to the last Staged of the newest finished publish
+    publish_bytes: int = 0  # sent for it, over all nodes
+    broadcast_s: float = 0.0  # part of `publish_s` after the announcement to the nodes; before it: the copy, its hash
+    seconds_to_active: float = 0.0  # from `publish` to the last Active of it
+    nodes: int = 0  # live members of the receiving group
+    ejections: int = 0  # nodes dropped so far because they died, stalled or failed
+    canary_max_difference: float = 0.0  # largest |difference| of log-probabilities at the newest comparison, in nats
+    fatal: str | None = None  # why no node may generate (every node's proof failed); None while any is fine
+    crashed: bool = False  # `fatal` is a crash of the publisher itself
+    canary_owed: bool = False  # a live node never compared the newest canary: it joined later, or skipped that version
+    undelivered: tuple[Undelivered, ...] = ()  # the longest-waiting first
+    version_active: int = -1  # oldest version that a live node runs now; -1 when one has none, or there is no node
 
 
 class Figures:
@@ -77,7 +55,6 @@ class Figures:
             return self._stats
 
     def change(self, **changes: Any) -> None:
-        """Set fields of the PublishStats."""
         with self._changed:
             self._stats = replace(self._stats, **changes)
             self._changed.notify_all()

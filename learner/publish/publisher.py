@@ -1,7 +1,4 @@
-"""The learner's side of the weight plane: copy a version, return to training, let a thread bring it to the nodes.
-
-It lives on the lead rank and never blocks on a slow node. learner/publish/control.py has its rules.
-"""
+"""The learner's side of the weight plane, on the lead rank: copy a version, let a thread bring it to the nodes."""
 
 import logging
 import threading
@@ -17,26 +14,19 @@ from common.weights.collectives import GroupFactory
 from common.weights.messages import Canary
 from common.weights.transports.registry import open_group, require
 from learner.publish.control import PublishControl
-from learner.publish.delta import Deltas
 from learner.publish.figures import PublishStats
-from learner.publish.snapshot import Snapshot, SnapshotMaker
+from learner.publish.snapshot import Deltas, Snapshot, SnapshotMaker
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PublishReceipt:
-    """A version was copied into the flat buffer; the parameters may change again.
-
-    Attributes:
-        version: policy version of the snapshot.
-        payload_bytes: size of the flat buffer, what one node receives.
-        snapshot_s: seconds that `publish` took in the training loop, the wait for an earlier publish included.
-    """
+    """A version was copied into the flat buffer; the parameters may change again."""
 
     version: int
-    payload_bytes: int
-    snapshot_s: float
+    payload_bytes: int  # size of the flat buffer
+    snapshot_s: float  # that `publish` took in the training loop, the wait for an earlier publish included
 
 
 class WeightPublisher:
@@ -77,16 +67,11 @@ class WeightPublisher:
     def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
         """Copy `named` (Hugging Face name, full tensor) into the flat buffer, return, and send in the background.
 
-        It consumes `named` to its end, because every rank must take part in producing it. It may wait for an earlier
-        publish to be sealed. Without `weights.overlap` it also waits until the version is active on every node, at
-        most `timeout_s`.
-
-        Raises:
-            RuntimeError: before `start` or after `close`.
-            ValueError: names or shapes differ from the first version's.
+        It consumes `named` to its end, because every rank must take part in producing it. Without `weights.overlap` it
+        also waits until the version is active on every node, at most `timeout_s`. Raises ValueError when names or
+        shapes differ from the first version's.
         """
-        if self._control is None:
-            raise RuntimeError("publish before start, or after close")
+        assert self._control is not None, "publish before start"
         started = time.perf_counter()
         snapshot = self._maker.make(version, named, canary)
         if self._sealing is not None:
@@ -97,7 +82,7 @@ class WeightPublisher:
         if not self._weights.overlap:
             timeout_s = self._weights.timeout_s
             if not self._control.figures.wait_settled(self._published, version, timeout_s):
-                logger.warning("version %d is not active on every node after %g s; going on", version, timeout_s)
+                logger.warning("version %d is not active on every node after %g s; continuing", version, timeout_s)
         return PublishReceipt(version, snapshot.layout.total_bytes, time.perf_counter() - started)
 
     def stats(self) -> PublishStats:

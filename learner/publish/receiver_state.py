@@ -4,7 +4,7 @@ Nothing here has a socket, a thread or a clock. learner/publish/control.py feeds
 docs/weights.md shows the states.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import msgspec
@@ -12,15 +12,13 @@ import msgspec
 from common.weights import messages
 from common.weights.layout import Layout
 from learner.publish.attempt import Attempt
-from learner.publish.routes import FRESH, MAX_ATTEMPTS, Route
+from learner.publish.routes import MAX_ATTEMPTS, Route
 
 IDLE_SILENCE_S = 5.0  # a node is silent after the longer of this and weights.timeout_s when nothing is under way
 PEER_WAIT_S = 1.0  # for a peer's answer
 
 
 class State(Enum):
-    """Where one receiver stands."""
-
     JOINING = "joining"  # nothing is under way; it was never active on this connection
     IDLE = "idle"  # nothing is under way; it runs a proven version
     ASKING = "asking"  # a peer was asked to serve it and has not answered yet
@@ -39,34 +37,21 @@ RECEIVING = PENDING | {State.DOUBTED, State.ANSWERED}
 
 @dataclass(frozen=True)
 class Receiver:
-    """A node as the learner sees it.
+    """A node as the learner sees it."""
 
-    Attributes:
-        identity: its connection.
-        transports: ways over which it can receive.
-        heard: when its last message came, perf_counter seconds.
-        version: the version of this incarnation that it runs; -1: none.
-        base: the version in its staging buffer, which a delta may start from; -1: the buffer was written since.
-        canary_version: the newest version at which it compared a canary.
-        welcomed: it knows the layout.
-        settled: it was active on this connection; before that it is a newcomer, for which no broadcast waits.
-        attempt: the attempt that is under way to it.
-        reason: why it is excluded.
-    """
-
-    identity: bytes
+    identity: bytes  # its connection
     node_id: str
-    heard: float
-    transports: tuple[str, ...] = ("gloo",)
+    heard: float  # when its last message came, perf_counter seconds
+    transports: tuple[str, ...] = ("gloo",)  # ways over which it can receive
     state: State = State.JOINING
-    version: int = -1
-    base: int = -1
-    canary_version: int = -1
-    welcomed: bool = False
-    settled: bool = False
-    route: Route = FRESH
-    attempt: Attempt | None = None
-    reason: str = ""
+    version: int = -1  # of this incarnation, which it runs; -1: none
+    base: int = -1  # the version in its staging buffer, which a delta may start from; -1: the buffer was written since
+    canary_version: int = -1  # the newest version at which it compared a canary
+    welcomed: bool = False  # it knows the layout
+    settled: bool = False  # it was active on this connection; before that it is a newcomer: no broadcast waits for it
+    route: Route = field(default_factory=Route)
+    attempt: Attempt | None = None  # under way to it
+    reason: str = ""  # why it is excluded
 
 
 class Begin(msgspec.Struct, frozen=True):
@@ -79,9 +64,7 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The peer that was asked serves the fetch at `source`; None: it does not."""
-
-    source: messages.Source | None
+    source: messages.Source | None  # where the peer that was asked serves the fetch; None: it does not
 
 
 class AttemptFailed(msgspec.Struct, frozen=True):
@@ -89,15 +72,13 @@ class AttemptFailed(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """All members of the failed attempt have answered or are gone; `published` counts the publishes so far."""
+    """All members of the failed attempt have answered or are gone."""
 
-    published: int
+    published: int  # publishes so far
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed; `timeout_s` is weights.timeout_s."""
-
-    timeout_s: float
+    timeout_s: float  # weights.timeout_s
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -111,21 +92,17 @@ Event = messages.NodeMessage | Begin | Answer | AttemptFailed | Release | Tick |
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send `message` to the receiver."""
-
     message: messages.LearnerMessage
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Let the receiver fetch from `source`; None: from the learner."""
-
-    source: messages.Source | None
+    source: messages.Source | None  # None: the learner
 
 
 class Fail(msgspec.Struct, frozen=True):
     """The attempt failed for all of its members."""
 
-    reason: str = ""
+    reason: str
 
 
 class NoteStaged(msgspec.Struct, frozen=True):
@@ -133,16 +110,14 @@ class NoteStaged(msgspec.Struct, frozen=True):
 
 
 class NoteActive(msgspec.Struct, frozen=True):
-    """The receiver runs the attempt's version; `difference` is its canary's, None without one."""
+    """The receiver runs the attempt's version."""
 
-    difference: float | None
+    difference: float | None  # of its canary, None without one
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """The receiver is out of the weight plane; `ejected`: tell it so, and count it."""
-
     why: str
-    ejected: bool
+    ejected: bool  # tell the receiver so, and count it
 
 
 Action = Send | Fetch | Fail | NoteStaged | NoteActive | Drop
@@ -190,12 +165,15 @@ def _message(receiver: Receiver, message: messages.NodeMessage) -> Step:
     match message:
         case messages.Leave():
             return _drop(receiver, "it left", ejected=False)
-        case messages.Staged():
-            return _staged(receiver, message)
+        case messages.Staged() if attempt := _answered(receiver, message):
+            activate = messages.Activate(attempt.publish.incarnation, attempt.version)
+            return replace(receiver, state=State.FLIPPING), (NoteStaged(), Send(activate))
         case messages.Active():
             return _active(receiver, message)
-        case messages.Rejected():
-            return _rejected(receiver, message)
+        case messages.Rejected() if message.fatal:
+            return replace(receiver, state=State.EXCLUDED, reason=message.reason, attempt=None), ()
+        case messages.Rejected() if _answered(receiver, message):
+            return replace(receiver, state=State.ANSWERED), (Fail(message.reason),)
         case _:
             return receiver, ()
 
@@ -206,14 +184,6 @@ def _answered(receiver: Receiver, message: messages.Staged | messages.Rejected) 
     if attempt is None or receiver.state not in RECEIVING:
         return None
     return attempt if (message.version, message.epoch) == (attempt.version, attempt.publish.epoch) else None
-
-
-def _staged(receiver: Receiver, message: messages.Staged) -> Step:
-    attempt = _answered(receiver, message)
-    if attempt is None:
-        return receiver, ()
-    activate = messages.Activate(attempt.publish.incarnation, attempt.version)
-    return replace(receiver, state=State.FLIPPING), (NoteStaged(), Send(activate))
 
 
 def _active(receiver: Receiver, message: messages.Active) -> Step:
@@ -234,14 +204,6 @@ def _active(receiver: Receiver, message: messages.Active) -> Step:
         attempt=None,
     )
     return runs, (NoteActive(difference),)
-
-
-def _rejected(receiver: Receiver, message: messages.Rejected) -> Step:
-    if message.fatal:
-        return replace(receiver, state=State.EXCLUDED, reason=message.reason, attempt=None), ()
-    if _answered(receiver, message) is None:
-        return receiver, ()
-    return replace(receiver, state=State.ANSWERED), (Fail(message.reason),)
 
 
 def _release(receiver: Receiver, published: int) -> Step:

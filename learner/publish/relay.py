@@ -1,7 +1,6 @@
-"""Fetches of single nodes: from the learner's own relay server, or from a peer, a node that has the version.
+"""Fetches of single nodes: from a peer, a node that has the version, or else from the learner's own relay server.
 
-A peer is asked first (Serve), so that the learner's link stays free. The learner serves the node itself when the peer
-refuses or does not answer in time, or when a fetch from it failed. The node verifies the payload against the
+A peer is asked first (Serve), so that the learner's link stays free. The node verifies the payload against the
 learner's checksums. Where the fleet has keys it also compares a SHA-256, which a peer cannot forge.
 """
 
@@ -94,6 +93,5 @@ class Relays:
             self._poor.add((fetch.peer, attempt.version))
 
     def close(self) -> None:
-        """Stop the server."""
         if self._server is not None:
             self._server.close()

@@ -13,20 +13,13 @@ RETURN_AFTER, RETURN_AFTER_MOST = 4, 64  # publishes by relay before the group i
 
 @dataclass(frozen=True)
 class Route:
-    """The way to one node, as earlier attempts determined it.
+    """The way to one node, as earlier attempts determined it."""
 
-    Attributes:
-        failures: failed attempts at `version` by the present way.
-        relayed: broadcasts with this node failed, so it fetches.
-        returns_at: number of the publish at which a relayed node is tried in the group again.
-        return_after: publishes until then, next time.
-    """
-
-    failures: int = 0
+    failures: int = 0  # failed attempts at `version` by the present way
     version: int = -1
-    relayed: bool = False
-    returns_at: int = 0
-    return_after: int = RETURN_AFTER
+    relayed: bool = False  # broadcasts with this node failed, so it fetches
+    returns_at: int = 0  # number of the publish at which a relayed node is tried in the group again
+    return_after: int = RETURN_AFTER  # publishes until then, next time
 
     def failures_at(self, version: int) -> int:
         """Failed attempts at `version`; those at other versions do not count."""
@@ -42,22 +35,10 @@ class Route:
         return Route(0, self.version, True, published + self.return_after, longer)
 
 
-FRESH = Route()
-
-
-@dataclass(frozen=True)
-class Split:
-    """The nodes of each way for the next version; `probation` is the member of `together` that is on trial."""
-
-    together: "list[Receiver]"
-    relayed: "list[Receiver]"
-    probation: "Receiver | None" = None
-
-
 def split(
     ready: "list[Receiver]", everyone: "Iterable[Receiver]", transport: str, published: int, version: int
-) -> Split:
-    """Divide the nodes that need `version`.
+) -> "tuple[list[Receiver], list[Receiver], Receiver | None]":
+    """(nodes for the group, nodes for the relay, the member of the group that is on trial) for `version`.
 
     The group takes nodes that were active before and can receive over `transport`. The relay takes newcomers, unless
     no node has weights yet, and nodes that the group does not reach. One of the latter at a time gets another trial.
@@ -79,4 +60,4 @@ def split(
             relayed.append(receiver)
     if probation is not None:
         together.append(probation)
-    return Split(together, relayed, probation)
+    return together, relayed, probation

@@ -1,5 +1,7 @@
-"""One policy version as bytes, and the buffers that versions are copied into."""
+"""One policy version as bytes, the buffers that versions are copied into, and the deltas between versions."""
 
+import logging
+import os
 import threading
 import time
 import weakref
@@ -8,10 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common.weights import packing
+from common.weights import delta, packing
 from common.weights.layout import Layout
 from common.weights.messages import Canary
 
+logger = logging.getLogger(__name__)
+
+MOST_THREADS = 8  # that encode, and at most a quarter of the cores, because the next step computes meanwhile
 KEPT_FLOAT32 = ".e_score_correction_bias"  # float32 in engines, too: bfloat16 would round away updates of 1e-3
 Views = list[tuple[str, torch.Tensor]]
 
@@ -28,29 +33,19 @@ class Payload:
 
 @dataclass(eq=False)  # compared by identity, because tensors have no `==`
 class Snapshot:
-    """A version in a flat buffer, which is used again when nothing refers to the snapshot any more.
-
-    Attributes:
-        started: when `publish` was called, perf_counter seconds.
-        full: the whole version, once it is sealed.
-        deltas: payloads by base version.
-        sent: it began to travel.
-        checksum: xxh3 digest of the whole buffer.
-        sha256: SHA-256 of the whole buffer; computed when other nodes are going to serve it.
-        bytes_staged: received and verified, summed over all nodes.
-    """
+    """A version in a flat buffer, which is used again when nothing refers to the snapshot any more."""
 
     version: int
     layout: Layout
     flat: torch.Tensor
     canary: Canary | None
-    started: float
-    full: Payload = field(init=False)
-    deltas: dict[int, Payload] = field(default_factory=dict)
-    sent: bool = False
-    checksum: str = ""
-    sha256: str = ""
-    bytes_staged: int = 0
+    started: float  # when `publish` was called, perf_counter seconds
+    full: Payload = field(init=False)  # the whole version, once it is sealed
+    deltas: dict[int, Payload] = field(default_factory=dict)  # by base version
+    sent: bool = False  # it began to travel
+    checksum: str = ""  # xxh3 digest of the whole buffer
+    sha256: str = ""  # of the whole buffer, computed when other nodes are going to serve it
+    bytes_staged: int = 0  # received and verified, summed over all nodes
     _hashing: bool = False
 
     def seal(self, bucket_bytes: int) -> None:
@@ -93,15 +88,52 @@ class SnapshotMaker:
                 for name, tensor in named
             ]
             self.layout = Layout.of([(name, self._dtype_of(name), tuple(tensor.shape)) for name, tensor in named])
-        flat, views = self._free.pop() if self._free else self._new_buffer(self.layout)
+        if not self._free:
+            buffer = packing.buffer(self.layout.total_bytes)
+            self._free.append((buffer, list(packing.view(buffer, self.layout))))
+        flat, views = self._free.pop()
         packing.fill(views, named)
         snapshot = Snapshot(version, self.layout, flat, canary, started)
         weakref.finalize(snapshot, self._free.append, (flat, views)).atexit = False
         return snapshot
 
-    def _new_buffer(self, layout: Layout) -> tuple[torch.Tensor, Views]:
-        flat = packing.buffer(layout.total_bytes)
-        return flat, list(packing.view(flat, layout))
-
     def _dtype_of(self, name: str) -> str:
         return "float32" if name.endswith(KEPT_FLOAT32) else self._dtype
+
+
+class Deltas:
+    """Which earlier versions a new one is encoded against, and how long those are kept.
+
+    A delta serves only nodes that have its base, and nodes have the version that was sent last. That is the previous
+    one, or an older one when publishes outrun the attempts. So at most two earlier versions are kept: the newest that
+    began to travel and the newest of all. A node that has neither gets the whole version.
+    """
+
+    def __init__(self, encoding: str, anchor_every: int) -> None:
+        """`encoding` is weights.encoding; every `anchor_every`th version travels whole in any case (0: none does)."""
+        self._enabled, self._anchor_every = encoding == "delta", anchor_every
+        self._kept: list[Snapshot] = []  # oldest first
+        self._versions = 0
+        self._threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 4))
+
+    def encode(self, snapshot: Snapshot, bucket_bytes: int) -> None:
+        """Give a sealed `snapshot` its deltas, and keep it as a base of those to come."""
+        if not self._enabled:
+            return
+        bases = self._bases()
+        anchor = self._anchor_every > 0 and self._versions % self._anchor_every == 0
+        self._versions += 1
+        for base in bases if not anchor else ():
+            started = time.perf_counter()
+            stream = delta.encode(base.flat, snapshot.flat, delta.BUCKET_BYTES, self._threads)
+            if stream.numel() < snapshot.flat.numel():
+                checksums, _ = packing.all_checksums(stream, bucket_bytes)
+                snapshot.deltas[base.version] = Payload(stream, checksums, "delta", base.version)
+            took, share = time.perf_counter() - started, stream.numel() / snapshot.flat.numel()
+            logger.info("version %d from %d: %.1f %% in %.3f s", snapshot.version, base.version, 100 * share, took)
+        self._kept = [*bases[:1], snapshot] if bases and bases[0].sent else [snapshot]
+
+    def _bases(self) -> list[Snapshot]:
+        """The newest that began to travel, then the newest of all if that is another one."""
+        sent = [s for s in self._kept if s.sent][-1:]
+        return sent + [s for s in self._kept[-1:] if s not in sent]

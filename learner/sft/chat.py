@@ -2,8 +2,8 @@
 
 A template with {% generation %} marks says itself which tokens are the assistant's. Otherwise the conversation is
 rendered twice up to each assistant message: once asking for the message, once with it. The difference is the
-assistant's, up to the end of its turn. Each rendering must begin with the one before it. Templates that rewrite earlier
-turns are refused; some drop the reasoning of all but the last. The pieces are tokenised one by one, as in an episode.
+assistant's, up to the end of its turn. Templates that rewrite earlier turns are refused; some drop the reasoning of all
+but the last. The pieces are tokenised one by one, as in an episode.
 """
 
 import re
@@ -19,15 +19,10 @@ ASSISTANT = "assistant"
 
 
 class Chat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One conversation.
+    """One conversation."""
 
-    Attributes:
-        messages: as the template takes them: `role`, `content`, and whatever else it reads (tool_calls, name, ...).
-        tools: JSON schemas of the tools that the template shows to the model.
-    """
-
-    messages: list[dict[str, object]]
-    tools: list[dict[str, object]] | None = None
+    messages: list[dict[str, object]]  # `role`, `content`, and whatever else the template reads (tool_calls, ...)
+    tools: list[dict[str, object]] | None = None  # JSON schemas of the tools that the template shows to the model
 
 
 class ChatTokenizer(Protocol):
@@ -70,10 +65,7 @@ class ChatTemplate:
 
     def tokens(self, chat: Chat, name: str) -> tuple[list[int], list[int]]:
         """(token ids, mask: 1 where the assistant says the token, the end of its turn included)."""
-        if self._marked(chat, name):
-            tokens, mask = self._by_marks(chat, name)
-        else:
-            tokens, mask = self._by_prefixes(chat, name)
+        tokens, mask = (self._by_marks if self._marked(chat, name) else self._by_prefixes)(chat, name)
         if not any(mask):
             raise UsageError(f"{name}: the chat template marks no token of it as the assistant's")
         return tokens, mask

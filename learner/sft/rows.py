@@ -1,10 +1,9 @@
 """Supervised rows: text with marks of what to train, made into token documents.
 
-A row is {"prompt": text, "completion": text}, or {"segments": [[text, 0 | 1], ...]} where 1 marks text to be
-learnt. An end-of-sequence token follows every trained segment, as it ends every turn that the model will
-generate. Texts are tokenised one by one without special tokens, so a document is the concatenation of its
-segments' tokens, as in an episode. Or a row is {"messages": [{"role": ..., "content": ...}, ...]}, and the
-assistant's tokens are learnt (learner/sft/chat.py).
+A row is {"prompt": text, "completion": text}, or {"segments": [[text, 0 | 1], ...]} where 1 marks text to be learnt.
+An end-of-sequence token follows every trained segment, as it ends every turn that the model will generate. Texts are
+tokenised one by one without special tokens, as in an episode. Or a row is {"messages": [{"role": ..., "content":
+...}, ...]}, and the assistant's tokens are learnt (learner/sft/chat.py).
 """
 
 import hashlib
@@ -42,11 +41,7 @@ LOOKS = (
 
 
 def load_tokenizer(folder: Path) -> ChatTokenizer:
-    """The tokenizer in a Hugging Face folder.
-
-    Raises:
-        UsageError: there is none, or it has no end-of-sequence token.
-    """
+    """The tokenizer in a Hugging Face folder; raises UsageError when there is none with an end-of-sequence token."""
     from transformers import AutoTokenizer
 
     try:
@@ -60,19 +55,10 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
 
 
 class SftDataset:
-    """Rows by step, tokenised when they are needed.
-
-    Attributes:
-        digest: identifies the rows; checkpoints have it, so that a resumed run notices another dataset.
-    """
+    """Rows by step, tokenised when they are needed; `digest` lets a resumed run notice another dataset."""
 
     def __init__(self, path: Path, tokenizer: ChatTokenizer, seed: int, shuffle: bool) -> None:
-        """Read and check every row.
-
-        Raises:
-            UsageError: the file is missing or empty, or a line, which is named, is not a row. A conversation is also
-                refused when the tokenizer's chat template does not take it.
-        """
+        """Read and check every row; raises UsageError naming a line that is no row or that the template refuses."""
         self._tokenizer = tokenizer
         self._chats = ChatTemplate(tokenizer)
         self._rows: list[Row] = []
@@ -94,11 +80,7 @@ class SftDataset:
         return self.documents([self._order.row(position)[1] for position in positions])
 
     def documents(self, rows: Sequence[int]) -> list[Document]:
-        """Token documents of these rows, all segments tokenised in one call.
-
-        Raises:
-            UsageError: a row without a token to predict, or a conversation that is not as its template promised.
-        """
+        """Token documents of these rows, all segments tokenised in one call; raises UsageError naming a bad row."""
         segments = [segment for row in rows if not isinstance(found := self._rows[row], Chat) for segment in found]
         texts = [text for text, _ in segments]
         pieces = iter(self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
@@ -111,7 +93,9 @@ class SftDataset:
                 tokens, mask = self._joined(found, pieces)
             if len(tokens) < 2:
                 raise UsageError(f"{self._names[row]} has {len(tokens)} tokens, nothing to predict")
-            documents.append(_document(tokens, mask, self._names[row]))
+            mask[0] = 0
+            trained = np.array(mask, dtype=np.uint8)
+            documents.append(Document(np.array(tokens, dtype=np.int32), trained, name=self._names[row]))
         return documents
 
     def _joined(self, segments: list[Segment], pieces: Iterator[list[int]]) -> tuple[list[int], list[int]]:
@@ -124,12 +108,6 @@ class SftDataset:
             tokens += [*next(pieces), eos] if trained else next(pieces)
             mask += [trained] * (len(tokens) - len(mask))
         return tokens, mask
-
-
-def _document(tokens: list[int], mask: list[int], name: str) -> Document:
-    loss_mask = np.array(mask, dtype=np.uint8)
-    loss_mask[0] = 0
-    return Document(np.array(tokens, dtype=np.int32), loss_mask, name=name)
 
 
 def parse_row(row: bytes, path: Path, number: int) -> Row:

@@ -28,10 +28,7 @@ class RowSource(BatchSource):
     loss = staticmethod(cross_entropy)
 
     def __init__(self, config: SftConfig, stop_requested: Callable[[], str | None]) -> None:
-        """Read and check the rows; raises UsageError.
-
-        `stop_requested` returns why the run should drain, None while it should not.
-        """
+        """Read and check the rows; raises UsageError. `stop_requested` returns why the run should drain, or None."""
         tokenizer = load_tokenizer(Path(config.model.path))
         self.dataset = SftDataset(Path(config.tasks.dataset), tokenizer, config.run.seed, config.tasks.shuffle)
         self._config, self._stop_requested = config, stop_requested

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.batch.packing import FILLER, Document, cost, counted_places, microbatches_for, plan
+from learner.batch.packing import FILLER, Document, build, cost, counted_places, plan
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,8 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(deadline=None)
 @given(cases())
 def test_every_loss_token_exactly_once_and_within_the_bound(case: Case) -> None:
-    parts = [
-        microbatches_for(
-            case.documents, rank, case.ranks, case.bound, multiple=case.multiple, hidden_size=case.hidden_size
-        )
-        for rank in range(case.ranks)
-    ]
+    plans = plan(case.documents, case.ranks, case.bound, case.multiple, case.hidden_size)
+    parts = [build(case.documents, numbers) for numbers in plans]
     assert len({len(part) for part in parts}) == 1
     trained: list[int] = []
     seen: list[int] = []

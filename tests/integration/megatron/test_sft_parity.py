@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from learner.batch.packing import microbatches_for
+from learner.batch.packing import build, plan
 from learner.loss.losses import cross_entropy
 from learner.sft.rows import SftDataset, load_tokenizer
 from tests.integration.learner import sft_assets
@@ -53,8 +53,9 @@ def job_sft(folder: Path, spec: dict[str, Any]) -> None:
     sft_assets.write_rows(rows, ROWS)
     backend = tiny_models.backend(folder, spec)
     dataset = SftDataset(rows, load_tokenizer(folder / "models" / spec["kind"]), seed=3, shuffle=True)
-    rank, ranks = backend.data_parallel_rank, backend.data_parallel_size
-    packed = microbatches_for(dataset.step(0, ROWS), rank, ranks, PACK, multiple=backend.document_multiple)
+    documents = dataset.step(0, ROWS)
+    plans = plan(documents, backend.data_parallel_size, PACK, backend.document_multiple)
+    packed = build(documents, plans[backend.data_parallel_rank])
     backend.optimizer.zero_grad()
     totals = backend.schedule.train(packed, cross_entropy, 1.0, entropy=False)
     result = {"loss": totals.loss_sum / totals.denominator, "tokens": totals.loss_tokens, "packs": len(packed)}

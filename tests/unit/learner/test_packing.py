@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.errors import UsageError
-from learner.batch.packing import Document, build, cost, microbatches_for, plan
+from learner.batch.packing import Document, build, cost, plan
 
 
 def document(tokens: int, start: int = 0, advantage: float = 0.0) -> Document:
@@ -48,15 +48,13 @@ def test_no_documents_still_give_one_microbatch_per_rank() -> None:
     assert plan([], 3, 100) == [[[]], [[]], [[]]]
 
 
-def test_a_document_longer_than_the_bound_names_the_key() -> None:
+def test_a_document_longer_than_the_bound_names_the_key_and_says_when_padding_is_why() -> None:
+    documents = [document(5), document(12)]
     with pytest.raises(UsageError, match=r"document of 12 needs 11 tokens .* learner\.micro_batch_tokens is 10"):
-        microbatches_for([document(5), document(12)], 0, 1, 10)
-
-
-def test_a_document_that_padding_makes_too_long_says_why() -> None:
+        plan(documents, 1, 10)
     with pytest.raises(UsageError, match=r"needs 12 tokens \(padded to a multiple of 4 for learner.parallel.context\)"):
-        microbatches_for([document(5), document(12)], 0, 1, 11, multiple=4)
-    assert len(microbatches_for([document(5), document(12)], 0, 1, 12, multiple=4)) == 2
+        plan(documents, 1, 11, multiple=4)
+    assert len(plan(documents, 1, 12, multiple=4)[0]) == 2
 
 
 def test_cost_of_attention_is_kaplans_ratio() -> None:

@@ -64,6 +64,7 @@ class Node:
 @pytest.fixture
 def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[PublishControl]:
     monkeypatch.setattr(receiver_state, "silence_bound", lambda timeout_s: LIMIT_S)  # nodes answer no pings here
+    monkeypatch.setattr(receiver_state, "PEER_WAIT_S", LIMIT_S)
     made = PublishControl(WeightsConfig(timeout_s=LIMIT_S), 0, 64, group_factory=Through)
     thread = threading.Thread(target=made.run)
     thread.start()
@@ -71,6 +72,22 @@ def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[PublishControl]:
     made.stop()
     thread.join(LIMIT_S)
     assert not thread.is_alive()
+
+
+def test_the_announcement_of_a_fetch_from_a_peer_has_the_sha256_that_it_cannot_forge(control: PublishControl) -> None:
+    snapshot = snapshot_of(1)
+    snapshot.sha256 = "known"
+    with zmq.Context() as context:
+        a = Node("a", control.address, context)
+        control.offer(snapshot)
+        a.flip(a.stage())
+        until(lambda: control.figures.now.version_active == 1)
+        b = Node("b", control.address, context)
+        a.say(messages.Serving("a", a.hear(messages.Serve).key, "tcp://127.0.0.1:7"))
+        epoch, publish = b.hear(Epoch), b.hear(Publish)
+        assert (epoch.source.address, publish.sha256) == ("tcp://127.0.0.1:7", "known")
+        for node in (a, b):
+            node.socket.close()
 
 
 def test_a_node_that_joins_anew_while_an_attempt_ends_is_no_member_of_its_group(control: PublishControl) -> None:

@@ -2,16 +2,14 @@
 
 import weakref
 
-import pytest
 import torch
 
 from common.weights import delta, packing
 from common.weights.layout import Layout
 from common.weights.messages import Active, Epoch, Pong, Staged
 from learner.publish.attempt import Attempt, new_attempt
-from learner.publish.delta import Deltas
 from learner.publish.receiver_state import AttemptFailed, Begin, Release, step
-from learner.publish.snapshot import Payload, Snapshot, SnapshotMaker
+from learner.publish.snapshot import Deltas, Payload, Snapshot, SnapshotMaker
 from tests.unit.learner.receivers import settled
 
 LAYOUT = Layout.of([("a", "bfloat16", (4096,))])
@@ -21,8 +19,8 @@ BUCKET = 1024
 class Versions:
     """Snapshots of a model; one element in a hundred changes per version."""
 
-    def __init__(self, deltas: Deltas) -> None:
-        self.deltas, self.maker = deltas, SnapshotMaker("bfloat16")
+    def __init__(self, encoding: str = "delta", anchor_every: int = 0) -> None:
+        self.deltas, self.maker = Deltas(encoding, anchor_every), SnapshotMaker("bfloat16")
         self.alive: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self.weights = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16()
 
@@ -42,8 +40,8 @@ def attempt(snapshot: Snapshot, payload: Payload) -> Attempt:
     return new_attempt(snapshot, payload, Epoch(1, 1, 2, "127.0.0.1", 1, 1.0), [b"n0"], 0, BUCKET)
 
 
-def test_a_version_goes_as_a_delta_to_the_nodes_that_hold_the_one_before() -> None:
-    versions = Versions(Deltas("delta", 0))
+def test_a_version_goes_as_a_delta_to_the_nodes_that_have_the_one_before_and_whole_to_others() -> None:
+    versions = Versions()
     first, second = versions.next(1), versions.next(2)
     payload = second.payload_for({1})
     assert (payload.encoding, payload.base_version) == ("delta", 1)
@@ -52,18 +50,13 @@ def test_a_version_goes_as_a_delta_to_the_nodes_that_hold_the_one_before() -> No
     result = first.flat.clone()
     delta.apply(payload.flat, result, delta.BUCKET_BYTES)
     assert packing.checksum(result) == second.checksum
-
-
-@pytest.mark.parametrize("held", [{-1}, {0}, {1, -1}, set()])
-def test_newcomers_and_groups_without_a_common_base_get_the_whole_version(held: set[int]) -> None:
-    versions = Versions(Deltas("delta", 0))
-    versions.next(1)
-    second = versions.next(2)
-    assert second.payload_for(held) is second.full
+    for bases in ({-1}, {0}, {1, -1}, set[int]()):
+        assert second.payload_for(bases) is second.full, f"nodes with {bases} have no common base"
+    assert attempt(second, payload) != attempt(second, payload), "the control thread tells attempts apart"
 
 
 def test_a_node_whose_buffer_was_written_gets_the_next_version_whole_though_it_runs_a_base() -> None:
-    versions, node = Versions(Deltas("delta", 0)), settled("n0", 1)
+    versions, node = Versions(), settled("n0", 1)
     versions.next(1)
     second = versions.next(2, sent=False)
     assert second.payload_for({node.base}).base_version == 1
@@ -82,19 +75,8 @@ def test_a_node_whose_buffer_was_written_gets_the_next_version_whole_though_it_r
     assert versions.next(4).payload_for({node.base}).base_version == 3
 
 
-def test_attempts_at_one_version_are_told_apart_also_when_one_is_whole_and_one_a_delta() -> None:
-    """The control thread looks for a newcomer's attempt among those that run beside it."""
-    versions = Versions(Deltas("delta", 0))
-    versions.next(1)
-    second = versions.next(2)
-    whole, delta_ = attempt(second, second.full), attempt(second, second.deltas[1])
-    attempts = [whole, delta_]
-    attempts.remove(delta_)
-    assert attempts == [whole]
-
-
 def test_versions_that_were_skipped_do_not_make_the_next_one_travel_whole() -> None:
-    versions = Versions(Deltas("delta", 0))
+    versions = Versions()
     versions.next(1)
     for version in (2, 3):
         versions.next(version, sent=False)
@@ -105,27 +87,21 @@ def test_versions_that_were_skipped_do_not_make_the_next_one_travel_whole() -> N
 
 
 def test_at_most_two_earlier_versions_are_kept() -> None:
-    versions, buffers = Versions(Deltas("delta", 0)), set[int]()
+    versions, buffers = Versions(), set[int]()
     for version in range(1, 9):
         buffers.add(versions.next(version, sent=version in (1, 2, 5)).flat.data_ptr())
         assert len(versions.alive) <= 2
     assert len(buffers) <= 3, "buffers are used again"
 
 
-def test_every_nth_version_travels_whole() -> None:
-    versions = Versions(Deltas("delta", 3))
-    made = [versions.next(v) for v in range(7)]
-    assert [bool(s.deltas) for s in made] == [False, True, True, False, True, True, False]
-
-
-def test_a_delta_that_is_no_smaller_than_the_version_is_not_used() -> None:
-    versions = Versions(Deltas("delta", 0))
-    versions.next(1)
-    assert not versions.next(2, others=True).deltas
+def test_every_nth_version_travels_whole_and_one_whose_delta_is_no_smaller() -> None:
+    versions = Versions(anchor_every=3)
+    made = [versions.next(v, others=v == 5) for v in range(7)]
+    assert [bool(s.deltas) for s in made] == [False, True, True, False, True, False, False]
 
 
 def test_full_keeps_and_encodes_nothing() -> None:
-    versions = Versions(Deltas("full", 3))
+    versions = Versions("full", 3)
     assert not any(versions.next(v).deltas for v in range(3)) and not versions.alive
 
 

@@ -32,7 +32,7 @@ from learner.publish.receiver_state import (
     Tick,
     step,
 )
-from learner.publish.routes import MAX_ATTEMPTS, RETURN_AFTER, Route, Split, split
+from learner.publish.routes import MAX_ATTEMPTS, RETURN_AFTER, Route, split
 from learner.publish.snapshot import Snapshot
 from tests.unit.learner.receivers import attempt_at, newcomer, settled, snapshot_of
 
@@ -107,16 +107,12 @@ def test_an_event_leads_to_its_state_and_actions(
 
 
 @pytest.mark.parametrize("state", [s for s in S if s is not S.GONE])
-def test_in_every_state_a_node_can_leave_and_one_whose_proof_failed_is_excluded(state: State) -> None:
+def test_in_every_state_a_message_counts_a_node_can_leave_and_one_whose_proof_failed_is_excluded(state: State) -> None:
+    assert step(at(state), messages.Pong("a"), 5.0)[0].heard == 5.0, "every message is a sign of life"
     left, actions = step(at(state), messages.Leave("a"), NOW)
     assert (left.state, actions) == (S.GONE, dropped("it left", ejected=False))
     excluded, actions = step(at(state), PROOF_FAILED, NOW)
     assert (excluded.state, excluded.reason, excluded.attempt, actions) == (S.EXCLUDED, "the proof failed", None, ())
-
-
-@pytest.mark.parametrize("state", [s for s in S if s is not S.GONE])
-def test_a_message_is_a_sign_of_life_in_every_state(state: State) -> None:
-    assert step(at(state), messages.Pong("a"), 5.0)[0].heard == 5.0
 
 
 def test_a_broadcast_begins_with_what_the_node_still_has_to_know() -> None:
@@ -171,16 +167,10 @@ def test_a_node_with_which_broadcasts_keep_failing_gets_the_relay_and_only_then_
     assert by_relay[-1][1] == dropped("version 4 failed 3 times")
 
 
-def test_a_node_without_the_relay_is_ejected_after_the_attempts_in_the_group() -> None:
+def test_failures_count_per_version_and_eject_a_node_without_the_relay() -> None:
     assert failures(at(S.IDLE, transports=("gloo",)), BROADCAST)[-1][1] == dropped("version 4 failed 3 times")
-
-
-def test_a_newcomer_stays_one_after_a_failed_attempt() -> None:
-    assert failures(newcomer("a"), BROADCAST)[0][0].state is S.JOINING
-
-
-def test_failures_of_another_version_do_not_count() -> None:
-    assert failures(at(S.IDLE, route=Route(2, 3)), BROADCAST)[0][0].route == Route(1, 4)
+    assert failures(newcomer("a"), BROADCAST)[0][0].state is S.JOINING, "a newcomer stays one"
+    assert failures(at(S.IDLE, route=Route(2, 3)), BROADCAST)[0][0].route == Route(1, 4), "version 3 does not count"
 
 
 def test_only_the_node_on_trial_is_blamed_for_a_failed_broadcast() -> None:
@@ -199,41 +189,33 @@ def test_only_the_node_on_trial_is_blamed_for_a_failed_broadcast() -> None:
 SENDING = attempt_at(snapshot_of(5), "a", "b")
 
 
-def names(receivers: list[Receiver]) -> str:
-    return " ".join(r.node_id for r in receivers)
+def ways(
+    ready: list[Receiver], *others: Receiver, transport: str = "gloo", published: int = 1
+) -> tuple[str, str, Receiver | None]:
+    """Names of the nodes for the group and for the relay, and the one on trial."""
+    together, relayed, probation = split(ready, [*ready, *others], transport, published, 4)
+    return " ".join(r.node_id for r in together), " ".join(r.node_id for r in relayed), probation
 
 
-def ways(ready: list[Receiver], *others: Receiver, transport: str = "gloo", published: int = 1) -> Split:
-    return split(ready, [*ready, *others], transport, published, 4)
-
-
-def test_a_fleet_in_which_nobody_has_anything_begins_together() -> None:
-    found = ways([newcomer("a"), newcomer("b")])
-    assert (names(found.together), names(found.relayed)) == ("a b", "")
-
-
-@pytest.mark.parametrize("other", [settled("x", 3), newcomer("x", attempt=SENDING)])
-def test_newcomers_go_by_relay_once_others_have_weights_or_receive_them(other: Receiver) -> None:
-    found = ways([newcomer("new"), newcomer("back", version=2)], other)
-    assert (names(found.together), names(found.relayed)) == ("", "new back")
+def test_newcomers_begin_together_and_go_by_relay_once_others_have_weights_or_receive_them() -> None:
+    ready = [newcomer("new"), newcomer("back")]
+    assert ways(ready) == ("new back", "", None)
+    for other in (settled("x", 3), newcomer("x", attempt=SENDING)):
+        assert ways(ready, other) == ways([ready[0], newcomer("back", version=2)], other) == ("", "new back", None)
 
 
 def test_members_stay_together_and_those_without_the_transport_get_the_relay() -> None:
     ready = [settled("a"), settled("b"), settled("far", transports=("relay",)), settled("old", transports=("nccl",))]
-    assert names(ways(ready).together) == "a b"
-    assert names(ways(ready).relayed) == "far old"
-    assert names(ways(ready, transport="relay").together) == ""
+    assert ways(ready) == ("a b", "far old", None)
+    assert ways(ready, transport="relay") == ("", "a b far old", None)
 
 
 def test_relayed_nodes_come_back_one_at_a_time_on_probation_and_not_after_a_failure() -> None:
-    relayed = Route().to_relay(published=10)
+    relayed, due = Route().to_relay(published=10), 10 + RETURN_AFTER
     ready = [settled("a"), settled("b", route=relayed), settled("c", route=relayed)]
-    early = ways(ready, published=10 + RETURN_AFTER - 1)
-    assert (names(early.together), names(early.relayed)) == ("a", "b c")
-    due = ways(ready, published=10 + RETURN_AFTER)
-    assert (names(due.together), names(due.relayed), due.probation) == ("a b", "c", ready[1])
-    tried = settled("b", route=relayed.failed(4))
-    assert names(ways([settled("a"), tried], published=10 + RETURN_AFTER).together) == "a"
+    assert ways(ready, published=due - 1) == ("a", "b c", None)
+    assert ways(ready, published=due) == ("a b", "c", ready[1])
+    assert ways([ready[0], settled("b", route=relayed.failed(4))], published=due) == ("a", "b", None)
 
 
 # ---------------------------------------------------------------- figures

@@ -2,17 +2,18 @@
 
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from broker.contract import NodeReport
 from common.errors import SlipstreamError
 from learner.backend_protocol import StepResult
-from learner.loop.step_metrics import check_finite, engine_metrics, loss_figures
+from learner.batch.batch import BatchStatistics, TrainingBatch
+from learner.loop.step_metrics import Step, Times, Totals, check_finite, loss_figures, step_metrics
 from learner.loss.corrections import Corrected
 from learner.loss.token_diagnostics import ratio_quantile, token_counts, token_sums
+from learner.publish.figures import PublishStats
+from tests.launch_rig import node_status, status_of
 
 
 def result(tokens: int = 4, by_age: tuple[list[float], list[float]] | None = None, **sums: float) -> StepResult:
@@ -86,15 +87,14 @@ def test_a_loss_that_is_no_number_stops_the_run(bad: float) -> None:
 
 
 def test_engines_of_living_nodes_are_summed_up() -> None:
-    def node(alive: bool, usage: float) -> SimpleNamespace:
-        report = NodeReport(
-            "n", 1, "h", "generating", 0, episodes_running=5, concurrency=8, kv_cache_usage=usage, preemptions=2
-        )
-        return SimpleNamespace(alive=alive, report=report)
-
-    found = engine_metrics(SimpleNamespace(nodes=[node(True, 0.5), node(True, 0.75), node(False, 0.9)]))
-    assert found == {"concurrency": 16, "episodes_running": 10, "kv_cache_usage": 0.75, "preemptions_total": 4}
-    assert engine_metrics(SimpleNamespace(nodes=[]))["kv_cache_usage"] == 0.0
+    engine = {"episodes_running": 5, "concurrency": 8, "preemptions": 2}
+    nodes = [
+        node_status("n", alive, kv_cache_usage=x, **engine) for alive, x in ((True, 0.5), (True, 0.75), (False, 1))
+    ]
+    step = Step(TrainingBatch(0, [], BatchStatistics()), result(), 1, Times(), Totals(), 1.0)
+    found, alone = (step_metrics(step, 0, status_of(*n), PublishStats(), 0, 0.0) for n in (nodes, []))
+    assert (found.nodes_live, found.concurrency, found.episodes_running, found.preemptions_total) == (2, 16, 10, 4)
+    assert (found.kv_cache_usage, alone.kv_cache_usage, alone.nodes_live) == (0.75, 0.0, 0)
 
 
 # ---------------------------------------------------------------- sums over tokens
