@@ -70,7 +70,7 @@ class TrainingBatch:
 
     step: int
     documents: list[Document]  # samples with at least one loss token, in order of serial and sample
-    statistics: BatchStatistics  # of all groups, failed and expired ones included
+    statistics: BatchStatistics  # figures of all groups, failed and expired ones included
 
 
 def decode(stored: StoredGroup, vocab_size: int, group_size: int, routing: RoutingShape | None = None) -> Group:

@@ -274,8 +274,8 @@ def prepare_lead(
 ) -> tuple[Lead, TrainerState]:
     """Become the run's learner, then find where the run stands. The publisher and the reporter are not started.
 
-    Raises BrokerUnreachable, BrokerError when the run has a living learner of this incarnation, or UsageError when the
-    dataset is not the one that the checkpoint was trained on.
+    Raises BrokerUnreachable, or BrokerError when the run has a living learner of this incarnation. Raises UsageError
+    when the dataset is not the one that the checkpoint was trained on.
     """
     source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
     access = Access(

@@ -26,7 +26,7 @@ class PublishStats:
     """The weight plane so far."""
 
     published: int = 0  # versions handed to `publish`
-    version_sent: int = -1  # newest version that every live node staged; -1 before the first
+    version_sent: int = -1  # newest version that every live node staged
     publish_s: float = 0.0  # from `publish` to the last Staged of the newest finished publish
     publish_bytes: int = 0  # sent for it, over all nodes
     broadcast_s: float = 0.0  # part of `publish_s` after the announcement to the nodes; before it: the copy, its hash

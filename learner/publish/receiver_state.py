@@ -44,7 +44,7 @@ class Receiver:
     heard: float  # when its last message came, perf_counter seconds
     transports: tuple[str, ...] = ("gloo",)  # ways over which it can receive
     state: State = State.JOINING
-    version: int = -1  # of this incarnation, which it runs; -1: none
+    version: int = -1  # the version of this incarnation that it runs; -1: none
     base: int = -1  # the version in its staging buffer, which a delta may start from; -1: the buffer was written since
     canary_version: int = -1  # the newest version at which it compared a canary
     welcomed: bool = False  # it knows the layout
@@ -112,7 +112,7 @@ class NoteStaged(msgspec.Struct, frozen=True):
 class NoteActive(msgspec.Struct, frozen=True):
     """The receiver runs the attempt's version."""
 
-    difference: float | None  # of its canary, None without one
+    difference: float | None  # that its canary found, None without one
 
 
 class Drop(msgspec.Struct, frozen=True):

@@ -44,7 +44,7 @@ class Snapshot:
     deltas: dict[int, Payload] = field(default_factory=dict)  # by base version
     sent: bool = False  # it began to travel
     checksum: str = ""  # xxh3 digest of the whole buffer
-    sha256: str = ""  # of the whole buffer, computed when other nodes are going to serve it
+    sha256: str = ""  # digest of the whole buffer, computed when other nodes are going to serve it
     bytes_staged: int = 0  # received and verified, summed over all nodes
     _hashing: bool = False
 

@@ -33,7 +33,6 @@ class Node:
 
     def __init__(self, name: str, address: str, context: "zmq.Context[Any]") -> None:
         self.name, self.socket = name, context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
         self.say(Join(name, 1, transports=("gloo", "relay")))
 
@@ -74,37 +73,43 @@ def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[PublishControl]:
     assert not thread.is_alive()
 
 
-def test_the_announcement_of_a_fetch_from_a_peer_has_the_sha256_that_it_cannot_forge(control: PublishControl) -> None:
+@pytest.fixture
+def join(control: PublishControl) -> Iterator[Callable[[str], Node]]:
+    """Lets a node of this name join."""
+    context = zmq.Context[Any]()
+    yield lambda name: Node(name, control.address, context)
+    context.destroy(linger=0)
+
+
+def test_the_announcement_of_a_fetch_from_a_peer_has_the_sha256_that_it_cannot_forge(
+    control: PublishControl, join: Callable[[str], Node]
+) -> None:
     snapshot = snapshot_of(1)
     snapshot.sha256 = "known"
-    with zmq.Context() as context:
-        a = Node("a", control.address, context)
-        control.offer(snapshot)
-        a.flip(a.stage())
-        until(lambda: control.figures.now.version_active == 1)
-        b = Node("b", control.address, context)
-        a.say(messages.Serving("a", a.hear(messages.Serve).key, "tcp://127.0.0.1:7"))
-        epoch, publish = b.hear(Epoch), b.hear(Publish)
-        assert (epoch.source.address, publish.sha256) == ("tcp://127.0.0.1:7", "known")
-        for node in (a, b):
-            node.socket.close()
+    a = join("a")
+    control.offer(snapshot)
+    a.flip(a.stage())
+    until(lambda: control.figures.now.version_active == 1)
+    b = join("b")
+    a.say(messages.Serving("a", a.hear(messages.Serve).key, "tcp://127.0.0.1:7"))
+    epoch, publish = b.hear(Epoch), b.hear(Publish)
+    assert (epoch.source.address, publish.sha256) == ("tcp://127.0.0.1:7", "known")
 
 
-def test_a_node_that_joins_anew_while_an_attempt_ends_is_no_member_of_its_group(control: PublishControl) -> None:
-    with zmq.Context() as context:
-        a, b = (Node(name, control.address, context) for name in ("a", "b"))
-        until(lambda: control.figures.now.nodes == 2)
-        control.offer(snapshot_of(1))
-        first = {node: node.stage() for node in (a, b)}
-        a.flip(first[a])
-        a.say(Join("a", 1, transports=("gloo", "relay")))  # as after a long silence of the learner
-        a.flip(a.stage())
-        until(lambda: len(control.figures.now.undelivered) == 1)
-        b.flip(first[b])
-        until(lambda: control.figures.now.version_active == 1)
-        control.offer(snapshot_of(2))
-        for node in (a, b):
-            node.flip(node.stage())  # over a new group: the one of version 1 ended with a's first membership
-        until(lambda: control.figures.now.version_active == 2)
-        for node in (a, b):
-            node.socket.close()
+def test_a_node_that_joins_anew_while_an_attempt_ends_is_no_member_of_its_group(
+    control: PublishControl, join: Callable[[str], Node]
+) -> None:
+    a, b = join("a"), join("b")
+    until(lambda: control.figures.now.nodes == 2)
+    control.offer(snapshot_of(1))
+    first = {node: node.stage() for node in (a, b)}
+    a.flip(first[a])
+    a.say(Join("a", 1, transports=("gloo", "relay")))  # as after a long silence of the learner
+    a.flip(a.stage())
+    until(lambda: len(control.figures.now.undelivered) == 1)
+    b.flip(first[b])
+    until(lambda: control.figures.now.version_active == 1)
+    control.offer(snapshot_of(2))
+    for node in (a, b):
+        node.flip(node.stage())  # over a new group: the one of version 1 ended with a's first membership
+    until(lambda: control.figures.now.version_active == 2)
