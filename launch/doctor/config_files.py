@@ -1,6 +1,5 @@
 """Doctor: the files that a config names: the model's weights, the dataset, credentials."""
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -48,25 +47,40 @@ def check_model(folder: Path) -> Iterator[Finding]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return  # said by the config's checks
-    missing, unreadable = missing_shards(folder)
-    broken = [f"{file.name}: {reason}" for file in files if (reason := broken_weights(file))]
-    found = {
-        unreadable: "weights cannot be found by name",
-        f"{folder} lacks {_first(missing)}" * bool(missing): f"{INDEX} says that tensors are in them",
-        _first(broken): "a download that was cut off, most likely",
-    }
-    found.pop("", None)
-    for what, why in found.items():
-        yield problem("model", what, why, GET_AGAIN)
+    found = [*_check_index(folder)]
+    if broken := [f"{file.name}: {reason}" for file in files if (reason := broken_weights(file))]:
+        found.append(problem("model", _first(broken), "a download that was cut off, most likely", GET_AGAIN))
+    yield from found
     if not found:
         size = sum(file.stat().st_size for file in files) / (1 << 30)
         yield fine("model", f"{len(files)} file{'s' * (len(files) > 1)} of weights, {size:.2f} GiB, all whole")
 
 
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]  # the file of each tensor, by the tensor's name
+
+
+def _check_index(folder: Path) -> Iterator[Finding]:
+    """Every file that the index names is there."""
+    index = folder / INDEX
+    if not index.is_file():
+        return
+    try:
+        files = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+    except (OSError, msgspec.DecodeError) as error:
+        yield problem("model", f"{index} cannot be read: {error}", "weights cannot be found by name", GET_AGAIN)
+        return
+    if missing := sorted(name for name in files if not (folder / name).is_file()):
+        yield problem("model", f"{folder} lacks {_first(missing)}", f"{INDEX} says that tensors are in them", GET_AGAIN)
+
+
 def _first(names: Sequence[object]) -> str:
-    """Some names of many."""
     more = [f"and {len(names) - SHOWN} more"] * (len(names) > SHOWN)
     return ", ".join([*map(str, names[:SHOWN]), *more])
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    data_offsets: tuple[int, int]
 
 
 def broken_weights(file: Path) -> str:
@@ -74,72 +88,46 @@ def broken_weights(file: Path) -> str:
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
-            start = opened.read(8)
-            if (start + opened.read(len(LFS) - 8)) == LFS:
+            start = opened.read(len(LFS))
+            if start == LFS:
                 return "a pointer of git-lfs, not the file (git lfs pull)"
-            length = int.from_bytes(start, "little")
-            if len(start) < 8 or not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
+            length = int.from_bytes(start[:8], "little")
+            if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
                 return f"no safetensors file of {size:,} bytes"
             opened.seek(8)
-            header: object = json.loads(opened.read(length))
-    except (OSError, ValueError) as error:
+            header = msgspec.json.decode(opened.read(length), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        ends = [msgspec.json.decode(tensor, type=_Tensor).data_offsets[1] for tensor in header.values()]
+    except OSError as error:
         return f"cannot be read: {error}"
-    try:
-        tensors = msgspec.convert(header, dict[str, dict[str, object]])
-        ends = [
-            msgspec.convert(t["data_offsets"], tuple[int, int])[1] for n, t in tensors.items() if n != "__metadata__"
-        ]
-    except (KeyError, msgspec.ValidationError) as error:
+    except ValueError as error:
         return f"its header does not describe tensors: {error}"
     expected = 8 + length + max(ends, default=0)
     return "" if size == expected else f"{size:,} bytes, {expected:,} expected"
-
-
-class _Index(msgspec.Struct, frozen=True):
-    """The file of each tensor, by the tensor's name."""
-
-    weight_map: dict[str, str]
-
-
-def missing_shards(folder: Path) -> tuple[list[str], str]:
-    """(files that the index names and that are not there, why the index cannot be read)."""
-    index = folder / INDEX
-    if not index.is_file():
-        return [], ""
-    try:
-        found = msgspec.json.decode(index.read_bytes(), type=_Index)
-    except (OSError, msgspec.DecodeError) as error:
-        return [], f"{index} cannot be read: {error}"
-    return sorted(name for name in set(found.weight_map.values()) if not (folder / name).is_file()), ""
 
 
 def check_dataset(key: str, file: Path, config: Config | SftConfig) -> Iterator[Finding]:
     """Every line is a JSON object, and a step finds enough of them."""
     if not file.is_file():
         return  # said by the config's checks
+    rows, read = 0, 0
     try:
-        rows, whole = count_rows(file, key)
+        for _, row in dataset_rows(file, key):
+            rows, read = rows + 1, read + len(row)
+            if read > READ_BYTES:
+                break
     except UsageError as error:
         why = "a task is one JSON object on a line of its own"
         yield problem("dataset", str(error), why, "make the file readable; fix or remove the line")
         return
     wanted = config.learner.groups_per_step if isinstance(config, Config) else config.learner.sequences_per_step
+    whole = read <= READ_BYTES
     shown = f"{rows:,} rows" + ("" if whole else f" in the first {READ_BYTES >> 20} MiB")
     if rows < wanted and whole:
         why = f"a step takes {wanted}, so each would see some of them twice"
         yield warning("dataset", f"{key}: {shown}", why, "more rows, or a smaller learner.groups_per_step")
     else:
         yield fine("dataset", f"{key}: {shown}")
-
-
-def count_rows(file: Path, key: str) -> tuple[int, bool]:
-    """(rows, whether the file was read to its end); raises UsageError as `dataset_rows` does."""
-    rows = read = 0
-    for rows, (_, row) in enumerate(dataset_rows(file, key), start=1):
-        read += len(row)
-        if read > READ_BYTES:
-            return rows, False
-    return rows, True
 
 
 def check_permissions(path: Path) -> Iterator[Finding]:
@@ -152,10 +140,8 @@ def check_permissions(path: Path) -> Iterator[Finding]:
     shared = [file for file in secret if file.stat().st_mode & 0o077]
     unreadable = [file for file in secret if not os.access(file, os.R_OK)]
     if shared:
-        why = "who reads a key can speak in the name of its role"
-        yield problem(
-            "credentials", f"others may read {_first(shared)}", why, f"chmod 600 {' '.join(map(str, shared))}"
-        )
+        why, fix = "who reads a key can speak in the name of its role", f"chmod 600 {' '.join(map(str, shared))}"
+        yield problem("credentials", f"others may read {_first(shared)}", why, fix)
     if unreadable:
         why = "the role cannot prove who it is"
         yield problem("credentials", f"{_first(unreadable)} cannot be read", why, "chown it")

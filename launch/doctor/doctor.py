@@ -8,6 +8,7 @@ Exit codes: 0 nothing in the way (warnings may be there), 1 a problem, 2 bad usa
 import argparse
 import json
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 
@@ -16,13 +17,12 @@ from common.config.loading import load_either
 from common.config.schema import Config, SftConfig
 from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from common.process.run_dir import RunDir
-from launch.doctor import packages
+from launch.doctor import packages, resources
 from launch.doctor.config_files import check_config_and_files
 from launch.doctor.disk import check_disk
 from launch.doctor.findings import Finding
 from launch.doctor.machine import Machine, look
 from launch.doctor.network import check_network
-from launch.doctor.resources import check_machine
 from launch.doctor.run_state import check_run
 from launch.plan.review import review
 from launch.resolve_target import config_file
@@ -32,7 +32,12 @@ SIGNS = {"problem": ("✗", "red"), "warning": ("!", "yellow"), "fine": ("✓", 
 
 def command(args: argparse.Namespace) -> int:
     """Print what was found; exit code 1 when there is a problem."""
-    config, file = _config_of(args.config, args.overrides)
+    config, file = None, ""
+    if args.config is not None:
+        file = str(config_file(args.config))
+        config = resolve_paths(load_either(Path(file), args.overrides))  # without the checks of a launch
+    elif args.overrides:
+        raise UsageError(f"{args.overrides[0]} overrides a key of no config; name one: slipstream doctor CONFIG")
     machine = look()
     findings = list(examine(machine, args.role or packages.role_of(machine), config, file))
     if args.json:
@@ -43,19 +48,17 @@ def command(args: argparse.Namespace) -> int:
 
 
 def examine(machine: Machine, role: str, config: Config | SftConfig | None, file: str) -> Iterable[Finding]:
-    """Every finding: the machine, then the config, then its run.
-
-    Args:
-        role: whose packages are compared with the pins: cpu, learner, rollout or base.
-        config: with absolute paths; None: the machine alone.
-        file: the config's name in messages.
-    """
+    """Every finding: the machine, with the packages of `role`; then the config named `file`; then its run."""
     reviewed = None if config is None else review(config, file)
     plan = None if reviewed is None else reviewed.plan
     yield packages.check_python(machine)
     yield from packages.check_packages(machine, role, packages.pins_of(role))
     yield from packages.check_torch(machine, config)
-    yield from check_machine(machine, config, plan)
+    yield resources.check_cores(machine, config)
+    yield resources.check_memory(machine, config, plan)
+    yield resources.check_shm(machine, config)
+    yield resources.check_open_files(machine, config)
+    yield resources.check_clock(machine, config)
     if config is None or reviewed is None:
         return
     yield from check_config_and_files(reviewed)
@@ -83,17 +86,3 @@ def show(findings: Iterable[Finding]) -> None:
             console.print(f"    fix:  {finding.fix}", soft_wrap=True, markup=False)
     plural = "" if counts["problem"] == 1 else "s"
     console.print(f"{counts['problem']} problem{plural}, {counts['warning']} warnings, {counts['fine']} fine")
-
-
-def _config_of(target: str | None, overrides: list[str]) -> tuple[Config | SftConfig | None, str]:
-    """The config that CONFIG or RUN names, without the checks of a launch, and its name.
-
-    Raises:
-        UsageError: it cannot be read, or is neither a config nor the folder of a run.
-    """
-    if target is None:
-        if overrides:
-            raise UsageError(f"{overrides[0]} overrides a key of no config; name one: slipstream doctor CONFIG")
-        return None, ""
-    file = config_file(target)
-    return resolve_paths(load_either(file, overrides)), str(file)

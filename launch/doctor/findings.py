@@ -1,5 +1,6 @@
 """The findings of `slipstream doctor`."""
 
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -9,38 +10,20 @@ Case = tuple[bool, Level, str, str]  # whether it is so, how bad that is, why, a
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at.
+    """One fact that was looked at, the reason why it matters, and the way to repair it."""
 
-    Attributes:
-        check: its name, for example 'disk'.
-        level: problem: the job will fail, or lose what it promises; warning: it may, or be slow; fine.
-        what: the fact that was found.
-        why: the reason why it matters; '' when it is fine.
-        fix: the way to repair it; '' when it is fine.
-    """
-
-    check: str
-    level: Level
+    level: Level  # problem: the job will fail, or lose what it promises; warning: it may, or be slow
+    check: str  # for example 'disk'
     what: str
-    why: str = ""
+    why: str = ""  # '' when it is fine, as `fix`
     fix: str = ""
+
+
+fine = partial(Finding, "fine")
+warning = partial(Finding, "warning")
+problem = partial(Finding, "problem")
 
 
 def judged(check: str, what: str, *cases: Case) -> Finding:
     """The fact with the first case that is so; fine without one."""
-    return next((Finding(check, level, what, why, fix) for so, level, why, fix in cases if so), fine(check, what))
-
-
-def fine(check: str, what: str) -> Finding:
-    """Nothing wrong here."""
-    return Finding(check, "fine", what)
-
-
-def warning(check: str, what: str, why: str, fix: str) -> Finding:
-    """Something that may go wrong, or is slow."""
-    return Finding(check, "warning", what, why, fix)
-
-
-def problem(check: str, what: str, why: str, fix: str) -> Finding:
-    """Something that will go wrong."""
-    return Finding(check, "problem", what, why, fix)
+    return next((Finding(level, check, what, why, fix) for so, level, why, fix in cases if so), fine(check, what))

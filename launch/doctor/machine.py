@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,44 +18,27 @@ import psutil
 
 from launch.up.core_pinning import available_cores
 
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 NVIDIA_SMI_S = 10.0
 CLOCK_UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """One CUDA device."""
-
-    name: str
-    memory_bytes: int
-
-
-@dataclass(frozen=True)
 class Machine:
-    """Facts that checks judge by; tests make their own.
+    """Facts that checks judge by."""
 
-    Attributes:
-        memory_bytes, available_bytes: memory of the host, or the limit of this container.
-        shm_bytes: size of /dev/shm; 0 when there is none.
-        open_files: soft and hard limit of this process.
-        packages: installed distributions, lower case, with versions.
-        torch_cuda: CUDA version that torch was built for; None: a CPU build, or no torch.
-        clock_synchronised: None when the kernel does not say.
-    """
-
-    python: tuple[int, ...] = (3, 11, 0)
-    cores: int = 1
-    memory_bytes: int = 0
-    available_bytes: int = 0
-    shm_bytes: int = 0
-    open_files: tuple[int, int] = (1024, 1024)
-    packages: Mapping[str, str] = field(default_factory=dict)
-    torch_cuda: str | None = None
-    gpus: tuple[Gpu, ...] = ()
-    now_s: float = 0.0
-    clock_synchronised: bool | None = None
+    python: tuple[int, ...]
+    cores: int
+    memory_bytes: int  # the host's, or the limit of this container
+    available_bytes: int
+    shm_bytes: int  # size of /dev/shm; 0 when there is none
+    open_files: tuple[int, int]  # soft and hard limit of this process
+    packages: Mapping[str, str]  # installed distributions, lower case, with versions
+    now_s: float
+    torch_cuda: str | None = None  # that torch was built for; None: a CPU build, or no torch
+    gpus: tuple[str, ...] = ()  # names of the CUDA devices
+    clock_synchronised: bool | None = None  # None when the kernel does not say
 
 
 def look() -> Machine:
@@ -94,13 +77,12 @@ def _torch_cuda() -> str | None:
     return found[1] if found else None
 
 
-def _gpus() -> tuple[Gpu, ...]:
+def _gpus() -> tuple[str, ...]:
     try:
         done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
-    rows = [line.rpartition(",") for line in done.stdout.splitlines()]
-    return tuple(Gpu(name.strip(), int(mib) << 20) for name, _, mib in rows if mib.strip().isdigit())
+    return tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
 
 
 def _clock_synchronised() -> bool | None:

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -60,13 +61,10 @@ def bind_error(host: str, port: int) -> str:
 
 def holder_of(port: int) -> str:
     """'1234 (python)' for the process that listens on a port; '' when that is not visible."""
-    try:
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-                pid = connection.pid
-                return f"{pid} ({psutil.Process(pid).name()})" if pid else ""
-    except psutil.Error:
-        return ""
+    with suppress(psutil.Error):
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port and found.pid:
+                return f"{found.pid} ({psutil.Process(found.pid).name()})"
     return ""
 
 

@@ -74,7 +74,7 @@ def check_packages(machine: Machine, role: str, pins: Mapping[str, str]) -> Iter
 def check_torch(machine: Machine, config: Config | SftConfig | None) -> Iterator[Finding]:
     """The build of torch fits the devices, and the transport of the weights."""
     version, cuda = machine.packages.get("torch"), machine.torch_cuda
-    devices = f"{len(machine.gpus)} x {machine.gpus[0].name}" if machine.gpus else "no GPU"
+    devices = f"{len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else "no GPU"
     if version is None:
         yield fine("torch", f"not installed; {devices}: this environment runs brokers, status, plan and doctor")
     else:
@@ -88,30 +88,26 @@ def check_torch(machine: Machine, config: Config | SftConfig | None) -> Iterator
             (bool(machine.gpus) and cuda is None, "problem", cpu_build, roles),
             (not machine.gpus and cuda is not None, "problem", no_device, visible),
         )
-        if isinstance(config, Config) and str(config.weights.transport) == "nccl":
-            yield _nccl(machine)
-    yield from _gpus_needed(machine, config)
+    if config is not None:
+        yield from _check_gpus(machine, config)
 
 
-def _nccl(machine: Machine) -> Finding:
-    nccl = next((f"{n} {v}" for n, v in machine.packages.items() if n.startswith("nvidia-nccl")), "")
-    no_gpus = not machine.gpus or machine.torch_cuda is None
-    nothing = "NCCL moves memory between CUDA devices, and there is none"
-    return judged(
-        "transport",
-        f"weights.transport is nccl, with {nccl or 'no NCCL'} installed",
-        (no_gpus, "problem", nothing, "weights.transport=gloo on machines without GPUs"),
-        (not nccl, "problem", "torch brings NCCL as a package of its own", "launch/setup.sh learner"),
-    )
-
-
-def _gpus_needed(machine: Machine, config: Config | SftConfig | None) -> Iterator[Finding]:
-    """`up` starts every role here."""
-    if config is None or not machine.gpus:
-        return
-    engines = config.rollout.nodes * config.rollout.engine.tensor_parallel if isinstance(config, Config) else 0
-    wanted = config.learner.world_size + engines
-    if wanted > len(machine.gpus):
+def _check_gpus(machine: Machine, config: Config | SftConfig) -> Iterator[Finding]:
+    """Weights can move between the GPUs, and `up` has one for every rank and engine."""
+    wanted = config.learner.world_size
+    if isinstance(config, Config):
+        wanted += config.rollout.nodes * config.rollout.engine.tensor_parallel
+        if "torch" in machine.packages and str(config.weights.transport) == "nccl":
+            nccl = next((f"{n} {v}" for n, v in machine.packages.items() if n.startswith("nvidia-nccl")), "")
+            no_gpus = not machine.gpus or machine.torch_cuda is None
+            nothing = "NCCL moves memory between CUDA devices, and there is none"
+            yield judged(
+                "transport",
+                f"weights.transport is nccl, with {nccl or 'no NCCL'} installed",
+                (no_gpus, "problem", nothing, "weights.transport=gloo on machines without GPUs"),
+                (not nccl, "problem", "torch brings NCCL as a package of its own", "launch/setup.sh learner"),
+            )
+    if machine.gpus and wanted > len(machine.gpus):
         what = f"{wanted} devices of learner and nodes, {len(machine.gpus)} here"
         fix = "fewer ranks or nodes, or the roles on machines of their own (docs/layouts.md)"
         yield warning("gpus", what, "`slipstream up` starts all roles on this machine", fix)

@@ -1,7 +1,5 @@
 """Doctor: cores, memory, shared memory, open files and the clock against what the plan needs."""
 
-from collections.abc import Iterator
-
 from common.config.network_checks import is_loopback, split_address
 from common.config.schema import Config, SftConfig
 from launch.doctor.findings import Finding, fine, judged
@@ -18,15 +16,6 @@ FLEET = 64  # nodes that one broker should be able to serve without another thou
 EARLIEST_S = 1_735_689_600.0  # 2025
 
 
-def check_machine(machine: Machine, config: Config | SftConfig | None, plan: Plan | None) -> Iterator[Finding]:
-    """Everything below."""
-    yield check_cores(machine, config)
-    yield check_memory(machine, config, plan)
-    yield check_shm(machine, config)
-    yield check_open_files(machine, config)
-    yield check_clock(machine, config)
-
-
 def check_cores(machine: Machine, config: Config | SftConfig | None) -> Finding:
     """Threads of learner and engines have cores of their own."""
     if config is None or machine.gpus:
@@ -37,23 +26,14 @@ def check_cores(machine: Machine, config: Config | SftConfig | None) -> Finding:
     if nodes and plan_cores(list(range(machine.cores)), learner, nodes)[0] is not None:
         return fine("cores", f"{machine.cores}: `up` pins learner ({learner}) and engines ({sum(nodes)}) to their own")
     free = " (not pinned on a machine of this size)" if machine.cores > SMALL_MACHINE_CORES else ""
-    return judged(
-        "cores",
-        f"{machine.cores} cores for {wanted} threads: {learner} of the learner, {sum(nodes)} of the engines{free}",
-        (
-            wanted > machine.cores,
-            "warning",
-            "roles that share cores wait for each other, and with OpenMP's barriers for much longer than their share",
-            "fewer of learner.world_size, learner.threads, rollout.nodes, rollout.threads, or the roles apart",
-        ),
-    )
+    what = f"{machine.cores} cores for {wanted} threads: {learner} of the learner, {sum(nodes)} of the engines{free}"
+    why = "roles that share cores wait for each other, and with OpenMP's barriers for much longer than their share"
+    fix = "fewer of learner.world_size, learner.threads, rollout.nodes, rollout.threads, or the roles apart"
+    return judged("cores", what, (wanted > machine.cores, "warning", why, fix))
 
 
 def host_bytes(config: Config | SftConfig, plan: Plan, gpus: bool) -> int:
-    """Host memory that `up` needs: on a machine without GPUs everything, else buffers of weights and what is offloaded.
-
-    This is a lower bound: libraries, batches and the groups in the broker come on top of it.
-    """
+    """Host memory that `up` needs at least: without GPUs everything, else buffers of weights and offloaded bytes."""
     ranks = config.learner.world_size
     nodes = config.rollout.nodes if isinstance(config, Config) else 0
     needed = (ranks + nodes) * ROLE_BYTES + ranks * plan.fullest.host

@@ -62,7 +62,7 @@ def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], b
     if seen is not None and (seen.live or seen.unreachable):
         found += _stalls(seen)
     if not running:
-        found += [*_stale_broker(run), *_locks(run), *_left_over(run)]
+        found += [*_stale_broker(run), *_remains(run)]
     record = read_record(run)
     if record is not None and record.state == "running" and not alive(record.pid):
         what = f"learner {record.pid} did not say how it ended"
@@ -72,15 +72,15 @@ def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], b
 
 
 def _stalls(seen: Observation) -> list[Finding]:
-    """A finding for each wait of a running job."""
     found = [
         judged(
             "stall",
             sentence(stall),
-            (stall.kind in STOPPING, "problem", "the job does not get on", ADVICE.get(stall.kind, stall.release)),
-            ((stall.since_s or 0.0) > LONG_S, "warning", "that is long", ADVICE.get(stall.kind, stall.release)),
+            (stall.kind in STOPPING, "problem", "the job makes no progress", fix),
+            ((stall.since_s or 0.0) > LONG_S, "warning", "that is long", fix),
         )
         for stall in stalls_of(seen)
+        for fix in [ADVICE.get(stall.kind, stall.release)]
     ]
     return found or [fine("run", f"runs, broker {seen.status.pid} at {seen.status.address}; no process waits for long")]
 
@@ -90,7 +90,9 @@ def _stale_broker(run: RunDir) -> Iterator[Finding]:
     if file is None:
         return
     if alive(file.pid):
-        state = process_state(file.pid)
+        state = ""
+        with suppress(psutil.Error):
+            state = psutil.Process(file.pid).status()
         what = f"broker {file.pid} at {file.address} does not answer{f' ({state})' if state else ''}"
         fix = f"kill -CONT {file.pid}" if state == "stopped" else f"RUN/logs/broker-0.log; then kill {file.pid}"
         yield problem("run", what, "a second broker is kept out while it lives", fix)
@@ -100,37 +102,21 @@ def _stale_broker(run: RunDir) -> Iterator[Finding]:
         yield warning("run", what, why, "nothing: `slipstream up` and `slipstream broker` replace it")
 
 
-def _locks(run: RunDir) -> Iterator[Finding]:
+def _remains(run: RunDir) -> Iterator[Finding]:
+    """Locks of other processes, and learners and nodes of this run without a broker."""
     for path in (run.path / name for name in LOCKS):
         if is_locked(path):
             pid = lock_holder(path)
-            what = f"{path} is held by process {pid or 'unknown (of another user or machine)'}"
+            what = f"{path} is locked by process {pid or 'unknown (of another user or machine)'}"
             fix = f"stop process {pid}" if pid else f"fuser {path} as root"
             yield problem("run", what, "another job works on this folder, or what is left of one", fix)
 
-
-def _left_over(run: RunDir) -> Iterator[Finding]:
-    """Learners and nodes of this run without a broker."""
-    if left := processes_of(run):
-        named = ", ".join(f"{pid} ({role})" for pid, role in left[:6])
-        why = "they take memory and cores, and would join the next job of this folder"
-        yield problem("run", f"processes of this run without a broker: {named}", why, f"kill {left[0][0]}, ...")
-
-
-def processes_of(run: RunDir) -> list[tuple[int, str]]:
-    """(pid, role) of processes on this machine whose command line names RUN/config.yaml."""
-    config, found = os.fspath(run.config.resolve()), []
+    config, left = os.fspath(run.config.resolve()), dict[int, str]()
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if config in words and process.pid != os.getpid() and "doctor" not in words:
-            role = next((word for word in words if word in ("learner", "rollout", "broker")), "role")
-            found.append((process.pid, role))
-    return found
-
-
-def process_state(pid: int) -> str:
-    """'stopped' and the like; '' when it is not known."""
-    try:
-        return psutil.Process(pid).status()
-    except psutil.Error:
-        return ""
+            left[process.pid] = next((word for word in words if word in ("learner", "rollout", "broker")), "role")
+    if left:
+        named = ", ".join(f"{pid} ({role})" for pid, role in [*left.items()][:6])
+        why = "they take memory and cores, and would join the next job of this folder"
+        yield problem("run", f"processes of this run without a broker: {named}", why, f"kill {min(left)}, ...")

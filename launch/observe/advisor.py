@@ -26,20 +26,13 @@ MOST_FACTOR = 4  # never advise more than this many times the nodes that were me
 
 @dataclass(frozen=True)
 class Rates:
-    """Means over the newest steps.
+    """Means over the newest steps."""
 
-    Attributes:
-        nodes: that were alive.
-        step_s, idle_s: seconds from step to step, and the part in which the learner waits for groups.
-        waiting: share of the nodes' time in which nothing ran on them.
-        taken: used share of the concurrency at the ends of the steps; 1 when nodes do not report it.
-    """
-
-    nodes: int
-    step_s: float
-    idle_s: float
-    waiting: float
-    taken: float = 1.0
+    nodes: int  # that were alive
+    step_s: float  # seconds from step to step
+    idle_s: float  # the part in which the learner waits for groups
+    waiting: float  # share of the nodes' time in which nothing ran on them
+    taken: float = 1.0  # used share of the concurrency at the ends of the steps; 1 when nodes do not report it
 
     @property
     def idle(self) -> float:
@@ -55,30 +48,21 @@ class Rates:
         """Node-seconds of generation for one step."""
         return self.nodes * self.step_s * (1 - self.waiting)
 
-    def predicted(self, nodes: int) -> tuple[float, float]:
-        """(seconds from step to step, learner's idle share) with that many nodes that never wait for it in vain."""
-        step_s = max(self.busy_s, self.work_s / nodes)
-        return step_s, 1 - self.busy_s / step_s
+    def predicted_s(self, nodes: int) -> float:
+        """Seconds from step to step with that many nodes that never wait."""
+        return max(self.busy_s, self.work_s / nodes)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One line.
+    """One line."""
 
-    Attributes:
-        change: more_nodes, fewer_nodes, larger_window or none.
-        text: the change and its gain.
-        nodes: that would be right; 0 where it is not about them.
-        idle, idle_then: the learner's idle share, now and predicted.
-        speedup: predicted factor by which steps become faster.
-    """
-
-    change: str
-    text: str
-    nodes: int = 0
-    idle: float = 0.0
-    idle_then: float = 0.0
-    speedup: float = 1.0
+    change: str  # more_nodes, fewer_nodes, larger_window or none
+    text: str  # the change and its gain
+    nodes: int  # that would be right; 0 where it is not about them
+    idle: float  # the learner's idle share
+    idle_then: float  # the predicted one
+    speedup: float = 1.0  # predicted factor by which steps become faster
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -121,13 +105,15 @@ def rates_of(lines: Sequence[Mapping[str, Any]]) -> Rates | None:
 
 def advise(rates: Rates, staleness: int) -> Advice:
     """The change that would help most; `staleness` is staleness.max of the run."""
-    step_s, _ = rates.predicted(rates.nodes)
+    step_s = rates.predicted_s(rates.nodes)
     if rates.idle > IDLE and rates.taken < HALF_FULL:
         return _window(rates, staleness, max(rates.busy_s, rates.taken * rates.work_s / rates.nodes))
     if rates.idle > IDLE and 1 - step_s / rates.step_s > LOST:
         return _window(rates, staleness, step_s)
     if rates.idle > IDLE:
-        return _more(rates)
+        nodes = max(rates.nodes + 1, min(math.ceil(rates.work_s / rates.busy_s), MOST_FACTOR * rates.nodes))
+        words = f"{nodes - rates.nodes} more node{'s' * (nodes - rates.nodes > 1)}"
+        return _faster(rates, "more_nodes", words, nodes, rates.predicted_s(nodes))
     if rates.waiting > WAITING:
         return _fewer(rates)
     text = f"learner and fleet keep pace: the learner is idle {rates.idle:.0%}, nodes {rates.waiting:.0%} of the time"
@@ -140,16 +126,8 @@ def _window(rates: Rates, staleness: int, step_s: float) -> Advice:
         why = f"engines are {rates.taken:.0%} full: the window is used up by groups of which long samples are left"
     if staleness == 0:
         why = "the run is synchronous: generation and training take turns"
-    return _faster(
-        rates, "larger_window", f"staleness.max {staleness + 1} instead of {staleness}", 0, step_s, f"; {why}"
-    )
-
-
-def _more(rates: Rates) -> Advice:
-    enough = math.ceil(rates.work_s / rates.busy_s)
-    nodes = max(rates.nodes + 1, min(enough, MOST_FACTOR * rates.nodes))
-    more = nodes - rates.nodes
-    return _faster(rates, "more_nodes", f"{more} more node{'s' * (more > 1)}", nodes, rates.predicted(nodes)[0])
+    words = f"staleness.max {staleness + 1} instead of {staleness}"
+    return _faster(rates, "larger_window", words, 0, step_s, f"; {why}")
 
 
 def _faster(rates: Rates, change: str, words: str, nodes: int, step_s: float, why: str = "") -> Advice:

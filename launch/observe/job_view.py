@@ -1,6 +1,7 @@
 """A run on the terminal: the live view of `up` and `top`, the table of `status`, and the plain line."""
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -14,11 +15,11 @@ from common.process.run_dir import RunDir
 from launch.observe import stall_text, waste_view
 from launch.observe.advisor import Advice, advice_for
 from launch.observe.metrics_tail import LATEST, MetricsTail
-from launch.observe.observation import Observation, learner_state
+from launch.observe.observation import Observation
 from launch.observe.stall_text import duration
 
 BARS = "▁▂▃▄▅▆▇█"
-SPARKLINE_WIDTH = 48
+BAR_WIDTH, SPARKLINE_WIDTH = 24, 48
 COLOURS = {
     "green": ("training", "generating", "publishing", "checkpointing", "done", "serving"),
     "yellow": (
@@ -40,7 +41,6 @@ def render_live(config: Config, seen: Observation | None, tail: MetricsTail, not
 
 
 def render_status(run: RunDir, seen: Observation, advice: Advice | None = None) -> RenderableType:
-    """The answer to `slipstream status`."""
     parts: list[RenderableType] = [Text(f"{seen.status.run.name}  {run.path}", "bold")]
     if not seen.live:
         parts.append(Text(seen.note, "yellow"))
@@ -49,8 +49,9 @@ def render_status(run: RunDir, seen: Observation, advice: Advice | None = None) 
         parts.append(Text(f"newest node: {joined}", "dim"))
     parts.append(stall_text.page(seen))
     parts.append(waste_view.table(seen.status))
-    if failed := waste_view.failed_sentence(waste_view.failed_samples(seen.status, run)):
-        parts.append(Text(failed, "yellow"))
+    if failed := waste_view.failed_samples(seen.status, run):
+        by_size = ", ".join(f"{count:,} {reason}" for reason, count in Counter(failed).most_common())
+        parts.append(Text(f"{sum(failed.values()):,} samples failed: {by_size}", "yellow"))
     if advice is not None:
         parts.append(Text(f"advice: {advice.text}"))
     return Group(*parts)
@@ -60,7 +61,9 @@ def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> Ren
     """Reward, version, staleness, rates and times of the newest steps."""
     last, steps = tail.last, config.run.steps
     done = int(last.get("policy_version", 0))
-    rows = {config.run.name: f"step {done}/{steps}  {_bar(done / steps)}  {_eta(done, steps, tail)}"}
+    filled = round(BAR_WIDTH * done / steps)
+    bar = "█" * filled + "░" * (BAR_WIDTH - filled)
+    rows = {config.run.name: f"step {done}/{steps}  {bar}  {_eta(done, steps, tail)}"}
     rewards = tail.series("reward_mean")
     if rewards:
         recent = tail.mean("reward_mean", LATEST)
@@ -89,21 +92,20 @@ def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> Ren
 
 def processes(seen: Observation) -> RenderableType:
     """One row per process: state, version, what it waits for and since when."""
-    status, live = seen.status, seen.live
+    status, state = seen.status, seen.learner_state
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     for name in ("process", "pid", "state", "version", "since", "waiting on"):
         table.add_column(name, no_wrap=name != "waiting on", justify="right" if name in ("pid", "version") else "left")
     learner = status.learner
     if learner is None:
-        table.add_row("learner", "-", _state("absent"), "-", "", "a learner to start" if live else "")
+        table.add_row("learner", "-", _state(state), "-", "", "a learner to start" if seen.live else "")
     else:
-        state = learner_state(learner, status.learner_last_seen_s, live)
         since = status.learner_last_seen_s if state == "silent" else learner.since_s
         row = ["learner", str(learner.pid), _state(state), str(learner.policy_version), duration(since)]
         table.add_row(*row, learner.waiting_on)
     groups = f"{status.groups_ready} groups ready, {status.groups_leased} leased, {status.groups_pending} pending"
     stuck = status.store.stuck if status.store is not None else ""
-    state = "serving" if live else "unreachable" if seen.unreachable else "ended"
+    state = "serving" if seen.live else "unreachable" if seen.unreachable else "ended"
     table.add_row("broker", str(status.pid), _state(state), "", "", stuck or groups)
     for node in status.nodes:
         table.add_row(*_node_row(node))
@@ -121,11 +123,8 @@ def plain_line(config: Config, seen: Observation | None, tail: MetricsTail) -> s
         return "  ".join([*parts, "broker: no answer yet"])
     status, learner = seen.status, seen.status.learner
     parts.append(f"{_rate(seen):,.0f} tokens/s")
-    if learner is None:
-        parts.append("learner: absent")
-    else:
-        state = learner_state(learner, status.learner_last_seen_s, seen.live)
-        parts.append(f"learner: {_with_reason(state, learner.waiting_on)} {duration(learner.since_s)}")
+    waits = f"{_with_reason('', learner.waiting_on)} {duration(learner.since_s)}" if learner else ""
+    parts.append(f"learner: {seen.learner_state}{waits}")
     parts.append(f"groups: {status.groups_ready} ready {status.groups_leased} leased")
     for node in status.nodes:
         state = _with_reason(node.report.state if node.alive else "gone", node.report.waiting_on)
@@ -173,11 +172,6 @@ def _state(state: str) -> Text:
 
 def _with_reason(state: str, waiting_on: str) -> str:
     return f"{state} ({waiting_on})" if waiting_on else state
-
-
-def _bar(fraction: float, width: int = 24) -> str:
-    filled = round(max(0.0, min(1.0, fraction)) * width)
-    return "█" * filled + "░" * (width - filled)
 
 
 def _eta(done: int, steps: int, tail: MetricsTail) -> str:

@@ -36,28 +36,24 @@ def observe_ledger(run: RunDir) -> list[LedgerEntry]:
     """The run's delivery ledger, over all its brokers; raises SlipstreamError when there is none.
 
     The newest broker's part comes from itself while it runs, else from RUN/ledger.json.
+    Those of earlier brokers are in RUN/ledger-1.json, ledger-2.json and so on, oldest first.
     """
+    former: list[list[LedgerEntry]] = []
     newest, reason, _ = ask_broker_of(run, ANSWER_TIMEOUT_S, lambda client: client.ledger())
     try:
         if newest is None:
             newest = msgspec.json.decode(run.ledger_json.read_bytes(), type=list[LedgerEntry])
-        return whole_ledger(former_ledgers(run), newest)
+        while (path := run.path / f"ledger-{len(former) + 1}.json").exists():
+            former.append(msgspec.json.decode(path.read_bytes(), type=list[LedgerEntry]))
+        return whole_ledger(former, newest)
     except OSError:
         raise SlipstreamError(f"{run.path}: {reason}, and it left no ledger.json") from None
     except msgspec.DecodeError as error:
         raise SlipstreamError(f"{run.path}: an unreadable ledger of this or an earlier broker: {error}") from None
 
 
-def former_ledgers(run: RunDir) -> list[list[LedgerEntry]]:
-    """RUN/ledger-1.json, ledger-2.json, ...: those of earlier brokers, oldest first; raises msgspec.DecodeError."""
-    found: list[list[LedgerEntry]] = []
-    while (path := run.path / f"ledger-{len(found) + 1}.json").exists():
-        found.append(msgspec.json.decode(path.read_bytes(), type=list[LedgerEntry]))
-    return found
-
-
 def whole_ledger(former: Sequence[list[LedgerEntry]], newest: list[LedgerEntry]) -> list[LedgerEntry]:
-    """The run's ledger, ascending by serial; serials go on from broker to broker, with gaps where tasks came again."""
+    """The run's ledger, ascending by serial; serials continue from broker to broker, with gaps for repeated tasks."""
     ledgers = [*former, newest]
     entries: list[LedgerEntry] = []
     offset = 0
@@ -82,7 +78,12 @@ def show(entries: Sequence[LedgerEntry]) -> None:
     for name in ("serial", "state", "step", "versions", "attempts", "reward", "nodes"):
         table.add_column(name, justify="left" if name in ("state", "nodes") else "right", no_wrap=True)
     for entry in entries:
-        table.add_row(*_row(entry))
+        versions = "-" if entry.version_min is None else f"{entry.version_min}..{entry.version_max}"
+        reward = "-" if entry.reward_mean is None else f"{entry.reward_mean:.3f}"
+        step = "-" if entry.step is None else str(entry.step)
+        nodes = ", ".join(entry.nodes) + (f"  ({entry.reason})" if entry.reason else "")
+        state = entry.state + ", filtered" * entry.filtered
+        table.add_row(str(entry.serial), state, step, versions, str(entry.attempts), reward, nodes)
     console = Console()
     console.print(table)
     retried = sum(entry.attempts > 1 for entry in entries)
@@ -90,12 +91,3 @@ def show(entries: Sequence[LedgerEntry]) -> None:
     if filtered := sum(entry.filtered for entry in entries):
         parts.append(f"{filtered} of them filtered")
     console.print(f"{len(entries)} tasks: {', '.join(parts) or 'none'}; {retried} with more than one attempt")
-
-
-def _row(entry: LedgerEntry) -> list[str]:
-    versions = "-" if entry.version_min is None else f"{entry.version_min}..{entry.version_max}"
-    reward = "-" if entry.reward_mean is None else f"{entry.reward_mean:.3f}"
-    step = "-" if entry.step is None else str(entry.step)
-    nodes = ", ".join(entry.nodes) + (f"  ({entry.reason})" if entry.reason else "")
-    state = entry.state + ", filtered" * entry.filtered
-    return [str(entry.serial), state, step, versions, str(entry.attempts), reward, nodes]

@@ -31,16 +31,16 @@ class MetricsTail:
         """The newest step; {} before the first."""
         return self.lines[-1] if self.lines else {}
 
-    def update(self) -> bool:
-        """Read what is new; True when there was something. Raises UsageError when it is no file, or may not be read."""
+    def update(self) -> None:
+        """Read what is new. Raises UsageError when it is no file, or may not be read."""
         try:
             stat = self._path.stat()
         except OSError:
-            return False
+            return
         if stat.st_ino != self._inode or stat.st_size < self._offset:
             self.lines, self._offset, self._inode = [], 0, stat.st_ino
         if stat.st_size == self._offset:
-            return False
+            return
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -49,9 +49,7 @@ class MetricsTail:
             raise no_file(self._path, error) from None
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        before = len(self.lines)
         self.lines += lines_of(whole, dict[str, Any])
-        return len(self.lines) > before
 
     def series(self, name: str) -> list[float]:
         """Values of one metric over the steps that have it."""

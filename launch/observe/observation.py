@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from broker.connect import Access, connect
-from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, LearnerReport, NodeStatus
+from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, NodeStatus
 from broker.messaging.client_methods import ObserverBroker
 from common.errors import BrokerUnreachable, SlipstreamError, UsageError
 from common.process.lifecycle import alive
@@ -24,21 +24,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Observation:
-    """The newest known status of a run.
+    """The newest known status of a run."""
 
-    Attributes:
-        status: from the broker, or from RUN/status.json.
-        live: whether the broker answered just now.
-        note: why the status is not live, '' when it is.
-        unreachable: its process is alive and did not answer, so the status may be outdated.
-        age_s: age of the status; 0 when it is live.
-    """
+    status: BrokerStatus  # from the broker, or from RUN/status.json
+    live: bool  # whether the broker answered just now
+    note: str = ""  # why the status is not live
+    unreachable: bool = False  # the broker's process is alive and did not answer, so the status may be outdated
+    age_s: float = 0.0  # 0 when the status is live
 
-    status: BrokerStatus
-    live: bool
-    note: str = ""
-    unreachable: bool = False
-    age_s: float = 0.0
+    @property
+    def learner_state(self) -> str:
+        """The state it reported; 'silent' when it has not reported for long (killed, stopped or unreachable)."""
+        learner = self.status.learner
+        if learner is None:
+            return "absent"
+        lost = self.live and self.status.learner_last_seen_s > LOST_AFTER_S
+        return "silent" if lost and learner.state not in LEARNER_ENDED else learner.state
 
 
 def ask(address: str, timeout_s: float, credentials: str | None, question: Callable[[ObserverBroker], T]) -> T:
@@ -85,17 +86,14 @@ def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
 
 
 def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:
-    """The machine-readable form of `slipstream status`; its keys are relied on by other programs.
-
-    Learner and nodes have all fields of their reports, the broker those of its status; ages count up to now.
-    """
+    """The answer of `slipstream status` for programs, which rely on its keys; ages count up to now."""
     status, live = seen.status, seen.live
     if status.learner is None:
         learner = NO_LEARNER | {"waiting_on": "a learner to start" if live else ""}
     else:
         last_seen_s = status.learner_last_seen_s
         learner = msgspec.to_builtins(status.learner) | {
-            "state": learner_state(status.learner, last_seen_s, live),
+            "state": seen.learner_state,
             "since_s": status.learner.since_s + (last_seen_s if live else 0.0),
             "last_seen_s": last_seen_s,
         }
@@ -111,12 +109,6 @@ def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:
         "samples_failed": waste_view.failed_samples(status, run),
         "nodes": [_node(node) for node in status.nodes],
     }
-
-
-def learner_state(report: LearnerReport, last_seen_s: float, live: bool) -> str:
-    """The state it reported, or 'silent' when it has not reported for long (killed, stopped or unreachable)."""
-    ended = report.state in LEARNER_ENDED
-    return "silent" if live and not ended and last_seen_s > LOST_AFTER_S else report.state
 
 
 def _node(node: NodeStatus) -> dict[str, Any]:

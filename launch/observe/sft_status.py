@@ -47,5 +47,5 @@ def line(status: dict[str, Any]) -> str:
     if status["model"]:
         text += "; the model is written"
     elif learner["state"] in ("gone", "drained", "failed"):
-        text += "; the same command goes on from its newest checkpoint"
+        text += "; the same command continues from its newest checkpoint"
     return text

@@ -31,11 +31,11 @@ def stalls_of(seen: Observation) -> list[Stall]:
     learner, address = seen.status.learner, seen.status.address
     if seen.unreachable:
         waits = f"the broker at {address}, which does not answer ({seen.note.partition(';')[0]})"
-        release = "it answers again: nodes bear it for a minute, and what was acknowledged is kept"
+        release = "it answers again: nodes wait for a minute, and no acknowledged rollout is lost"
         return [Stall("broker_away", "everyone", waits, seen.age_s, release)]
     if learner is not None and learner.state in LEARNER_ENDED:
         return []
-    release = "`slipstream up CONFIG` goes on with the run, or `slipstream broker CONFIG` for the broker alone"
+    release = "`slipstream up CONFIG` continues the run, or `slipstream broker CONFIG` for the broker alone"
     return [Stall("broker_gone", "everyone", "the broker, which has ended before the learner was done", None, release)]
 
 
@@ -46,18 +46,13 @@ def sentence(stall: Stall) -> str:
     return f"{stall.who} wait{'' if several else 's'} for {stall.waits_for}{since}; until: {stall.release}"
 
 
-def moving(seen: Observation) -> str:
-    """One sentence on a living job without stalls."""
-    alive = sum(node.alive for node in seen.status.nodes)
-    learner = seen.status.learner
-    return f"The learner is {learner.state if learner else 'absent'}; {alive} node{'' if alive == 1 else 's'} alive."
-
-
 def page(seen: Observation) -> RenderableType:
     """Every stall, for `status`; the state of the job when there is none."""
     found = stalls_of(seen)
     if not found:
-        return Text(moving(seen) if seen.live else "")
+        alive = sum(node.alive for node in seen.status.nodes)
+        moving = f"The learner is {seen.learner_state}; {alive} node{'' if alive == 1 else 's'} alive."
+        return Text(moving if seen.live else "")
     more = [Text(f"and {len(found) - SHOWN} more; --json has all", "dim")] if len(found) > SHOWN else []
     return Group(*lines(seen, SHOWN), *more)
 

@@ -2,15 +2,14 @@
 
 import argparse
 import json
-import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 
 import msgspec
 
-from common.config.schema import Config, SftConfig
-from common.errors import EXIT_FAILED, SlipstreamError
-from common.process.run_dir import RunDir
+from common.config.schema import SftConfig
+from common.errors import SlipstreamError
 from launch.observe import sft_status, stall_text
 from launch.observe.advisor import advice_for
 from launch.observe.display import open_display
@@ -46,25 +45,15 @@ def top(args: argparse.Namespace) -> int:
     config = config_of(run)
     if config is None:
         raise SlipstreamError(f"{run.path} is not the folder of an RL job")
-    try:
-        return _follow(run, config, args.plain)
-    except KeyboardInterrupt:
-        return 0
-
-
-def _follow(run: RunDir, config: Config, plain: bool) -> int:
     tail = MetricsTail(run.metrics)
-    with open_display(config, tail, plain) as display:
-        while True:
-            try:
+    with suppress(KeyboardInterrupt):
+        with open_display(config, tail, args.plain) as display:
+            while True:
                 seen = observe(run)
-            except SlipstreamError as error:
-                print(f"slipstream top: {error}", file=sys.stderr)
-                return EXIT_FAILED
-            tail.update()
-            display.show(seen)
-            if not seen.live:
-                break
-            time.sleep(config.telemetry.refresh_s)
-    print(seen.note)
+                tail.update()
+                display.show(seen)
+                if not seen.live:
+                    break
+                time.sleep(config.telemetry.refresh_s)
+        print(seen.note)
     return 0

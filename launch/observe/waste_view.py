@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -27,8 +28,7 @@ def whole(status: BrokerStatus) -> dict[str, Waste]:
 
 def as_json(wasted: Mapping[str, Waste]) -> dict[str, dict[str, float]]:
     """Every reason, also those under which nothing was lost."""
-    found = {reason: wasted.get(reason, Waste()) for reason in WASTE_REASONS}
-    return {name: {"tokens": spent.tokens, "seconds": spent.seconds} for name, spent in found.items()}
+    return {reason: msgspec.to_builtins(wasted.get(reason, Waste())) for reason in WASTE_REASONS}
 
 
 def sentence(status: BrokerStatus) -> str:
@@ -79,12 +79,6 @@ def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """The sum of counts, by reason."""
     total = sum((Counter(count) for count in counts), Counter[str]())
     return dict(sorted(total.items()))
-
-
-def failed_sentence(failed: Mapping[str, int]) -> str:
-    """'15 samples failed: 12 environment_timeout, 3 timeout'; '' when none did."""
-    by_size = ", ".join(f"{count:,} {reason}" for reason, count in Counter(failed).most_common())
-    return f"{sum(failed.values()):,} samples failed: {by_size}" if failed else ""
 
 
 def _counts(spent: Waste) -> bool:

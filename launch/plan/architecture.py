@@ -44,30 +44,23 @@ class Experts(msgspec.Struct, frozen=True):
 
 
 class Architecture(msgspec.Struct, frozen=True):
-    """A decoder with RMSNorm, rotary positions and gated feed-forward layers.
+    """A decoder with RMSNorm, rotary positions and gated feed-forward layers."""
 
-    Attributes:
-        kind: model_type in config.json.
-        moe_layers: whether each layer has experts instead of a dense feed-forward.
-        tied: the output layer is the embedding.
-        mlp_bias: biases in the dense feed-forward layers.
-    """
-
-    kind: str
+    kind: str  # model_type in config.json
     layers: int
     hidden: int
     ffn: int
     vocabulary: int
-    tied: bool
+    tied: bool  # the output layer is the embedding
     positions: int
     attention: Attention | LatentAttention
     experts: Experts | None
-    moe_layers: tuple[bool, ...]
-    mlp_bias: bool = False
+    moe_layers: tuple[bool, ...]  # whether each layer has experts instead of a dense feed-forward
+    mlp_bias: bool = False  # in the dense feed-forward layers
 
 
 class UnknownArchitecture(ValueError):
-    """A config.json that the planner cannot count; says why."""
+    """A config.json that the planner cannot count: another model_type than those in READERS, or a number is missing."""
 
 
 class _Traits(msgspec.Struct, frozen=True):
@@ -95,55 +88,49 @@ READERS = {
 
 
 def read_architecture(config: Document) -> Architecture:
-    """The shape that a config.json describes.
-
-    Raises:
-        UnknownArchitecture: another model_type than those in READERS, or a number is missing.
-    """
-    kind = config.get("model_type")
+    """The shape that a config.json describes; raises UnknownArchitecture."""
+    kind = str(config.get("model_type"))
     if kind not in READERS:
         raise UnknownArchitecture(f"model_type {kind!r}; the planner counts {', '.join(READERS)}")
-    traits = READERS[cast("str", kind)]
+    traits = READERS[kind]
     layers = _number(config, "num_hidden_layers")
-    first, every = _number(config, "first_k_dense_replace", 0), _positive(config, "decoder_sparse_step", 1)
+    first, every = _number(config, "first_k_dense_replace", 0), _number(config, "decoder_sparse_step", 1, least=1)
     dense = {*range(first), *cast("list[int]", config.get("mlp_only_layers") or [])}
     has_experts = traits.experts is not None
     return Architecture(
-        kind=cast("str", kind),
+        kind=kind,
         layers=layers,
         hidden=_number(config, "hidden_size"),
         ffn=_number(config, "intermediate_size"),
         vocabulary=_number(config, "vocab_size"),
         tied=_flag(config, "tie_word_embeddings"),
         positions=_number(config, "max_position_embeddings"),
-        attention=_latent_attention(config) if traits.latent else _attention(config, traits),
+        attention=_attention(config, traits),
         experts=_experts(config, traits),
         moe_layers=tuple(has_experts and n not in dense and (n + 1) % every == 0 for n in range(layers)),
         mlp_bias=_flag(config, "mlp_bias"),
     )
 
 
-def _attention(config: Document, traits: _Traits) -> Attention:
-    heads = _positive(config, "num_attention_heads")
+def _attention(config: Document, traits: _Traits) -> Attention | LatentAttention:
+    heads = _number(config, "num_attention_heads", least=1)
+    if traits.latent:
+        return LatentAttention(
+            heads=heads,
+            q_rank=None if config.get("q_lora_rank") is None else _number(config, "q_lora_rank"),
+            kv_rank=_number(config, "kv_lora_rank"),
+            nope_dim=_number(config, "qk_nope_head_dim"),
+            rope_dim=_number(config, "qk_rope_head_dim"),
+            value_dim=_number(config, "v_head_dim"),
+        )
     bias = _flag(config, "attention_bias")
     return Attention(
         heads=heads,
-        kv_heads=_positive(config, "num_key_value_heads", heads),
+        kv_heads=_number(config, "num_key_value_heads", heads, least=1),
         head_dim=_number(config, "head_dim", _number(config, "hidden_size") // heads),
         qk_norm=traits.qk_norm or _flag(config, "use_qk_norm"),
         qkv_bias=traits.qkv_bias or bias,
         output_bias=traits.output_bias and bias,
-    )
-
-
-def _latent_attention(config: Document) -> LatentAttention:
-    return LatentAttention(
-        heads=_number(config, "num_attention_heads"),
-        q_rank=None if config.get("q_lora_rank") is None else _number(config, "q_lora_rank"),
-        kv_rank=_number(config, "kv_lora_rank"),
-        nope_dim=_number(config, "qk_nope_head_dim"),
-        rope_dim=_number(config, "qk_rope_head_dim"),
-        value_dim=_number(config, "v_head_dim"),
     )
 
 
@@ -163,19 +150,10 @@ def _experts(config: Document, traits: _Traits) -> Experts | None:
     )
 
 
-def _number(config: Document, name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise UnknownArchitecture(f"{name} is {value!r}, expected a whole number")
-    return value
-
-
-def _positive(config: Document, name: str, default: int | None = None) -> int:
-    value = _number(config, name, default)
-    if value == 0:
-        raise UnknownArchitecture(f"{name} is 0, expected at least 1")
+def _number(config: Document, name: str, default: int | None = None, least: int = 0) -> int:
+    value = default if config.get(name) is None else config[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UnknownArchitecture(f"{name} is {value!r}, expected a whole number of at least {least}")
     return value
 
 

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from common.config.parallel_layout import document_multiple
 from common.config.schema import Config, SftConfig
 from common.weights.layout import Layout
 from launch.plan.architecture import Architecture, Attention
@@ -16,70 +17,43 @@ MAIN_PARAMETER_BYTES = 4  # saved with the optimizer, whatever the model's dtype
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One optimizer step when every sequence is as long as it may be.
+    """One optimizer step when every sequence is as long as it may be."""
 
-    Attributes:
-        sequences: samples, or documents in supervised tuning.
-        longest: tokens of one sequence, padding of context parallelism included.
-        tokens: those of all sequences.
-        tokens_per_rank: those on the data-parallel rank with the most.
-        microbatches: on every data-parallel rank.
-        bubble: share of a step that a pipeline stage idles, with that many microbatches.
-        bubble_short: the same when sequences are a quarter as long.
-    """
-
-    sequences: int
-    longest: int
-    tokens: int
-    tokens_per_rank: int
-    microbatches: int
-    bubble: float
-    bubble_short: float
+    sequences: int  # samples, or documents in supervised tuning
+    longest: int  # tokens of one sequence, padding of context parallelism included
+    tokens: int  # those of all sequences
+    tokens_per_rank: int  # those on the data-parallel rank with the most
+    microbatches: int  # on every data-parallel rank
+    bubble: float  # share of a step that a pipeline stage idles, with that many microbatches
+    bubble_short: float  # the same when sequences are a quarter as long
 
 
 class Window(msgspec.Struct, frozen=True):
-    """The groups that the staleness bound allows to be outstanding: B (k + 1) (common/staleness.py).
-
-    Attributes:
-        bytes: size of their samples when every one has the maximum length.
-        group_bytes: size of one such group, which travels as one message.
-        node_groups: groups that one node generates at once.
-    """
+    """The groups that the staleness bound allows to be outstanding: B (k + 1) (common/staleness.py)."""
 
     groups: int
     samples: int
     tokens: int
-    bytes: int
-    group_bytes: int
-    node_groups: int
+    bytes: int  # size of their samples when every one has the maximum length
+    group_bytes: int  # size of one such group, which travels as one message
+    node_groups: int  # that one node generates at once
 
 
 class Publish(msgspec.Struct, frozen=True):
-    """One policy version on its way to the nodes.
+    """One policy version on its way to the nodes."""
 
-    Attributes:
-        bytes: size of the flat buffer, which the lead rank and every node keep in host memory.
-        buckets: number of pieces in which it is sent.
-        bytes_per_s: rate at which a publish just ends within weights.timeout_s.
-    """
-
-    bytes: int
-    buckets: int
+    bytes: int  # size of the flat buffer, which the lead rank and every node keep in host memory
+    buckets: int  # pieces in which it is sent
     tensors: int
-    bytes_per_s: float
+    bytes_per_s: float  # rate at which a publish just ends within weights.timeout_s
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """One vLLM engine's memory, per device.
-
-    Attributes:
-        weight_bytes: size of its share of the weights.
-        cache_bytes_per_token: size of the key-value cache for one token.
-    """
+    """One vLLM engine's memory, per device."""
 
     devices: int
     weight_bytes: int
-    cache_bytes_per_token: float
+    cache_bytes_per_token: float  # keys and values
 
     def cache_tokens(self, device_bytes: float, utilization: float) -> int:
         """Tokens whose keys and values fit beside the weights; 0 when the weights do not fit."""
@@ -94,13 +68,10 @@ def batch_of(config: Config | SftConfig, sizes: Sizes) -> Batch:
         longest = config.rollout.engine.max_model_len - 1  # inputs are all tokens but the last
     else:
         sequences, longest = config.learner.sequences_per_step, learner.micro_batch_tokens
-    multiple = 2 * parallel.context if parallel.context > 1 else 1
+    multiple = document_multiple(parallel)
     longest = -(-longest // multiple) * multiple
-
-    def microbatches(fit: int) -> int:
-        return -(-sequences // (max(1, fit) * sizes.data))
-
-    full, short = (microbatches(n * learner.micro_batch_tokens // longest) for n in (1, 4))
+    fitting = (max(1, n * learner.micro_batch_tokens // longest) for n in (1, 4))
+    full, short = (-(-sequences // (fit * sizes.data)) for fit in fitting)
     return Batch(
         sequences=sequences,
         longest=longest,
@@ -119,11 +90,7 @@ def bubble(microbatches: int, pipeline: int, virtual: int) -> float:
 
 
 def window_of(config: Config, model: Architecture, lookahead_groups: int) -> Window:
-    """The largest number of groups between the oldest step that waits and the newest leased task.
-
-    Args:
-        lookahead_groups: that a node leases beyond its concurrency.
-    """
+    """The window when a node leases `lookahead_groups` beyond its concurrency."""
     groups = config.learner.groups_per_step * (config.staleness.max + 1)
     size, longest = config.rollout.group_size, config.rollout.engine.max_model_len
     per_token = WIRE_BYTES_PER_TOKEN

@@ -21,29 +21,18 @@ from launch.plan.process_groups import GroupKind, Sizes, group_kinds, stage_chun
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One rank of a pipeline stage; bytes.
+    """One rank of a pipeline stage; bytes on the device, but for `host`."""
 
-    Attributes:
-        layers: [first, one past the last] of each virtual stage.
-        training: on the device at the peak of forward and backward.
-        updating: on the device during the optimizer step.
-        waiting: on the device between steps.
-        host: kept in host memory; offloaded gradients are not, they start at zero.
-    """
-
-    layers: list[tuple[int, int]]
+    layers: list[tuple[int, int]]  # [first, one past the last] of each virtual stage
     embedding: bool
     output: bool
     resident: Resident
     activations: Activations
-    training: int
-    updating: int
-    waiting: int
-    host: int
-
-    @property
-    def peak(self) -> int:
-        return max(self.training, self.updating)
+    training: int  # at the peak of forward and backward
+    updating: int  # during the optimizer step
+    waiting: int  # between steps
+    peak: int  # the larger of training and updating
+    host: int  # offloaded gradients are not kept, they start at zero
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -61,23 +50,17 @@ class RlPart(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A planned job.
-
-    Attributes:
-        parameters, active_parameters: numbers of the whole model.
-        groups: process groups of the learner.
-        stages: one entry per pipeline stage.
-    """
+    """A planned job."""
 
     name: str
     dtype: str
     model: Architecture
-    parameters: int
-    active_parameters: int
+    parameters: int  # those of the whole model
+    active_parameters: int  # those that one token passes through
     sizes: Sizes
     gpus_per_node: int
-    groups: list[GroupKind]
-    stages: list[Stage]
+    groups: list[GroupKind]  # process groups of the learner
+    stages: list[Stage]  # by pipeline rank
     batch: Batch
     checkpoint: Checkpoint
     rl: RlPart | None
@@ -91,9 +74,7 @@ class Plan(msgspec.Struct, frozen=True):
 def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: int, lookahead_groups: int) -> Plan:
     """Plan a config whose layout fits the model (common.config.parallel_layout has no problem with it).
 
-    Args:
-        gpus_per_node: consecutive learner ranks on one machine.
-        lookahead_groups: that a rollout node leases beyond its concurrency.
+    A machine has `gpus_per_node` consecutive learner ranks; a node leases `lookahead_groups` beyond its concurrency.
     """
     learner, dtype = config.learner, config.model.dtype
     sizes = Sizes.of(learner.world_size, learner.parallel)
@@ -131,6 +112,7 @@ def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, micro
         gradients = r.gradients if memory.offload_gradients else 0
         optimizer = r.optimizer if memory.offload_optimizer else 0
         updating = r.parameters + r.gradients + r.optimizer
+        training = updating - optimizer + a.layers + a.recomputed + a.output
         out.append(
             Stage(
                 layers=[(layers.start, layers.stop) for layers in chunks[i]],
@@ -138,9 +120,10 @@ def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, micro
                 output=i == len(chunks) - 1,
                 resident=r,
                 activations=a,
-                training=updating + a.total - optimizer,
+                training=training,
                 updating=updating,
                 waiting=updating - parameters - gradients - optimizer,
+                peak=max(training, updating),
                 host=parameters + optimizer + (r.parameters if reference else 0),
             )
         )

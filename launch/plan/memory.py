@@ -30,37 +30,21 @@ CHUNK_ELEMENTS = 1 << 26  # logits that a GPU computes at once (learner.megatron
 
 
 class Resident(msgspec.Struct, frozen=True):
-    """One rank of a pipeline stage; bytes, gaps of alignment included.
+    """One rank of a pipeline stage; bytes, gaps of alignment included."""
 
-    Attributes:
-        elements: parameters by kind (launch.plan.parameters.KINDS).
-        optimizer: main parameters and Adam's states of the fullest shard.
-    """
-
-    elements: dict[str, int]
+    elements: dict[str, int]  # parameters by kind (launch.plan.parameters.KINDS)
     parameters: int
     gradients: int
-    optimizer: int
+    optimizer: int  # main parameters and Adam's states of the fullest shard
 
 
 class Activations(msgspec.Struct, frozen=True):
-    """Peak bytes on one rank of a pipeline stage.
+    """Peak bytes on one rank of a pipeline stage."""
 
-    Attributes:
-        layers: activations that the layers keep for all microbatches in flight.
-        recomputed: one layer's own activations while it is computed again (full recomputation).
-        output: activations of the final norm and the output layer for one microbatch; 0 except on the last stage.
-        in_flight: microbatches whose activations are kept at once, in units of the whole stage.
-    """
-
-    layers: int
-    recomputed: int
-    output: int
-    in_flight: float
-
-    @property
-    def total(self) -> int:
-        return self.layers + self.recomputed + self.output
+    layers: int  # those of its layers, for all microbatches in flight
+    recomputed: int  # one layer's own while it is computed again (full recomputation)
+    output: int  # final norm and output layer for one microbatch; 0 except on the last stage
+    in_flight: float  # microbatches that are kept at once, in units of the whole stage
 
 
 def resident(model: Architecture, parallel: ParallelConfig, sizes: Sizes, dtype: str) -> list[Resident]:
@@ -142,11 +126,7 @@ def _sequence_shards(parallel: ParallelConfig) -> int:
 
 
 def output_bytes(model: Architecture, parallel: ParallelConfig, tokens: int, item: int) -> int:
-    """Peak of final norm, output layer and loss in the backward pass, which takes logits in chunks.
-
-    Args:
-        tokens: number on this context-parallel rank.
-    """
+    """Peak of final norm, output layer and loss for this rank's `tokens`; the backward pass takes logits in chunks."""
     width = model.vocabulary // parallel.tensor
     norm = 2 * tokens * model.hidden * item // _sequence_shards(parallel)
     hidden = 2 * tokens * model.hidden * item  # whole on every tensor-parallel rank, and its gradient
@@ -169,15 +149,17 @@ def in_flight(stage: int, parallel: ParallelConfig, microbatches: int) -> float:
 
 
 def layer_bytes(model: Architecture, parallel: ParallelConfig, moe: bool, tokens: int, item: int) -> int:
-    """Bytes that one layer keeps for one microbatch.
-
-    Args:
-        tokens: number on this context-parallel rank.
-    """
+    """Bytes that one layer keeps for this rank's `tokens` of one microbatch."""
     t, shards = parallel.tensor, _sequence_shards(parallel)
     # input and output of both norms; sequence parallelism keeps them cut and gathers them again (section 4.2.2)
-    elements = 4 * model.hidden / shards + _attention_elements(model) / t
-    float32 = model.attention.heads / t  # log-sum-exp
+    elements = 4 * model.hidden / shards
+    # tensors that the attention kernel and the output projection need again
+    a, float32 = model.attention, model.attention.heads / t  # log-sum-exp
+    if isinstance(a, Attention):
+        elements += (2 * a.heads + 2 * a.kv_heads) * a.head_dim / t
+    else:
+        compressed = 2 * (a.q_rank or 0) + 2 * a.kv_rank + a.rope_dim  # before and after their norms
+        elements += (compressed + a.heads * (2 * a.qk_dim + a.nope_dim + 2 * a.value_dim)) / t
     if not moe or model.experts is None:
         elements += 3 * model.ffn / t  # gate and up projection, and their product
     else:
@@ -187,12 +169,3 @@ def layer_bytes(model: Architecture, parallel: ParallelConfig, moe: bool, tokens
         elements += e.per_token / shards * (model.hidden * parallel.expert_tensor + 3 * e.ffn)
         elements += 3 * e.shared_ffn / t
     return round(tokens * (elements * item + float32 * FLOAT32))
-
-
-def _attention_elements(model: Architecture) -> int:
-    """Per token, before tensor parallelism: what the attention kernel and the output projection need again."""
-    a = model.attention
-    if isinstance(a, Attention):
-        return (a.heads + 2 * a.kv_heads) * a.head_dim + a.heads * a.head_dim
-    compressed = 2 * (a.q_rank or 0) + 2 * a.kv_rank + a.rope_dim  # before and after their norms
-    return compressed + a.heads * (2 * a.qk_dim + a.nope_dim + 2 * a.value_dim)

@@ -55,11 +55,10 @@ def count(model: Architecture) -> int:
 
 def count_active(model: Architecture) -> int:
     """Parameters that one token passes through: of the experts, only as many as it is routed to."""
-    experts = model.experts
-    if experts is None:
+    if model.experts is None:
         return count(model)
-    idle = sum(model.moe_layers) * (experts.count - experts.per_token)
-    return count(model) - idle * 3 * model.hidden * experts.ffn
+    idle = sum(model.moe_layers) * (model.experts.count - model.experts.per_token)
+    return count(model) - idle * 3 * model.hidden * model.experts.ffn
 
 
 def chunk_parameters(
@@ -67,12 +66,8 @@ def chunk_parameters(
 ) -> list[Parameter]:
     """Parameters of one model chunk on one rank, in the order of Megatron's named_parameters().
 
-    Ranks that differ only in tensor, context, data or expert coordinates have equally many.
-
-    Args:
-        layers: numbers of the chunk's layers, from 0.
-        first: the chunk has the embedding.
-        last: the chunk has the final norm and the output layer.
+    The first chunk has the embedding, the last one the final norm and the output layer. Layers count from 0.
+    Ranks that differ only in tensor, context, data or expert coordinates have equally many parameters.
     """
     out: list[Parameter] = []
     table = model.vocabulary * model.hidden // parallel.tensor

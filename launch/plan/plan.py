@@ -5,13 +5,28 @@ It needs neither a GPU nor torch, Megatron or vLLM. The model's config.json is e
 
 import argparse
 import json
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, Literal
 
 import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
+from common.config.schema import Config, SftConfig
 from common.errors import EXIT_DONE, EXIT_USAGE
-from launch.plan.page import show
+from launch.plan.architecture import Attention
+from launch.plan.job_plan import Plan, Stage
+from launch.plan.parameters import KINDS
+from launch.plan.remarks import DEVICES, HEADROOM, fits
 from launch.plan.review import Review, make_review
+
+GIB = 1 << 30
+WIDTH = 118
+MEMORY = ("parameters", "gradients", "optimizer", "activations", "output", "training", "update", "waiting", "host")
 
 
 def command(args: argparse.Namespace) -> int:
@@ -20,22 +35,209 @@ def command(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(review)))
     else:
-        show(review)
+        Console(width=None if sys.stdout.isatty() else WIDTH).print(page(review))
     return EXIT_USAGE if review.failed else EXIT_DONE
 
 
 def as_json(review: Review) -> dict[str, Any]:
     """Everything on the page and more (the members of every group); the keys are relied on by other programs."""
-    plan: Any = None
-    if review.plan is not None:
-        plan = msgspec.to_builtins(review.plan)
-        for stage, made in zip(plan["stages"], review.plan.stages, strict=True):
-            stage["peak"] = made.peak
     return {
         "config": review.file,
         "ok": not review.failed,
         "failed": review.failed,
         "before_launch": review.before_launch,
         "remarks": review.remarks,
-        "plan": plan,
+        "plan": msgspec.to_builtins(review.plan),
     }
+
+
+def page(review: Review) -> RenderableType:
+    """Checks, what has to be brought, then the plan where there is one."""
+    parts: list[RenderableType] = [Text(f"plan of {review.config.run.name} ({review.file})", "bold")]
+    parts += _numbered("Failed checks", review.failed, "red")
+    if not review.failed:
+        parts.append(Text("All checks passed that need no weights, data or GPU.", "green"))
+    parts += _numbered("Before launch", review.before_launch, "yellow")
+    if review.plan is None:
+        parts.append(Text("No plan: the layout does not fit the model.", "red"))
+        return Group(*parts)
+    config, plan = review.config, review.plan
+    bodies = {
+        "Model and layout": _facts(_layout(config, plan)),
+        "Process groups": _groups(plan),
+        "Layers, and millions of parameters on one rank": _parameters(plan.stages),
+        "GiB on one rank": _memory(plan),
+        "Step": _facts(_step(config, plan)),
+    }
+    if isinstance(config, Config):
+        bodies["Rollouts and weights"] = _facts(_rollouts(config, plan))
+    for title, body in bodies.items():
+        parts += (Text(), Text(title, "bold"), body)
+    parts += _numbered("Remarks", review.remarks)
+    return Group(*parts)
+
+
+def _numbered(title: str, lines: Sequence[str], style: str = "") -> list[RenderableType]:
+    if not lines:
+        return []
+    numbers = [(f"{n}.", line) for n, line in enumerate(lines, 1)]
+    return [Text(), Text(title, f"bold {style}".strip()), _facts(numbers, gap=1, justify="right")]
+
+
+def _facts(rows: Iterable[tuple[str, str]], gap: int = 2, justify: Literal["left", "right"] = "left") -> Table:
+    table = Table.grid(padding=(0, gap))
+    table.add_column(justify=justify, no_wrap=True)
+    table.add_column()
+    for name, text in rows:
+        table.add_row(name, Text(text))
+    return table
+
+
+def _layout(config: Config | SftConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+    model, sizes, parallel = plan.model, plan.sizes, config.learner.parallel
+    a = model.attention
+    heads = f"{a.heads} heads, {a.kv_heads} key-value" if isinstance(a, Attention) else f"{a.heads} heads, latent"
+    experts = ""
+    if model.experts is not None:
+        experts = f", {model.experts.per_token} of {model.experts.count} experts in {sum(model.moe_layers)} layers"
+    tied = ", tied embeddings" if model.tied else ""
+    yield "model", f"{model.kind}: {model.layers} layers, hidden {model.hidden}, {heads}{experts}{tied}; {plan.dtype}"
+    active = f", {_billions(plan.active_parameters)} for one token" if model.experts else ""
+    yield "parameters", _billions(plan.parameters) + active
+    nodes = -(-sizes.world // plan.gpus_per_node)
+    where = f"{nodes} nodes of {plan.gpus_per_node}" if nodes > 1 else "one node"
+    axes = f"tensor {sizes.tensor} x context {sizes.context} x data {sizes.data} x pipeline {sizes.pipeline}"
+    sequence = ", sequence parallel" if parallel.sequence_parallel else ""
+    yield "learner", f"{sizes.world} ranks on {where}: {axes}{sequence}"
+    if model.experts is not None:
+        axes = f"expert_tensor {sizes.expert_tensor} x expert {sizes.expert} x expert_data {sizes.expert_data}"
+        yield "experts", f"{axes} x pipeline {sizes.pipeline}"
+
+
+def _steps(n: int) -> str:
+    return "step" if n == 1 else f"{n} steps"
+
+
+def _billions(n: int) -> str:
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
+
+
+def _table(names: Sequence[str], left: Sequence[str] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in names:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    return table
+
+
+def _groups(plan: Plan) -> Table:
+    table = _table(("kind", "size", "groups", "nodes", "the first of them"), ("kind", "the first of them"))
+    for kind in plan.groups:
+        shown = "   ".join(map(_span, kind.groups[:2])) + (" ..." if len(kind.groups) > 2 else "")
+        first = "-" if kind.size == 1 else shown
+        table.add_row(kind.name, str(kind.size), str(len(kind.groups)), str(kind.nodes), first)
+    return table
+
+
+def _span(group: Sequence[int]) -> str:
+    """The ranks of a group, of a large one only the ends."""
+    if len(group) <= 4:
+        return " ".join(map(str, group))
+    if group[-1] - group[0] == len(group) - 1:
+        return f"{group[0]}-{group[-1]}"
+    return f"{group[0]} {group[1]} {group[2]} ... {group[-1]}"
+
+
+def _runs(stages: Sequence[Stage], key: Callable[[Stage], object]) -> Iterator[tuple[str, list[Stage]]]:
+    """Neighbouring stages with the same key, and their numbers."""
+    for _, run in groupby(enumerate(stages), lambda numbered: key(numbered[1])):
+        (first, *between), same = zip(*run, strict=True)
+        yield f"{first}-{between[-1]}" if between else str(first), list(same)
+
+
+def _parameters(stages: Sequence[Stage]) -> Table:
+    shown = [kind for kind in KINDS if any(stage.resident.elements[kind] for stage in stages)]
+    table = _table(("stage", "layers", "with", *shown, "in all"), ("stage", "layers", "with"))
+    keys = attrgetter("resident.elements", "embedding", "output")
+    for name, run in _runs(stages, lambda s: (keys(s), [b - a for a, b in s.layers])):
+        first, last = run[0], run[-1]
+        if len(run) == 1:
+            layers = " ".join(f"{a}-{b - 1}" for a, b in first.layers)
+        else:
+            each = " + ".join(str(b - a) for a, b in first.layers)
+            layers = f"{first.layers[0][0]}-{last.layers[-1][1] - 1}, {each} each"
+        extra = " ".join(word for word in ("embedding", "output") if getattr(first, word))
+        elements = first.resident.elements
+        sizes = [*(elements[kind] for kind in shown), sum(elements.values())]
+        table.add_row(name, layers, extra or "-", *(f"{n / 1e6:,.1f}" for n in sizes))
+    return table
+
+
+def _memory(plan: Plan) -> RenderableType:
+    table = _table(("stage", *MEMORY, "in flight"), ("stage",))
+    for name, run in _runs(plan.stages, _memory_row):
+        table.add_row(name, *_memory_row(run[0]))
+    peak = plan.fullest.peak
+    words = [
+        f"{name} is {'enough' if fits(peak, size) else 'too small'} ({peak / size:.0%} of {size / GIB:.1f} GiB)"
+        for name, size in DEVICES.items()
+    ]
+    needs = f"The fullest rank needs {peak / GIB:.1f} GiB; with {HEADROOM:.0%} left free, {'; '.join(words)}."
+    return Group(table, Text(needs))
+
+
+def _memory_row(stage: Stage) -> list[str]:
+    r, a = stage.resident, stage.activations
+    sizes = [r.parameters, r.gradients, r.optimizer, a.layers + a.recomputed, a.output]
+    sizes += [stage.training, stage.updating, stage.waiting, stage.host]
+    return [*(f"{n / GIB:.1f}" for n in sizes), f"{a.in_flight:g}"]
+
+
+def _step(config: Config | SftConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+    batch, learner = plan.batch, config.learner
+    made = f"{batch.sequences} documents"
+    if isinstance(config, Config):
+        groups, size = config.learner.groups_per_step, config.rollout.group_size
+        made = f"{groups} groups x {size} samples = {batch.sequences} samples"
+    yield "batch", f"{made}, at most {batch.longest:,} tokens each: {batch.tokens:,} per step at most"
+    yield (
+        "microbatches",
+        f"{batch.microbatches} of {learner.micro_batch_tokens:,} tokens on each of {plan.sizes.data} data-parallel "
+        f"ranks when all are that long; at most {batch.tokens_per_rank:,} tokens a rank",
+    )
+    if plan.sizes.pipeline > 1:
+        short = f"{batch.bubble_short:.1%} when sequences are a quarter as long"
+        yield "bubble", f"the pipeline idles {batch.bubble:.1%} of a step, {short}"
+    steps = config.run.steps
+    total = f"{steps * batch.sequences:,} sequences, at most {steps * batch.tokens / 1e9:,.2f} billion tokens"
+    yield "run", f"{steps} steps: {total}"
+    checkpoint = plan.checkpoint
+    yield (
+        "checkpoints",
+        f"{checkpoint.bytes / GIB:,.1f} GiB each, every {_steps(learner.checkpoint.every)}; up to {checkpoint.kept} on "
+        f"the disk: {checkpoint.bytes * checkpoint.kept / GIB:,.0f} GiB",
+    )
+
+
+def _rollouts(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
+    assert plan.rl is not None
+    window, publish, engine = plan.rl.window, plan.rl.publish, plan.rl.engine
+    k, settings = config.staleness.max, config.rollout.engine
+    yield (
+        "window",
+        f"staleness {k}: at most {config.learner.groups_per_step} x {k + 1} = {window.groups} groups outstanding, "
+        f"{window.samples:,} samples, {window.bytes / GIB:,.2f} GiB; a node has up to {window.node_groups}",
+    )
+    yield (
+        "publish",
+        f"every {_steps(config.weights.publish_every)}, {publish.bytes / GIB:,.1f} GiB in {publish.buckets:,} buckets "
+        f"of {config.weights.bucket_mib} MiB, {publish.tensors:,} tensors; within {config.weights.timeout_s:g} s at "
+        f"{publish.bytes_per_s / 1e9:,.2f} GB/s",
+    )
+    sizes = {name: engine.cache_tokens(size, settings.gpu_memory_utilization) for name, size in DEVICES.items()}
+    sequences = [f"{tokens // settings.max_model_len:,} on {name}" for name, tokens in sizes.items()]
+    yield (
+        "engines",
+        f"{plan.rl.nodes} of {engine.devices} device{'s' if engine.devices > 1 else ''}: "
+        f"{engine.weight_bytes / GIB:,.1f} GiB of weights per device; cache for {' and '.join(sequences)} sequences of "
+        f"{settings.max_model_len:,} tokens",
+    )

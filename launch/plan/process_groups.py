@@ -60,12 +60,7 @@ class GroupKind(msgspec.Struct, frozen=True):
 
 
 def group_kinds(sizes: Sizes, gpus_per_node: int, with_experts: bool) -> list[GroupKind]:
-    """Every kind of process group of a layout.
-
-    Args:
-        gpus_per_node: consecutive ranks on one machine.
-        with_experts: whether the model has any; without, the expert groups are of no interest.
-    """
+    """Every kind of process group of a layout; those of experts only for a model that has some."""
     kinds = [(axes, DENSE) for axes in (("tensor",), ("context",), ("pipeline",), ("data",), ("data", "context"))]
     if with_experts:
         kinds += [((axis,), SPARSE) for axis in SPARSE[:-1]]
@@ -78,12 +73,7 @@ def group_kinds(sizes: Sizes, gpus_per_node: int, with_experts: bool) -> list[Gr
 
 
 def rank_groups(sizes: Sizes, axes: tuple[str, ...], order: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """Groups of the ranks that differ only in `axes`; members and groups ascend.
-
-    Args:
-        axes: some names of `order`.
-        order: DENSE or SPARSE, the fastest coordinate first.
-    """
+    """Groups of the ranks that differ only in `axes`, some names of `order` (DENSE or SPARSE); all ascend."""
     slowest_first = order[::-1]
     ranks = np.arange(sizes.world).reshape([getattr(sizes, name) for name in slowest_first])
     inside = [i for i, name in enumerate(slowest_first) if name in axes]

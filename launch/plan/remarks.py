@@ -17,32 +17,26 @@ def remarks(config: Config | SftConfig, plan: Plan) -> list[str]:
     """In the order of the page: groups, memory, pipeline, loss, window, weight plane, engines."""
     out = [*_groups(plan), *_memory(config, plan), *_pipeline(config, plan), *_experts(config, plan)]
     if isinstance(config, Config) and plan.rl is not None:
-        out += [
-            *_clipping(config.learner.loss),
-            *_window(config, plan.rl),
-            *_publish(config, plan.rl),
-            *_engines(config, plan.rl),
-        ]
+        out += [*_clipping(config.learner.loss), *_window(config, plan.rl)]
+        out += [*_publish(config, plan.rl), *_engines(config, plan.rl)]
     return out
 
 
 def fits(needed: int, device: float) -> bool:
-    """Whether that many bytes leave the headroom free on a device."""
     return needed <= device * (1 - HEADROOM)
 
 
 def _groups(plan: Plan) -> Iterator[str]:
-    names = {"tensor": "TP", "context": "CP", "expert": "EP", "expert_tensor": "ETP"}
     costs = {
-        "tensor": "every layer waits for its collectives; a tensor-parallel group belongs on one node",
-        "expert_tensor": "every expert layer waits for its collectives",
-        "context": "every layer gathers keys and values across them",
-        "expert": "every expert layer sends its tokens across them twice, forward and backward",
+        "tensor": ("TP", "every layer waits for its collectives; a tensor-parallel group belongs on one node"),
+        "expert_tensor": ("ETP", "every expert layer waits for its collectives"),
+        "context": ("CP", "every layer gathers keys and values across them"),
+        "expert": ("EP", "every expert layer sends its tokens across them twice, forward and backward"),
     }
     for kind in plan.groups:
         if kind.name in costs and kind.nodes > 1:
-            where = f"{names[kind.name]} {kind.size} spans {kind.nodes} nodes of {plan.gpus_per_node}"
-            yield f"{where}: {costs[kind.name]}."
+            name, cost = costs[kind.name]
+            yield f"{name} {kind.size} spans {kind.nodes} nodes of {plan.gpus_per_node}: {cost}."
     if plan.sizes.dense_shards == 1 and plan.sizes.world > 1:
         yield "Data x context parallelism is 1: nothing shards the optimizer states of the dense parameters."
 
@@ -140,7 +134,7 @@ def _engines(config: Config, rl: RlPart) -> Iterator[str]:
         tokens = engine.cache_tokens(size, settings.gpu_memory_utilization)
         if tokens < settings.max_model_len:
             yield (
-                f"An engine of {engine.devices} device{'s' if engine.devices > 1 else ''} holds "
+                f"An engine of {engine.devices} device{'s' if engine.devices > 1 else ''} has "
                 f"{engine.weight_bytes / GIB:.1f} GiB of weights per device, which leaves a GPU of {name} cache for "
                 f"{tokens:,} tokens; one sequence may need {settings.max_model_len:,}."
             )

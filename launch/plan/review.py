@@ -1,11 +1,11 @@
 """A config under review: the checks of a launch that need no weights, the plan of the job, and remarks on it."""
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+
+import msgspec
 
 from common.config.checks import MODEL_HINT, problems, resolve_paths
 from common.config.loading import load_either
@@ -29,28 +29,17 @@ MISSING_FROM_MODEL = ("a Hugging Face model folder with a tokenizer", "a Hugging
 
 @dataclass
 class Review:
-    """A config, the plan of its job, and everything that speaks against a launch.
+    """A config, the plan of its job, and everything that speaks against a launch."""
 
-    Attributes:
-        file: the config's name in messages.
-        plan: None when the layout does not fit the model, or `no_plan` says why.
-        refused: a launch refuses these, even when every file is in its place.
-        missing: files that have to be brought along.
-        not_yet: parts that this version cannot launch by itself.
-        remarks: sentences on what no check refuses.
-        no_plan: the reason why the model cannot be planned.
-        too_few_turns: the environment plays several turns and rollout.max_turns is 1.
-    """
-
-    file: str
+    file: str  # the config's name in messages
     config: Config | SftConfig
-    plan: Plan | None = None
-    refused: list[Problem] = field(default_factory=list)
-    missing: list[Problem] = field(default_factory=list)
-    not_yet: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    no_plan: str = ""
-    too_few_turns: bool = False
+    plan: Plan | None = None  # None when the layout does not fit the model, or `no_plan` says why
+    refused: list[Problem] = field(default_factory=list)  # even when every file is in its place
+    missing: list[Problem] = field(default_factory=list)  # files that have to be brought along
+    not_yet: list[str] = field(default_factory=list)  # parts that this version cannot launch by itself
+    remarks: list[str] = field(default_factory=list)  # sentences on what no check refuses
+    no_plan: str = ""  # the reason why the model cannot be planned
+    too_few_turns: bool = False  # the environment plays several turns and rollout.max_turns is 1
 
     @property
     def failed(self) -> list[str]:
@@ -62,11 +51,7 @@ class Review:
 
 
 def make_review(file: str, overrides: list[str], gpus_per_node: int = GPUS_PER_NODE) -> Review:
-    """Check and plan a config on a machine that need not run it.
-
-    Raises:
-        UsageError: the config or the model's config.json cannot be read, or the planner cannot count the architecture.
-    """
+    """Check and plan a config on a machine that need not run it; raises UsageError when there can be no plan."""
     config = resolve_paths(load_either(Path(file), overrides))
     made = review(config, file, gpus_per_node, libraries=False)
     if made.no_plan:
@@ -75,11 +60,7 @@ def make_review(file: str, overrides: list[str], gpus_per_node: int = GPUS_PER_N
 
 
 def review(config: Config | SftConfig, file: str, gpus_per_node: int = GPUS_PER_NODE, libraries: bool = True) -> Review:
-    """Check and plan a config with absolute paths.
-
-    Args:
-        libraries: whether the environment's libraries must be installed here.
-    """
+    """Check and plan a config with absolute paths; `libraries`: those of the environment must be installed here."""
     made = Review(file, config, not_yet=[*_not_yet(config, gpus_per_node)])
     for problem in problems(config):
         (made.missing if _is_missing_file(problem, config) else made.refused).append(problem)
@@ -110,15 +91,12 @@ def read_model(folder: Path) -> dict[str, object]:
     """config.json of a model folder; raises UsageError when there is nothing to plan from."""
     path = folder / "config.json"
     try:
-        document: object = json.loads(path.read_text(encoding="utf-8"))
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
     except FileNotFoundError:
         needs = f"a plan needs at least the model's config.json; {MODEL_HINT}"
         raise UsageError(f"model.path: {path} does not exist; {needs}") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"model.path: {path} cannot be read: {error}") from None
-    if not isinstance(document, dict):
-        raise UsageError(f"model.path: {path} is no JSON object")
-    return cast("dict[str, object]", document)
 
 
 def describe(problem: Problem) -> str:
@@ -129,12 +107,9 @@ def describe(problem: Problem) -> str:
 def _is_missing_file(problem: Problem, config: Config | SftConfig) -> bool:
     """Whether the problem is only a missing file: weights, a tokenizer or a dataset."""
     key, expected, _, _ = problem
-    if key == "model.path":
-        return expected.startswith(MISSING_FROM_MODEL)
-    datasets = {"tasks.dataset": config.tasks.dataset}
-    if isinstance(config, Config) and config.tasks.eval_dataset:
-        datasets["tasks.eval_dataset"] = config.tasks.eval_dataset
-    return key in datasets and not Path(datasets[key]).exists()
+    if key in ("tasks.dataset", "tasks.eval_dataset"):
+        return not Path(getattr(config.tasks, key.removeprefix("tasks."))).exists()
+    return key == "model.path" and expected.startswith(MISSING_FROM_MODEL)
 
 
 def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> Iterator[str]:

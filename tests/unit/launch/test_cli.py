@@ -160,7 +160,7 @@ def test_help_names_every_command(capsys):
     ("code", "heavy"),
     [
         ("import launch.cli; launch.cli.parse(['up', 'c.yaml'])", HEAVY | {"rich", "numpy", "zmq"}),
-        ("import launch.plan.plan, launch.plan.page", HEAVY),
+        ("import launch.plan.plan", HEAVY),
         ("from launch.doctor.machine import look; m = look(); assert m.cores and m.memory_bytes", HEAVY),
     ],
     ids=["help", "plan", "doctor"],

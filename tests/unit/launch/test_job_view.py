@@ -39,12 +39,10 @@ def tail(run: RunDir) -> MetricsTail:
             line = {"step": step, "policy_version": step + 1, "reward_mean": step / 10, "staleness_mean": 0.5,
                     "staleness_max": 1, "step_s": 2.0, "learner_idle_s": 0.5}  # fmt: skip
             file.write(json.dumps(line) + "\n")
-    found = MetricsTail(run.metrics)
-    found.update()
-    return found
+    return MetricsTail.of(run)
 
 
-def test_waste_is_shown_by_reason_for_the_run_and_for_each_node(run):
+def test_waste_is_shown_by_reason_for_the_run_and_for_each_node(config, run, tail):
     found = as_json(run, WASTEFUL)
     assert found["waste"]["lost"] == {"tokens": 10, "seconds": 61.0}
     assert found["waste"]["failed"] == {"tokens": 25, "seconds": 2.5}
@@ -58,29 +56,26 @@ def test_waste_is_shown_by_reason_for_the_run_and_for_each_node(run):
     assert ["node-0", "10,", "61.0", "s", "20,", "2.5", "s", "-", "-"] in shown
     assert ["node-1", "-", "-", "-", "7.0", "s"] in shown
     assert ["learner", "-", "5", "25", "-"] in shown
-    assert "nothing wasted" in text_of(render_status(run, PLAIN))
-
-
-def test_the_live_view_says_how_much_was_wasted_and_on_what(config, tail):
     said = text_of(render_live(config, WASTEFUL, tail, []))
     assert "60 tokens (12% of those generated): 25 masked, 25 failed, 10 lost" in said
+    assert "nothing wasted" in text_of(render_status(run, PLAIN))
     assert "of those generated" not in text_of(render_live(config, PLAIN, tail, []))
 
 
-def test_of_many_nodes_the_first_are_shown_and_the_rest_counted():
+def test_of_many_nodes_and_stalls_the_first_are_shown_and_the_rest_counted(monkeypatch):
     nodes = [node_status(f"n{i}", waste={"failed": Waste(1)}) for i in range(20)]
     shown = text_of(waste_view.table(status_of(*nodes, learner=None, waste={"failed": Waste(20)})))
     assert "n15" in shown and "n16" not in shown
     assert "and 4 more" in shown
+    many = [Stall("k", f"w{i}", "x", None, "y") for i in range(stall_text.SHOWN + 3)]
+    monkeypatch.setattr(stall_text, "stalls_of", lambda seen: many)
+    assert "and 3 more" in text_of(stall_text.page(PLAIN))
 
 
-def test_status_for_people_shows_every_process(run):
+def test_the_views_show_every_process_progress_and_waits(config, run, tail):
     text = text_of(render_status(run, PLAIN))
-    for word in ("learner", "broker", "node-0", "generating", "2 leases", "1 groups ready", "1 of 4 ready"):
-        assert word in text
-
-
-def test_the_live_view_and_its_plain_line_show_progress_and_waits(config, tail):
+    words = ("learner", "broker", "node-0", "generating", "2 leases", "1 groups ready", "1 of 4 ready")
+    assert [word for word in words if word not in text] == []
     text = text_of(render_live(config, PLAIN, tail, ["12:00:00 node-1: restarted"]), width=160)
     words = ("step 4/10", "12 s left", "reward", "0.300", "max 1 of 2", "25% waiting", "1,234 tokens/s", "restarted")
     assert [word for word in words if word not in text] == []
@@ -108,20 +103,20 @@ def test_a_node_whose_environments_start_is_not_said_to_generate(config, tail):
 def test_tail_reads_only_whole_lines_and_starts_over_with_a_new_file(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     tail = MetricsTail(path)
-    assert not tail.update() and tail.series("x") == []
+
+    def series() -> list[float]:
+        tail.update()
+        return tail.series("x")
+
+    assert series() == []
     path.write_text('{"step": 0, "x": 1}\n{"step": 1, "x"')
-    assert tail.update()
-    assert tail.series("x") == [1.0]
+    assert series() == [1.0]
     with path.open("a") as file:
         file.write(": 2}\n")
-    assert tail.update()
-    assert not tail.update()
-    assert tail.series("x") == [1.0, 2.0]
-    fresh = tmp_path / "new"
-    fresh.write_text('{"step": 0, "x": 5}\n')
-    fresh.replace(path)
-    tail.update()
-    assert tail.series("x") == [5.0]
+    assert series() == series() == [1.0, 2.0]
+    (tmp_path / "new").write_text('{"step": 0, "x": 5}\n')
+    (tmp_path / "new").replace(path)
+    assert series() == [5.0]
 
 
 def test_small_formats():
@@ -167,7 +162,7 @@ def test_sentences_agree_with_who_waits():
     assert stall_text.sentence(Stall("k", "a and b", "room", None, "x")) == "a and b wait for room; until: x"
 
 
-def test_status_and_the_live_view_show_who_waits_for_whom(config, run, capsys):
+def test_status_and_the_live_view_show_who_waits_for_whom_or_that_the_job_moves(config, run, capsys):
     text = text_of(render_status(run, seen()))
     assert "and no node is alive" in text and "a node joins" in text
     view = text_of(render_live(config, seen(), MetricsTail(run.metrics), []))
@@ -175,18 +170,9 @@ def test_status_and_the_live_view_show_who_waits_for_whom(config, run, capsys):
     write_json(run.status_json, WAITING)
     (stall,) = json_of(capsys, "status", str(run.path))["stalls"]
     assert set(stall) == {"kind", "who", "waits_for", "since_s", "release"}
-
-
-def test_a_job_that_moves_is_said_to(run):
     training = msgspec.structs.replace(LEARNER, state="training")
     moving = status_of(node_status("n0"), node_status("n1"), learner=training)
     assert "The learner is training; 2 nodes alive." in text_of(render_status(run, seen(moving)))
-
-
-def test_of_many_stalls_the_first_are_shown_and_the_rest_counted(monkeypatch):
-    many = [Stall("k", f"w{i}", "x", None, "y") for i in range(stall_text.SHOWN + 3)]
-    monkeypatch.setattr(stall_text, "stalls_of", lambda seen: many)
-    assert "and 3 more" in text_of(stall_text.page(seen()))
 
 
 def test_status_ends_with_the_advisors_line(config, run, capsys):
@@ -196,6 +182,4 @@ def test_status_ends_with_the_advisors_line(config, run, capsys):
     assert json_of(capsys, "status", str(run.path))["advice"]["change"] == "more_nodes"
     assert main(["status", str(run.path)]) == 0
     assert "advice: 2 more nodes: learner idle 41% -> about 0%" in capsys.readouterr().out
-    tail = MetricsTail(run.metrics)
-    tail.update()
-    assert "2 more nodes" in text_of(render_live(config, seen(), tail, []))
+    assert "2 more nodes" in text_of(render_live(config, seen(), MetricsTail.of(run), []))

@@ -1,6 +1,4 @@
-"""status and ledger: from a living broker, from what a run left behind, and of a run that went on with a new broker."""
-
-import json
+"""status and ledger: from a living broker, from the files that a run left behind, and over several brokers."""
 
 import msgspec
 import pytest
@@ -12,7 +10,7 @@ from common.process.run_dir import RunDir, write_json
 from launch.cli import main
 from launch.observe import waste_view
 from launch.observe.job_view import render_status
-from launch.observe.ledger import former_ledgers, observe_ledger, whole_ledger
+from launch.observe.ledger import observe_ledger, whole_ledger
 from launch.observe.observation import Observation, as_json, observe
 from tests.launch_rig import LEARNER, json_of, living_broker, node_status, status_of, text_of, write_broker
 
@@ -43,19 +41,19 @@ def test_status_json_has_the_keys_that_programs_rely_on(ended, capsys):
     assert expected.items() <= node.items()
     assert found["live"] is False
     assert "broker has ended" in found["note"]
+    write_broker(ended, pid=2147483000)
+    assert "broker 2147483000 has ended" in json_of(capsys, "status", str(ended.path))["note"], "it was killed"
 
 
 def test_learners_and_nodes_that_are_not_there_are_told_from_living_ones(run):
-    assert (
-        as_json(run, Observation(status_of(learner=None), live=True))["learner"].items()
-        >= {"pid": None, "state": "absent"}.items()
-    )
+    absent = as_json(run, Observation(status_of(learner=None), live=True))["learner"]
+    assert absent.items() >= {"pid": None, "state": "absent"}.items()
     found = as_json(run, Observation(status_of(node_status(alive=False), learner_last_seen_s=45.0), live=True))
     assert (found["learner"]["state"], found["learner"]["since_s"]) == ("silent", 47.5)
     assert found["nodes"][0]["state"] == "gone"
 
 
-def test_the_ledger_of_an_ended_run(ended, capsys):
+def test_the_ledger_and_the_view_of_an_ended_run(ended, capsys):
     first, second = json_of(capsys, "ledger", str(ended.path))
     expected = {
         "serial": 0, "state": "committed", "attempts": 1, "nodes": ["node-0"], "step": 0,
@@ -65,17 +63,14 @@ def test_the_ledger_of_an_ended_run(ended, capsys):
     assert (second["step"], second["nodes"], second["reason"]) == (None, ["node-0", "node-1"], "lease expired")
     assert main(["ledger", str(ended.path)]) == 0
     assert "2 tasks: 1 committed, 1 leased; 1 with more than one attempt" in capsys.readouterr().out
+    assert main(["top", "--plain", str(ended.path)]) == 0
+    assert "broker has ended; last known status" in capsys.readouterr().out, "the view ends with the job"
 
 
-@pytest.mark.parametrize("command", ["status", "ledger"])
+@pytest.mark.parametrize("command", ["status", "ledger", "top"])
 def test_run_without_a_broker_so_far_fails_with_the_reason(run, capsys, command):
     assert main([command, str(run.path)]) == EXIT_FAILED
     assert "no broker has run here yet" in capsys.readouterr().err
-
-
-def test_broker_that_was_killed_is_named_with_its_last_status(ended, capsys):
-    write_broker(ended, pid=2147483000)
-    assert "broker 2147483000 has ended" in json_of(capsys, "status", str(ended.path))["note"]
 
 
 def test_broker_that_does_not_answer_is_not_called_ended(ended):
@@ -106,9 +101,7 @@ def test_failed_samples_are_summed_by_reason_and_shown(run):
     assert told["samples_failed"] == {"environment_flood": 1, "timeout": 12}
     assert told["nodes"][1]["samples_failed"] == {"timeout": 9}
     assert "samples failed" not in text_of(render_status(run, Observation(status_of(node_status()), live=True)))
-
-
-def test_failed_samples_of_a_run_whose_nodes_are_gone_are_those_of_the_trained_groups(run):
+    # without nodes they are those of the groups that were trained on
     failed = {"timeout": 3}, {"environment_error": 2, "timeout": 1}
     lines = [{"step": i, "policy_version": i + 1, "samples_failed_by_reason": f} for i, f in enumerate(failed)]
     run.metrics.write_bytes(msgspec.json.Encoder().encode_lines(lines))
@@ -146,6 +139,7 @@ STOPPED = [entry(0, "committed", 0), entry(1, "taken", 1), entry(2, "taken", 2),
 
 
 def test_every_step_stands_once_with_the_groups_that_lasted() -> None:
+    assert whole_ledger([], STOPPED) == STOPPED, "one broker alone"
     newest = [entry(0, "committed", 2), entry(1, "pending", None)]
     found = whole_ledger([STOPPED], newest)
     assert [(e.serial, e.state, e.step) for e in found] == [
@@ -154,32 +148,16 @@ def test_every_step_stands_once_with_the_groups_that_lasted() -> None:
         (4, "committed", 2),  # step 2 was trained again: the first try is no part of the record
         (5, "pending", None),
     ]
-
-
-def test_a_learner_that_goes_further_back_repeats_what_lies_between() -> None:
+    # a learner that starts further back repeats the steps between
     found = whole_ledger([STOPPED, [entry(0, "taken", 2)]], [entry(0, "committed", 1), entry(1, "committed", 2)])
     assert [(e.serial, e.step) for e in found] == [(0, 0), (5, 1), (6, 2)]
-
-
-def test_before_anybody_goes_on_former_steps_stand_as_they_were_left() -> None:
+    # before a learner continues, former steps stay as they were left
     found = whole_ledger([STOPPED], [entry(0, "leased", None)])
     assert [(e.serial, e.state) for e in found] == [(0, "committed"), (1, "taken"), (2, "taken"), (4, "leased")]
 
 
-def test_one_broker_alone_is_shown_as_it_is() -> None:
-    assert whole_ledger([], STOPPED) == STOPPED
-
-
-@pytest.fixture
-def continued(tmp_path) -> RunDir:
-    """A run of two brokers, both gone."""
+def test_the_ledger_of_a_run_has_the_parts_of_all_its_brokers(tmp_path) -> None:
     write_json(tmp_path / "ledger-1.json", STOPPED)
     write_json(tmp_path / "ledger.json", [entry(0, "committed", 2)])
-    return RunDir(tmp_path)
-
-
-def test_the_ledger_command_shows_the_whole_run(continued: RunDir) -> None:
-    assert len(former_ledgers(continued)) == 1
-    assert [e.step for e in observe_ledger(continued)] == [0, 1, 2]
-    assert len({e.serial for e in observe_ledger(continued)}) == 3
-    assert json.loads((continued.path / "ledger-1.json").read_text())[3]["state"] == "ready"
+    found = observe_ledger(RunDir(tmp_path))
+    assert [(e.serial, e.step) for e in found] == [(0, 0), (1, 1), (4, 2)]

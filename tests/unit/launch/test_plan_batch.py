@@ -4,14 +4,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.config.schema import (
-    Config,
-    SftConfig,
-    SftLearnerConfig,
-    SftTasksConfig,
-)
+from common.config.schema import Config, SftConfig, SftLearnerConfig, SftTasksConfig
 from common.rollouts import Group, Sample, VersionRun, encode_group
 from common.staleness import window_end
+from common.wire_types import Array
 from launch.plan.arithmetic import batch_of, bubble, engine_of, publish_of, window_of
 from launch.plan.process_groups import Sizes
 from tests.launch_rig import architecture
@@ -48,11 +44,8 @@ def test_full_sequences_fill_microbatches_as_packing_does() -> None:
         documents = [Document(tokens, tokens.astype(np.uint8)) for _ in range(32)]
         assert found.microbatches == len(plan(documents, ranks, 4096)[0])
         assert (found.sequences, found.longest, found.tokens) == (32, length - 1, 32 * (length - 1))
-
-
-def test_context_parallelism_pads_a_sequence_to_its_chunks() -> None:
-    assert batch(job(max_model_len=1000, learner={"parallel": {"context": 4}})).longest == 1000
-    assert batch(job(max_model_len=1000)).longest == 999
+    padded = batch(job(max_model_len=1000, learner={"parallel": {"context": 4}}))
+    assert padded.longest == 1000, "999 tokens are padded to two chunks for each of four ranks"
 
 
 def test_supervised_documents_may_fill_a_microbatch() -> None:
@@ -69,18 +62,11 @@ def test_bubble(microbatches: int, pipeline: int, virtual: int, expected: float)
     assert bubble(microbatches, pipeline, virtual) == pytest.approx(expected)
 
 
-def test_the_window_is_that_of_the_staleness_rule() -> None:
-    config = job()
-    found = window_of(config, architecture("Qwen3-0.6B"), 2)
+def test_the_window_is_that_of_the_staleness_rule_with_groups_as_large_as_on_the_wire() -> None:
+    found, n = window_of(job(), architecture("Qwen3-0.6B"), 2), 1025
     assert found.groups == window_end(0, 8, 2) == 24
-    assert (found.samples, found.tokens) == (96, 96 * 1025)
+    assert (found.samples, found.tokens) == (96, 96 * n)
     assert found.node_groups == 32 // 4 + 2
-
-
-def test_a_group_on_the_wire_is_as_large_as_planned() -> None:
-    from common.wire_types import Array
-
-    n = 1025
     sample = Sample(
         tokens=Array.of(np.ones(n), "int32"),
         loss_mask=Array.of(np.ones(n), "uint8"),
@@ -89,15 +75,10 @@ def test_a_group_on_the_wire_is_as_large_as_planned() -> None:
         reward=1.0,
         stop_reason="stop",
     )
-    sent = len(encode_group(Group(0, [sample] * 4)))
-    assert window_of(job(), architecture("Qwen3-0.6B"), 2).group_bytes == pytest.approx(sent, rel=0.05)
-
-
-def test_replayed_routing_adds_two_bytes_per_layer_and_expert() -> None:
-    mixtral = architecture("Mixtral-8x7B-v0.1")
-    plain = window_of(job(), mixtral, 2)
-    replayed = window_of(job(learner={"moe": {"replay_routing": True}}), mixtral, 2)
-    assert replayed.group_bytes - plain.group_bytes == 4 * 1025 * 32 * 2 * 2
+    assert found.group_bytes == pytest.approx(len(encode_group(Group(0, [sample] * 4))), rel=0.05)
+    replayed = window_of(job(learner={"moe": {"replay_routing": True}}), architecture("Mixtral-8x7B-v0.1"), 2)
+    routing = 4 * n * 32 * 2 * 2  # two bytes for each of 32 layers and 2 experts
+    assert replayed.group_bytes - found.group_bytes == routing
 
 
 def test_a_publish_is_the_weights_in_their_dtype() -> None:

@@ -19,21 +19,15 @@ def test_a_layer_of_the_paper_keeps_what_the_paper_says() -> None:
     """Korthikanti et al., equation 2 without its dropout masks (2) and matrix term: 32 s b h / t bytes.
 
     Their feed-forward of 4 h without gate keeps 2 x 4 h elements, the activation and its input. Ours keeps three
-    tensors of ffn, so ffn = 8 h / 3.
+    tensors of ffn, so ffn = 8 h / 3. Without sequence parallelism norms are whole on every rank, as in equation 1:
+    s b h (10 + 24 / t). There 8 are the norms' inputs and outputs, and 2 are masks.
     """
     tokens, t = 1024, 4
     model = decoder(hidden=3 * H, ffn=8 * H, attention=Attention(A, A, 3 * H // A))
-    lse = tokens * A * 4 // t
-    found = layer_bytes(model, ParallelConfig(tensor=t), False, tokens, 2)
-    assert found == 32 * tokens * 3 * H // t + lse
-
-
-def test_without_sequence_parallelism_norms_are_whole_on_every_rank() -> None:
-    """Equation 1: s b h (10 + 24 / t); 8 are the norms' inputs and outputs and 2 are masks."""
-    tokens, t = 1024, 4
-    model = decoder(hidden=3 * H, ffn=8 * H, attention=Attention(A, A, 3 * H // A))
-    found = layer_bytes(model, ParallelConfig(tensor=t, sequence=False), False, tokens, 2)
-    assert found == tokens * 3 * H * (8 + 24 // t) + tokens * A * 4 // t
+    log_sum_exp = tokens * A * 4 // t
+    for sequence, per_hidden in ((True, 32 // t), (False, 8 + 24 // t)):
+        found = layer_bytes(model, ParallelConfig(tensor=t, sequence=sequence), False, tokens, 2)
+        assert found == tokens * 3 * H * per_hidden + log_sum_exp
 
 
 def test_experts_keep_as_many_copies_of_a_token_as_it_is_routed_to() -> None:
@@ -72,7 +66,7 @@ def test_microbatches_in_flight(stage: int, pipeline: int, virtual: int, microba
     assert in_flight(stage, parallel, microbatches) == pytest.approx(expected)
 
 
-def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
+def test_full_recomputation_keeps_inputs_and_one_layer_and_context_parallelism_divides_the_tokens() -> None:
     model, parallel = decoder(), ParallelConfig(pipeline=2)
     full = activations(model, parallel, MemoryConfig(recompute="full"), 100, 8, 2)
     none = activations(model, parallel, MemoryConfig(), 100, 8, 2)
@@ -81,6 +75,8 @@ def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
     assert none[0].recomputed == 0
     assert full[0].output == 0
     assert full[1].output > 0
+    cut = activations(model, ParallelConfig(pipeline=2, context=4), MemoryConfig(), 100, 8, 2)
+    assert cut[0].layers * 4 == none[0].layers
 
 
 def test_the_output_layer_works_in_chunks() -> None:
@@ -90,9 +86,3 @@ def test_the_output_layer_works_in_chunks() -> None:
     assert output_bytes(model, parallel, 100, item) == 100 * (norm + hidden + 2 * width * 4) + weight
     many = 1 << 20  # tokens: from 2^26 elements on, logits take no more
     assert output_bytes(model, parallel, many, item) == many * (norm + hidden) + weight + 2 * (1 << 26) * 4
-
-
-def test_context_parallelism_divides_the_tokens() -> None:
-    whole = activations(decoder(), ParallelConfig(), MemoryConfig(), 4096, 1, 2)[0]
-    cut = activations(decoder(), ParallelConfig(context=4), MemoryConfig(), 4096, 1, 2)[0]
-    assert cut.layers * 4 == whole.layers

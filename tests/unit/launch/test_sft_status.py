@@ -28,7 +28,7 @@ def train(run: RunDir, steps: int) -> None:
             file.write(json.dumps(line | {"tokens_trained": 50, "sequence_tokens": 80, "step_s": 2.0}) + "\n")
 
 
-def test_a_running_warm_start_says_how_far_it_is(run, capsys):
+def test_a_running_warm_start_says_how_far_it_is_and_is_told_from_one_that_was_killed(run, capsys, monkeypatch):
     train(run, 7)
     write_record(run, 0, "running", 0)
     found = json_of(capsys, "status", str(run.path))
@@ -38,16 +38,11 @@ def test_a_running_warm_start_says_how_far_it_is(run, capsys):
     assert (found["loss"], found["tokens_trained"]) == (pytest.approx(1.7), 350)
     assert main(["status", str(run.path)]) == 0
     assert "warm start: training, step 7 of 20, loss 1.7000" in capsys.readouterr().out
-
-
-def test_one_that_was_killed_is_told_from_one_that_runs(run, capsys, monkeypatch):
-    train(run, 7)
-    write_record(run, 0, "running", 0)
     monkeypatch.setattr("launch.observe.sft_status.alive", lambda pid: False)
     assert json_of(capsys, "status", str(run.path))["learner"]["state"] == "gone"
     assert main(["status", str(run.path)]) == 0
     assert "gone, step 7 of 20" in (out := capsys.readouterr().out)
-    assert "the same command goes on" in out
+    assert "the same command continues" in out
 
 
 @pytest.mark.parametrize(("state", "version"), [("drained", 7), ("done", STEPS)])
