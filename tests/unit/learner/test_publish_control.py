@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -75,10 +76,16 @@ def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[PublishControl]:
 
 @pytest.fixture
 def join(control: PublishControl) -> Iterator[Callable[[str], Node]]:
-    """Lets a node of this name join."""
-    context = zmq.Context[Any]()
-    yield lambda name: Node(name, control.address, context)
-    context.destroy(linger=0)
+    """Lets a node of this name join; closes its socket at the end."""
+    with ExitStack() as stack:
+        context = stack.enter_context(zmq.Context[Any]())
+
+        def made(name: str) -> Node:
+            node = Node(name, control.address, context)
+            stack.callback(node.socket.close, linger=0)
+            return node
+
+        yield made
 
 
 def test_the_announcement_of_a_fetch_from_a_peer_has_the_sha256_that_it_cannot_forge(
