@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from common.config.loading import describe_value
-from common.config.loss_checks import loss_problems
+from common.config.loss import loss_problems
 from common.config.network_checks import broker_problems, weights_address_problems
 from common.config.parallel_layout import ModelShape, document_multiple, model_problems, world_problems
 from common.config.schema import Config, MoeConfig, SftConfig

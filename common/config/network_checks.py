@@ -121,8 +121,7 @@ def _broker_store(config: Config) -> Iterator[Problem]:
     broker = config.broker
     if broker.store == "file":
         if broker.redis is not None:
-            hint = "set broker.store: redis"
-            yield Problem("broker.redis", "no address while broker.store is file", hint=hint)
+            yield Problem("broker.redis", "no address while broker.store is file", hint="set broker.store: redis")
         return
     if broker.durability == "memory":
         yield Problem("broker.durability", "fsync or everysec with broker.store: redis")

@@ -85,8 +85,7 @@ def world_problems(world_size: int, parallel: ParallelConfig) -> Iterator[Proble
             made = " x ".join(f"{name} {size}" for name, size in sizes.items())
             yield Problem("learner.world_size", f"a multiple of {ranks} ({made})", str(world_size))
     if (virtual := parallel.virtual_pipeline) > 1 and parallel.pipeline == 1:
-        hint = f"raise {_KEY}pipeline first"
-        yield Problem(f"{_KEY}virtual_pipeline", "1 while pipeline is 1", str(virtual), hint)
+        yield Problem(f"{_KEY}virtual_pipeline", "1 while pipeline is 1", str(virtual), f"raise {_KEY}pipeline first")
 
 
 def model_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[Problem]:

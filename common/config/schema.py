@@ -113,7 +113,7 @@ class OptimizerConfig(Strict, frozen=True, kw_only=True):
 
 
 class LossConfig(Strict, frozen=True, kw_only=True):
-    """Bounds that are None take their default from common/config/loss_defaults.py; see docs/algorithms.md."""
+    """Bounds that are None take their default from common/config/loss.py; see docs/algorithms.md."""
 
     # How the update of a token is bounded; docs/algorithms.md compares the objectives.
     objective: Literal["ppo_clip", "cispo", "gspo", "dppo_tv"] = "ppo_clip"

@@ -57,8 +57,6 @@ class Passage(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One broken rule."""
-
     path: str
     line: int
     problem: str
@@ -86,7 +84,6 @@ def words(sentence: str) -> int:
 
 
 def problems(text: str) -> Iterator[str]:
-    """Everything that a passage's sentences do wrong."""
     for sentence in sentences(text):
         start = sentence if len(sentence) <= 60 else f"{sentence[:57]}..."
         if (count := words(sentence)) > MAX_WORDS:
@@ -167,10 +164,9 @@ def messages(tree: ast.Module) -> Iterator[Passage]:
 
 def docstrings(tree: ast.Module) -> Iterator[Passage]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
-            first = node.body[0]
-            if isinstance(first, ast.Expr) and (text := spoken(first.value)) and isinstance(first.value, ast.Constant):
-                yield from paragraphs(list(docstring_lines(text, first.lineno)))
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and (text := ast.get_docstring(node, clean=False)):
+            yield from paragraphs(list(docstring_lines(text, node.body[0].lineno)))
 
 
 def comments(lines: list[tuple[int, int, str]]) -> Iterator[Passage]:
@@ -189,27 +185,18 @@ def comments(lines: list[tuple[int, int, str]]) -> Iterator[Passage]:
     yield from paragraphs(block)
 
 
-def python_comments(text: str) -> list[tuple[int, int, str]]:
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return [(*token.start, token.string) for token in tokens if token.type == tokenize.COMMENT]
-
-
-def shell_comments(text: str) -> list[tuple[int, int, str]]:
-    found = ((n, re.search(r"(?:^|\s)(#.*)", line)) for n, line in enumerate(text.splitlines(), 1))
-    return [(n, match.start(1), match[1]) for n, match in found if match]
-
-
 def passages(path: Path, text: str) -> Iterator[Passage]:
-    """Everything that a person reads in one file."""
     if path.suffix == ".md":
         yield from paragraphs(list(page_lines(text)))
     elif path.suffix == ".py":
         tree = ast.parse(text)
         yield from docstrings(tree)
         yield from messages(tree)
-        yield from comments(python_comments(text))
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        yield from comments([(*token.start, token.string) for token in tokens if token.type == tokenize.COMMENT])
     else:
-        yield from comments(shell_comments(text))
+        found = ((n, re.search(r"(?:^|\s)(#.*)", line)) for n, line in enumerate(text.splitlines(), 1))
+        yield from comments([(n, match.start(1), match[1]) for n, match in found if match])
 
 
 def check_file(path: Path) -> list[Finding]:
@@ -225,10 +212,8 @@ def check_file(path: Path) -> list[Finding]:
 
 def files_of(path: Path) -> list[Path]:
     """The file itself, or everything in a folder that is checked."""
-    if path.is_file():
-        return [path]
-    inside = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-    return sorted(p for p in inside if p.suffix in SUFFIXES and p.is_file())
+    inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+    return [path] if path.is_file() else [p for p in inside if "/." not in f"/{p.relative_to(path)}"]
 
 
 def main(arguments: list[str] | None = None) -> int:

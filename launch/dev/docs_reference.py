@@ -65,7 +65,6 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
 
 
 def config_rows(kind: type[msgspec.Struct], prefix: str, only: frozenset[str] | None = None) -> Iterator[str]:
-    """One row a key of the struct, nested ones behind it."""
     said = comments(kind)
     for field in msgspec.structs.fields(kind):
         name = f"{prefix}{field.name}"

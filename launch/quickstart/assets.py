@@ -115,14 +115,14 @@ def build_model(shape: Mapping[str, Any], seed: int, folder: Path) -> None:
 
 
 def write_datasets(preset: Preset, seed: int, folder: Path) -> None:
-    """The JSONL files of both tasks."""
     rng = random.Random(f"addition {seed}")
     held_out, train, others = data.addition_pairs(preset.addition, rng)
     _write(folder / "addition" / "held_out.jsonl", map(data.addition_problem, held_out))
     _write(folder / "addition" / "train.jsonl", map(data.addition_problem, train))
     _write(folder / "addition" / "sft.jsonl", data.addition_demonstrations(preset.addition, others, rng))
-    for name in ("held_out", "train"):
-        _write(folder / "number_guessing" / f"{name}.jsonl", data.guessing_problems(preset.guessing))
+    for name in ("held_out", "train"):  # one row per number: there are no others to hold out
+        rows = ({"number": number} for number in range(1, preset.guessing.highest + 1))
+        _write(folder / "number_guessing" / f"{name}.jsonl", rows)
     rng = random.Random(f"number guessing {seed}")
     _write(folder / "number_guessing" / "sft.jsonl", data.guessing_demonstrations(preset.guessing, rng))
 
@@ -136,8 +136,7 @@ def _write(path: Path, rows: Iterable[data.Row]) -> None:
 def build(out: Path, seed: int, preset_name: str) -> bool:
     """Build everything into `out`, all or nothing; False when it is there already from the same request.
 
-    Raises:
-        FileExistsError: `out` has files that this builder did not make.
+    Raises FileExistsError when `out` has files that this builder did not make.
     """
     preset = PRESETS[preset_name]
     request = {"format": FORMAT, "seed": seed, "preset": preset_name, "plan": dataclasses.asdict(preset)}
@@ -162,7 +161,6 @@ def build(out: Path, seed: int, preset_name: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m launch.quickstart.assets", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/assets"))
     parser.add_argument("--seed", type=int, default=1)

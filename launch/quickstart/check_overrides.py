@@ -11,6 +11,7 @@ from pathlib import Path
 from common.config.checks import problems
 from common.config.loading import load_config
 from common.errors import EXIT_DONE, ConfigError, UsageError
+from rollout_fleet.environments.description import check_environment
 
 MADE_LATER = ("model.path", "tasks.dataset", "tasks.eval_dataset")
 
@@ -18,24 +19,17 @@ MADE_LATER = ("model.path", "tasks.dataset", "tasks.eval_dataset")
 def main(words: Sequence[str]) -> int:
     """Exit code; `words` are the config file and its overrides."""
     file, *overrides = words
+    named = {word.partition("=")[0] for word in overrides}
     try:
-        check(file, overrides)
+        config = load_config(Path(file), overrides)
+        for problem in problems(config):
+            if problem.key in named or problem.key not in MADE_LATER:
+                raise ConfigError(file, *problem)
+        check_environment(config.tasks, file, libraries=False)
     except UsageError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     return EXIT_DONE
-
-
-def check(file: str, overrides: Sequence[str]) -> None:
-    """Raise UsageError on the first thing that `slipstream up` would refuse once the model and the datasets exist."""
-    from rollout_fleet.environments.description import check_environment
-
-    config = load_config(Path(file), overrides)
-    named = {word.partition("=")[0] for word in overrides}
-    for problem in problems(config):
-        if problem[0] in named or problem[0] not in MADE_LATER:
-            raise ConfigError(file, *problem)
-    check_environment(config.tasks, file, libraries=False)
 
 
 if __name__ == "__main__":

@@ -20,26 +20,19 @@ Pair = tuple[int, int]
 class AdditionPlan:
     """How much addition data, and of what kind.
 
-    Attributes:
-        digits: numbers have up to this many digits.
-        median_digits: None draws numbers uniformly below 10**digits; otherwise the number of digits is drawn per
-            problem, log-normal around this, which gives answers of long-tailed length.
-        spread: standard deviation of the logarithm of the number of digits.
-        train, held_out: problems; the two and the demonstrations share none.
-        clean, sloppy: demonstrations, in this order.
-        blurted: share of sloppy demonstrations that guess at once.
-        forgotten: probability that a sloppy demonstration forgets a carry.
+    Without `median_digits` numbers are drawn uniformly below 10**digits. With it the number of digits is log-normal
+    around it, at most `digits`, which gives answers of long-tailed length. Problems and demonstrations are disjoint.
     """
 
     digits: int = 3
     median_digits: float | None = None
-    spread: float = 0.0
+    spread: float = 0.0  # standard deviation of the logarithm of the number of digits
     train: int = 4096
     held_out: int = 512
-    clean: int = 19200
-    sloppy: int = 1920
-    blurted: float = 0.5
-    forgotten: float = 0.3
+    clean: int = 19200  # demonstrations
+    sloppy: int = 1920  # demonstrations, behind the clean ones
+    blurted: float = 0.5  # share of sloppy demonstrations that guess at once
+    forgotten: float = 0.3  # probability that a sloppy demonstration forgets a carry
 
 
 @dataclass(frozen=True)
@@ -99,16 +92,10 @@ def _scratchpad(pair: Pair, rng: random.Random, forgotten: float) -> str:
 
 
 def addition_demonstrations(plan: AdditionPlan, pairs: Iterator[Pair], rng: random.Random) -> Iterator[Row]:
-    """Clean ones, then sloppy ones; to be read in order."""
     for _ in range(plan.clean):
         yield addition_demonstration(next(pairs), rng)
     for _ in range(plan.sloppy):
         yield addition_demonstration(next(pairs), rng, plan.blurted, plan.forgotten)
-
-
-def guessing_problems(plan: GuessingPlan) -> list[Row]:
-    """One row per number; there are no others to hold out."""
-    return [{"number": number} for number in range(1, plan.highest + 1)]
 
 
 def guessing_demonstrations(plan: GuessingPlan, rng: random.Random) -> Iterator[Row]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.config.loss_defaults import correction_bounds
+from common.config.loss import correction_bounds
 from common.config.schema import LossConfig
 from learner.loss.ratios import Documents, bounded_exp
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.config.loss_defaults import clip_bounds
+from common.config.loss import clip_bounds
 from common.config.schema import LossConfig
 from learner.loss.ratios import Documents, bounded_exp
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.loss_defaults import CLIP_BOUNDS, CORRECTION_BOUNDS
+from common.config.loss import CLIP_BOUNDS, CORRECTION_BOUNDS
 from common.config.schema import LossConfig
 from learner.loss.corrections import CORRECTIONS, Corrected, veto
 from learner.loss.kl_estimators import KL_ESTIMATORS, k1, k2, k3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.loss_checks import loss_problems
+from common.config.loss import loss_problems
 from common.config.schema import LossConfig
 from learner.backend_protocol import LossFunction, LossOutput, Microbatch
 from learner.loss.losses import cross_entropy, policy_loss
