@@ -17,8 +17,7 @@ import harness
 
 from broker.contract import LearnerReport, NodeReport, RunInfo
 from broker.delivery.state import DeliveryState
-from broker.journal.file_store.folder import StoreFolder, StoreInfo, new_info
-from broker.journal.file_store.store import FileStore
+from broker.journal.file_store.store import FileStore, open_file_store
 from broker.journal.journal import Journal
 from broker.journal.recovery import Recovered, recover
 from common.rollouts import GroupMeta, Task
@@ -30,9 +29,8 @@ META = GroupMeta(version_min=3, version_max=4, reward_mean=0.5, sampled_tokens=8
 RUN = RunInfo("bench", "", GROUPS_PER_STEP, 1 << 20, 3, 60.0, 1 << 40)
 
 
-def opened(folder: StoreFolder, info: StoreInfo) -> tuple[DeliveryState, Journal, Recovered]:
-    folder.lock()
-    journal = Journal(FileStore(folder, info), "everysec")
+def opened(store: FileStore) -> tuple[DeliveryState, Journal, Recovered]:
+    journal = Journal(store, "everysec")
     state = DeliveryState(RUN, recorder=journal, retain_steps=RETAIN_STEPS)
     return state, journal, recover(journal, state)
 
@@ -61,13 +59,14 @@ def fill(state: DeliveryState, journal: Journal, groups: int, payload_bytes: int
 
 def measure(groups: int, payload_bytes: int, commit: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as path:
-        folder, info = StoreFolder(Path(path)), new_info("bench")
-        state, journal, _ = opened(folder, info)
+        store = open_file_store(Path(path), "bench")
+        state, journal, _ = opened(store)
         fill(state, journal, groups, payload_bytes, commit)
-        stored = journal.store.size_bytes()
-        folder.unlock()  # as when it was killed: no last record, nothing tidied up
+        stored = store.size_bytes()
+        assert store.lock is not None
+        store.lock.close()  # as when it was killed: no last record, nothing tidied up
         begun = time.perf_counter()
-        again, second, found = opened(folder, info)
+        again, second, found = opened(open_file_store(Path(path), "bench"))
         seconds = time.perf_counter() - begun
         begun = time.perf_counter()
         settle(second)

@@ -19,14 +19,8 @@ MOST_OWNERS = 4096  # beyond this number, owners of node ids whose nodes are gon
 class Leasing(Tables):
     """The nodes' side of the delivery state; see NodeBroker in broker/contract.py."""
 
-    # ---------------------------------------------------------------- joining
-
     def register(self, report: NodeReport) -> RunInfo:
-        """Add a node. A new process under a known id loses the leases of the old one.
-
-        Raises:
-            BrokerError: MOST_NODES others have joined.
-        """
+        """Add a node, whose new process loses the leases of the old one. Raises BrokerError beyond MOST_NODES."""
         old = self.fleet.nodes.get(report.node_id)
         if old is None and len(self.fleet.nodes) >= MOST_NODES:
             raise BrokerError(f"{MOST_NODES} nodes have joined, which is as many as this broker takes")
@@ -53,8 +47,6 @@ class Leasing(Tables):
         if len(self.owners) >= MOST_OWNERS:
             self.owners = {known: key for known, key in self.owners.items() if self.fleet.alive(known)}
         self.do(moves.Owned(node_id, public))
-
-    # ---------------------------------------------------------------- leases
 
     def lease(self, node_id: str, version: int | None, max_groups: int) -> list[Lease]:
         """Lease up to `max_groups` oldest tasks to a node at `version`, at the last one it named with None.
@@ -101,10 +93,8 @@ class Leasing(Tables):
         """Renew the leases of `tokens`; an unknown node is registered by this.
 
         The first heartbeat after the broker restarted shows which recovered leases the node never received, since the
-        reply was lost with the broker. They are handed back at once and count no attempt.
-
-        Raises:
-            BrokerError: another process has registered under this id; taking it back would cost that one's leases.
+        reply was lost with the broker. They are handed back at once and count no attempt. Raises BrokerError when
+        another process has registered under this id, since that one would lose its leases.
         """
         node_id = report.node_id
         node = self.fleet.nodes.get(node_id)
@@ -141,8 +131,6 @@ class Leasing(Tables):
             learner_incarnation=learner.incarnation,
             drain=learner.state == "done" and not self.learner.job_ended,  # a job that ended continues: nodes stay
         )
-
-    # ---------------------------------------------------------------- ends of leases
 
     def complete(self, node_id: str, token: str, meta: GroupMeta, payload: object, payload_bytes: int) -> bool:
         """Accept a group under a current token, once; a repetition of an accepted one is True, anything else False."""

@@ -18,8 +18,6 @@ from common.rollouts import GroupMeta, Task
 REMEMBERED_TOKENS = 8192  # a repeated result with one of the newest accepted tokens is still answered with True
 MOST_NODES_NAMED = 64  # the newest nodes that leased a task
 
-# -------------------------------------------------------------------- tasks
-
 
 class Offered(Move, frozen=True, tag="offered"):
     """Add a pending task."""
@@ -65,10 +63,7 @@ class HandedBack(Move, frozen=True, tag="handed_back"):
 
 
 class Lost(Move, frozen=True, tag="lost"):
-    """leased -> pending, or dead at the `max_attempts`-th failure.
-
-    `spared`: the task lives on all the same, because another node may still succeed.
-    """
+    """leased -> pending, or dead at the `max_attempts`-th failure unless `spared`: another node may still succeed."""
 
     token: str
     reason: str
@@ -122,10 +117,7 @@ class Taken(Move, frozen=True, tag="taken"):
 
 
 class Filtered(Move, frozen=True, tag="filtered"):
-    """Mark a taken group that its step does not train on.
-
-    The first `most_replaced` filtered groups of a step free their slot, so that the step takes another group for each.
-    """
+    """Mark a taken group that its step does not train on; for the step's first `most_replaced` it takes others."""
 
     serial: int
     most_replaced: int
@@ -151,9 +143,7 @@ class GivenUp(Move, frozen=True, tag="given_up"):
         entry = tables.tasks.living[self.serial]
         assert entry.step is not None
         tables.tasks.steps[entry.step].remove(entry.serial)
-        tables.tasks.drop_payload(entry)
-        entry.meta = entry.step = entry.stored = None
-        tables.tasks.requeue(entry)
+        tables.tasks.give_up(entry)
 
 
 class Committed(Move, frozen=True, tag="committed"):
@@ -177,9 +167,6 @@ class Committed(Move, frozen=True, tag="committed"):
         gone = bisect_left(tasks.freed, min(tasks.living, default=tasks.next_serial))
         del tasks.freed[:gone]  # older than every unfinished task: the list does not grow with the run
         tasks.freed_earlier += gone
-
-
-# -------------------------------------------------------------------- learner and nodes
 
 
 class Reported(Move, frozen=True, tag="reported"):

@@ -76,10 +76,7 @@ class Node:
 class Fleet:
     """Nodes by id. A node unseen for `silent_s` seconds is dead until it is seen again.
 
-    Attributes:
-        past_generated: tokens of processes that are gone.
-        past_wasted: waste of nodes that are gone.
-        deadlines: when a node may turn dead or be forgotten.
+    `past_generated` counts tokens of processes that are gone, `past_wasted` the waste of nodes that are gone.
     """
 
     def __init__(self, silent_s: float) -> None:

@@ -42,11 +42,8 @@ class Tables:
     """Data without rules; the rules are in taking.py and leasing.py.
 
     Args:
-        run: fixed facts of the job.
         clock: monotonic seconds.
         new_token: makes lease tokens that never repeat.
-        events: receives the broker's events.
-        recorder: receives every move.
         retain_steps: groups of so many committed steps stay known for a replay; None: the run has no store.
         store_id: id of the store that this state is read from; a new one is made when there was none.
 
@@ -60,7 +57,6 @@ class Tables:
         changed_nodes: nodes whose waiting lease requests must be checked again.
         newest_version: no node has a later one.
         address: where clients reach the broker; the server sets it.
-        recovery_s: how long it took to read the state from its store.
     """
 
     def __init__(

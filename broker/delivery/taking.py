@@ -45,10 +45,7 @@ class Taking(Tables):
             self.learner.seen_at = self.clock()
 
     def offer(self, tasks: Sequence[Task]) -> int:
-        """Add tasks in order of serial; known ones are ignored. Returns how many were new.
-
-        Raises BrokerError, and adds none, when there is a gap between serials.
-        """
+        """Add tasks; known ones are ignored. Returns how many were new; a gap raises BrokerError and adds none."""
         first = expected = self.tasks.next_serial
         for task in tasks:
             if task.serial > expected or task.serial < 0:
@@ -81,10 +78,7 @@ class Taking(Tables):
         return [self.tasks.living[serial] for serial in self.tasks.steps.get(step, [])]
 
     def regenerate(self, step: int, serials: Sequence[int]) -> None:
-        """Give up groups that `step` took. Filtered ones and those that it no longer has are ignored.
-
-        Raises BrokerError for a serial that was never offered, or is finished.
-        """
+        """Give up groups that `step` has and did not filter. Raises BrokerError for an unknown or finished serial."""
         for entry in self.tasks.taken_by(step, serials, "generated again"):
             self._waste_group(entry, "regenerated")
             self.do(moves.GivenUp(entry.serial))
@@ -92,10 +86,7 @@ class Taking(Tables):
         self.lease_revision += 1
 
     def filter(self, step: int, serials: Sequence[int], most_replaced: int) -> None:
-        """Mark groups that `step` does not train on; the first `most_replaced` of the step free their slot.
-
-        Groups that were filtered before, or that the step no longer has, are ignored. Raises as `regenerate`.
-        """
+        """Mark groups that `step` does not train on; its first `most_replaced` free their slot. As `regenerate`."""
         entries = self.tasks.taken_by(step, serials, "filtered")
         before = self.tasks.freed_by_step.get(step, 0)
         for entry in entries:

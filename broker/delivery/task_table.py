@@ -69,19 +69,11 @@ class Entry(TaskRecord):
         return self.task.serial
 
     def ledger(self) -> LedgerEntry:
-        meta = self.meta
-        return LedgerEntry(
-            serial=self.serial,
-            state=self.state,
-            attempts=self.attempts,
-            nodes=list(self.nodes),
-            step=self.step,
-            version_min=meta.version_min if meta else None,
-            version_max=meta.version_max if meta else None,
-            reward_mean=meta.reward_mean if meta else None,
-            reason=self.reason,
-            filtered=self.filtered,
-        )
+        result = None, None, None
+        if self.meta is not None:
+            result = self.meta.version_min, self.meta.version_max, self.meta.reward_mean
+        so_far = self.state, self.attempts, list(self.nodes), self.step
+        return LedgerEntry(self.serial, *so_far, *result, reason=self.reason, filtered=self.filtered)
 
 
 class LeasedTasks(dict[str, Entry]):
@@ -140,19 +132,11 @@ class History:
             raise KeyError(serial)
         row: tuple[int, int, int, int, int, int, float] = _ROW.unpack_from(self._rows, serial * _ROW.size)
         state, attempts, node_list, reward = row[0], row[1], row[5], row[6]
-        step, version_min, version_max = (None if value == _NONE else value for value in row[2:5])
-        return LedgerEntry(
-            serial=serial,
-            state=_NAMES[state],
-            attempts=attempts,
-            nodes=list(self._node_lists[node_list]),
-            step=step,
-            version_min=version_min,
-            version_max=version_max,
-            reward_mean=None if reward != reward else reward,
-            reason=self._reasons.get(serial, ""),
-            filtered=state == _FILTERED,
-        )
+        step, lowest, highest = (None if value == _NONE else value for value in row[2:5])
+        so_far = _NAMES[state], attempts, list(self._node_lists[node_list]), step
+        result = lowest, highest, None if reward != reward else reward
+        reason = self._reasons.get(serial, "")
+        return LedgerEntry(serial, *so_far, *result, reason=reason, filtered=state == _FILTERED)
 
     def serials(self) -> Iterator[int]:
         return (serial for serial, state in enumerate(self._rows[:: _ROW.size]) if state != _ABSENT)
@@ -162,10 +146,7 @@ class TaskTable:
     """Unfinished tasks in ordered structures, finished ones in `history`.
 
     Each step has a quota of slots. A dead task, or a filtered group that the step replaces, frees its slot: every later
-    task then counts as one slot earlier.
-
-    Args:
-        retain_steps: groups of so many committed steps stay known for a replay; None: the run has no store.
+    task then counts as one slot earlier. Tables explains `retain_steps`.
 
     Attributes:
         pending: heap of serials; a pending task leaves only from the top.
@@ -195,8 +176,6 @@ class TaskTable:
         self.retain_steps = retain_steps
         self.retained: dict[int, list[Entry]] = {}
         self.finished: list[int] = []
-
-    # ---------------------------------------------------------------- questions
 
     def freed_before(self, serial: int) -> int:
         """Number of older tasks that freed their slot; `serial` of an unfinished task, or the next one."""
@@ -235,8 +214,6 @@ class TaskTable:
         finished = [self.history.get(serial) for serial in self.history.serials()]
         return sorted([*finished, *(e.ledger() for e in self.living.values())], key=lambda e: e.serial)
 
-    # ---------------------------------------------------------------- parts of moves
-
     def requeue(self, entry: Entry) -> None:
         entry.state = PENDING
         heapq.heappush(self.pending, entry.serial)
@@ -255,6 +232,12 @@ class TaskTable:
         self.bytes_held += payload_bytes
         self.accepted_groups += 1
         self.accepted_bytes += payload_bytes
+
+    def give_up(self, entry: Entry) -> None:
+        """Drop a group, so that it is generated again."""
+        self.drop_payload(entry)
+        entry.meta = entry.step = entry.stored = None
+        self.requeue(entry)
 
     def drop_payload(self, entry: Entry) -> None:
         self.bytes_held -= entry.payload_bytes

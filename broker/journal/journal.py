@@ -15,8 +15,8 @@ from broker.contract import StoreStatus
 from broker.delivery.moves import Closed, Statistics
 from broker.delivery.state import DeliveryState
 from broker.delivery.tables import Move, Recorder
+from broker.delivery.task_table import READY
 from broker.journal import records
-from broker.journal.lost_payloads import locations, lose_payloads
 from broker.journal.store import Record, Store, StoredPayload, StoreFailed, StoreFenced, StoreUnavailable
 from broker.journal.writer import Sync, Writer
 
@@ -30,10 +30,7 @@ CLOSE_S = 30.0
 class Journal(Recorder):
     """Records nothing until `begin`, so that a state can be replayed into existence with it.
 
-    Args:
-        store: open, and loaded before `begin`.
-        sync: when records count as durable.
-        segment_bytes: the log is compacted when it has grown by this much.
+    `sync` says when records are durable. The log is compacted when it has grown by `segment_bytes`.
     """
 
     def __init__(self, store: Store, sync: Sync, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -52,8 +49,6 @@ class Journal(Recorder):
         self._state, self._seq = state, seq
         self._writer.start(seq, history)
         self._compact(state)
-
-    # ---------------------------------------------------------------- recording
 
     def record(self, move: Move) -> None:
         if self._state is not None:
@@ -89,8 +84,6 @@ class Journal(Recorder):
                 self._compact(state)
             writer.kick()
         return self._seq
-
-    # ---------------------------------------------------------------- how far it is
 
     @property
     def acknowledged(self) -> int:
@@ -137,20 +130,18 @@ class Journal(Recorder):
         self._writer.put(Record(self._seq, body, payload, stored))
 
     def _tell_if_stuck(self, state: DeliveryState) -> None:
-        stuck = self.stuck
-        if stuck and not self._told_stuck:
-            state.event_log.add("store_full", reason=stuck)
-        elif self._told_stuck and not stuck:
+        before, self._told_stuck = self._told_stuck, self.stuck
+        if self._told_stuck and not before:
+            state.event_log.add("store_full", reason=self._told_stuck)
+        elif before and not self._told_stuck:
             state.event_log.add("store_writable")
-        self._told_stuck = stuck
 
     def _write_again(self, state: DeliveryState) -> None:
         """The store has lost acknowledged records: write the whole state, and the groups that are in memory."""
         try:
-            missing = self.store.missing(locations(state))
+            lost, again = lose_payloads(state, self.store)
         except StoreUnavailable:
             return  # the writer tries again, and this is called again
-        lost, again = lose_payloads(state, missing)
         payloads = [
             Record(self._seq + i, b"", memoryview(cast(bytes, payload)), stored)
             for i, (stored, payload) in enumerate(again, 1)
@@ -169,3 +160,38 @@ class Journal(Recorder):
         self._seq += 1
         self._written_bytes = 0
         return records.Captured(state, self._seq, rewritten)
+
+
+def lose_payloads(state: DeliveryState, store: Store) -> tuple[list[int], list[tuple[StoredPayload, object]]]:
+    """Groups that the store has lost become pending, unless the broker has them in memory.
+
+    Redis may fail over to a replica that lacks what was acknowledged. A group that a step took stays with the step,
+    since the learner may have it; `take` gives it up when asked for it. The caller compacts the log afterwards, so
+    these changes need no records. Returns the serials that are pending again, and the groups that must be written
+    again, each with its payload. Raises StoreUnavailable, changing nothing.
+    """
+    tasks = state.tasks
+    retained = [entry for group in tasks.retained.values() for entry in group]
+    stored = [entry.stored for entry in [*tasks.living.values(), *retained]]
+    missing = store.missing([s.location for s in stored if isinstance(s, StoredPayload) and s.location is not None])
+
+    def is_lost(stored: StoredPayload) -> bool:
+        return stored.location is None or stored.location in missing
+
+    lost: list[int] = []
+    again: list[tuple[StoredPayload, object]] = []
+    for entry in tasks.living.values():
+        if not isinstance(entry.stored, StoredPayload) or not is_lost(entry.stored):
+            continue
+        if not isinstance(entry.payload, StoredPayload):
+            again.append((entry.stored, entry.payload))
+        elif entry.state == READY:
+            lost.append(entry.serial)
+            tasks.ready.remove(entry.serial)
+            tasks.give_up(entry)
+    tasks.retained = {
+        step: group
+        for step, group in tasks.retained.items()
+        if not any(isinstance(e.stored, StoredPayload) and is_lost(e.stored) for e in group)
+    }
+    return lost, again

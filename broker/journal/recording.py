@@ -9,8 +9,7 @@ import msgspec
 from broker.contract import RunInfo
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import TAKEN, Entry
-from broker.journal.file_store.folder import StoreFolder
-from broker.journal.file_store.store import FileStore
+from broker.journal.file_store.store import FileStore, lock_store, read_info
 from broker.journal.recovery import rebuild
 from broker.journal.redis_store.leading import Leading
 from broker.journal.store import Store, StoreUnavailable
@@ -21,12 +20,9 @@ from common.process.run_dir import RunDir
 
 @dataclass(frozen=True)
 class Recording:
-    """Steps that have all their groups, each in the order in which it took them.
+    """Steps that have all their groups, each in the order in which it took them; `stored` of an entry reads the group.
 
-    Attributes:
-        next_serial: one past the highest serial ever offered.
-        steps: the last broker.retain_steps committed steps at least, and those taken after them; `stored` of each
-            entry reads the group.
+    `steps` are the last broker.retain_steps committed ones at least, and those taken after them.
     """
 
     store_id: str
@@ -36,13 +32,10 @@ class Recording:
 
 @contextmanager
 def open_recording(run_dir: RunDir, config: Config) -> Generator[Recording]:
-    """The groups that the run's store still has, RUN/store or its Redis; no broker of the run can start meanwhile.
+    """The groups that the run's store still has, in RUN/store or Redis; they can be read while this is open.
 
-    Args:
-        config: the run's config. The payloads can be read while this is open.
-
-    Raises:
-        UsageError: there is no store, the run works, the store is damaged, Redis does not answer.
+    No broker of the run can start meanwhile. Raises UsageError when there is no store, the run works, the store is
+    damaged, or Redis does not answer.
     """
     if config.broker.store == "redis":
         try:
@@ -54,15 +47,13 @@ def open_recording(run_dir: RunDir, config: Config) -> Generator[Recording]:
         return
     store = existing_file_store(run_dir)
     try:
-        store.folder.lock()
+        lock = lock_store(run_dir.store)
     except UsageError:
         raise UsageError(
             f"{run_dir.path} is running: a broker has {run_dir.store}; stop the job before it is replayed"
         ) from None
-    try:
+    with lock:
         yield recorded(store, config.learner.groups_per_step)
-    finally:
-        store.close()
 
 
 def recorded(store: Store, groups_per_step: int) -> Recording:
@@ -79,22 +70,20 @@ def recorded(store: Store, groups_per_step: int) -> Recording:
 
 def existing_file_store(run_dir: RunDir) -> FileStore:
     """The run's store, not locked; its broker may be running. Raises UsageError when there is none."""
-    folder = StoreFolder(run_dir.store)
-    info = folder.info()
+    info = read_info(run_dir.store)
     if info is None:
         raise UsageError(
-            f"{folder.path}: expected the store of a run, found none; groups are recorded when broker.durability is "
+            f"{run_dir.store}: expected the store of a run, found none; groups are recorded when broker.durability is "
             "fsync or everysec"
         )
-    return FileStore(folder, info)
+    return FileStore(run_dir.store, info)
 
 
 def preloaded(run: RunInfo, recording: Recording, steps: Sequence[int]) -> DeliveryState:
     """A state in which `steps` have taken what they took then, and everything before them is committed."""
     state = DeliveryState(run, store_id=recording.store_id)
     table = state.tasks
-    table.next_serial = recording.next_serial
-    state.committed_step = steps[0] - 1
+    table.next_serial, state.committed_step = recording.next_serial, steps[0] - 1
     for step in steps:
         groups = recording.steps[step]
         table.steps[step] = [group.serial for group in groups]

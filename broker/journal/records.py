@@ -51,10 +51,7 @@ _RENAMED = {"freed_by_step": "replaced", "freed": "passed", "freed_earlier": "pa
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", rename=_RENAMED):
     """The state without finished tasks, which are the first `history_bytes` of the history file.
 
-    TaskTable and Tables explain the attributes of the same names.
-
-    Attributes:
-        accepted: (token, node) of accepted results, oldest first.
+    TaskTable and Tables explain the attributes of the same names. `accepted` has (token, node), oldest first.
     """
 
     schema: int
@@ -89,23 +86,14 @@ class FinishedTasks(msgspec.Struct, frozen=True, omit_defaults=True):
 AnyRecord = AnyMove | Snapshot
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyRecord)
+encode: Callable[[Move | Snapshot], bytes] = _encoder.encode
+decode: Callable[[bytes], AnyRecord] = msgspec.msgpack.Decoder(AnyRecord).decode
 _finished = msgspec.msgpack.Decoder(FinishedTasks)
 _entries = msgspec.msgpack.Decoder(list[LedgerEntry])
 _SURVIVING = TaskRecord.__struct_fields__
 _OF_TABLE = (
     "next_serial", "steps", "freed_by_step", "freed", "freed_earlier", "filtered", "accepted_groups", "accepted_bytes",
 )  # fmt: skip
-
-
-def encode(record: Move | Snapshot) -> bytes:
-    """The body of a record."""
-    return _encoder.encode(record)
-
-
-def decode(body: bytes) -> AnyRecord:
-    """The record of a body. Raises msgspec.DecodeError."""
-    return _decoder.decode(body)
 
 
 def encode_finished(entries: Sequence[LedgerEntry]) -> bytes:

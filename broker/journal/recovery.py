@@ -17,10 +17,8 @@ from broker.delivery.event_log import RING_EVENTS, EventLog
 from broker.delivery.moves import Accepted
 from broker.delivery.state import DeliveryState
 from broker.journal import records
-from broker.journal.file_store.folder import StoreFolder
-from broker.journal.file_store.store import open_file_store
-from broker.journal.journal import Journal
-from broker.journal.lost_payloads import locations, lose_payloads
+from broker.journal.file_store.store import lock_store, open_file_store
+from broker.journal.journal import Journal, lose_payloads
 from broker.journal.redis_store.leading import Leading
 from broker.journal.store import Store, StoreCorrupt, StoredPayload, StoredRecord
 from common.config.schema import Config
@@ -50,12 +48,7 @@ class Memory:
 
     state: DeliveryState
     journal: Journal | None = None
-    found: Recovered = Recovered()  # noqa: RUF009 a frozen struct
-
-    @property
-    def recovered(self) -> bool:
-        """Whether this broker continues the state of an earlier one."""
-        return self.found.records > 0
+    recovered: bool = False  # whether it continues the state of an earlier broker
 
     def close(self) -> None:
         """Close the store; a no-op when the server has done so."""
@@ -68,12 +61,8 @@ def open_memory(
 ) -> Memory:
     """The state that this broker begins with.
 
-    Args:
-        leading: this broker's lead, with broker.store: redis.
-
-    Raises:
-        UsageError: another broker has the store, or it is damaged.
-        StoreUnavailable, StoreFenced: Redis cannot be asked, or another broker leads.
+    `leading` is this broker's lead, with broker.store: redis. Raises UsageError when another broker has the store or
+    it is damaged, StoreUnavailable when Redis cannot be asked, StoreFenced when another broker leads.
     """
     run_dir = RunDir(config.run.dir)
     if leading is not None:
@@ -101,7 +90,7 @@ def recover(journal: Journal, state: DeliveryState) -> Recovered:
     if found.torn:
         logger.warning("%s; nothing there was acknowledged, so it is dropped", found.torn)
         state.event_log.add("store_torn", reason=found.torn)
-    lost, _ = lose_payloads(state, journal.store.missing(locations(state)))
+    lost, _ = lose_payloads(state, journal.store)
     if lost:
         state.event_log.add("groups_lost", groups=len(lost), first=lost[0])
         logger.warning("%s has lost %d groups, which are generated again", journal.store.name, len(lost))
@@ -144,7 +133,7 @@ def _recovered(config: Config, run: RunInfo, store: Store, write_event: Callable
     state = DeliveryState(
         run, events=events, recorder=journal, retain_steps=config.broker.retain_steps, store_id=store.store_id
     )
-    return Memory(state, journal, recover(journal, state))
+    return Memory(state, journal, recover(journal, state).records > 0)
 
 
 def _former_events(path: Path) -> list[BrokerEvent]:
@@ -186,18 +175,13 @@ def _decoded(record: StoredRecord) -> records.AnyRecord:
 
 def _set_aside_store(run_dir: RunDir, why: str) -> None:
     """Number the store that this broker does not use: when it is opened again it would be out of date."""
-    if not run_dir.store.exists():
-        return
-    folder = StoreFolder(run_dir.store)
-    folder.lock()
-    folder.unlock()
-    logger.warning("%s: the run's store was moved to %s", why, move_aside(run_dir.store))
+    if run_dir.store.exists():
+        lock_store(run_dir.store).close()
+        logger.warning("%s: the run's store was moved to %s", why, move_aside(run_dir.store))
 
 
 def _set_aside_redis(run_dir: RunDir) -> None:
     """Number the file that names a store in Redis; a broker with broker.store: redis then refuses that store."""
     if run_dir.redis_json.exists():
-        logger.warning(
-            "broker.store is file: what named the run's store in Redis was moved to %s",
-            move_aside(run_dir.redis_json),
-        )
+        moved = move_aside(run_dir.redis_json)
+        logger.warning("broker.store is file: what named the run's store in Redis was moved to %s", moved)

@@ -49,17 +49,14 @@ class RunFolder:
             self._events.write(self._unwritten.pop(0))
 
     def begin(self, memory: Memory, address: str) -> None:
-        """The broker listens at `address`.
-
-        Raises:
-            StoreFenced: another broker may lead by now, so nothing was written.
-        """
+        """The broker listens at `address`. Raises StoreFenced, writing nothing, when another one may lead by now."""
         if not self._may_write():
             raise StoreFenced(f"the term of the broker of {address} has ended before it served")
         self._memory, self._address = memory, address
         self._status_files = StatusFiles(self.path, memory.state)
-        if not memory.recovered:
-            keep_former_ledger(self.path)
+        former = RunDir(self.path).ledger_json
+        if not memory.recovered and former.exists() and former.stat().st_size > len("[]"):
+            move_aside(former)  # to ledger-1.json and so on: it is a record of the run's earlier broker
         write_atomic(RunDir(self.path).broker_json, msgspec.json.encode(BrokerFile(os.getpid(), address, time.time())))
         if memory.journal is not None:
             memory.journal.store.listens_at(address)
@@ -79,7 +76,6 @@ class RunFolder:
             self._remember()
 
     def close(self) -> None:
-        """Nothing is written any more."""
         self._events.close()
 
     def _may_write(self) -> bool:
@@ -99,7 +95,7 @@ class StatusFiles:
     They are written in parts, so that requests do not wait for a long ledger. A line shows its task when the line was
     written; only a ledger of one part shows a single moment. After a commit the files of a killed broker lack only
     steps that the next learner trains again. A ledger grows with the run, so each of the two kinds of writing uses at
-    most half a percent of the time. When commits come faster, only the newest is written, as soon as the time allows.
+    most half a percent of the time. When commits come faster, only the newest is written.
     """
 
     def __init__(self, run_dir: Path, state: DeliveryState, clock: Callable[[], float] = time.monotonic) -> None:
@@ -113,7 +109,7 @@ class StatusFiles:
         self._for_commit = False
 
     def tick(self) -> None:
-        """Write, or go on writing, when it is time again or something was committed."""
+        """Write, or continue to write, when it is time again or something was committed."""
         started = self._clock()
         committed = self._committed_step != self._state.committed_step
         if self._file is None:
@@ -159,10 +155,3 @@ class StatusFiles:
                 self._file.discard()
         self._file = None
         return True
-
-
-def keep_former_ledger(run_dir: Path) -> None:
-    """Move the ledger of an earlier broker of this run aside, to ledger-1.json and so on: it is a record."""
-    former = run_dir / "ledger.json"
-    if former.exists() and former.stat().st_size > len("[]"):
-        move_aside(former)

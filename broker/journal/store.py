@@ -15,32 +15,25 @@ from common.errors import BrokerError, UsageError
 
 
 class Location(msgspec.Struct, frozen=True):
-    """Where a payload lies.
+    """Where a payload lies."""
 
-    Attributes:
-        segment: number of the file; in Redis the term of the broker that wrote it.
-        offset: first byte in the file; in Redis the sequence number of the record.
-        checksum: xxh3; 0 in Redis.
-    """
-
-    segment: int
-    offset: int
+    segment: int  # number of the file; in Redis the term of the broker that wrote it
+    offset: int  # first byte in the file; in Redis the sequence number of the record
     length: int
-    checksum: int
+    checksum: int  # xxh3; 0 in Redis
 
 
+@dataclass(slots=True, eq=False)
 class StoredPayload:
     """A group's encoded common.rollouts.Group in the store; `location` is set once it has been written."""
 
-    __slots__ = ("_read", "location")
-
-    def __init__(self, read: Callable[[Location], bytes], location: Location | None = None) -> None:
-        self._read, self.location = read, location
+    read_at: Callable[[Location], bytes]
+    location: Location | None = None
 
     def read(self) -> bytes:
         """The payload. Raises PayloadUnreadable."""
         assert self.location is not None
-        return self._read(self.location)
+        return self.read_at(self.location)
 
 
 @dataclass(slots=True)
@@ -133,11 +126,8 @@ class Store(ABC):
     def append(self, batch: Sequence[Record], *, synced: int, sync: bool) -> None:
         """Write records that follow the last ones.
 
-        Args:
-            synced: sequence number up to which everything was synced before.
-            sync: whether the records must be durable on return.
-
-        Raises StoreUnavailable when nothing was written and it may be tried again, StoreBehind, StoreFenced.
+        Everything up to `synced` was synced before; with `sync` the records must be durable on return. Raises
+        StoreUnavailable when nothing was written and it may be tried again, StoreBehind, StoreFenced.
         """
 
     def idle(self) -> None:

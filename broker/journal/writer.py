@@ -22,16 +22,10 @@ BATCH_BYTES = 32 << 20
 
 
 class Writer:
-    """Writes what `put` was given, in order of the sequence numbers.
-
-    Args:
-        store: open.
-        sync: when records count as durable.
-        notify: called after every change of the attributes.
+    """Writes what `put` was given, in order of the sequence numbers; `notify` is called after every change below.
 
     Attributes:
-        acknowledged: sequence number up to which records are as durable as `sync` promises.
-        synced: sequence number up to which they are synced.
+        acknowledged, synced: sequence number up to which records are as durable as `sync` promises, and synced.
         stuck: why nothing can be written at the moment, '' when it can.
         failure: why nothing will be written any more.
         sync_s: how long syncing took lately, on average.
@@ -84,8 +78,6 @@ class Writer:
         self._wake.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive() and self.failure is None and not self._queue
-
-    # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         try:

@@ -22,6 +22,7 @@ _DIGEST = struct.Struct("<Q")
 HEAD_BYTES = _FIELDS.size + _DIGEST.size
 
 Buffer = bytes | bytearray | memoryview | mmap
+checksum = xxhash.xxh3_64_intdigest
 
 
 class Frame(NamedTuple):
@@ -49,15 +50,10 @@ class Scan(NamedTuple):
     damaged: bool  # the torn bytes had been synced
 
 
-def checksum(data: bytes | memoryview, seed: int) -> int:
-    """xxh3 of a payload."""
-    return xxhash.xxh3_64_intdigest(data, seed)
-
-
 def head(seq: int, synced: int, body: bytes, payload_bytes: int, payload_checksum: int, seed: int) -> bytes:
     """The HEAD_BYTES that go before `body` and the payload."""
     fields = _FIELDS.pack(MAGIC, len(body), payload_bytes, seq, synced, payload_checksum)
-    return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields + body, seed))
+    return fields + _DIGEST.pack(checksum(fields + body, seed))
 
 
 def padded(size: int) -> int:
@@ -75,7 +71,7 @@ def read_frame(data: Buffer, offset: int, seed: int) -> Frame | None:
         return None
     body = bytes(data[start : start + body_bytes])
     (digest,) = _DIGEST.unpack_from(data, offset + _FIELDS.size)
-    if xxhash.xxh3_64_intdigest(bytes(data[offset : offset + _FIELDS.size]) + body, seed) != digest:
+    if checksum(bytes(data[offset : offset + _FIELDS.size]) + body, seed) != digest:
         return None
     return Frame(offset, seq, synced, body, start + body_bytes, payload_bytes, payload_checksum)
 

@@ -20,10 +20,10 @@ class SegmentFile:
     """`size` is where the next write begins; a write that fails leaves it where it was and may be repeated."""
 
     def __init__(self, path: Path, stage: mmap.mmap) -> None:
-        """Create `path`, empty; `stage` is from `new_stage`, and may serve one file after the other. Raises OSError."""
+        """Create `path`, empty; `stage` is an aligned buffer of STAGE_BYTES for one file at a time. Raises OSError."""
         self.path = path
         self.size = 0
-        self._direct = hasattr(os, "O_DIRECT")
+        self._direct = True
         self._handle = self._open(os.O_CREAT | os.O_TRUNC)
         self._stage = stage
 
@@ -57,18 +57,16 @@ class SegmentFile:
         os.fdatasync(self._handle)
 
     def close(self) -> None:
-        """Close the file; what was not synced is left to the kernel."""
         os.close(self._handle)
 
     def _open(self, flags: int) -> int:
         common = os.O_RDWR | os.O_CLOEXEC | flags
-        if self._direct:
-            try:
-                return os.open(self.path, common | os.O_DIRECT, 0o644)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._direct = False
+        try:
+            return os.open(self.path, common | (os.O_DIRECT if self._direct else 0), 0o644)
+        except OSError as error:
+            if not self._direct or error.errno != errno.EINVAL:
+                raise
+        self._direct = False
         return os.open(self.path, common, 0o644)
 
     def _flush(self, count: int, offset: int) -> None:
@@ -82,17 +80,8 @@ class SegmentFile:
                     if not (self._direct and error.errno == errno.EINVAL):
                         raise
                     written = 0
-                if written % BLOCK or not written:  # no direct write from here: the page cache takes any length
-                    self._buffered()
                 done += written
-
-    def _buffered(self) -> None:
-        if self._direct:
-            self._direct = False
-            old, self._handle = self._handle, self._open(0)
-            os.close(old)
-
-
-def new_stage() -> mmap.mmap:
-    """The aligned buffer that direct writes need."""
-    return mmap.mmap(-1, STAGE_BYTES)
+                if self._direct and (written % BLOCK or not written):  # the page cache takes any length
+                    self._direct = False
+                    old, self._handle = self._handle, self._open(0)
+                    os.close(old)

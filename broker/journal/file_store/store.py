@@ -1,17 +1,19 @@
-"""The store in files: RUN/store with segments, payloads in the segments, and history.log."""
+"""The store in files: RUN/store with its identity, a lock, segments, payloads in the segments, and history.log."""
 
 import contextlib
 import errno
 import mmap
 import os
+import secrets
+import time
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
-from broker.journal.file_store.folder import StoreFolder, StoreInfo, new_info
 from broker.journal.file_store.frames import HEAD_BYTES, Buffer, Frame, checksum, head, read_frame, scan
-from broker.journal.file_store.segment_file import SegmentFile, new_stage
+from broker.journal.file_store.segment_file import STAGE_BYTES, SegmentFile
 from broker.journal.store import (
     Compaction,
     Loaded,
@@ -24,31 +26,47 @@ from broker.journal.store import (
     StoredRecord,
     StoreUnavailable,
 )
+from common.errors import UsageError
 from common.process.files import sync
+from common.process.lock_file import AlreadyLocked, take_lock
+from common.process.run_dir import write_atomic
 
+SCHEMA = 1
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class FileStore(Store):
-    """See Store. Only the process with the folder's lock may write."""
+class StoreInfo(msgspec.Struct, frozen=True):
+    """store.json. `store_id` is made once and tells a learner that the broker still knows what it knew."""
 
-    def __init__(self, folder: StoreFolder, info: StoreInfo) -> None:
-        self.folder, self.info = folder, info
-        self.name, self.store_id, self.address = str(folder.path), info.store_id, info.address
+    store_id: str
+    run_name: str
+    created_s: float  # Unix time
+    seed: int  # the checksums' seed
+    address: str = ""  # where the broker listened last
+    schema: int = SCHEMA
+
+
+class FileStore(Store):
+    """See Store. Only the process that has the folder's `lock` may write."""
+
+    def __init__(self, path: Path, info: StoreInfo, lock: IO[str] | None = None) -> None:
+        self.path, self.info, self.lock = path, info, lock
+        self.name, self.store_id, self.address = str(path), info.store_id, info.address
+        self._history = path / "history.log"
         self._number = 0
         self._file: SegmentFile | None = None
-        self._stage = new_stage()
+        self._stage = mmap.mmap(-1, STAGE_BYTES)
 
     def listens_at(self, address: str) -> None:
         if self.address != address:
             self.address = address
-            self.folder.write_info(msgspec.structs.replace(self.info, address=address))
+            _write_info(self.path, msgspec.structs.replace(self.info, address=address))
 
     def load(self) -> Loaded:
         """The newest segment whose snapshot is whole; one without was being begun when the broker died."""
         torn = ""
-        for number in reversed(self.folder.segments()):
-            path = self.folder.segment(number)
+        for number in reversed(_segments(self.path)):
+            path = self._segment(number)
             found = scan(_mapped(path), self.info.seed)
             if found.damaged:
                 raise StoreCorrupt(f"{path}: byte {found.end}", found.torn)
@@ -65,18 +83,18 @@ class FileStore(Store):
 
     def history(self, size: int) -> Iterator[bytes]:
         """See Store; the size is in bytes."""
-        data = _mapped(self.folder.history) if size else b""
+        data = _mapped(self._history) if size else b""
         offset = 0
         while offset < size:
             frame = read_frame(data, offset, self.info.seed)
             if frame is None:
-                where = f"{self.folder.history}: byte {offset}"
+                where = f"{self._history}: byte {offset}"
                 raise StoreCorrupt(where, "a record of finished tasks is cut off or damaged")
             yield frame.body
             offset = frame.end
 
     def read(self, location: Location) -> bytes:
-        path = self.folder.segment(location.segment)
+        path = self._segment(location.segment)
         try:
             with path.open("rb", buffering=0) as file:
                 data = os.pread(file.fileno(), location.length, location.offset)
@@ -113,33 +131,33 @@ class FileStore(Store):
 
     def compact(self, compaction: Compaction, history: int) -> int:
         """See Store. A new segment begins; older ones without a wanted payload are deleted."""
-        number = max(self._number, max(self.folder.segments(), default=0)) + 1
+        number = max(self._number, max(_segments(self.path), default=0)) + 1
         with self._when_full():
             finished = compaction.finished()
             if finished is not None:
                 history = self._append_history(history, finished)
             body, seq = compaction.snapshot(history), compaction.seq
-            file = SegmentFile(self.folder.segment(number), self._stage)
+            file = SegmentFile(self._segment(number), self._stage)
             try:
                 file.write([head(seq, seq - 1, body, 0, 0, self.info.seed), body])
                 file.sync()
-                sync(self.folder.path)
+                sync(self.path)
             except OSError:
                 file.close()
-                self.folder.segment(number).unlink(missing_ok=True)
+                self._segment(number).unlink(missing_ok=True)
                 raise
         if self._file is not None:
             self._file.close()
         self._file, self._number = file, number
         wanted = {location.segment for location in compaction.wanted()} | {number}
-        for former in self.folder.segments():
+        for former in _segments(self.path):
             if former not in wanted:
-                self.folder.segment(former).unlink(missing_ok=True)
+                self._segment(former).unlink(missing_ok=True)
         return history
 
     def size_bytes(self) -> int:
         sizes = 0
-        for path in self.folder.path.iterdir():
+        for path in self.path.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 sizes += path.stat().st_blocks * 512
         return sizes
@@ -148,12 +166,16 @@ class FileStore(Store):
         if self._file is not None:
             self._file.close()
             self._file = None
-        self.folder.unlock()
+        if self.lock is not None:
+            self.lock.close()
+
+    def _segment(self, number: int) -> Path:
+        return self.path / f"{number:08d}.log"
 
     def _append_history(self, size: int, body: bytes) -> int:
         """Put one record behind the first `size` bytes, durably; returns the new size. May be repeated."""
         data = head(0, 0, body, 0, 0, self.info.seed) + body
-        handle = os.open(self.folder.history, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        handle = os.open(self._history, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
             os.ftruncate(handle, size)
             done = 0
@@ -188,27 +210,64 @@ class FileStore(Store):
             yield
         except OSError as error:
             if error.errno in FULL:
-                raise StoreUnavailable(f"{self.folder.path}: {error.strerror}") from error
+                raise StoreUnavailable(f"{self.path}: {error.strerror}") from error
             raise
 
 
 def open_file_store(path: Path, run_name: str) -> FileStore:
-    """The store in `path`, locked; a new one where there is none.
-
-    Raises:
-        UsageError: another broker has the store, or its identity cannot be read.
-    """
-    folder = StoreFolder(path)
-    folder.lock()
+    """Lock the store of a run, or begin it. Raises UsageError as `lock_store` and `read_info`."""
+    lock = lock_store(path)
     try:
-        info = folder.info()
+        info = read_info(path)
         if info is None:
-            info = new_info(run_name)
-            folder.write_info(info)
+            info = StoreInfo(secrets.token_hex(8), run_name, time.time(), secrets.randbits(63))
+            _write_info(path, info)
     except BaseException:
-        folder.unlock()
+        lock.close()
         raise
-    return FileStore(folder, info)
+    return FileStore(path, info, lock)
+
+
+def lock_store(path: Path) -> IO[str]:
+    """Keep every other broker out until the file is closed or this process ends. Raises UsageError when that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return take_lock(path / "lock")
+    except AlreadyLocked as error:
+        raise UsageError(
+            f"{path}: this run already has a broker: process {error.holder} writes its store; stop it first, "
+            "or choose another run.dir"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{path}: the store cannot be locked: {error}") from error
+
+
+def read_info(folder: Path) -> StoreInfo | None:
+    """store.json, None when there is none; raises UsageError when it cannot be read, or is missing in a store."""
+    path = folder / "store.json"
+    try:
+        info = msgspec.json.decode(path.read_bytes(), type=StoreInfo)
+    except FileNotFoundError:
+        if _segments(folder):  # whose checksums cannot be checked without it: they would pass for empty ones
+            raise UsageError(
+                f"{path}: missing, and {folder} has a store; put the file back from a copy, or move the "
+                "folder away to start with an empty store"
+            ) from None
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"{path}: expected the identity of a store, found: {error}") from error
+    if info.schema != SCHEMA:
+        raise UsageError(f"{path}: schema {info.schema}, this release reads {SCHEMA}; use the release that wrote it")
+    return info
+
+
+def _write_info(folder: Path, info: StoreInfo) -> None:
+    write_atomic(folder / "store.json", msgspec.json.encode(info))
+
+
+def _segments(folder: Path) -> list[int]:
+    """Numbers of the segments, ascending."""
+    return sorted(int(p.stem) for p in folder.glob("*.log") if p.stem.isdigit())
 
 
 def _mapped(path: Path) -> Buffer:

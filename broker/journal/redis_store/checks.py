@@ -11,26 +11,19 @@ from common.errors import UsageError
 logger = logging.getLogger(__name__)
 
 OLDEST = (6, 2)
-# broker.durability -> (appendonly, settings of appendfsync that lose no more)
-NEEDED = {"fsync": ("yes", ("always",)), "everysec": ("yes", ("always", "everysec")), "memory": (None, ())}
-SETTINGS = ("maxmemory-policy", "appendonly", "appendfsync")
-
-
+EVICTION = {"maxmemory-policy": ("noeviction",)}
+NEEDED: dict[str, dict[str, tuple[str, ...]]] = {  # by broker.durability: what loses no more, the usual one first
+    "fsync": {"appendonly": ("yes",), "appendfsync": ("always",)},
+    "everysec": {"appendonly": ("yes",), "appendfsync": ("always", "everysec")},
+    "memory": {},
+}
 Doubt = Callable[[str], None]
 
 
 def check_server(client: Any, name: str, durability: str, doubt: Doubt = logger.warning) -> None:
-    """Compare the server's settings with broker.durability.
+    """Compare the settings of the server `name` with broker.durability; `doubt` hears what could not be seen.
 
-    Args:
-        client: redis-py's client.
-        name: the server's name, for people.
-        durability: fsync, everysec or memory.
-        doubt: hears what could not be seen, and so not checked.
-
-    Raises:
-        StoreUnavailable, BrokerError: see `asking`.
-        UsageError: naming the setting, what was found and how to set it.
+    Raises UsageError, which says how to set a setting, and StoreUnavailable or BrokerError as `asking`.
     """
     with asking(name):
         sections = [client.info(section) for section in ("server", "memory", "persistence", "replication")]
@@ -45,43 +38,31 @@ def check_server(client: Any, name: str, durability: str, doubt: Doubt = logger.
         )
     if info.get("role") not in (None, "master"):
         raise UsageError(f"broker.redis: {name} is a replica, expected the primary; name that one")
-    evicted = "groups that were acknowledged would be evicted"
-    _expect(name, settings, "maxmemory-policy", ("noeviction",), evicted, doubt)
-    append, fsync = NEEDED[durability]
-    why = f"broker.durability is {durability}"
-    if append is not None:
-        _expect(name, settings, "appendonly", (append,), why, doubt)
-        _expect(name, settings, "appendfsync", fsync, why, doubt)
-
-
-def _expect(
-    server: str, settings: dict[str, str], setting: str, expected: tuple[str, ...], why: str, doubt: Doubt
-) -> None:
-    found = settings.get(setting)
-    if found is None:
-        doubt(f"{setting} of the Redis server at {server} cannot be seen; it must be {expected[0]}: {why}")
-    elif found not in expected:
-        alternatives = " or ".join(expected)
-        raise UsageError(
-            f"the Redis server at {server} has {setting} {found}, expected {alternatives}, because {why}; set "
-            f"`{setting} {expected[0]}` in redis.conf, or `redis-cli CONFIG SET {setting} {expected[0]}` and "
-            "CONFIG REWRITE"
-        )
+    for setting, expected in {**EVICTION, **NEEDED[durability]}.items():
+        found, best = settings.get(setting), expected[0]
+        lost = setting in EVICTION
+        why = "groups that were acknowledged would be evicted" if lost else f"broker.durability is {durability}"
+        if found is None:
+            doubt(f"{setting} of the Redis server at {name} cannot be seen; it must be {best}: {why}")
+        elif found not in expected:
+            raise UsageError(
+                f"the Redis server at {name} has {setting} {found}, expected {' or '.join(expected)}, because {why}; "
+                f"set `{setting} {best}` in redis.conf, or `redis-cli CONFIG SET {setting} {best}` and CONFIG REWRITE"
+            )
 
 
 def _settings(client: Any, info: dict[str, str], doubt: Doubt) -> dict[str, str]:
-    """Those of SETTINGS that the server shows."""
     kinds = redis_module("redis.exceptions")
     found: dict[str, str] = {}
     try:
-        for setting in SETTINGS:
+        for setting in ("maxmemory-policy", "appendonly", "appendfsync"):
             found |= {_text(name): _text(value) for name, value in client.config_get(setting).items()}
     except kinds.NoPermissionError as error:
         doubt(f"CONFIG is not permitted to the broker's user ({error}); judging by INFO, which says less")
-        shown = {"maxmemory-policy": info.get("maxmemory_policy")}
+        if "maxmemory_policy" in info:
+            found["maxmemory-policy"] = info["maxmemory_policy"]
         if "aof_enabled" in info:
-            shown["appendonly"] = "yes" if info["aof_enabled"] == "1" else "no"
-        return {name: value for name, value in shown.items() if value is not None}
+            found["appendonly"] = "yes" if info["aof_enabled"] == "1" else "no"
     return found
 
 

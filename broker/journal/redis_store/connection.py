@@ -38,15 +38,14 @@ def redis_module(name: str) -> Any:
 def open_client(address: str, credentials: str | None) -> Any:
     """A redis.Redis, not connected yet; any thread may use it.
 
-    Raises:
-        UsageError: the address is none, credentials are missing or unreadable, or the address reaches beyond this
-            machine without both a password and TLS.
+    Raises UsageError for bad addresses and credentials, and beyond this machine without both a password and TLS.
     """
     try:
         at = parse_redis(address)
     except ValueError as error:
         raise UsageError(f"broker.redis: {error}, found {address!r}") from None
-    folder = _folder(credentials)
+    path = Path(credentials) if credentials is not None else None  # a folder of keys, or a file in one
+    folder = path.parent if path is not None and path.is_file() else path
     password = _secret(folder, "broker.password")
     if at.scheme != "unix" and not is_loopback(at.host):
         if at.scheme != "rediss":
@@ -78,22 +77,22 @@ def open_client(address: str, credentials: str | None) -> Any:
 def asking(name: str) -> Generator[None]:
     """While active, a failure of redis-py becomes one of the broker; `name` is the server's, for people.
 
-    Raises:
-        StoreUnavailable: it may pass.
-        BrokerError: Redis refuses: wrong password, no permission, an error in a command.
+    Raises StoreUnavailable where it may pass, and BrokerError for a wrong password, no permission or a bad command.
     """
     try:
         yield
     except Exception as error:
-        raise _meaning(error, name) from error
-
-
-def _folder(credentials: str | None) -> Path | None:
-    """The key folder, or the one in which a credential's file lies."""
-    if credentials is None:
-        return None
-    path = Path(credentials)
-    return path.parent if path.is_file() else path
+        kinds = redis_module("redis.exceptions")
+        refused = isinstance(error, kinds.AuthenticationError | kinds.NoPermissionError)
+        passing = isinstance(error, kinds.ConnectionError | kinds.TimeoutError | kinds.ReadOnlyError | OSError)
+        if not refused and (passing or str(error).startswith(PASSING) or isinstance(error, kinds.OutOfMemoryError)):
+            raise StoreUnavailable(f"Redis at {name} does not take records: {error}") from error
+        hint = ""
+        if isinstance(error, kinds.NoPermissionError):
+            hint = "; its user needs the commands and keys (`slipstream:{run.name}:*`) of the ACL line in docs/redis.md"
+        elif refused:
+            hint = "; its password is expected in broker.password in the folder of broker.credentials"
+        raise BrokerError(f"Redis at {name} refuses the broker: {error}{hint}") from error
 
 
 def _secret(folder: Path | None, name: str) -> str | None:
@@ -114,17 +113,3 @@ def _tls(folder: Path | None) -> dict[str, str]:
     if ("ssl_certfile" in found) != ("ssl_keyfile" in found):
         raise UsageError(f"broker.credentials: {folder} must contain client.crt and client.key both, or neither")
     return found
-
-
-def _meaning(error: Exception, name: str) -> StoreUnavailable | BrokerError:
-    kinds = redis_module("redis.exceptions")
-    refused = isinstance(error, kinds.AuthenticationError | kinds.NoPermissionError)
-    passing = isinstance(error, kinds.ConnectionError | kinds.TimeoutError | kinds.ReadOnlyError | OSError)
-    if not refused and (passing or str(error).startswith(PASSING) or isinstance(error, kinds.OutOfMemoryError)):
-        return StoreUnavailable(f"Redis at {name} does not take records: {error}")
-    hint = ""
-    if isinstance(error, kinds.NoPermissionError):
-        hint = "; its user needs the commands and keys (`slipstream:{run.name}:*`) of the ACL line in docs/redis.md"
-    elif isinstance(error, kinds.AuthenticationError):
-        hint = "; its password is expected in broker.password in the folder of broker.credentials"
-    return BrokerError(f"Redis at {name} refuses the broker: {error}{hint}")

@@ -23,20 +23,14 @@ class About(msgspec.Struct, frozen=True):
 
 
 class Leader(msgspec.Struct, frozen=True):
-    """A broker that leads or would like to. Equal names are one process.
-
-    Attributes:
-        address: where its clients connect.
-        run_dir: the run's folder; another folder is another run, even under the same name.
-        machine: boot and process namespace, in which `pid` means something.
-    """
+    """A broker that leads or would like to. Equal names are one process."""
 
     name: str
-    address: str
-    run_dir: str
+    address: str  # where its clients connect
+    run_dir: str  # another folder is another run, even under the same name
     host: str
     pid: int
-    machine: str
+    machine: str  # boot and process namespace, in which `pid` means something
 
 
 def run_prefix(run: str) -> str:

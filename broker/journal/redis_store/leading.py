@@ -32,12 +32,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Leading:
-    """One broker's way to the lead of a run.
-
-    Args:
-        config: the job's config, with broker.store: redis.
-        run_dir: as the job writes it.
-    """
+    """One broker's way to the lead of a run, whose folder the job writes as `run_dir`."""
 
     def __init__(self, config: Config, run_dir: str) -> None:
         self.server = config.broker.redis or ""
@@ -47,16 +42,10 @@ class Leading:
         self._file = RunDir(config.run.dir).redis_json
         self.lost = ""
         self._former: Leader | None = None  # the last other broker that led
-        self._wait_until = 0.0  # it may go on until then
+        self._wait_until = 0.0  # it may return until then
 
     def await_server(self) -> None:
-        """Check the server's settings, once it has its data.
-
-        Raises:
-            UsageError: a setting that loses data.
-            BrokerError: Redis refuses this broker.
-            BrokerUnreachable: no answer in time.
-        """
+        """Check the server's settings, once it has its data. Raises as `check_server`, BrokerUnreachable in the end."""
         end, told = time.monotonic() + START_S, False
         while True:
             try:
@@ -83,10 +72,7 @@ class Leading:
     def take(self, address: str) -> Leader | None:
         """Lead, with clients at `address`, unless another broker does: returns that one.
 
-        Raises:
-            UsageError: the run of that name belongs to another folder.
-            StoreUnavailable: Redis cannot be asked, or a living leader has a moment to write what Redis has lost.
-            BrokerError: Redis refuses.
+        Raises as `Term.take`; StoreUnavailable also while a living leader has time to write what Redis has lost.
         """
         try:
             about, seq = self.term.about()
@@ -100,7 +86,7 @@ class Leading:
             self._wait_until = time.monotonic() + TERM_S
         if time.monotonic() < self._wait_until and self.term.leader() is None:
             why = f"lacks records up to {seen.seq}" if behind else "was away"
-            raise StoreUnavailable(f"Redis at {self.server} {why}; its former leader has {TERM_S:g} s to go on")
+            raise StoreUnavailable(f"Redis at {self.server} {why}; its former leader has {TERM_S:g} s to return")
         self._former = self.term.take(address, seen.term)
         if not behind:
             self._wait_until = 0.0
@@ -109,10 +95,7 @@ class Leading:
     def open(self) -> RedisStore:
         """The run's store, a new one where there is none or where records that were acknowledged are missing.
 
-        Raises:
-            UsageError: the server has a run of that name that is another folder's, or an earlier one's.
-            StoreFenced: another broker leads by now.
-            StoreUnavailable, BrokerError: Redis cannot be asked.
+        Raises as `Term.write`; UsageError when the server's run of that name is an earlier one.
         """
         seen, store = self.seen, RedisStore(self.term)
         if not store.is_new and store.store_id not in (seen.store, seen.former):
@@ -135,12 +118,7 @@ class Leading:
         return store
 
     def without_leading(self) -> RedisStore:
-        """The run's store, to read it.
-
-        Raises:
-            UsageError: this folder has no store on the server, or a broker leads the run.
-            StoreUnavailable, BrokerError: Redis cannot be asked.
-        """
+        """The run's store, to read it. Raises UsageError when there is none or a broker leads; also as `asking`."""
         store, leader = RedisStore(self.term), self.term.leader()
         if leader is not None:
             raise UsageError(

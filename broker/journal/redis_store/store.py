@@ -41,18 +41,9 @@ _batch = msgspec.msgpack.Decoder(Batch)
 
 
 class RedisStore(Store):
-    """See Store. Only the leading broker writes.
+    """See Store. Only the broker whose `term` leads writes; any term serves to read. Raises as `Term.about`.
 
-    Args:
-        term: the term of this broker, which leads; to read only, any term serves.
-
-    Attributes:
-        is_new: Redis does not know this store yet.
-        last_seq: sequence number of the last record that Redis has.
-
-    Raises:
-        UsageError: the server has a run of that name that is another folder's.
-        StoreUnavailable, BrokerError: Redis cannot be asked.
+    `is_new`: Redis does not know this store yet. `last_seq`: sequence number of the last record that Redis has.
     """
 
     idle_s = RENEW_S
@@ -80,7 +71,10 @@ class RedisStore(Store):
         log = f"{self._prefix}log"
         for number, data in enumerate(self._elements(log)):
             self._bytes += len(data)
-            batch = _decoded(data, f"{self.name}: batch {number} of {log}")
+            try:
+                batch = _batch.decode(data)
+            except msgspec.DecodeError as error:
+                raise StoreCorrupt(f"{self.name}: batch {number} of {log}", f"does not decode: {error}") from error
             for seq, body, length in batch.records:
                 where = f"{self.name}: record {seq} of {log}"
                 if records and seq != records[-1].seq + 1:
@@ -157,8 +151,6 @@ class RedisStore(Store):
         """See Store: the log and the payloads."""
         return self._bytes + sum(self._sizes.copy().values())
 
-    # ---------------------------------------------------------------- inside
-
     def _name(self, location: Location) -> str:
         return f"{self._prefix}p:{location.segment}:{location.offset}"
 
@@ -197,13 +189,6 @@ class RedisStore(Store):
                     self._sizes[name] = 0
                 elif name not in known and not name.startswith(self._prefix):
                     self._stale.append(name)
-
-
-def _decoded(data: bytes, where: str) -> Batch:
-    try:
-        return _batch.decode(data)
-    except msgspec.DecodeError as error:
-        raise StoreCorrupt(where, f"does not decode: {error}") from error
 
 
 def _chunks(items: Iterable[T]) -> Iterator[list[T]]:

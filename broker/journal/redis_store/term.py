@@ -29,13 +29,7 @@ Command = tuple[bytes | memoryview | str | int, ...]
 
 
 class Term:
-    """The term of one broker on one run.
-
-    Args:
-        client: redis-py's client.
-        name: the server's name, for people.
-        run: name of the run.
-        run_dir: its folder.
+    """The term of one broker on the run `run` of the folder `run_dir`, on the server `name`.
 
     Attributes:
         number: the term's number; 0 while another broker leads.
@@ -44,18 +38,14 @@ class Term:
 
     def __init__(self, client: Any, name: str, run: str, run_dir: str) -> None:
         self.client, self.name, self.run_dir, self.prefix = client, name, run_dir, run_prefix(run)
-        machine = f"{_read('/proc/sys/kernel/random/boot_id')} {os.stat('/proc/self/ns/pid').st_ino}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
         self._me = Leader(secrets.token_hex(8), "", run_dir, socket.gethostname(), os.getpid(), machine)
         self._keys = [f"{self.prefix}head", f"{self.prefix}leader"]
         self.number, self.ends = 0, 0.0
 
     def about(self) -> tuple[About | None, int]:
-        """Which store the run has, None on a server that does not know the run; and the number of its last record.
-
-        Raises:
-            UsageError: the run of that name belongs to another folder.
-            StoreUnavailable, BrokerError: see `asking`.
-        """
+        """Which store the run has, if the server knows it, and the number of its last record. Raises as `take`."""
         found, seq = self.run([("HMGET", self._keys[0], "about", "seq")])[0]
         about = None if found is None else msgspec.json.decode(found, type=About)
         if about is not None:
@@ -63,15 +53,9 @@ class Term:
         return about, int(seq or 0)
 
     def take(self, address: str, known: int = 0) -> Leader | None:
-        """Begin a term, unless another broker leads: returns that one.
+        """Begin a term higher than `known`, with clients at `address`, unless another broker leads: returns that one.
 
-        Args:
-            address: where this broker's clients connect.
-            known: the highest term that was ever seen; the new one is higher.
-
-        Raises:
-            UsageError: the run of that name belongs to another folder.
-            StoreUnavailable, BrokerError: see `asking`.
+        Raises UsageError when the run of that name belongs to another folder; also as `asking`.
         """
         self._me = msgspec.structs.replace(self._me, address=address)
         ended = ""
@@ -92,13 +76,7 @@ class Term:
         return None if found is None else msgspec.json.decode(found, type=Leader)
 
     def write(self, store_prefix: str, before: Sequence[Command], operation: str, *rest: bytes | str | int) -> None:
-        """Run plain commands, then a fenced operation, in one round trip.
-
-        Raises:
-            StoreFenced: another broker leads.
-            StoreBehind: the log lacks records that were acknowledged.
-            StoreUnavailable, BrokerError: see `asking`.
-        """
+        """Run plain commands, then a fenced operation. Raises StoreFenced, StoreBehind; also as `asking`."""
         keys = [f"{store_prefix}log", f"{store_prefix}history"]
         status, term, leader, seq = self._run(before, keys, operation, self.number, *rest)
         if status == b"fenced":
@@ -112,7 +90,7 @@ class Term:
             raise StoreBehind(f"Redis at {self.name} ends with record {seq.decode()} of term {term}")
 
     def renew(self) -> None:
-        """Go on leading, while nothing is written. Raises as `write`."""
+        """Lead longer, while nothing is written. Raises as `write`."""
         self.write(self.prefix, [], "renew")
 
     @contextmanager
@@ -179,7 +157,3 @@ class Term:
                 f"one is {self.run_dir}. Choose another run.name or another database. Keys are never deleted here: "
                 "docs/redis.md says how to do it"
             )
-
-
-def _read(path: str) -> str:
-    return Path(path).read_text().strip()

@@ -9,12 +9,13 @@ import pytest
 
 from broker import main
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry
-from broker.journal.run_folder import keep_former_ledger
+from broker.journal.recovery import Memory
+from broker.journal.run_folder import RunFolder
 from common.errors import UsageError
 from common.process.run_dir import BrokerFile
 from common.security.credentials import KeyFolder
 from launch.keys import make
-from tests.broker_rig import job, serving, tasks
+from tests.broker_rig import job, new_state, serving, tasks
 from tests.unit.broker.conftest import Running
 
 
@@ -38,13 +39,12 @@ def test_a_run_directory_tells_where_the_broker_is_and_what_it_saw(tmp_path: Pat
 
 
 def test_the_ledger_of_an_earlier_broker_is_kept(tmp_path: Path) -> None:
-    for number in (1, 2):
-        (tmp_path / "ledger.json").write_text(f"[{number}]")
-        keep_former_ledger(tmp_path)
-        assert (tmp_path / f"ledger-{number}.json").read_text() == f"[{number}]"
-    (tmp_path / "ledger.json").write_text("[]")
-    keep_former_ledger(tmp_path)
-    assert not (tmp_path / "ledger-3.json").exists()
+    folder = RunFolder(tmp_path, None)
+    for ledger in ("[1]", "[2]", "[]"):
+        (tmp_path / "ledger.json").write_text(ledger)
+        folder.begin(Memory(new_state()), "tcp://127.0.0.1:9")
+    folder.close()
+    assert [path.read_text() for path in sorted(tmp_path.glob("ledger-*"))] == ["[1]", "[2]"]
 
 
 def write_broker_file(folder: Path, pid: int, address: str = "tcp://127.0.0.1:9") -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from broker.contract import LearnerReport, RunInfo
 from broker.delivery.task_table import Entry
-from broker.journal.file_store.folder import StoreFolder, new_info
+from broker.journal.file_store.store import open_file_store
 from broker.journal.recording import Recording, open_recording, preloaded
 from broker.server.in_process import MemoryLearner
 from common.config.loading import load_config
@@ -134,12 +134,10 @@ def test_what_the_recording_fixes_cannot_be_overridden(run: RunDir, config: Conf
 
 
 def test_a_run_that_works_is_not_replayed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    store = StoreFolder(run.store)
-    store.lock()
-    store.write_info(new_info("demo"))
+    store = open_file_store(run.store, "demo")
     assert main(["replay", str(run.path)]) == 2
     assert "is running: a broker has" in capsys.readouterr().err
-    store.unlock()
+    store.close()
     assert main(["replay", str(run.path)]) == 2
     assert "of step 0 are not retained: the run's store has those of no step" in capsys.readouterr().err
 
