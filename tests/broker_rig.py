@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 
-from broker.contract import NodeReport, RunInfo
+from broker.contract import LearnerReport, NodeReport, RunInfo
 from broker.delivery.state import DeliveryState
 from broker.messaging import wire
 from broker.server.server import BrokerServer
@@ -52,6 +52,15 @@ def numbered_state(run: RunInfo, clock: Callable[[], float] = lambda: 0.0) -> De
 def node_report(node_id: str = "n0", pid: int = 1, version: int = 0, **fields: Any) -> NodeReport:
     """A node that generates."""
     return NodeReport(node_id, pid, "host", "generating", version, **fields)
+
+
+def learner_report(
+    state: str = "training", incarnation: int = 1, step: int = 0, instance: str = "", weights: str = ""
+) -> LearnerReport:
+    """A learner of process 5 at the version of its step."""
+    return LearnerReport(
+        5, incarnation, state, policy_version=step, step=step, instance=instance, weights_address=weights
+    )
 
 
 @contextmanager

@@ -96,6 +96,12 @@ class RedisServer:
             return client.execute_command(*command)
 
 
+def durable_redis(folder: Path) -> RedisServer:
+    """A private server that syncs every write before it answers."""
+    folder.mkdir(exist_ok=True)
+    return RedisServer(folder, {"appendonly": "yes", "appendfsync": "always"})
+
+
 @functools.cache
 def redis_server() -> RedisServer:
     """One private server without an AOF for all tests of this process; every test has a run of its own on it."""

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from broker.contract import LearnerReport, NodeReport, RunInfo, Waste
+from broker.contract import NodeReport, RunInfo, Waste
 from broker.delivery.nodes import wasted_tokens
 from broker.delivery.state import DeliveryState
 from broker.journal.file_store.store import open_file_store
@@ -23,6 +23,7 @@ from broker.messaging.client_methods import NodeBroker
 from broker.messaging.sync_client import BrokerClient
 from broker.server.in_process import MemoryBroker
 from common.rollouts import GroupMeta, Task
+from tests import broker_rig
 from tests.broker_rig import new_state, node_report, serving
 from tests.redis_server import leading, redis_server
 from tests.waiting import LIMIT_S
@@ -118,20 +119,12 @@ class Backend:
         return {reason: spent for reason, spent in found.items() if spent != Waste()}
 
 
-def learner_report(
-    state: str = "training", incarnation: int = 1, step: int = 0, instance: str = "", weights: str = ""
-) -> LearnerReport:
-    return LearnerReport(
-        5, incarnation, state, policy_version=step, step=step, instance=instance, weights_address=weights
-    )
-
-
 def tasks(*serials: int) -> list[Task]:
     return [Task(serial=s, problem=b"{}", seed=s, group_size=4) for s in serials]
 
 
-def run_info(max_bytes: int = 1 << 30, max_lease_s: float = 3600.0) -> RunInfo:
-    return RunInfo("test", "/nowhere", GROUPS_PER_STEP, 1, 2, LEASE_S, max_bytes, b'{"a": 1}', max_lease_s)
+def run_info(**facts: float) -> RunInfo:
+    return broker_rig.run_info(groups_per_step=GROUPS_PER_STEP, max_attempts=2, config=b'{"a": 1}', **facts)
 
 
 def memory(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:

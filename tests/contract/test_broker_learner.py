@@ -7,21 +7,17 @@ import pytest
 
 from broker.contract import Waste
 from common.errors import BrokerError
-from tests.broker_rig import node_report
-from tests.contract.backends import Backend, learner_report, tasks
+from tests.broker_rig import learner_report, node_report
+from tests.contract.backends import Backend, tasks
 
 
-def test_offering_known_serials_again_adds_nothing(backend: Backend) -> None:
+def test_offering_known_serials_again_adds_nothing_and_a_gap_is_refused(backend: Backend) -> None:
     assert backend.learner.attach(learner_report()).next_serial == 0
     assert backend.learner.offer(tasks(0, 1, 2)) == 3
     assert backend.learner.offer(tasks(1, 2, 3)) == 1
+    with pytest.raises(BrokerError, match="task 5 was offered, the next serial is 4"):
+        backend.learner.offer(tasks(3, 5))
     assert backend.learner.attach(learner_report()).next_serial == 4
-
-
-def test_offering_with_a_gap_is_refused_and_adds_nothing(backend: Backend) -> None:
-    with pytest.raises(BrokerError, match="task 2 was offered, the next serial is 1"):
-        backend.learner.offer(tasks(0, 2))
-    assert backend.learner.ledger() == []
 
 
 def test_a_restarted_learner_gets_a_steps_filtered_groups_too_in_the_same_order(backend: Backend) -> None:
@@ -43,25 +39,21 @@ def test_a_restarted_learner_gets_a_steps_filtered_groups_too_in_the_same_order(
     assert [g.serial for g in restarted.take(1, 2, 0.0)] == [5, 6]
 
 
-def test_drain_is_told_once_the_learner_is_done(backend: Backend) -> None:
-    backend.join()
-    backend.learner.attach(learner_report("starting"))
-    for state, drain in (("training", False), ("failed", False), ("done", True)):
-        backend.learner.report(learner_report(state))
-        assert backend.beat(node_report()).drain is drain
-
-
-def test_a_replaced_learner_is_fenced(backend: Backend) -> None:
-    backend.learner.attach(learner_report(incarnation=1))
+@pytest.mark.parametrize("same", [False, True], ids=["a later incarnation", "the same incarnation after an end"])
+def test_a_replaced_learner_is_fenced(backend: Backend, same: bool) -> None:
+    backend.learner.attach(learner_report(instance="a"))
+    backend.learner.report(learner_report("failed", instance="a"))
     successor = backend.new_learner()
-    successor.attach(learner_report(incarnation=2))
+    successor.attach(learner_report(incarnation=1 if same else 2, instance="b"))
+    by = "another process of the same incarnation" if same else "incarnation 2"
     for action in (
         lambda: backend.learner.take(0, 1, 0.0),
         lambda: backend.learner.commit(0),
         lambda: backend.learner.offer(tasks(0)),
-        lambda: backend.learner.report(learner_report(incarnation=1)),
+        lambda: backend.learner.report(learner_report(instance="a")),
+        lambda: backend.learner.attach(learner_report(instance="a")),
     ):
-        with pytest.raises(BrokerError, match="incarnation 1 was replaced by incarnation 2"):
+        with pytest.raises(BrokerError, match=f"incarnation 1 was replaced by {by}"):
             action()
     assert successor.offer(tasks(0)) == 1
 
@@ -73,24 +65,10 @@ def test_of_two_learners_with_one_incarnation_the_second_is_refused_while_the_fi
         with pytest.raises(BrokerError, match="learner incarnation 1 is alive already: process 5, training, seen"):
             action(learner_report(instance="b"))
     assert backend.learner.offer(tasks(0)) == 1
-    assert backend.learner.status().learner.instance == "a"
-
-
-def test_a_learner_of_the_same_incarnation_replaces_one_that_ended_and_fences_it(backend: Backend) -> None:
-    backend.learner.attach(learner_report(instance="a"))
-    backend.learner.report(learner_report("failed", instance="a"))
-    second = backend.new_learner()
-    second.attach(learner_report(instance="b"))
-    for action in (
-        lambda: backend.learner.take(0, 1, 0.0),
-        lambda: backend.learner.commit(0),
-        lambda: backend.learner.offer(tasks(0)),
-        lambda: backend.learner.report(learner_report(instance="a")),
-        lambda: backend.learner.attach(learner_report(instance="a")),
-    ):
-        with pytest.raises(BrokerError, match="incarnation 1 was replaced by another process of the same incarnation"):
-            action()
-    assert second.offer(tasks(0)) == 1
+    backend.learner.report(msgspec.structs.replace(learner_report(instance="a"), waste={"masked": Waste(9)}))
+    learner = backend.learner.status().learner
+    assert (learner.instance, learner.waste) == ("a", {"masked": Waste(9)})
+    assert backend.wasted() == {}, "a learner's waste is shown with its report only"
 
 
 def test_attach_tells_the_store_and_what_is_committed(make: Callable[..., Backend]) -> None:
@@ -107,19 +85,18 @@ def test_attach_tells_the_store_and_what_is_committed(make: Callable[..., Backen
     assert make().learner.attach(learner_report()).store_id not in ("", first.store_id)
 
 
-def test_a_drained_learner_is_shown_as_drained_and_its_weights_are_no_longer_offered(backend: Backend) -> None:
+def test_nodes_are_told_to_drain_once_the_learner_is_done_and_get_no_weights_of_one_that_ended(
+    backend: Backend,
+) -> None:
     backend.join()
-    for state, address in (
-        ("training", "tcp://weights"),
-        ("drained", ""),
-        ("failed", ""),
-        ("training", "tcp://weights"),
-    ):
+    for state in ("starting", "training", "drained", "failed", "training", "done"):
         backend.learner.report(learner_report(state, weights="tcp://weights"))
         reply = backend.beat(node_report())
-        assert (reply.weights_address, reply.drain) == (address, False)
+        address = "tcp://weights" if state in ("starting", "training") else ""
+        assert (reply.weights_address, reply.drain) == (address, state == "done")
         assert backend.learner.status().learner.state == state
-    assert [e.kind for e in backend.learner.events(-1)] == ["join", "learner_drained", "learner_failed"]
+    kinds = [e.kind for e in backend.learner.events(-1)]
+    assert kinds == ["join", "learner_drained", "learner_failed", "learner_done"]
 
 
 def test_the_window_starts_at_the_step_of_a_learner_that_resumes_with_a_new_broker(backend: Backend) -> None:
@@ -142,9 +119,3 @@ def test_events_tell_what_happened_in_order(backend: Backend) -> None:
     assert [e.kind for e in events] == ["learner_attached", "join", "first_lease", "group_failed", "leave"]
     assert events[3].detail == {"serial": 0, "node": "n0", "reason": "why"}
     assert [e.kind for e in backend.learner.events(events[2].index)] == ["group_failed", "leave"]
-
-
-def test_the_learners_own_waste_is_shown_with_its_report(backend: Backend) -> None:
-    backend.learner.report(msgspec.structs.replace(learner_report(), waste={"masked": Waste(9)}))
-    assert backend.learner.status().learner.waste == {"masked": Waste(9)}
-    assert backend.wasted() == {}

@@ -13,10 +13,14 @@ from tests.contract.backends import GROUPS_PER_STEP, LEASE_S, META, Backend, tas
 from tests.waiting import LIMIT_S
 
 
-def test_register_tells_a_node_about_the_run(backend: Backend) -> None:
-    run = backend.run(backend.node.register(node_report()))
+def test_a_node_hears_about_the_run_and_leases_nothing_before_it_has_weights(backend: Backend) -> None:
+    backend.learner.offer(tasks(0))
+    with pytest.raises(BrokerError, match="node n0 is not registered"):
+        backend.lease(1)
+    run = backend.run(backend.node.register(node_report(version=-1)))
     assert run.name.startswith("test")
     assert (run.groups_per_step, run.config) == (GROUPS_PER_STEP, b'{"a": 1}')
+    assert backend.lease(1, version=-1) == []
 
 
 def test_leases_are_the_oldest_tasks_inside_the_staleness_window(backend: Backend) -> None:
@@ -27,25 +31,11 @@ def test_leases_are_the_oldest_tasks_inside_the_staleness_window(backend: Backen
     assert [le.task.serial for le in backend.lease(10, version=2)] == [4, 5, 6, 7]
 
 
-def test_a_node_without_weights_gets_no_lease(backend: Backend) -> None:
-    backend.learner.offer(tasks(0))
-    backend.join(version=-1)
-    assert backend.lease(1, version=-1) == []
-
-
-def test_a_node_that_never_registered_gets_an_error(backend: Backend) -> None:
-    with pytest.raises(BrokerError, match="node n0 is not registered"):
-        backend.lease(1)
-
-
-def test_a_waiting_lease_is_served_when_a_task_is_offered(backend: Backend) -> None:
+def test_a_waiting_lease_is_served_by_an_offer_and_by_a_heartbeat_with_a_newer_version(backend: Backend) -> None:
     backend.join()
     assert backend.lease_when(lambda: backend.learner.offer(tasks(0))) == [0]
-
-
-def test_a_heartbeat_with_a_newer_version_serves_a_waiting_lease(backend: Backend) -> None:
-    backend.begin(6)
-    assert len(backend.lease(10)) == 4
+    backend.learner.offer(tasks(1, 2, 3, 4, 5))
+    assert len(backend.lease(10)) == 3
     assert backend.lease_when(lambda: backend.node.heartbeat(node_report(version=1), [])) == [4, 5]
 
 
@@ -134,23 +124,16 @@ def test_a_result_with_an_old_token_is_refused_and_counted(backend: Backend) -> 
     assert [g.payload for g in backend.learner.take(0, 1, 0.0)] == [b"the one"]
 
 
-def test_a_repeated_result_is_accepted_once_and_answered_with_true(backend: Backend) -> None:
+def test_a_repeated_result_is_accepted_once_and_another_nodes_token_is_refused(backend: Backend) -> None:
     backend.begin(1)
-    lease = backend.lease(1)[0]
-    assert backend.complete(lease)
-    assert backend.complete(lease)
-    assert backend.beat(node_report(), lease.token).lost == []
-    status = backend.learner.status()
-    assert (status.groups_ready, status.stale_results) == (1, 0)
-
-
-def test_another_nodes_token_is_refused(backend: Backend) -> None:
-    backend.learner.offer(tasks(0))
-    backend.join("owner")
     backend.join("thief")
-    lease = backend.lease(1, "owner")[0]
+    lease = backend.lease(1)[0]
     assert not backend.complete(lease, "thief")
-    assert backend.complete(lease, "owner")
+    for _ in range(2):
+        assert backend.complete(lease)
+        assert backend.beat(node_report(), lease.token).lost == []
+    status = backend.learner.status()
+    assert (status.groups_ready, status.stale_results) == (1, 1)
     assert not backend.complete(lease, "thief")
 
 
@@ -163,12 +146,17 @@ def test_a_failed_group_is_tried_again_and_dead_after_max_attempts(backend: Back
     assert backend.lease(1)[0].task.serial == 1
 
 
-def test_one_bad_node_kills_no_task_while_another_one_works(backend: Backend) -> None:
+@pytest.mark.parametrize("bad", ["fails", "is restarted"])
+def test_one_bad_node_kills_no_task_while_another_one_works(backend: Backend, bad: str) -> None:
     backend.learner.offer(tasks(0))
     backend.join("bad")
     backend.join("good")
-    for _ in range(5):
-        assert backend.fail("bad") == 0
+    for pid in range(2, 7):
+        [lease] = backend.lease(1, "bad")
+        if bad == "fails":
+            backend.fail("bad", lease=lease)
+        else:
+            backend.join("bad", pid=pid)
     assert backend.states() == {0: "pending"}
     assert backend.complete(backend.lease(1, "good")[0], "good")
     assert backend.states() == {0: "ready"}
@@ -182,17 +170,6 @@ def test_a_task_that_no_other_node_takes_up_dies_of_one_in_the_end(backend: Back
         assert backend.states() == {0: "pending"}
         backend.fail("bad")
     assert backend.states() == {0: "dead"}
-
-
-def test_a_node_that_is_restarted_again_and_again_kills_no_task_while_another_one_works(backend: Backend) -> None:
-    backend.learner.offer(tasks(0))
-    backend.join("good")
-    for pid in range(1, 6):
-        backend.join("bad", pid=pid)
-        assert [le.task.serial for le in backend.lease(1, "bad")] == [0]
-    backend.join("bad", pid=6)
-    assert backend.states() == {0: "pending"}
-    assert backend.complete(backend.lease(1, "good")[0], "good")
 
 
 @pytest.mark.parametrize("second", ["fails it too", "leaves", "has no weights", "is excluded"])
@@ -223,38 +200,27 @@ def test_a_dead_task_gives_its_place_in_the_window_to_the_next(backend: Backend)
     assert [le.task.serial for le in backend.lease(4)] == [4]
 
 
-def test_released_leases_do_not_count_as_attempts(backend: Backend) -> None:
-    backend.begin(1)
-    for _ in range(4):
-        lease = backend.lease(1)[0]
-        assert lease.attempt == 1
-        backend.run(backend.node.release("n0", [lease.token]))
-    assert backend.states() == {0: "pending"}
-
-
-def test_a_node_that_leaves_hands_back_its_leases(backend: Backend) -> None:
+def test_leases_that_are_released_or_left_behind_do_not_count_as_attempts(backend: Backend) -> None:
     backend.begin(2)
-    lease = backend.lease(2)[0]
+    for _ in range(4):
+        lease, _ = leases = backend.lease(2)
+        assert [le.attempt for le in leases] == [1, 1]
+        backend.run(backend.node.release("n0", [le.token for le in leases]))
+    backend.lease(1)
     backend.leave()
-    assert backend.states() == {0: "pending", 1: "pending"}
+    assert [(e.state, e.attempts) for e in backend.learner.ledger()] == [("pending", 0), ("pending", 0)]
     assert backend.learner.status().nodes == []
     assert not backend.complete(lease)
 
 
-def test_a_restarted_node_loses_the_leases_of_its_former_process_at_once(backend: Backend) -> None:
+def test_a_new_process_takes_a_nodes_leases_at_once_and_the_former_one_takes_nothing_back(backend: Backend) -> None:
     backend.learner.offer(tasks(0))
     backend.join(pid=1)
-    old = backend.lease(1)[0]
+    [old] = backend.lease(1)
     backend.join(pid=2)
-    assert [(le.task.serial, le.attempt) for le in backend.lease(1)] == [(0, 2)]
+    [lease] = backend.lease(1)
+    assert (lease.task.serial, lease.attempt) == (0, 2)
     assert not backend.complete(old)
-
-
-def test_a_process_whose_node_id_was_taken_hears_it_and_takes_nothing_back(backend: Backend) -> None:
-    backend.learner.offer(tasks(0))
-    backend.join(pid=1)
-    backend.join(pid=2)
-    lease = backend.lease(1)[0]
     with pytest.raises(BrokerError, match="'n0' belongs to process 2 on host now; every node needs an id of its own"):
         backend.beat(node_report(pid=1))
     assert backend.beat(node_report(pid=2), lease.token).lost == []

@@ -20,6 +20,7 @@ LEASE_S = 10.0
 MAX_LEASE_S = 25.0
 MAX_ATTEMPTS = 3
 PAYLOAD_BYTES = 100
+META = GroupMeta(version_min=0, version_max=0, reward_mean=0.0, sampled_tokens=1)
 
 
 def payload(token: str) -> bytes:
@@ -96,19 +97,17 @@ class Delivery(RuleBasedStateMachine):
     @rule(held=leases, again=st.booleans())
     def complete(self, held: tuple[str, Lease], again: bool) -> None:
         node, lease = held
-        meta = GroupMeta(version_min=0, version_max=0, reward_mean=0.0, sampled_tokens=1)
         entry = self.state.tasks.leased.get(lease.token)
-        accepted = self.state.complete(node, lease.token, meta, payload(lease.token), PAYLOAD_BYTES)
+        accepted = self.state.complete(node, lease.token, META, payload(lease.token), PAYLOAD_BYTES)
         if entry is not None:
             assert accepted
             self.accepted[lease.task.serial] += 1
         if again:
-            assert self.state.complete(node, lease.token, meta, payload(lease.token), PAYLOAD_BYTES) == accepted
+            assert self.state.complete(node, lease.token, META, payload(lease.token), PAYLOAD_BYTES) == accepted
 
     @rule(held=leases)
     def complete_under_another_name(self, held: tuple[str, Lease]) -> None:
-        meta = GroupMeta(version_min=0, version_max=0, reward_mean=0.0, sampled_tokens=1)
-        assert not self.state.complete("stranger", held[1].token, meta, b"", 0)
+        assert not self.state.complete("stranger", held[1].token, META, b"", 0)
 
     @rule(held=consumes(leases))
     def fail(self, held: tuple[str, Lease]) -> None:

@@ -18,10 +18,9 @@ from broker.delivery.event_log import EventLog
 from broker.delivery.learner_fencing import lasting
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import Entry, TaskRecord
-from broker.journal.file_store.folder import StoreFolder, new_info
-from broker.journal.file_store.store import FileStore
+from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import Journal
-from broker.journal.recovery import Recovered, recover
+from broker.journal.recovery import recover
 from broker.journal.store import Store, StoredPayload
 from tests.property.test_delivery_state import Delivery
 from tests.waiting import until
@@ -72,13 +71,10 @@ class DurableDelivery(Delivery):
 
     def new_state(self, run: RunInfo, new_token: Callable[[], str]) -> DeliveryState:
         self.run, self.new_token = run, new_token
-        self.info = new_info("property")
         return self.open()
 
     def open(self) -> DeliveryState:
-        self.store = StoreFolder(self.folder)
-        self.store.lock()
-        return self.recovered(FileStore(self.store, self.info), "everysec")
+        return self.recovered(open_file_store(self.folder, "property"), "everysec")
 
     def recovered(self, store: Store, sync: Literal["fsync", "everysec"]) -> DeliveryState:
         """The state in the store, as a broker that starts finds it; snapshots are taken all the time."""
@@ -91,14 +87,7 @@ class DurableDelivery(Delivery):
     def the_broker_dies_and_comes_back(self, good_order: bool) -> None:
         before = everything(self.durable)
         self.settle()
-        if good_order:
-            assert self.journal.close()
-        else:
-            copy = Path(tempfile.mkdtemp())
-            shutil.copytree(self.folder, copy, dirs_exist_ok=True)
-            self.journal.close()
-            shutil.rmtree(self.folder)
-            self.folder = copy
+        self.end(good_order)
         self.state = self.open()
         assert self.found.torn == ""
         after = everything(self.durable)
@@ -106,8 +95,15 @@ class DurableDelivery(Delivery):
             assert after[what] == value, what
         assert all(e.deadline > self.now for e in self.state.tasks.leased.values())
 
-    def everything(self) -> dict[str, Any]:
-        return everything(self.durable)
+    def end(self, good_order: bool) -> None:
+        if good_order:
+            assert self.journal.close()
+            return
+        copy = Path(tempfile.mkdtemp())
+        shutil.copytree(self.folder, copy, dirs_exist_ok=True)
+        self.journal.close()
+        shutil.rmtree(self.folder)
+        self.folder = copy
 
     @rule()
     def a_turn_ends(self) -> None:
@@ -122,14 +118,6 @@ class DurableDelivery(Delivery):
         if hasattr(self, "journal"):
             self.journal.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def test_a_store_that_was_never_written_recovers_to_nothing(tmp_path: Path) -> None:
-    machine = DurableDelivery()
-    machine.folder = tmp_path
-    machine.new_state(RunInfo("r", "", 1, 1, 3, 10.0, 1 << 20), lambda: "t")
-    assert (machine.found, machine.durable.ledger()) == (Recovered(seconds=machine.found.seconds), [])
-    machine.journal.close()
 
 
 DurableDelivery.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -3,10 +3,9 @@
 import secrets
 
 from hypothesis import Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import rule
 
 from broker.delivery.state import DeliveryState
+from broker.journal.journal import Journal
 from broker.journal.redis_store.store import RedisStore
 from broker.journal.redis_store.term import Term
 from tests.property.test_durable_delivery import DurableDelivery
@@ -26,21 +25,14 @@ class RedisDelivery(DurableDelivery):
         assert term.take("tcp://127.0.0.1:1") is None
         self.terms += 1
         assert term.number == self.terms
-        return self.recovered(RedisStore(term), "fsync")
+        former: Journal | None = getattr(self, "journal", None)
+        state = self.recovered(RedisStore(term), "fsync")
+        if former is not None:
+            former.close()  # nothing more comes of a broker that was killed: its term is over
+        return state
 
-    @rule(good_order=st.booleans())
-    def the_broker_dies_and_comes_back(self, good_order: bool) -> None:
-        before = self.everything()
-        self.settle()
-        former = self.journal
-        if good_order:
-            assert former.close()
-        self.state = self.open()
-        after = self.everything()
-        for what, value in before.items():
-            assert after[what] == value, what
-        if not good_order:
-            former.close()
+    def end(self, good_order: bool) -> None:
+        assert not good_order or self.journal.close()
 
 
 RedisDelivery.TestCase.settings = settings(

@@ -22,7 +22,7 @@ from tests.integration.jobs.job_rig import (
     until,
     write_config,
 )
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, durable_redis
 
 SLOW = {"options": {"pause_s": 0.25}}  # a step takes about this long at least, however fast the machine is
 
@@ -30,8 +30,7 @@ SLOW = {"options": {"pause_s": 0.25}}  # a step takes about this long at least, 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
     """A server that forgets nothing."""
-    (tmp_path / "redis").mkdir()
-    server = RedisServer(tmp_path / "redis", {"appendonly": "yes", "appendfsync": "always"})
+    server = durable_redis(tmp_path / "redis")
     yield server
     server.stop()
 

@@ -12,7 +12,7 @@ from common.process.run_dir import RunDir
 from tests.integration.jobs.job_rig import until
 from tests.integration.learner.learner_rig import STEPS, Job, weights_of
 from tests.launch_rig import run_cli
-from tests.redis_server import RedisServer
+from tests.redis_server import durable_redis
 
 LEARNER = {"dynamic_sampling": True}
 KEPT = {"every": 3, "keep": 9, "asynchronous": False}
@@ -99,7 +99,7 @@ def test_a_replay_from_a_checkpoint_goes_on_from_it_and_shows_where_an_override_
 def test_a_run_on_redis_computes_and_replays_what_the_embedded_broker_s_does(
     tmp_path: Path, model: Path, unbroken: Job
 ) -> None:
-    server = RedisServer(tmp_path, {"appendonly": "yes", "appendfsync": "always"})
+    server = durable_redis(tmp_path)
     try:
         job = Job(tmp_path / "job", model, LEARNER, KEPT, {"store": "redis", "redis": server.address})
         with job.served():

@@ -1,6 +1,9 @@
 """A durable state, for tests that write a store, break it and read it again."""
 
-from collections.abc import Sequence
+import resource
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +23,25 @@ RUN = RunInfo("rig", "/nowhere", 2, 3, 3, 10.0, 1 << 30)
 
 def meta(version: int = 0) -> GroupMeta:
     return GroupMeta(version, version, 0.5, 10)
+
+
+def newest(store: Path) -> Path:
+    """The segment that a broker wrote last."""
+    return max(store.glob("0*.log"))
+
+
+@contextmanager
+def full_disk(store: Path, room: int = 0) -> Iterator[None]:
+    """No file grows beyond the newest segment of the store and `room` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    size = max((segment.stat().st_size for segment in store.glob("0*.log")), default=0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 class Rig:

@@ -2,12 +2,9 @@
 
 import asyncio
 import logging
-import resource
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +12,6 @@ import pytest
 
 from broker import main
 from broker.connect import Access, connect_node
-from broker.contract import LearnerReport
 from broker.journal.file_store.segment_file import SegmentFile
 from broker.journal.store import StoreCorrupt, StoreFailed
 from broker.messaging.async_client import AsyncBrokerClient
@@ -24,12 +20,13 @@ from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.security.credentials import KeyFolder
 from launch.keys import make
 from tests import broker_rig
-from tests.broker_rig import META, node_report, tasks
+from tests.broker_rig import META, learner_report, node_report, tasks
 from tests.unit.broker.conftest import Running
+from tests.unit.broker.durable_rig import full_disk, newest
 from tests.waiting import LIMIT_S, until
 
 job = partial(broker_rig.job, groups_per_step=1)
-REPORT = LearnerReport(5, 1, "training", 0)
+REPORT = learner_report()
 
 
 def stuck(observer: BrokerClient) -> str:
@@ -56,7 +53,7 @@ def test_a_stopped_run_goes_on_with_the_same_store_at_the_same_address(tmp_path:
         events = learner.events(-1)
     with running(config) as second, second.client() as learner:
         assert second.address == first.address
-        attached = learner.attach(LearnerReport(5, 2, "training", 1, step=1))
+        attached = learner.attach(learner_report(incarnation=2, step=1))
         assert (attached.next_serial, attached.store_id, attached.committed_step) == (3, store_id, 0)
         taken = learner.take(1, 1, LIMIT_S)
         assert taken is not None and [(g.serial, g.payload) for g in taken] == [(1, b"group")]
@@ -107,8 +104,8 @@ def test_no_promise_is_answered_before_it_is_synced(
         assert offer.result(LIMIT_S) == 1
         assert len(synced) > before
         gate.clear()
-        learner.report(LearnerReport(5, 1, "training", 1, weights_address="tcp://127.0.0.1:1"))
-        done = pool.submit(learner.report, LearnerReport(5, 1, "done", 1))
+        learner.report(learner_report(step=1, weights="tcp://127.0.0.1:1"))
+        done = pool.submit(learner.report, learner_report("done", step=1))
         until(lambda: (told := observer.status().learner) and told.state == "done")
         time.sleep(0.1)
         assert not done.done(), "nodes leave because of it: it must outlive this broker; progress needs no sync"
@@ -137,18 +134,6 @@ def test_a_living_node_keeps_its_name_from_other_credentials_across_restarts_of_
         asyncio.run(register(broker.address, "a"))
 
 
-@contextmanager
-def full_disk(run_dir: Path, room: int = 0) -> Iterator[None]:
-    """The store can grow by `room` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    size = max(p.stat().st_size for p in (run_dir / "store").glob("0*.log"))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_on_a_full_disk_everybody_waits_and_is_told_why(
     tmp_path: Path, running: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,7 +146,7 @@ def test_on_a_full_disk_everybody_waits_and_is_told_why(
     ):
         learner.attach(REPORT)
         learner.offer(tasks(2))
-        with full_disk(tmp_path, 4096):
+        with full_disk(tmp_path / "store", 4096):
             node = pool.submit(lambda: asyncio.run(hand_in(broker.address, 1, b"x" * 100_000)))
             until(lambda: stuck(observer))
             offer = pool.submit(learner.offer, tasks(1, first=2))
@@ -179,20 +164,20 @@ def test_a_broker_that_is_stopped_on_a_full_disk_promises_nothing_at_its_end(tmp
         with broker.client() as learner:
             learner.attach(REPORT)
             learner.offer(tasks(1))
-        with full_disk(tmp_path), broker.client(deadline_s=3) as learner, broker.client() as observer:
+        with full_disk(tmp_path / "store"), broker.client(deadline_s=3) as learner, broker.client() as observer:
             offer = pool.submit(learner.offer, tasks(1, first=1))
             until(lambda: stuck(observer))
             broker.server.stop()
             with pytest.raises(BrokerUnreachable):
                 offer.result(LIMIT_S)
     with running(job(tmp_path)) as broker, broker.client() as learner:
-        assert learner.attach(LearnerReport(5, 2, "training", 0)).next_serial == 1
+        assert learner.attach(learner_report(incarnation=2)).next_serial == 1
 
 
 def test_a_damaged_store_ends_the_command_with_its_place(tmp_path: Path, running: Running) -> None:
     with running(job(tmp_path)) as broker, broker.client() as learner:
         learner.attach(REPORT)
-    path = max((tmp_path / "store").glob("0*.log"))
+    path = newest(tmp_path / "store")
     data = bytearray(path.read_bytes())
     data[100] ^= 0xFF
     path.write_bytes(data)

@@ -24,7 +24,7 @@ from common.config.schema import Config
 from common.errors import UsageError
 from common.process.logs import setup_logging
 from tests.broker_rig import META, job, tasks
-from tests.redis_server import RedisServer, free_port
+from tests.redis_server import RedisServer, durable_redis, free_port
 from tests.waiting import LIMIT_S, until
 
 TAKEOVER_S = 15.0  # after a kill, as docs/redis.md promises
@@ -32,7 +32,7 @@ TAKEOVER_S = 15.0  # after a kill, as docs/redis.md promises
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    found = RedisServer(tmp_path_factory.mktemp("redis"), {"appendonly": "yes", "appendfsync": "always"})
+    found = durable_redis(tmp_path_factory.mktemp("redis"))
     yield found
     found.stop()
 

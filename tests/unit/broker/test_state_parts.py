@@ -3,7 +3,6 @@
 import random
 import sys
 import tracemalloc
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -19,7 +18,7 @@ from broker.messaging.wire import AskLease
 from broker.server.long_polls import ParkingLot
 from common.errors import BrokerError
 from common.rollouts import GroupMeta
-from tests.broker_rig import node_report, numbered_state, run_info, tasks
+from tests.broker_rig import learner_report, node_report, numbered_state, run_info, tasks
 
 
 def test_history_gives_back_what_it_was_given_in_any_order() -> None:
@@ -57,14 +56,10 @@ def test_renewed_deadlines_come_up_only_when_they_have_passed() -> None:
     assert deadlines.next() == 3.0
     assert list(deadlines.passed(3.0, true.get)) == ["a"]
     assert deadlines.next() is None
-
-
-def test_a_deadline_that_moves_forward_in_time_is_noticed() -> None:
-    deadlines = Deadlines()
-    deadlines.add("a", 10.0)
-    deadlines.add("a", 1.0)
-    assert list(deadlines.passed(1.0, lambda key: 1.0)) == ["a"]
-    assert list(deadlines.passed(20.0, lambda key: 1.0)) == []
+    for deadline in (10.0, 5.0):
+        deadlines.add("moved forward", deadline)
+    assert list(deadlines.passed(5.0, lambda key: 5.0)) == ["moved forward"]
+    assert list(deadlines.passed(20.0, lambda key: 5.0)) == []
 
 
 def test_the_event_ring_is_bounded_and_the_sink_sees_everything() -> None:
@@ -95,12 +90,7 @@ def test_a_sink_that_cannot_write_disturbs_nobody_and_what_it_missed_is_counted(
     full = False
     log.add("after")
     log.add("later")
-    assert written == [
-        (0, "before", None),
-        (3, "events_unwritten", 2),
-        (4, "after", None),
-        (5, "later", None),
-    ]
+    assert written == [(0, "before", None), (3, "events_unwritten", 2), (4, "after", None), (5, "later", None)]
     assert [e.kind for e in log.after(-1)] == ["before", "lost", "lost", "events_unwritten", "after", "later"]
 
 
@@ -119,16 +109,9 @@ def test_a_silent_node_dies_once_revives_when_seen_and_is_forgotten_long_after()
     fleet.leave("n")
     assert fleet.nodes == {}
     assert fleet.tokens_generated() == 7
-
-
-def test_a_node_that_leaves_and_joins_again_is_watched_again() -> None:
-    fleet = Fleet(silent_s=5.0)
-    fleet.join(node_report("n", pid=1), 0.0)
-    fleet.leave("n")
-    fleet.join(node_report("n", pid=2), 1.0)
-    assert fleet.expire(5.5)[0] == []
-    assert fleet.expire(6.5)[0] == ["n"]
-    assert list(fleet.nodes) == ["n"]
+    fleet.join(node_report("n", pid=2), 1000.0)
+    assert fleet.expire(1004.5)[0] == []
+    assert fleet.expire(1005.5)[0] == ["n"], "a node that joins again is watched again"
 
 
 def update(record: LearnerRecord, report: LearnerReport, now: float) -> None:
@@ -157,30 +140,21 @@ def test_a_silent_learner_is_shown_as_lost_unless_it_ended() -> None:
         assert shown(1000.0).state == state
 
 
-def learner_process(instance: str, state: str = "training", incarnation: int = 1) -> LearnerReport:
-    return LearnerReport(7, incarnation, state, 4, instance=instance)
-
-
 def test_a_second_learner_of_an_incarnation_takes_the_place_of_a_silent_one_which_never_comes_back() -> None:
     record = LearnerRecord()
-    update(record, learner_process("a"), 0.0)
+    update(record, learner_report(instance="a"), 0.0)
     record.seen_at = 5.0
-    with pytest.raises(BrokerError, match=r"incarnation 1 is alive already: process 7, training, seen 9.0 s ago"):
-        update(record, learner_process("b"), 14.0)
+    with pytest.raises(BrokerError, match=r"incarnation 1 is alive already: process 5, training, seen 9.0 s ago"):
+        update(record, learner_report(instance="b"), 14.0)
     record.check(1, "a")
-    update(record, learner_process("b"), 15.5)
-    for step in (lambda: record.check(1, "a"), lambda: update(record, learner_process("a"), 100.0)):
+    update(record, learner_report(instance="b"), 15.5)
+    for step in (lambda: record.check(1, "a"), lambda: update(record, learner_report(instance="a"), 100.0)):
         with pytest.raises(BrokerError, match="incarnation 1 was replaced by another process of the same incarnation"):
             step()
     record.check(1, "b")
-
-
-def test_a_process_that_does_not_say_which_one_it_is_counts_as_the_known_one() -> None:
-    record = LearnerRecord()
-    update(record, learner_process("a"), 0.0)
     record.check(1, "")
-    update(record, learner_process(""), 1.0)
-    update(record, learner_process("b"), 2.0)
+    update(record, learner_report(instance=""), 101.0)
+    update(record, learner_report(instance="c"), 102.0)  # at once: the process before did not say which one it is
 
 
 def test_freed_slots_are_counted_and_forgotten_once_no_older_task_is_unfinished() -> None:
@@ -214,40 +188,30 @@ def test_the_history_file_takes_a_few_bytes_a_task_and_gives_back_every_entry() 
         records.decode_finished(msgspec.msgpack.encode(records.FinishedTasks(packed=b"not zlib")))
 
 
-def ended_deadlines(kept: Deadlines[str]) -> Callable[[int], None]:
-    kept.add("kept", 5.0)
-
-    def add_and_discard(number: int) -> None:
-        kept.add(f"lease {number}", 60.0 + number)
-        kept.discard(f"lease {number}")
-
-    return add_and_discard
-
-
-def ended_leases() -> Callable[[int], None]:
-    state = numbered_state(run_info())
+def test_deadlines_of_what_has_ended_take_no_memory() -> None:
+    deadlines, lot, state = Deadlines[str](), ParkingLot(), numbered_state(run_info())
+    deadlines.add("kept", 5.0)
     state.register(node_report("n"))
     state.offer(tasks(1))
-    return lambda number: state.release("n", [lease.token for lease in state.lease("n", 0, 1)])
 
+    def end_a_deadline(number: int) -> None:
+        deadlines.add(f"lease {number}", 60.0 + number)
+        deadlines.discard(f"lease {number}")
 
-def cancelled_requests(lot: ParkingLot) -> Callable[[int], None]:
-    def park_and_drop(number: int) -> None:
+    def end_a_lease(number: int) -> None:
+        state.release("n", [lease.token for lease in state.lease("n", 0, 1)])
+
+    def cancel_a_request(number: int) -> None:
         lot.park(b"c", AskLease(id=number, node_id="n0", version=0, max_groups=1, wait_s=60), 60.0)
         lot.drop((b"c", number))
 
-    return park_and_drop
-
-
-def test_deadlines_of_what_has_ended_take_no_memory() -> None:
-    deadlines, lot = Deadlines[str](), ParkingLot()
-    for ends in (ended_deadlines(deadlines), ended_leases(), cancelled_requests(lot)):
+    for end in (end_a_deadline, end_a_lease, cancel_a_request):
         tracemalloc.start()
         for number in range(20 * HEAP_SLACK):
-            ends(number)
+            end(number)
         grown = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
-        assert grown < 1 << 20, ends
+        assert grown < 1 << 20, end
     assert list(deadlines.passed(1e9, lambda key: 5.0)) == ["kept"]
     lot.park(b"c", AskLease(id=-1, node_id="n0", version=0, max_groups=1, wait_s=60), 50.0)
     assert [parked.request.id for parked in lot.overdue(55.0)] == [-1]

@@ -2,12 +2,9 @@
 
 import itertools
 import os
-import resource
 import shutil
-import signal
 import tarfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.contract import LEARNER_ENDED, BrokerStatus, LearnerReport, Waste
-from broker.journal.file_store.folder import StoreFolder
+from broker.contract import LEARNER_ENDED, BrokerStatus, Waste
 from broker.journal.file_store.frames import BLOCK
+from broker.journal.file_store.store import lock_store
 from broker.journal.store import PayloadUnreadable, StoreCorrupt, StoredPayload
 from common.errors import BrokerError, UsageError
 from common.rollouts import GroupMeta
-from tests.broker_rig import node_report
-from tests.unit.broker.durable_rig import Rig, meta
+from tests.broker_rig import learner_report, node_report
+from tests.unit.broker.durable_rig import Rig, full_disk, meta, newest
 from tests.waiting import until
 
 MOVES = ("step", "offer", "lease", "fail", "commit", "regenerate")
@@ -38,10 +35,6 @@ def copied(path: Path, name: str = "copy") -> Path:
     target = path.with_name(name)
     shutil.rmtree(target, ignore_errors=True)
     return shutil.copytree(path, target)
-
-
-def newest(path: Path) -> Path:
-    return max(path.glob("0*.log"))
 
 
 def size_of(path: Path) -> int:
@@ -146,15 +139,9 @@ def test_a_torn_record_is_dropped_with_a_reason_and_an_event(home: Path) -> None
     with Rig(copy) as third:
         assert what_is_known(third) == known
         assert third.found.torn == "", "what was dropped once is gone"
-
-
-def test_a_snapshot_that_was_never_finished_leaves_the_one_before(home: Path) -> None:
-    with after_a_step(home) as rig:
-        known = what_is_known(rig)
-        copy = copied(home)
     number = int(newest(copy).stem) + 1
     (copy / f"{number:08d}.log").write_bytes(newest(copy).read_bytes()[:100])
-    assert found_in(copy) == known
+    assert found_in(copy) == known, "a snapshot that was never finished leaves the one before"
 
 
 # -------------------------------------------------------------------- damage
@@ -176,18 +163,22 @@ def test_damage_to_a_record_that_was_synced_is_an_error_with_file_and_offset(hom
     assert error.value.exit_code == 2
 
 
-@pytest.mark.parametrize("back", [BLOCK - 10, 1], ids=["record", "padding"])
-def test_damage_to_the_very_end_of_a_closed_store_is_noticed_and_that_of_padding_costs_nothing(
-    home: Path, back: int
+def test_damage_at_the_end_or_to_the_history_of_a_closed_store_is_noticed_and_that_of_padding_costs_nothing(
+    home: Path,
 ) -> None:
     with after_a_step(home) as rig:
-        known, at = what_is_known(rig), size_of(home) - back
-    flip(newest(home), at)
-    if back == 1:
-        assert found_in(home) == known
-        return
-    with pytest.raises(StoreCorrupt):
-        Rig(home)
+        rig.state.commit(0)
+        rig.settle()
+    with Rig(home) as again:
+        known = what_is_known(again)
+    record, history = size_of(home) - BLOCK + 10, r"history\.log: byte 0: a record of finished tasks"
+    for file, at, damage in ((newest(home).name, record, "damaged"), ("history.log", 60, history)):
+        broken = copied(home)
+        flip(broken / file, at)
+        with pytest.raises(StoreCorrupt, match=damage):
+            Rig(broken)
+    flip(newest(home), size_of(home) - 1)
+    assert found_in(home) == known
 
 
 def test_a_damaged_group_is_refused_when_it_is_wanted_with_file_and_offset(home: Path) -> None:
@@ -206,34 +197,12 @@ def test_a_damaged_group_is_refused_when_it_is_wanted_with_file_and_offset(home:
             bad.read()
 
 
-def test_damage_to_the_history_of_finished_tasks_is_an_error(home: Path) -> None:
-    with after_a_step(home) as rig:
-        rig.state.commit(0)
-        rig.settle()
-    Rig(home).close()
-    flip(home / "history.log", 60)
-    with pytest.raises(StoreCorrupt, match=r"history\.log: byte 0: a record of finished tasks"):
-        Rig(home)
-
-
 # -------------------------------------------------------------------- a full disk
-
-
-@contextmanager
-def files_may_not_grow_beyond(size: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(home: Path) -> None:
     with after_a_step(home) as rig:
-        with files_may_not_grow_beyond(size_of(home) + BLOCK):
+        with full_disk(home, BLOCK):
             before = rig.journal.acknowledged
             rig.step(1, size=50_000)
             wanted = rig.journal.end_turn()
@@ -253,7 +222,7 @@ def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(home: Path) 
 def test_a_new_segment_waits_for_room_too(home: Path) -> None:
     with Rig(home, segment_bytes=1 << 14).begin() as rig:
         rig.settle()
-        with files_may_not_grow_beyond(1 << 12):
+        with full_disk(home):
             for step in range(3):
                 rig.step(step, size=20_000)
                 rig.journal.end_turn()
@@ -267,26 +236,22 @@ def test_a_new_segment_waits_for_room_too(home: Path) -> None:
 
 
 def test_a_second_broker_is_kept_out_while_the_first_lives(home: Path) -> None:
-    with Rig(home), pytest.raises(UsageError, match=rf"already has a broker: process {os.getpid()} writes its store"):
-        Rig(home)
+    with Rig(home) as first:
+        assert (first.found.records, first.found.torn, first.state.ledger()) == (0, "", []), "it begins with nothing"
+        with pytest.raises(UsageError, match=rf"already has a broker: process {os.getpid()} writes its store"):
+            Rig(home)
     Rig(home).close()
 
 
-def test_a_store_can_be_locked_on_a_full_disk(home: Path) -> None:
-    folder, other = StoreFolder(home), StoreFolder(home)
-    with files_may_not_grow_beyond(0):
-        folder.lock()
-        with pytest.raises(UsageError, match="process unknown writes its store"):
-            other.lock()
-        folder.unlock()
-        other.lock()
-        other.unlock()
-
-
-def test_a_store_that_cannot_be_locked_says_why(home: Path) -> None:
-    (home / "lock").mkdir(parents=True)
+def test_a_store_can_be_locked_on_a_full_disk_and_says_why_it_cannot_be_locked(home: Path) -> None:
+    with full_disk(home):
+        with lock_store(home), pytest.raises(UsageError, match="process unknown writes its store"):
+            lock_store(home)
+        lock_store(home).close()
+    (home / "lock").unlink()
+    (home / "lock").mkdir()
     with pytest.raises(UsageError, match=r"store: the store cannot be locked: .*Is a directory"):
-        StoreFolder(home).lock()
+        lock_store(home)
 
 
 def test_a_store_of_another_schema_or_without_its_identity_is_refused_and_left_as_it_is(home: Path) -> None:
@@ -328,7 +293,7 @@ def test_nodes_drain_after_a_crash_at_the_end_of_a_job_and_not_when_a_job_that_e
     home: Path, in_good_order: bool
 ) -> None:
     with Rig(home).begin() as rig:
-        rig.state.report(LearnerReport(1, 1, "done", 3))
+        rig.state.report(learner_report("done"))
         rig.settle()
         copy = copied(home)
     with Rig(home if in_good_order else copy) as again:
@@ -336,34 +301,30 @@ def test_nodes_drain_after_a_crash_at_the_end_of_a_job_and_not_when_a_job_that_e
         assert (reply.drain, reply.learner_incarnation) == (not in_good_order, 1)
 
 
-def report(instance: str, state: str = "training") -> LearnerReport:
-    return LearnerReport(7, 1, state, 4, instance=instance)
-
-
 @pytest.mark.parametrize("state", LEARNER_ENDED)
 def test_a_learner_that_ended_is_still_said_to_have_ended(home: Path, state: str) -> None:
     with Rig(home) as rig:
-        rig.state.attach(report("a"))
-        rig.state.report(report("a", state))
+        rig.state.attach(learner_report(instance="a"))
+        rig.state.report(learner_report(state, instance="a"))
     with Rig(home) as again:
         found = again.state.learner.status(again.state.clock() + 1000)
         assert found is not None and found.state == state
-        again.state.attach(report("b"))  # at once: no learner is alive
+        again.state.attach(learner_report(instance="b"))  # at once: no learner is alive
 
 
 def test_replaced_processes_stay_refused_and_those_that_do_not_say_who_they_are_do_not(home: Path) -> None:
     with Rig(home) as rig:
-        for told in (report(""), report("a")):
+        for told in (learner_report(instance=""), learner_report(instance="a")):
             rig.state.attach(told)
-        rig.state.report(report("a", "failed"))
-        rig.state.attach(report("b"))
+        rig.state.report(learner_report("failed", instance="a"))
+        rig.state.attach(learner_report(instance="b"))
     with Rig(home) as again:
         for instance in ("b", ""):
             again.state.check_learner(1, instance)
         with pytest.raises(BrokerError, match="replaced by another process"):
             again.state.check_learner(1, "a")
         with pytest.raises(BrokerError, match="is alive already"):
-            again.state.attach(report("c"))
+            again.state.attach(learner_report(instance="c"))
 
 
 def test_events_and_waste_go_on_from_where_they_were(home: Path) -> None:
@@ -380,25 +341,20 @@ def test_events_and_waste_go_on_from_where_they_were(home: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 1e300])
-def test_seconds_that_a_node_made_up_leave_neither_store_nor_status_unreadable(home: Path, seconds: float) -> None:
+def test_what_a_node_makes_up_leaves_neither_store_nor_status_unreadable(home: Path, seconds: float) -> None:
     with Rig(home).begin() as rig:
         rig.offer(2)
         for lease in rig.lease():
             assert rig.state.complete("n0", lease.token, GroupMeta(0, 0, 0.5, 1 << 53, 0, seconds), b"g", 1)
         assert rig.state.take(0, 2) is not None
         rig.state.filter(0, [0, 1], 0)
+        for number in (1, 2):
+            rig.state.register(node_report(f"n{number}", tokens_wasted=1 << 53))
         rig.settle()
     with Rig(home) as again:
         encoded = msgspec.msgpack.encode(again.state.status())
-    assert msgspec.msgpack.decode(encoded, type=BrokerStatus).groups_taken == 2
-
-
-def test_a_report_cannot_make_the_sum_of_waste_unreadable(home: Path) -> None:
-    with Rig(home).begin() as rig:
-        for number in range(2):
-            rig.state.register(node_report(f"n{number}", tokens_wasted=1 << 53))
-        encoded = msgspec.msgpack.encode(rig.state.status())
-    assert msgspec.msgpack.decode(encoded, type=BrokerStatus).waste["cancelled"].tokens == 1 << 53
+    status = msgspec.msgpack.decode(encoded, type=BrokerStatus)
+    assert (status.groups_taken, status.waste["cancelled"].tokens) == (2, 1 << 53)
 
 
 def test_a_store_of_an_earlier_release_is_read_with_every_task_group_and_name(tmp_path: Path) -> None:

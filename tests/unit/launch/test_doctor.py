@@ -40,7 +40,7 @@ from launch.keys import make
 from launch.plan.review import review
 from learner.loop.run_files import write_record
 from tests.launch_rig import MODELS, ROOT, config_of, living_broker, model_folder, refusal, write_broker
-from tests.redis_server import RedisServer, free_port
+from tests.redis_server import durable_redis, free_port
 from tests.waiting import LIMIT_S, until
 
 GIB = 1 << 30
@@ -306,7 +306,7 @@ def test_a_port_that_is_taken_is_named_with_its_process() -> None:
 
 
 def test_redis_is_asked_for_its_settings(config: Config, tmp_path: Path) -> None:
-    redis = RedisServer(tmp_path, {"appendonly": "yes", "appendfsync": "always"})
+    redis = durable_redis(tmp_path)
     try:
         job = of(config, "broker", store="redis", redis=redis.address)
         assert found(network.check_redis(job)) == []
