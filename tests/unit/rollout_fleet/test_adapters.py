@@ -6,6 +6,7 @@ launch/test.sh builds one for both (launch/setup.sh adapters).
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -19,18 +20,19 @@ from typing import Any
 
 import pytest
 
+from common.config.schema import TasksConfig
 from common.rollouts import Sample
 from rollout_fleet.agents.driver import AgentDriver
 from rollout_fleet.agents.verifiers_agent import agent
-from rollout_fleet.environments import registry
 from rollout_fleet.environments.adapters.openenv import OpenEnv
+from rollout_fleet.environments.description import check_environment
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
-from rollout_fleet.environments.protocol import Budget, Limits
+from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
 from tests.redis_server import free_port
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
-from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, new_host, prompts_of, say
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, prompts_of, say
 from tests.waiting import LIMIT_S, until
 
 HERE = Path(__file__).parent
@@ -65,9 +67,7 @@ def openenv() -> Iterator[str]:
 
 def play(url: str, said: list[str], **options: str) -> tuple[Sample, list[str]]:
     sampler = ScriptedSampler(in_turn(*map(say, said)))
-    driver = make_driver(
-        sampler, OpenEnv, {"url": url, "action": "guess", "observation": "hint", **options}, None, 60.0
-    )
+    driver = make_driver(sampler, OpenEnv, {"url": url, "action": "guess", "observation": "hint", **options})
     return asyncio.run(driver.run({}, 12, group_seed=7)), prompts_of(sampler)
 
 
@@ -100,8 +100,9 @@ def test_a_server_that_is_not_there_fails_the_sample() -> None:
 
 
 def test_verifiers_is_named_like_an_environment_and_brings_its_own_limits() -> None:
-    found: Any = registry.resolve("verifiers", {"env_id": "verifiers-game"})
-    assert registry.is_agent(found) and found.LIMITS.process and found.PRELOAD == ("verifiers",)
+    found = check_environment(TasksConfig(environment="verifiers", dataset="-", options={"env_id": "verifiers-game"}))
+    assert found.agent and found.limits.process
+    assert found.modules == ("rollout_fleet.agents.verifiers_agent", "verifiers")
 
 
 def test_an_environment_of_verifiers_is_played_through_the_endpoint_and_judged_by_its_rubric(
@@ -116,8 +117,13 @@ def test_an_environment_of_verifiers_is_played_through_the_endpoint_and_judged_b
     subprocess.run([python, "-c", export], check=True, env={**os.environ, "PYTHONPATH": f"{root}:{HERE}"})
     problem = json.loads(rows.read_text().splitlines()[0])
     tokenizer = qwen()
-    sampler, limits = speaker(tokenizer, "3", "7"), replace(agent.LIMITS, python=python)  # type: ignore[attr-defined]
-    sample = asyncio.run(_once(sampler, limits, problem, python))
+    sampler, path = speaker(tokenizer, "3", "7"), "rollout_fleet.agents.verifiers_agent"
+    limits = replace(agent.LIMITS, reset_s=LIMIT_S, step_s=LIMIT_S)  # type: ignore[attr-defined]
+    options = {"env_id": "verifiers-game", "arguments": '{"bonus": 0.5}'}
+    with contextlib.closing(ProcessHost((path, "verifiers"), python)) as processes:
+        stage = ProcessStage(f"{path}:agent", options, limits, LIMIT_S, processes, False)
+        rules = EpisodeRules(Budget(4, 200, 2000), timeout_s=LIMIT_S, limits=limits)
+        sample = asyncio.run(once(AgentDriver(sampler, Renderer(tokenizer), stage, rules), problem))
     assert (sample.error, sample.reward, sample.turns) == (None, 1.5, 2)
     assert sample.metrics["right"] == 1.5
     first, second = (call.prompt for call in sampler.calls)
@@ -136,15 +142,8 @@ def test_a_verifiers_without_load_environment_is_refused_with_the_versions_that_
         asyncio.run(played)
 
 
-async def _once(sampler: ScriptedSampler, limits: Limits, problem: dict[str, Any], python: str) -> Sample:
-    new_host()
-    processes = ProcessHost(("rollout_fleet.agents.verifiers_agent", "verifiers"), python)
-    options = {"env_id": "verifiers-game", "arguments": '{"bonus": 0.5}'}
-    stage = ProcessStage("rollout_fleet.agents.verifiers_agent:agent", options, limits, LIMIT_S, processes, False)
-    renderer, budget = Renderer(qwen()), Budget(4, 200, 2000)
-    driver = AgentDriver(sampler, renderer, stage, EpisodeRules(budget, timeout_s=LIMIT_S, limits=limits))
+async def once(driver: AgentDriver, problem: dict[str, Any]) -> Sample:
     try:
         return await driver.run(problem, 0)
     finally:
         await driver.close()
-        processes.close()

@@ -1,6 +1,7 @@
 """Agents over HTTP, with the real openai client: what they return is the reward, what they do wrong is contained."""
 
 import asyncio
+import os
 import threading
 import urllib.error
 import urllib.request
@@ -13,7 +14,6 @@ from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 from common.errors import SlipstreamError
 from common.rollouts import Group, Sample, decode_group, encode_group
 from rollout_fleet.agents.driver import AgentDriver
-from rollout_fleet.environments import registry
 from rollout_fleet.environments.isolation.placement import ThreadStage
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Limits
@@ -21,10 +21,10 @@ from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, new_host
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until_async
 
 Agent = Callable[..., Awaitable[Any]]
-LIMITS = Limits(cpu_s=20, memory_mib=2048)
+LIMITS = Limits(reset_s=LIMIT_S, step_s=LIMIT_S, cpu_s=300, memory_mib=2048)
 HI: Any = [{"role": "user", "content": "hi"}]
 
 
@@ -61,24 +61,26 @@ def with_client(talk: Callable[[AsyncOpenAI, str], Awaitable[Any]]) -> Agent:
     return agent
 
 
-async def two_turns(problem: dict[str, Any], *, base_url: str, api_key: str, model: str, seed: int) -> Any:
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        messages: Any = [{"role": "user", "content": problem["question"]}]
+@with_client
+async def asks_once(client: AsyncOpenAI, model: str) -> float:
+    await client.completions.create(model=model, prompt="x")
+    return 1.0
+
+
+def test_an_agent_s_conversation_becomes_the_sample_with_its_tokens_and_its_reward() -> None:
+    async def two_turns(client: AsyncOpenAI, model: str) -> Any:
+        messages: Any = list(HI)
         for _ in range(2):
             said = await client.chat.completions.create(model=model, messages=messages, logprobs=True)
             messages += [said.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "sure?"}]
         assert said.choices[0].logprobs is not None and said.choices[0].logprobs.content is not None
-        logprobs = [entry.logprob for entry in said.choices[0].logprobs.content]
-        return {"reward": float(messages[3]["content"] == "3"), "metrics": {"tokens": len(logprobs), "seed": seed}}
+        tokens = len(said.choices[0].logprobs.content)
+        return {"reward": float(messages[3]["content"] == "3"), "metrics": {"tokens": tokens}}
 
-
-def test_an_agent_s_conversation_becomes_the_sample_with_its_tokens_and_its_reward() -> None:
     sampler = policy("I think 3", "3")
-    sample = play(two_turns, sampler)
+    sample = play(with_client(two_turns), sampler)
     assert (sample.error, sample.reward, sample.turn_rewards) == (None, 1.0, [0.0, 1.0])
-    assert (sample.stop_reason, sample.turns, sample.metrics["tokens"], sample.metrics["seed"]) == (
-        "environment_done", 2, 2.0, 7.0
-    )  # fmt: skip
+    assert (sample.stop_reason, sample.turns, sample.metrics["tokens"]) == ("environment_done", 2, 2.0)
     tokenizer = qwen()
     tokens, mask = sample.tokens.numpy().tolist(), sample.loss_mask.numpy().tolist()
     assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "I think 3<eos>3<eos>"
@@ -127,7 +129,7 @@ def request(url: str, key: str, body: bytes | None = None) -> int:
     """The HTTP status of one request without a client library."""
     made = urllib.request.Request(url, body, {"Authorization": f"Bearer {key}"})
     try:
-        with urllib.request.urlopen(made, timeout=30) as response:
+        with urllib.request.urlopen(made, timeout=LIMIT_S) as response:
             return response.status
     except urllib.error.HTTPError as error:
         with error:
@@ -163,42 +165,30 @@ def test_an_agent_that_runs_into_its_budget_keeps_its_sample_with_the_reason() -
     assert (sample.error, sample.stop_reason, sample.reward, sample.turns) == (None, "turn_limit", 0.0, 2)
 
 
-async def raises(problem: Any, **_: Any) -> float:
-    raise RuntimeError("no idea")
-
-
-@with_client
-async def returns_text(client: AsyncOpenAI, model: str) -> str:
-    await client.completions.create(model=model, prompt="x")
-    return "good"
-
-
-async def says_nothing(problem: Any, **_: Any) -> float:
-    return 1.0
-
-
-async def hangs(problem: Any, **_: Any) -> float:
-    await asyncio.sleep(3600)
-    return 1.0
-
-
 @pytest.mark.parametrize(
-    ("agent", "reason", "why"),
+    ("how", "reason", "why"),
     [
-        (raises, "environment_error", "the agent raised RuntimeError: no idea"),
-        (returns_text, "environment_error", "expected a number"),
-        (says_nothing, "environment_error", "without a call of the model"),
-        (hangs, "timeout", "not done within 1 s"),
+        ("raises", "environment_error", "the agent raised RuntimeError: no idea"),
+        ("returns text", "environment_error", "expected a number"),
+        ("says nothing", "environment_error", "without a call of the model"),
+        ("hangs", "timeout", "not done within 1 s"),
     ],
 )
-def test_what_an_agent_does_wrong_fails_its_sample_with_the_reason(agent: Agent, reason: str, why: str) -> None:
-    sample = play(agent, policy("a"), timeout_s=1.0 if agent is hangs else LIMIT_S)
+def test_what_an_agent_does_wrong_fails_its_sample_with_the_reason(how: str, reason: str, why: str) -> None:
+    async def agent(problem: Any, **_: Any) -> Any:
+        if how == "raises":
+            raise RuntimeError("no idea")
+        if how == "hangs":
+            await asyncio.Event().wait()
+        return "good" if how == "returns text" else 1.0
+
+    sample = play(agent, policy("a"), timeout_s=1.0 if how == "hangs" else LIMIT_S)
     assert sample.stop_reason == reason and why in str(sample.error)
 
 
 def test_a_dead_engine_is_not_the_agent_s_fault() -> None:
     with pytest.raises(SlipstreamError, match="engine died"):
-        play(returns_text, policy(SlipstreamError("engine died")))
+        play(asks_once, policy(SlipstreamError("engine died")))
 
 
 def test_a_parameter_that_is_not_honoured_reaches_the_agent_by_name_and_samples_nothing() -> None:
@@ -230,8 +220,9 @@ import json, os, urllib.request
 async def agent(problem, *, base_url, api_key, model, seed, bonus=0.0):
     body = json.dumps({"messages": [{"role": "user", "content": problem["question"]}]}).encode()
     request = urllib.request.Request(f"{base_url}/chat/completions", body, {"Authorization": f"Bearer {api_key}"})
-    answer = json.loads(urllib.request.urlopen(request, timeout=20).read())
-    return {"reward": float(answer["choices"][0]["message"]["content"] == "3") + bonus, "metrics": {"pid": os.getpid()}}
+    answer = json.loads(urllib.request.urlopen(request, timeout=300).read())
+    reward = float(answer["choices"][0]["message"]["content"] == "3") + bonus
+    return {"reward": reward, "metrics": {"seed": seed, "pid": os.getpid()}}
 """
     (tmp_path / "outside_agent.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -240,20 +231,8 @@ async def agent(problem, *, base_url, api_key, model, seed, bonus=0.0):
         sample = play(ProcessStage("outside_agent:agent", {"bonus": 0.5}, LIMITS, LIMIT_S, host, False), policy("3"))
     finally:
         host.close()
-    assert (sample.error, sample.reward, sample.stop_reason) == (None, 1.5, "stop")
-
-
-def test_an_agent_is_named_in_the_config_like_an_environment_and_its_options_are_checked(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from common.errors import ConfigError
-
-    source = "async def agent(problem, *, base_url, api_key, model, seed, depth=1):\n    return 1.0\n"
-    (tmp_path / "named_agent.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert registry.is_agent(registry.resolve("named_agent:agent", {"depth": 2}))
-    with pytest.raises(ConfigError, match=r"tasks\.options"):
-        registry.resolve("named_agent:agent", {"width": 2})
+    assert (sample.error, sample.reward, sample.stop_reason, sample.metrics["seed"]) == (None, 1.5, "stop", 7.0)
+    assert sample.metrics["pid"] != os.getpid()
 
 
 async def test_a_request_that_an_agent_leaves_behind_ends_with_the_episode() -> None:
@@ -261,21 +240,18 @@ async def test_a_request_that_an_agent_leaves_behind_ends_with_the_episode() -> 
     left: list[asyncio.Task[int]] = []
     done = threading.Event()
 
-    async def leaves(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
+    async def leaves(problem: Any, **access: Any) -> float:
         async def ask() -> int:
-            async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-                try:
-                    await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "1+2"}])
-                except APIStatusError as error:
-                    return error.status_code
-            return 200
+            try:
+                return int(await asks_once(problem, **access)) * 200
+            except APIStatusError as error:
+                return error.status_code
 
         assert await ask() == 200
         sampler.gate.clear()
         left.append(asyncio.create_task(ask()))
         left[0].add_done_callback(lambda _: done.set())
-        while not sampler.now:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: sampler.now, "the engine, which has the second request")
         return 1.0
 
     driver = driver_of(leaves, sampler)

@@ -1,6 +1,7 @@
 """math (math-verify) and the games of Gymnasium, with the real libraries."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from rollout_fleet.environments.adapters.gymnasium_text import FrozenLake, Gymna
 from rollout_fleet.environments.builtin.math_problem import MathProblem, judge
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget
-from rollout_fleet.environments.registry import takes_group_seed
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, prompts_of, say
+from tests.waiting import LIMIT_S
 
 
 def play(environment: type, said: list[str], problem: dict[str, Any], **options: Any) -> tuple[Sample, list[str]]:
@@ -38,25 +39,20 @@ def test_answers_compare_by_value(gold: str, answer: str, equal: bool) -> None:
 
 
 def test_a_math_problem_pays_for_the_right_answer() -> None:
-    sample, prompts = play(MathProblem, ["\\boxed{\\frac{2}{4}}"], {"question": "1/2?", "answer": "0.5"})
-    assert (sample.reward, sample.metrics) == (1.0, {"answered": 1.0})
-    assert prompts[0].startswith("1/2?\n") and "\\boxed{}" in prompts[0]
-    sample, _ = play(MathProblem, ["who knows"], {"question": "1/2?", "answer": "0.5"})
-    assert (sample.reward, sample.metrics) == (0.0, {"answered": 0.0})
-
-
-def test_a_row_without_an_answer_names_what_is_expected() -> None:
-    with pytest.raises(ValueError, match="expected"):
-        MathProblem({"question": "?"}, seed=0)
+    for said, reward in (("\\boxed{\\frac{2}{4}}", 1.0), ("who knows", 0.0)):
+        sample, prompts = play(MathProblem, [said], {"question": "1/2?", "answer": "0.5"})
+        assert (sample.reward, sample.metrics) == (reward, {"answered": reward})
+        assert prompts[0].startswith("1/2?\n") and "\\boxed{}" in prompts[0]
 
 
 def test_math_is_judged_in_a_process_of_its_own_where_an_endless_answer_ends() -> None:
     assert MathProblem.LIMITS.process and MathProblem.PRELOAD == ("math_verify",)
     host = ProcessHost(("rollout_fleet.environments.builtin.math_problem", *MathProblem.PRELOAD))
     path = "rollout_fleet.environments.builtin.math_problem:MathProblem"
-    stage = ProcessStage(path, {}, MathProblem.LIMITS, 60.0, host, shares_seed=False)
+    limits = replace(MathProblem.LIMITS, reset_s=LIMIT_S, step_s=LIMIT_S, cpu_s=300)
+    stage = ProcessStage(path, {}, limits, LIMIT_S, host, shares_seed=False)
     sampler = ScriptedSampler(in_turn(say("\\boxed{9^{9^{9^{9}}}}"), say("\\boxed{\\frac{3}{6}}")))
-    driver = make_driver(sampler, stage, None, Budget(1, 100, 1000), 60.0, limits=MathProblem.LIMITS)
+    driver = make_driver(sampler, stage, None, Budget(1, 100, 1000), limits=limits)
 
     async def both() -> list[Sample]:
         return [await driver.run({"question": "?", "answer": "1/2"}, seed) for seed in range(2)]
@@ -69,16 +65,12 @@ def test_math_is_judged_in_a_process_of_its_own_where_an_endless_answer_ends() -
 
 
 def test_the_lake_is_walked_in_words_and_pays_at_the_goal() -> None:
-    problem = {"arguments": {"desc": ["SF", "FG"]}}
-    sample, prompts = play(FrozenLake, ["I go down", "Right."], problem)
-    assert prompts[0] == "Answer with one of: left, down, right, up.\n[S]F\nFG"
-    assert prompts[1].split("\n\n")[1] == "  (Down)\nSF\n[F]G"
-    assert (sample.reward, sample.turn_rewards, sample.stop_reason) == (1.0, [0.0, 1.0], "environment_done")
-
-
-def test_a_turn_that_names_no_action_is_answered_with_the_rules_and_counted() -> None:
-    sample, prompts = play(FrozenLake, ["hm", "down", "right"], {"arguments": {"desc": ["SF", "FG"]}})
-    assert prompts[1].rstrip().endswith("Answer with one of: left, down, right, up.")
+    """A turn that names no action is answered with the rules, and counted."""
+    sample, prompts = play(FrozenLake, ["I go down", "hm", "Right."], {"arguments": {"desc": ["SF", "FG"]}})
+    rules = "Answer with one of: left, down, right, up."
+    assert prompts[0] == f"{rules}\n[S]F\nFG"
+    assert prompts[1].split("\n\n")[1] == "  (Down)\nSF\n[F]G" and prompts[2].rstrip().endswith(rules)
+    assert (sample.turn_rewards, sample.stop_reason) == ([0.0, 0.0, 1.0], "environment_done")
     assert (sample.reward, sample.metrics) == (1.0, {"malformed": 1.0})
 
 
@@ -87,9 +79,7 @@ def test_samples_of_a_group_play_on_the_same_map_and_other_groups_on_others() ->
         chat = asyncio.run(FrozenLake({}, seed=seed, group_seed=group_seed, size=6).reset())
         return chat.messages[0][1]
 
-    assert map_of(1, 1) == map_of(2, 1)
-    assert len({map_of(1, group) for group in range(5)}) > 1
-    assert takes_group_seed(FrozenLake)
+    assert map_of(1, 1) == map_of(2, 1) and len({map_of(1, group) for group in range(5)}) > 1
 
 
 def test_any_environment_with_discrete_actions_can_be_played() -> None:

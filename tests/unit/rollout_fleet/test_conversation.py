@@ -46,10 +46,10 @@ class Talk:
         self.talk = Conversation(self.sampler, Renderer(self.tokenizer), EpisodeRules(budget), Progress())
 
     def say(self, messages: list[dict[str, Any]], **more: Any) -> api.Answer:
-        return asyncio.run(self.talk.answer(api.read({"messages": messages, **more}, api.ChatRequest, Sampling())))
+        return asyncio.run(self.talk.answer(read({"messages": messages, **more}, ChatRequest, Sampling())))
 
     def complete(self, prompt: Any, **more: Any) -> api.Answer:
-        return asyncio.run(self.talk.answer(api.read({"prompt": prompt, **more}, api.CompletionRequest, Sampling())))
+        return asyncio.run(self.talk.answer(read({"prompt": prompt, **more}, CompletionRequest, Sampling())))
 
     def prompts(self) -> list[list[int]]:
         return [call.prompt for call in self.sampler.calls]
@@ -82,29 +82,15 @@ def test_each_prompt_continues_the_exact_tokens_of_the_turn_before() -> None:
 
 def test_a_request_that_continues_nothing_begins_a_conversation_of_its_own() -> None:
     talk = Talk("one", "a much longer answer", "x")
-    first = talk.say([user("hi")])
+    talk.say([user("hi")])
     talk.say([user("something else")])
     talk.say([user("hi"), assistant("what was never said"), user("more")])
     assert [turn.turns for turn in talk.talk.turns] == [1, 1, 1]
     kept = talk.talk.longest()
     assert kept is not None and kept.path().tokens[-21:-1] == talk.tokenizer.encode("a much longer answer")
-    assert first.tokens not in (kept.path().tokens,)
 
 
-def test_two_answers_to_one_conversation_are_two_branches_with_one_root() -> None:
-    talk = Talk("one", "two", "three")
-    first = talk.say([user("hi")])
-    history = [user("hi"), assistant(first.text)]
-    talk.say([*history, user("left")])
-    talk.say([*history, user("right")])
-    prompts = talk.prompts()
-    root = prompts[0] + first.tokens
-    assert prompts[1][: len(root)] == prompts[2][: len(root)] == root
-    assert [turn.turns for turn in talk.talk.turns] == [1, 2, 2]
-    assert talk.talk.sampled == 4 + 4 + 6
-
-
-def test_a_conversation_that_only_goes_on_is_held_once_and_a_branch_leaves_it_as_it_is() -> None:
+def test_a_continued_conversation_is_kept_once_and_a_branch_shares_its_root_and_leaves_it_as_it_is() -> None:
     talk = Talk("one", "two", "three")
     history: list[dict[str, Any]] = [user("hi")]
     for _ in range(2):
@@ -113,8 +99,11 @@ def test_a_conversation_that_only_goes_on_is_held_once_and_a_branch_leaves_it_as
     assert first.record is second.record and first.path() is not second.path()
     long = list(second.path().tokens)
     talk.say([*history[:2], user("another way")])
-    assert second.path().tokens == long and talk.talk.turns[2].path().tokens[: first.length] == long[: first.length]
-    assert [run.version for run in talk.talk.turns[2].path().runs] == [0, 2]
+    branch, root = talk.talk.turns[2], long[: first.length]
+    assert second.path().tokens == long and branch.path().tokens[: first.length] == root
+    assert [prompt[: len(root)] for prompt in talk.prompts()[1:]] == [root, root]
+    assert [turn.turns for turn in talk.talk.turns] == [1, 2, 2] and talk.talk.sampled == 4 + 4 + 6
+    assert [run.version for run in branch.path().runs] == [0, 2]
 
 
 def test_a_request_that_the_engine_refuses_leaves_the_conversation_as_it_was() -> None:
@@ -147,15 +136,11 @@ def test_tool_calls_come_out_as_calls_and_their_answers_go_back_in() -> None:
     assert second.finish_reason == "stop"
 
 
-def test_a_template_that_asks_for_calls_sees_none_where_a_client_sends_an_empty_list() -> None:
-    messages = [user("hi"), assistant(None, tool_calls=[], name="", tool_call_id=""), user("more")]
-    found = read({"messages": messages}, ChatRequest, Sampling()).messages
-    assert found == [user("hi"), assistant(""), user("more")]
-
-
-def test_a_repeated_call_needs_no_id() -> None:
+def test_a_template_sees_no_empty_list_of_calls_and_a_repeated_call_needs_no_id() -> None:
     made = {"id": None, "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    _, said = read({"messages": [user("hi"), assistant("", tool_calls=[made])]}, ChatRequest, Sampling()).messages
+    messages = [user("hi"), assistant(None, tool_calls=[], name="", tool_call_id=""), assistant("", tool_calls=[made])]
+    *plain, said = read({"messages": messages}, ChatRequest, Sampling()).messages
+    assert plain == [user("hi"), assistant("")]
     assert said["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
 
 
@@ -205,6 +190,9 @@ def test_a_request_beyond_the_budget_is_refused_and_remembered(budget: Budget, r
     assert (talk.talk.exhausted, refused.value.code) == (reason, "context_length_exceeded")
 
 
+NO_IDS = ([-1], [1, -5], [True], [1.5], [[1]], {"a": 1}, ["a", "b"])
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
@@ -213,22 +201,17 @@ def test_a_request_beyond_the_budget_is_refused_and_remembered(budget: Budget, r
         ({"messages": [{"content": "x"}]}, "`role`"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "contents are text"),
         ({"messages": [assistant("", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])]}, "tool_calls"),
+        *(({"prompt": prompt}, "one text or one list of token ids") for prompt in NO_IDS),
     ],
 )
 def test_what_could_not_be_recorded_exactly_is_refused_with_the_reason(body: Any, why: str) -> None:
-    with pytest.raises(api.BadRequest, match=why):
-        api.read(body, api.ChatRequest, Sampling())
+    with pytest.raises(BadRequest, match=why):
+        read(body, CompletionRequest if "prompt" in body else ChatRequest, Sampling())
 
 
 def test_a_template_that_refuses_is_a_bad_request() -> None:
-    with pytest.raises(api.BadRequest, match="roles must alternate"):
+    with pytest.raises(BadRequest, match="roles must alternate"):
         Talk("x", template="{{ raise_exception('roles must alternate') }}").say([user("hi")])
-
-
-@pytest.mark.parametrize("prompt", [[-1], [1, -5], [True], [1.5], [[1]], {"a": 1}, ["a", "b"]])
-def test_a_prompt_of_no_token_ids_is_refused(prompt: Any) -> None:
-    with pytest.raises(api.BadRequest, match="one text or one list of token ids"):
-        api.read({"prompt": prompt}, api.CompletionRequest, Sampling())
 
 
 # ---------------------------------------------------------------- parameters

@@ -1,6 +1,7 @@
 """Addition, number guessing and GSM8K: prompts, answers, rewards."""
 
 import asyncio
+import re
 from decimal import Decimal
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.builtin.gsm8k import PROMPT, Gsm8k, final_number, read_row
+from rollout_fleet.environments.builtin.math_problem import MathProblem
 from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 from rollout_fleet.environments.protocol import Action, StepResult
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
@@ -59,43 +61,43 @@ def test_addition_options_change_prompt_and_marker() -> None:
     assert asyncio.run(environment.step(act("a=b #2"))).reward == 1.0
 
 
-def test_addition_names_what_a_problem_lacks() -> None:
-    with pytest.raises(ValueError, match="no 'answer'"):
-        Addition({"question": "1+1"}, seed=0)
+WRONG_ROW = '"answer": text that ends with "#### NUMBER"}, found '
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem", "why"),
+    [
+        (Addition, {"question": "1+1"}, "no 'answer'"),
+        *((NumberGuessing, problem, "1..31") for problem in ({}, {"number": 0}, {"number": 32}, {"number": "7"})),
+        (Gsm8k, {}, WRONG_ROW + "{}"),
+        (Gsm8k, {"question": "?", "answer": "72"}, WRONG_ROW + "{'question': '?', 'answer': '72'}"),
+        (Gsm8k, {"question": "?", "answer": "#### many"}, WRONG_ROW),
+        (MathProblem, {"question": "?"}, 'expected {"question": text, "answer": text}'),
+    ],
+)
+def test_a_problem_of_another_form_is_told_the_right_one(environment: Any, problem: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        environment(problem, seed=0)
 
 
 def test_guessing_answers_with_the_range_that_is_left() -> None:
     results = play(12, "11", "31", "20", "3")
-    assert [r.observation for r in results] == [
-        " higher 12-31\n",
-        " lower 12-30\n",
-        " lower 12-19\n",
-        " higher 12-19\n",
-    ]
+    shown = [" higher 12-31\n", " lower 12-30\n", " lower 12-19\n", " higher 12-19\n"]
+    assert [r.observation for r in results] == shown
     assert not any(r.done or r.reward for r in results)
 
 
-def test_guessing_rewards_the_right_number_and_ends() -> None:
-    *_, last = play(12, "16", "8", "12")
-    assert (last.reward, last.done, last.metrics) == (1.0, True, {"guesses": 3.0, "malformed": 0.0})
-
-
-def test_guessing_is_lost_after_the_last_guess() -> None:
-    results = play(12, "1", "2", "3", guesses=3)
+@pytest.mark.parametrize(("guesses", "reward"), [(("16", "8", "12"), 1.0), (("1", "2", "3"), 0.0)])
+def test_guessing_ends_with_the_right_number_or_after_the_last_guess(guesses: tuple[str, ...], reward: float) -> None:
+    results = play(12, *guesses, guesses=3)
     assert [r.done for r in results] == [False, False, True]
-    assert results[-1].reward == 0.0
+    assert (results[-1].reward, results[-1].metrics) == (reward, {"guesses": 3.0, "malformed": 0.0})
 
 
 @pytest.mark.parametrize("text", ["", "twelve", "1 2", "-3", "²", "1.0"])
 def test_guessing_ends_without_reward_on_anything_but_a_number(text: str) -> None:
     (result,) = play(12, text)
     assert (result.reward, result.done, result.metrics["malformed"]) == (0.0, True, 1.0)
-
-
-@pytest.mark.parametrize("problem", [{}, {"number": 0}, {"number": 32}, {"number": "7"}])
-def test_guessing_refuses_numbers_outside_its_range(problem: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"1\.\.31"):
-        NumberGuessing(problem, seed=0)
 
 
 @pytest.mark.parametrize("number", range(1, 32))
@@ -153,13 +155,6 @@ def test_gold_numbers_may_have_commas_signs_and_fractions(answer: str, gold: str
     assert read_row({"question": "?", "answer": answer}) == ("?", Decimal(gold))
     assert judge_answer(f"it is {gold}", answer=answer).reward == 1.0
     assert final_number("1,234,567.5") == Decimal("1234567.5")
-
-
-@pytest.mark.parametrize("row", [{}, {"question": "?", "answer": "72"}, {"question": "?", "answer": "#### many"}])
-def test_a_row_of_another_format_is_told_the_right_one(row: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match='"answer": text that ends with "#### NUMBER"') as error:
-        Gsm8k(row, seed=0)
-    assert str(row) in str(error.value)
 
 
 def test_the_prompt_goes_through_the_chat_template() -> None:

@@ -1,14 +1,12 @@
 """docs/environments.md: its environment runs as it stands there, its tables and figures are those of the code."""
 
 import asyncio
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -16,32 +14,18 @@ from common.config.schema import LimitsConfig
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.protocol import Limits, StopReason
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, say
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
-
-
-def load(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def first_example() -> str:
-    found = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert found is not None
-    return found[1]
+HANGMAN, PLAY, TOOLS, AGENT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_the_environment_of_the_page_has_at_most_30_lines_and_plays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = first_example()
-    assert len(code.splitlines()) <= 30
-    (tmp_path / "hangman.py").write_text(code)
+    assert len(HANGMAN.splitlines()) <= 30
+    (tmp_path / "hangman.py").write_text(HANGMAN)
     monkeypatch.syspath_prepend(tmp_path)
     environment = registry.resolve("hangman:Hangman", {"lives": 3})
     sampler = ScriptedSampler(in_turn(say("e"), say("x"), say("t"), say("R")))
@@ -54,23 +38,19 @@ def test_the_environment_of_the_page_has_at_most_30_lines_and_plays(
 
 
 def test_the_page_shows_how_to_play_it_without_an_engine(tmp_path: Path) -> None:
-    hangman, played, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "hangman.py").write_text(hangman)
-    (tmp_path / "play.py").write_text(played)
+    (tmp_path / "hangman.py").write_text(HANGMAN)
+    (tmp_path / "play.py").write_text(PLAY)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "play.py"]
-    said = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
-    )
+    command, variables = [sys.executable, "play.py"], {**os.environ, "PYTHONPATH": path}
+    said = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=LIMIT_S)
     assert said.returncode == 0, said.stderr
     assert said.stdout.startswith("Guess letters of: ____") and "reward=0.25, done=True" in said.stdout
 
 
 def test_the_other_examples_of_the_page_are_environments_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openai", reason="openai comes with vLLM")
-    _, _, tools, agent = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "page_tools.py").write_text(tools)
-    (tmp_path / "page_agent.py").write_text(agent)
+    (tmp_path / "page_tools.py").write_text(TOOLS)
+    (tmp_path / "page_agent.py").write_text(AGENT)
     monkeypatch.syspath_prepend(tmp_path)
     registry.resolve("page_tools:Calculator", {})
     assert registry.is_agent(registry.resolve("page_agent:agent", {}))

@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-from common.errors import SlipstreamError
 from common.rollouts import Sample
 from rollout_fleet.environments.isolation.placement import StageFailed
 from rollout_fleet.environments.isolation.process_host import Channel, ProcessHost, ProcessStage
@@ -187,10 +186,8 @@ async def opened(host: ProcessHost, how: str) -> tuple[Channel, psutil.Process]:
 
 
 async def reset(channel: Channel, how: str) -> Any:
-    keywords = {"seed": 3, "group_seed": 3}
-    return await channel.ask(
-        1 << 20, do="reset", path="wild_environments:Wild", problem={"how": how}, keywords=keywords
-    )
+    request = {"path": "wild_environments:Wild", "problem": {"how": how}, "keywords": {"seed": 3, "group_seed": 3}}
+    return await channel.ask(1 << 20, do="reset", **request)
 
 
 async def test_an_episode_that_is_handed_over_while_fork_servers_change_gets_its_process(
@@ -237,16 +234,19 @@ def test_a_library_that_starts_threads_is_left_to_the_episodes(
     assert play(host, "threaded_library")[0].error is None
 
 
-def test_a_module_that_does_not_import_is_named(new_host: Callable[..., ProcessHost]) -> None:
-    with pytest.raises(SlipstreamError, match="No module named 'no_such_environment'"):
-        play(new_host(("no_such_environment",)), "plain")
-
-
-def test_an_interpreter_that_is_not_there_is_the_node_s_fault_and_no_sample_s() -> None:
-    missing = ProcessHost(python="/no/such/python")
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"modules": ("no_such_environment",)}, "No module named 'no_such_environment'"),
+        ({"python": "/no/such/python"}, "/no/such/python cannot be started: .*No such file"),
+    ],
+)
+def test_processes_that_cannot_be_started_are_the_node_s_fault_and_no_sample_s(
+    new_host: Callable[..., ProcessHost], wrong: dict[str, Any], why: str
+) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(StageFailed, match=r"/no/such/python cannot be started: .*No such file"):
-        play(missing, "talk")
+    with pytest.raises(StageFailed, match=why):
+        play(new_host(**wrong), "plain")
     assert len(os.listdir("/proc/self/fd")) <= before
 
 

@@ -1,6 +1,7 @@
 """Environment names: built-in, by import path, every way to get them wrong, and under another interpreter."""
 
 import asyncio
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from rollout_fleet.environments.description import check_environment
 from rollout_fleet.environments.registry import BUILT_IN, check_libraries, plays_several_turns, resolve
 from tests.unit.rollout_fleet.chat_tokenizers import qwen
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, new_host, say
+from tests.waiting import LIMIT_S
 
 SOURCE = """
 class Fine:
@@ -44,19 +46,12 @@ NUMBER = 3
 def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_environments.py").write_text(SOURCE)
     (tmp_path / "my_broken.py").write_text("raise RuntimeError('half installed')\n")
+    (tmp_path / "my_script.py").write_text("raise SystemExit(0)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "my_script.py").write_text("raise SystemExit(0)\n")
     for module in ("my_environments", "my_broken", "my_script"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     return tmp_path
-
-
-def refusal(name: str, options: dict[str, object] | None = None) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        resolve(name, options, file="job.yaml")
-    assert caught.value.file == "job.yaml"
-    return caught.value
 
 
 def test_built_in_names_resolve_and_find_their_libraries_here() -> None:
@@ -64,11 +59,6 @@ def test_built_in_names_resolve_and_find_their_libraries_here() -> None:
     needed = {"openenv": {"url": "http://127.0.0.1:1"}, "verifiers": {"env_id": "some"}}
     for name in BUILT_IN:
         check_libraries(resolve(name, needed.get(name, {})), name)
-
-
-def test_an_option_that_is_needed_and_missing_is_named() -> None:
-    with pytest.raises(ConfigError, match="give the option 'url'"):
-        resolve("openenv", {})
 
 
 class NeedsWhatIsNotThere:
@@ -94,20 +84,35 @@ def test_a_class_beside_the_job_is_found_by_import_path(user_folder: Path) -> No
         ("my_broken:Thing", "RuntimeError: half installed", ""),
         ("my_environments:Fin", "has no 'Fin'", "did you mean 'Fine'?"),
         ("my_environments:NUMBER", "which is a int", ""),
-        ("my_environments:Blocking", "without it", ""),
+        ("my_environments:Blocking", "'async def reset', found 'my_environments:Blocking' without it", ""),
+        ("my_environments:LimitsAsMapping", "expected Limits", ""),
+        ("my_environments:NoLimits", "expected Limits", ""),
+        ("my_environments:PreloadAsText", "expected names of modules as PRELOAD", ""),
+        ("my_script:Fine", "does not import: SystemExit", ""),
     ],
 )
 def test_a_wrong_name_says_what_was_found_and_what_is_near(user_folder: Path, name: str, found: str, hint: str) -> None:
-    error = refusal(name)
-    assert error.key == "tasks.environment"
-    assert found in error.found
-    assert hint in (error.hint or "")
+    with pytest.raises(ConfigError, match=re.escape(found)) as caught:
+        resolve(name, file="job.yaml")
+    assert (caught.value.file, caught.value.key) == ("job.yaml", "tasks.environment")
+    assert hint in (caught.value.hint or "")
 
 
-def test_an_unknown_option_names_the_nearest() -> None:
-    error = refusal("number_guessing", {"guesss": 3})
-    assert (error.key, error.hint) == ("tasks.options", "did you mean 'guesses'?")
-    assert "highest, guesses" in error.expected
+@pytest.mark.parametrize(
+    ("name", "options", "hint", "known"),
+    [
+        ("number_guessing", {"guesss": 3}, "did you mean 'guesses'?", "highest, guesses"),
+        ("openenv", {}, "give the option 'url'", "url, action, observation, prompt"),
+        ("verifiers", {"env": "some"}, "did you mean 'env_id'?", "env_id, arguments"),
+    ],
+)
+def test_options_that_do_not_fit_are_told_the_nearest(
+    name: str, options: dict[str, object], hint: str, known: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(name, options)
+    assert (caught.value.key, caught.value.hint) == ("tasks.options", hint)
+    assert f"({known})" in caught.value.expected
 
 
 def test_resolving_imports_neither_torch_nor_vllm() -> None:
@@ -115,38 +120,13 @@ def test_resolving_imports_neither_torch_nor_vllm() -> None:
         "import sys; from rollout_fleet.environments.registry import resolve; resolve('addition'); "
         "resolve('number_guessing'); print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("my_environments:LimitsAsMapping", "expected Limits"),
-        ("my_environments:NoLimits", "expected Limits"),
-        ("my_environments:PreloadAsText", "expected names of modules as PRELOAD"),
-        ("my_script:Fine", "does not import: SystemExit"),
-    ],
-)
-def test_a_class_that_a_node_would_trip_over_is_refused_before(user_folder: Path, name: str, why: str) -> None:
-    assert why in str(refusal(name))
-
-
-@pytest.mark.parametrize(
-    ("name", "several"),
-    [
-        ("addition", False),
-        ("gsm8k", False),
-        ("math", False),
-        ("number_guessing", True),
-        ("python_tool", True),
-        ("frozen_lake", True),
-        ("openenv", True),
-        ("verifiers", False),
-    ],
-)
-def test_the_source_shows_whether_an_environment_plays_several_turns(name: str, several: bool) -> None:
-    assert plays_several_turns(resolve(name)) is several
+def test_the_source_shows_whether_an_environment_plays_several_turns() -> None:
+    several = {"number_guessing", "python_tool", "frozen_lake", "gymnasium", "openenv"}
+    assert {name for name in BUILT_IN if plays_several_turns(resolve(name))} == several
 
 
 # ---------------------------------------------------------------- under another interpreter

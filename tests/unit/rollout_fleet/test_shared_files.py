@@ -69,20 +69,15 @@ def test_files_of_a_killed_engine_are_removed_once_its_last_worker_is_dead(tmp_p
     assert names(tmp_path) == {"vllm_dist_of_somebody_else"}
 
 
-def test_a_process_that_got_the_number_of_a_dead_worker_protects_nothing(tmp_path: Path, start: Start) -> None:
-    process, worker = start("left")
+def test_neither_a_new_process_with_the_old_number_nor_a_new_file_with_the_old_name_is_taken_for_the_old_one(
+    tmp_path: Path, start: Start
+) -> None:
+    process, worker = start("left", "reused")
     kill(process)
     record([msgspec.structs.replace(worker, pid=os.getpid())], tmp_path)
-    assert remove_left_files(tmp_path) == ["left"]
-
-
-def test_a_file_that_has_taken_a_removed_one_s_name_stays(tmp_path: Path, start: Start) -> None:
-    process, worker = start("reused")
-    kill(process)
-    record([worker], tmp_path)
     (tmp_path / "other").touch()  # a new inode for certain: the old file is still there
     (tmp_path / "other").replace(tmp_path / "reused")
-    assert remove_left_files(tmp_path) == [] and names(tmp_path) == {"reused"}
+    assert remove_left_files(tmp_path) == ["left"] and names(tmp_path) == {"reused"}
 
 
 @pytest.mark.parametrize("spoiled", ["another container", "torn", "a path"])

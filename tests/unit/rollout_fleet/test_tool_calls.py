@@ -53,11 +53,6 @@ def test_text_without_a_call_has_none(kind: str, text: str) -> None:
     assert (said.text, said.calls, said.malformed) == (text, (), "")
 
 
-def test_several_calls_keep_their_order() -> None:
-    said = parse(HERMES + HERMES.replace("add", "sub"), "hermes")
-    assert [call.name for call in said.calls] == ["add", "sub"]
-
-
 @pytest.mark.parametrize(
     ("kind", "text", "why"),
     [
@@ -79,6 +74,7 @@ def test_something_that_only_looks_like_a_call_is_malformed_with_a_reason(kind: 
     assert said.calls == () and why in said.malformed
 
 
-def test_values_of_xml_parameters_are_json_where_they_can_be() -> None:
+def test_several_calls_keep_their_order_and_values_of_xml_parameters_are_json_where_they_can_be() -> None:
+    assert [call.name for call in parse(HERMES + HERMES.replace("add", "sub"), "hermes").calls] == ["add", "sub"]
     text = "<tool_call><function=f><parameter=n>3</parameter><parameter=s>a b</parameter></function></tool_call>"
     assert json.loads(parse(text, "xml").calls[0].arguments) == {"n": 3, "s": "a b"}

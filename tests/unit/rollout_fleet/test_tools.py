@@ -1,7 +1,6 @@
 """Tools: run, answered with tool messages through the template, errors told to the policy; and Python as a tool."""
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.environments.tools import OUTPUT_CHARS, Tool, ToolEnvironment
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import make_driver
+from tests.waiting import LIMIT_S
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -41,7 +41,7 @@ def play(
     """The sample, and what the template put between the turns, as text."""
     tokenizer = qwen()
     sampler = speaker(tokenizer, *said)
-    driver = make_driver(sampler, environment, tokenizer=tokenizer, timeout_s=60, budget=budget)
+    driver = make_driver(sampler, environment, tokenizer=tokenizer, budget=budget)
     sample = asyncio.run(driver.run(problem or {}, 0))
     prompts = [call.prompt for call in sampler.calls]
     between = [tokenizer.decode(prompts[0])]
@@ -92,15 +92,15 @@ def test_several_calls_of_a_turn_are_answered_in_order_and_long_answers_are_cut(
 ROW = {"question": "6 * 7?", "answer": "six times seven #### 42"}
 
 
+def output(code: str, seconds: float = LIMIT_S, **limits: Any) -> str:
+    return asyncio.run(run_python(code, seconds, **limits))
+
+
 def test_the_policy_s_code_runs_and_its_output_comes_back() -> None:
     code = '{"code": "x = 6 * 7\\nprint(x)"}'
     sample, between = play(PythonTool, [call("python", code), "#### 42"], problem=ROW)
     assert "\n42\n" in between[1]
     assert (sample.error, sample.reward, sample.metrics["tool_calls"]) == (None, 1.0, 1.0)
-
-
-def output(code: str, **limits: Any) -> str:
-    return asyncio.run(run_python(code, **limits))
 
 
 @pytest.mark.parametrize(
@@ -124,24 +124,24 @@ def test_code_that_raises_shows_the_lines_of_the_code_only() -> None:
     assert "SyntaxError" in output("1 +")
 
 
+FORKS = "import os, time\nfor _ in range(500):\n  if not os.fork(): time.sleep(3600)"
+
+
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "said", "seconds"),
     [
-        ("while True: pass", "killed"),
-        ("import time; time.sleep(60)", "killed: it took longer than 1 s"),
-        ("x = bytearray(1 << 30)", "MemoryError"),
-        ("import os, time\nfor _ in range(500):\n  if not os.fork(): time.sleep(9)", "killed|BlockingIOError"),
-        ("import os; os.kill(os.getpid(), 9)", "killed"),
-        ("for _ in range(100_000): print('x' * 100)", "... (of "),
-        ("import urllib.request as u; u.urlopen('http://127.0.0.1:9', timeout=5)", "unreachable"),
+        ("while True: pass", "killed", 1.0),
+        ("import time; time.sleep(3600)", "killed: it took longer than 1 s", 1.0),
+        ("x = bytearray(1 << 30)", "MemoryError", LIMIT_S),
+        (FORKS, "more than 64 processes|BlockingIOError", LIMIT_S),
+        ("import os; os.kill(os.getpid(), 9)", "killed after", LIMIT_S),
+        ("for _ in range(100_000): print('x' * 100)", "... (of ", LIMIT_S),
+        ("import urllib.request as u; u.urlopen('http://127.0.0.1:9', timeout=5)", "unreachable", LIMIT_S),
     ],
 )
-def test_code_that_misbehaves_is_ended_and_says_so(code: str, said: str) -> None:
-    started = time.monotonic()
-    seconds = 1.0 if said.startswith("killed") else 20.0
-    shown = output(code, seconds=seconds, memory_mib=256, output_chars=500)
+def test_code_that_misbehaves_is_ended_and_says_so(code: str, said: str, seconds: float) -> None:
+    shown = output(code, seconds, memory_mib=256, output_chars=500)
     assert any(part in shown for part in said.split("|")) and len(shown) < 3000
-    assert time.monotonic() - started < 30
 
 
 def test_nothing_of_one_run_is_there_in_the_next() -> None:

@@ -107,8 +107,5 @@ class Wild:
 
 
 def descriptors() -> list[str]:
-    return [f"fd {name} {os.readlink(f'/proc/self/fd/{name}')}" for name in os.listdir("/proc/self/fd") if alive(name)]
-
-
-def alive(name: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{name}")
+    paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return [f"fd {os.path.basename(path)} {os.readlink(path)}" for path in paths if os.path.lexists(path)]
