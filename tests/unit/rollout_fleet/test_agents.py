@@ -1,13 +1,13 @@
 """Agents over HTTP, with the real openai client: what they return is the reward, what they do wrong is contained."""
 
 import asyncio
+import contextlib
 import os
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import pytest
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 
@@ -125,15 +125,11 @@ def test_completions_models_and_tools_are_served_to_the_real_client() -> None:
     assert sample.metrics["tokens_left_out"] == 2.0  # the completion is a conversation of its own
 
 
-def request(url: str, key: str, body: bytes | None = None) -> int:
-    """The HTTP status of one request without a client library."""
-    made = urllib.request.Request(url, body, {"Authorization": f"Bearer {key}"})
-    try:
-        with urllib.request.urlopen(made, timeout=LIMIT_S) as response:
-            return response.status
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
+async def status(url: str, key: str, body: bytes | None = None) -> int:
+    """The HTTP status of one request without OpenAI's client."""
+    method, headers = "GET" if body is None else "POST", {"Authorization": f"Bearer {key}"}
+    async with aiohttp.request(method, url, data=body, headers=headers) as response:
+        return response.status
 
 
 async def test_a_key_is_needed_and_void_when_the_episode_is_over() -> None:
@@ -141,7 +137,7 @@ async def test_a_key_is_needed_and_void_when_the_episode_is_over() -> None:
 
     async def looks(client: AsyncOpenAI, model: str) -> float:
         keys, base_url = (client.api_key, "guessed", "", *kept), str(client.base_url)
-        found = [await asyncio.to_thread(request, f"{base_url}models", key) for key in keys]
+        found = [await status(f"{base_url}models", key) for key in keys]
         assert found[:3] == [200, 401, 401] and found[3:] == [401] * len(kept)
         assert base_url.startswith("http://127.0.0.1:")
         kept.append(client.api_key)
@@ -154,15 +150,24 @@ async def test_a_key_is_needed_and_void_when_the_episode_is_over() -> None:
     assert len(set(kept)) == 2
 
 
-def test_an_agent_that_runs_into_its_budget_keeps_its_sample_with_the_reason() -> None:
+@pytest.mark.parametrize(("budget", "reason"), [(Budget(2, 200, 2000), "turn_limit"), (Budget(9, 4, 2000), "length")])
+def test_an_agent_that_runs_into_its_budget_keeps_its_sample_with_the_reason(budget: Budget, reason: str) -> None:
+    refused: list[BadRequestError] = []
+
     async def endless(client: AsyncOpenAI, model: str) -> float:
         messages = list(HI)
         while True:
-            said = await client.chat.completions.create(model=model, messages=messages)
+            try:
+                said = await client.chat.completions.create(model=model, messages=messages)
+            except BadRequestError as error:
+                refused.append(error)
+                raise
             messages += [said.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
 
-    sample = play(with_client(endless), policy("a", "b", "c"), budget=Budget(2, 200, 2000))
-    assert (sample.error, sample.stop_reason, sample.reward, sample.turns) == (None, "turn_limit", 0.0, 2)
+    sample = play(with_client(endless), policy("a", "b", "c"), budget=budget)
+    assert (sample.error, sample.stop_reason, sample.reward, sample.turns) == (None, reason, 0.0, 2)
+    (error,) = refused
+    assert "the episode is over" in str(error) and error.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(
@@ -199,9 +204,6 @@ def test_a_parameter_that_is_not_honoured_reaches_the_agent_by_name_and_samples_
             await client.chat.completions.create(model=model, messages=HI, logit_bias={"5": 100})
         assert (refused.value.param, refused.value.code) == ("logit_bias", "unsupported_value")
         assert refused.value.type == "invalid_request_error"
-        with pytest.raises(BadRequestError) as refused:
-            await client.completions.create(model=model, prompt="x", best_of=3)
-        assert refused.value.param == "best_of"
         with pytest.raises(NotFoundError) as other:
             await client.completions.create(model="judge", prompt="x")
         assert (other.value.param, other.value.code) == ("model", "model_not_found")
@@ -226,11 +228,8 @@ async def agent(problem, *, base_url, api_key, model, seed, bonus=0.0):
 """
     (tmp_path / "outside_agent.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    host = ProcessHost(("outside_agent",))
-    try:
+    with contextlib.closing(ProcessHost(("outside_agent",))) as host:
         sample = play(ProcessStage("outside_agent:agent", {"bonus": 0.5}, LIMITS, LIMIT_S, host, False), policy("3"))
-    finally:
-        host.close()
     assert (sample.error, sample.reward, sample.stop_reason, sample.metrics["seed"]) == (None, 1.5, "stop", 7.0)
     assert sample.metrics["pid"] != os.getpid()
 
@@ -264,8 +263,8 @@ async def test_a_request_that_an_agent_leaves_behind_ends_with_the_episode() -> 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"messages": [{"role": "assistant", "tool_calls": 5}]}'])
 def test_a_body_that_no_client_sends_is_a_bad_request(body: bytes) -> None:
-    async def odd(client: AsyncOpenAI, model: str) -> float:
+    async def odd(client: AsyncOpenAI, model: str) -> int:
         await client.completions.create(model=model, prompt="x")
-        return float(await asyncio.to_thread(request, f"{client.base_url}chat/completions", client.api_key, body))
+        return await status(f"{client.base_url}chat/completions", client.api_key, body)
 
     assert play(with_client(odd), policy("a")).reward == 400.0

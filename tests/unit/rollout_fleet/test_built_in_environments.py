@@ -1,6 +1,7 @@
 """math (math-verify) and the games of Gymnasium, with the real libraries."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -38,30 +39,25 @@ def test_answers_compare_by_value(gold: str, answer: str, equal: bool) -> None:
     assert judge(gold.rpartition("####")[2].strip(), answer)[1] is equal
 
 
-def test_a_math_problem_pays_for_the_right_answer() -> None:
-    for said, reward in (("\\boxed{\\frac{2}{4}}", 1.0), ("who knows", 0.0)):
-        sample, prompts = play(MathProblem, [said], {"question": "1/2?", "answer": "0.5"})
-        assert (sample.reward, sample.metrics) == (reward, {"answered": reward})
-        assert prompts[0].startswith("1/2?\n") and "\\boxed{}" in prompts[0]
-
-
 def test_math_is_judged_in_a_process_of_its_own_where_an_endless_answer_ends() -> None:
     assert MathProblem.LIMITS.process and MathProblem.PRELOAD == ("math_verify",)
     host = ProcessHost(("rollout_fleet.environments.builtin.math_problem", *MathProblem.PRELOAD))
     path = "rollout_fleet.environments.builtin.math_problem:MathProblem"
     limits = replace(MathProblem.LIMITS, reset_s=LIMIT_S, step_s=LIMIT_S, cpu_s=300)
     stage = ProcessStage(path, {}, limits, LIMIT_S, host, shares_seed=False)
-    sampler = ScriptedSampler(in_turn(say("\\boxed{9^{9^{9^{9}}}}"), say("\\boxed{\\frac{3}{6}}")))
+    answers = ("\\boxed{9^{9^{9^{9}}}}", "\\boxed{\\frac{3}{6}}", "who knows")
+    sampler = ScriptedSampler(in_turn(*map(say, answers)))
     driver = make_driver(sampler, stage, None, Budget(1, 100, 1000), limits=limits)
 
-    async def both() -> list[Sample]:
-        return [await driver.run({"question": "?", "answer": "1/2"}, seed) for seed in range(2)]
+    async def all_three() -> list[Sample]:
+        return [await driver.run({"question": "1/2?", "answer": "0.5"}, seed) for seed in range(3)]
 
-    try:
-        endless, right = asyncio.run(both())
-    finally:
-        host.close()
-    assert (endless.error, endless.reward, right.reward) == (None, 0.0, 1.0)
+    with contextlib.closing(host):
+        endless, *others = asyncio.run(all_three())
+    assert (endless.error, endless.reward) == (None, 0.0)
+    assert [(s.reward, s.metrics) for s in others] == [(1.0, {"answered": 1.0}), (0.0, {"answered": 0.0})]
+    prompt = prompts_of(sampler)[0]
+    assert prompt.startswith("1/2?\n") and "\\boxed{}" in prompt
 
 
 def test_the_lake_is_walked_in_words_and_pays_at_the_goal() -> None:

@@ -14,7 +14,7 @@ from rollout_fleet.agents import api
 from rollout_fleet.agents.api import ChatRequest, CompletionRequest, read
 from rollout_fleet.agents.conversation import Conversation
 from rollout_fleet.agents.parameters import NEUTRAL, UNKNOWN, BadRequest
-from rollout_fleet.environments.protocol import Budget, StopReason
+from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import EpisodeFailed, EpisodeRules, Progress, Sampling
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation
@@ -27,12 +27,8 @@ ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "
 class Talk:
     """A conversation over a scripted policy; `say` is one request of an agent."""
 
-    def __init__(
-        self, *said: str, template: str | None = QWEN, budget: Budget | None = None, ended: bool = True
-    ) -> None:
-        self.tokenizer = with_template(template or "", "<eos>")
-        if template is None:
-            self.tokenizer.chat_template = None
+    def __init__(self, *said: str, template: str = QWEN, ended: bool = True) -> None:
+        self.tokenizer = with_template(template, "<eos>")
         left = iter(said)
         self.versions = iter(range(100))
 
@@ -42,8 +38,8 @@ class Talk:
             return Generation(ids, [-0.5 - i for i in range(len(ids))], runs, "stop" if ended else "length")
 
         self.sampler = ScriptedSampler(answer)
-        budget = budget or Budget(8, 1000, 5000)
-        self.talk = Conversation(self.sampler, Renderer(self.tokenizer), EpisodeRules(budget), Progress())
+        rules = EpisodeRules(Budget(8, 1000, 5000))
+        self.talk = Conversation(self.sampler, Renderer(self.tokenizer), rules, Progress())
 
     def say(self, messages: list[dict[str, Any]], **more: Any) -> api.Answer:
         return asyncio.run(self.talk.answer(read({"messages": messages, **more}, ChatRequest, Sampling())))
@@ -175,19 +171,6 @@ def test_completions_continue_texts_and_token_ids_exactly() -> None:
 def test_log_probabilities_are_those_that_were_sampled() -> None:
     answer = Talk("ab").say([user("hi")], logprobs=True)
     assert (answer.pieces, answer.logprobs) == (["a", "b", "<eos>"], [-0.5, -1.5, -2.5])
-
-
-@pytest.mark.parametrize(
-    ("budget", "reason"),
-    [(Budget(1, 100, 5000), StopReason.TURN_LIMIT), (Budget(9, 4, 5000), StopReason.LENGTH)],
-    ids=["turns", "tokens"],
-)
-def test_a_request_beyond_the_budget_is_refused_and_remembered(budget: Budget, reason: StopReason) -> None:
-    talk = Talk("one", "two", budget=budget)
-    first = talk.say([user("hi")])
-    with pytest.raises(api.BadRequest, match="the episode is over") as refused:
-        talk.say([user("hi"), assistant(first.text), user("more")])
-    assert (talk.talk.exhausted, refused.value.code) == (reason, "context_length_exceeded")
 
 
 NO_IDS = ([-1], [1, -5], [True], [1.5], [[1]], {"a": 1}, ["a", "b"])

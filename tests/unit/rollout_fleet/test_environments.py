@@ -16,19 +16,20 @@ from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, say, text_of
 from tests.unit.rollout_fleet.fleet_fakes import play as episode
 
+SUM = {"question": "384+519", "answer": "903"}
+ROW = {
+    "question": "Natalia sold clips to 48 friends in {April}, and half as many in May. How many altogether?",
+    "answer": "She sold 48/2 = <<48/2=24>>24 in May.\nAltogether 48+24 = <<48+24=72>>72.\n#### 72",
+}
 
-def act(text: str, ended: bool = True) -> Action:
-    return Action(text, tuple(map(ord, text)), ended)
 
-
-def judge(text: str, ended: bool = True, **options: Any) -> float:
-    environment = Addition({"question": "384+519", "answer": "903"}, seed=0, **options)
-    return asyncio.run(environment.step(act(text, ended))).reward
+def step(environment: Any, text: str, ended: bool = True) -> StepResult:
+    return asyncio.run(environment.step(Action(text, tuple(map(ord, text)), ended)))
 
 
 def play(number: int, *guesses: str, **options: Any) -> list[StepResult]:
     environment = NumberGuessing({"number": number}, seed=0, **options)
-    return [asyncio.run(environment.step(act(guess))) for guess in guesses]
+    return [step(environment, guess) for guess in guesses]
 
 
 @pytest.mark.parametrize(
@@ -46,19 +47,21 @@ def play(number: int, *guesses: str, **options: Any) -> list[StepResult]:
     ],
 )
 def test_addition_judges_what_stands_after_the_last_equals_sign(text: str, reward: float) -> None:
-    assert judge(text) == reward
+    assert step(Addition(SUM, seed=0), text).reward == reward
 
 
-def test_an_answer_that_was_cut_off_earns_nothing() -> None:
-    assert judge(" =903", ended=False) == judge_answer("#### 72", ended=False).reward == 0.0
-    environment = NumberGuessing({"number": 12}, seed=0)
-    assert asyncio.run(environment.step(act("12", ended=False))).reward == 0.0
+@pytest.mark.parametrize(
+    ("environment", "problem", "right"),
+    [(Addition, SUM, " =903"), (Gsm8k, ROW, "#### 72"), (NumberGuessing, {"number": 12}, "12")],
+)
+def test_an_answer_that_was_cut_off_earns_nothing(environment: Any, problem: dict[str, Any], right: str) -> None:
+    assert step(environment(problem, seed=0), right, ended=False).reward == 0.0
 
 
 def test_addition_options_change_prompt_and_marker() -> None:
     environment = Addition({"question": "1+1", "answer": "2"}, seed=0, prompt="{question}:", answer_after="#")
     assert asyncio.run(environment.reset()) == "1+1:"
-    assert asyncio.run(environment.step(act("a=b #2"))).reward == 1.0
+    assert step(environment, "a=b #2").reward == 1.0
 
 
 WRONG_ROW = '"answer": text that ends with "#### NUMBER"}, found '
@@ -105,7 +108,7 @@ def test_bisection_finds_every_number_in_five_guesses(number: int) -> None:
     environment, low, high = NumberGuessing({"number": number}, seed=0), 1, 31
     for _ in range(5):
         guess = (low + high) // 2
-        result = asyncio.run(environment.step(act(str(guess))))
+        result = step(environment, str(guess))
         if result.done:
             break
         low, high = (int(x) for x in str(result.observation).split()[1].split("-"))
@@ -113,17 +116,6 @@ def test_bisection_finds_every_number_in_five_guesses(number: int) -> None:
 
 
 # ---------------------------------------------------------------- GSM8K
-
-
-ROW = {
-    "question": "Natalia sold clips to 48 friends in April, and half as many in May. How many altogether?",
-    "answer": "She sold 48/2 = <<48/2=24>>24 in May.\nAltogether 48+24 = <<48+24=72>>72.\n#### 72",
-}
-
-
-def judge_answer(text: str, ended: bool = True, answer: str = "#### 72") -> StepResult:
-    environment = Gsm8k({"question": "?", "answer": answer}, seed=0)
-    return asyncio.run(environment.step(Action(text, (), ended)))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +136,7 @@ def judge_answer(text: str, ended: bool = True, answer: str = "#### 72") -> Step
     ],
 )
 def test_the_final_number_decides(text: str, reward: float) -> None:
-    assert judge_answer(text).reward == reward
+    assert step(Gsm8k(ROW, seed=0), text).reward == reward
 
 
 @pytest.mark.parametrize(
@@ -153,16 +145,16 @@ def test_the_final_number_decides(text: str, reward: float) -> None:
 )
 def test_gold_numbers_may_have_commas_signs_and_fractions(answer: str, gold: str) -> None:
     assert read_row({"question": "?", "answer": answer}) == ("?", Decimal(gold))
-    assert judge_answer(f"it is {gold}", answer=answer).reward == 1.0
+    assert step(Gsm8k({"question": "?", "answer": answer}, seed=0), f"it is {gold}").reward == 1.0
     assert final_number("1,234,567.5") == Decimal("1234567.5")
 
 
-def test_the_prompt_goes_through_the_chat_template() -> None:
+def test_the_prompt_goes_through_the_chat_template_and_other_braces_stay() -> None:
     tokenizer = qwen()
     sampler = speaker(tokenizer, "#### 72")
-    sample = episode(make_driver(sampler, Gsm8k, tokenizer=tokenizer), ROW)
-    question = PROMPT.replace("{question}", ROW["question"])
+    sample = episode(make_driver(sampler, Gsm8k, {"prompt": "Q: {question} {y}"}, tokenizer=tokenizer), ROW)
     asked = tokenizer.decode(sampler.calls[0].prompt)
+    question = f"Q: {ROW['question']} {{y}}"
     assert asked == f"<|im_start|>user\n{question}<eos>\n<|im_start|>assistant\n<think></think>"
     assert sample.reward == 1.0
 
@@ -170,8 +162,3 @@ def test_the_prompt_goes_through_the_chat_template() -> None:
 def test_without_a_chat_template_the_prompt_is_plain_text() -> None:
     sample = episode(make_driver(ScriptedSampler(in_turn(say("#### 72"))), Gsm8k), ROW)
     assert text_of(sample, 0) == PROMPT.replace("{question}", ROW["question"])
-
-
-def test_a_question_with_braces_is_left_as_it_is() -> None:
-    chat = asyncio.run(Gsm8k({"question": "{x}?", "answer": "#### 1"}, seed=0, prompt="Q: {question} {y}").reset())
-    assert chat.messages == (("user", "Q: {x}? {y}"),)

@@ -251,10 +251,10 @@ def test_processes_that_cannot_be_started_are_the_node_s_fault_and_no_sample_s(
 
 
 def test_an_episode_that_is_given_up_while_processes_start_hands_over_no_other_connection(
-    folder: Path, modules: tuple[str, str]
+    folder: Path, modules: tuple[str, str], new_host: Callable[..., ProcessHost]
 ) -> None:
     (folder / "slow_library.py").write_text("import time; time.sleep(1)\n")
-    host, before = ProcessHost((*modules, "slow_library")), len(left_over())
+    host, before = new_host((*modules, "slow_library")), len(left_over())
 
     async def given_up() -> list[tuple[socket.socket, socket.socket]]:
         opening = asyncio.create_task(host.open(LIMITS, LIMIT_S))
@@ -265,11 +265,8 @@ def test_an_episode_that_is_given_up_while_processes_start_hands_over_no_other_c
         (await host.open(LIMITS, LIMIT_S)).close()  # by now the first request was handed over
         return others
 
-    try:
-        for mine, theirs in asyncio.run(given_up()):
-            with mine:
-                theirs.close()
-                mine.settimeout(LIMIT_S)
-                assert mine.recv(1) == b""  # no other process has the other end
-    finally:
-        host.close()
+    for mine, theirs in asyncio.run(given_up()):
+        with mine:
+            theirs.close()
+            mine.settimeout(LIMIT_S)
+            assert mine.recv(1) == b""  # no other process has the other end

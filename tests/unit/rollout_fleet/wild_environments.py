@@ -75,7 +75,6 @@ class Wild:
 
     def __init__(self, problem: dict[str, Any], *, seed: int, group_seed: int) -> None:
         self.how, self.seed, self.group_seed = problem["how"], seed, group_seed
-        self.closed = False
         self.turn = 0
 
     async def reset(self) -> Any:
