@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
+from rich.text import Text
 
 from common.config.checks import resolve_paths
 from common.config.loading import load_either
@@ -19,7 +21,6 @@ from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from common.process.run_dir import RunDir
 from launch.doctor import packages, resources
 from launch.doctor.config_files import check_config_and_files
-from launch.doctor.disk import check_disk
 from launch.doctor.findings import Finding
 from launch.doctor.machine import Machine, look
 from launch.doctor.network import check_network
@@ -63,7 +64,7 @@ def examine(machine: Machine, role: str, config: Config | SftConfig | None, file
         return
     yield from check_config_and_files(reviewed)
     run = RunDir(config.run.dir)
-    yield from check_disk(run.path, config, plan)
+    yield from resources.check_disk(run.path, config, plan)
     found, running = check_run(run, config)
     if isinstance(config, Config):
         yield from check_network(config, running)
@@ -72,9 +73,6 @@ def examine(machine: Machine, role: str, config: Config | SftConfig | None, file
 
 def show(findings: Iterable[Finding]) -> None:
     """Problems and warnings with reasons, the rest in a line each."""
-    from rich.console import Console
-    from rich.text import Text
-
     console = Console()
     counts = dict.fromkeys(SIGNS, 0)
     for finding in findings:

@@ -41,11 +41,13 @@ def check_port(address: str) -> Iterator[Finding]:
         yield fine("port", "picked by the broker when it starts")
     else:
         reason = bind_error("" if host == "*" else host, port)
-        holder = holder_of(port) if reason else ""
-        what = f"{address}: {reason}" + (f", by process {holder}" if holder else "")
+        what = f"{address}: {reason}" if reason else f"{address} is free"
+        with suppress(psutil.Error):
+            for found in psutil.net_connections("tcp") if reason else ():
+                if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port and found.pid:
+                    what += f", by process {found.pid} ({psutil.Process(found.pid).name()})"
         fix = "end that process, or another port in broker.address (0: a free one)"
-        case = (bool(reason), "problem", "the broker listens there", fix)
-        yield judged("port", what if reason else f"{address} is free", case)
+        yield judged("port", what, (bool(reason), "problem", "the broker listens there", fix))
 
 
 def bind_error(host: str, port: int) -> str:
@@ -56,15 +58,6 @@ def bind_error(host: str, port: int) -> str:
             probe.bind((host, port))
     except OSError as error:
         return error.strerror or str(error)
-    return ""
-
-
-def holder_of(port: int) -> str:
-    """'1234 (python)' for the process that listens on a port; '' when that is not visible."""
-    with suppress(psutil.Error):
-        for found in psutil.net_connections("tcp"):
-            if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port and found.pid:
-                return f"{found.pid} ({psutil.Process(found.pid).name()})"
     return ""
 
 

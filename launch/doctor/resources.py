@@ -1,8 +1,20 @@
-"""Doctor: cores, memory, shared memory, open files and the clock against what the plan needs."""
+"""Doctor: cores, memory, shared memory, open files, the clock and the disk of the run against what the plan needs."""
+
+import fcntl
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
 
 from common.config.network_checks import is_loopback, split_address
 from common.config.schema import Config, SftConfig
-from launch.doctor.findings import Finding, fine, judged
+from common.process.files import sync
+from launch.doctor.findings import Finding, fine, judged, problem, warning
 from launch.doctor.machine import Machine
 from launch.plan.job_plan import Plan
 from launch.up.core_pinning import SMALL_MACHINE_CORES, plan_cores
@@ -14,6 +26,11 @@ SHM_OF_ENGINE = 256 * MIB  # vLLM's ring buffer between the workers of one engin
 FILES, FILES_OF_NODE = 256, 6  # open files of a broker, and of each node at it
 FLEET = 64  # nodes that one broker should be able to serve without another thought
 EARLIEST_S = 1_735_689_600.0  # 2025
+VOLATILE = ("tmpfs", "ramfs")
+SLOW_SYNC_S = 0.05
+LOGS_BYTES = 256 * MIB  # logs, metrics, the ledger
+SYNCS = 5
+LOCAL = "run.dir=FOLDER on a local file system"
 
 
 def check_cores(machine: Machine, config: Config | SftConfig | None) -> Finding:
@@ -32,27 +49,20 @@ def check_cores(machine: Machine, config: Config | SftConfig | None) -> Finding:
     return judged("cores", what, (wanted > machine.cores, "warning", why, fix))
 
 
-def host_bytes(config: Config | SftConfig, plan: Plan, gpus: bool) -> int:
-    """Host memory that `up` needs at least: without GPUs everything, else buffers of weights and offloaded bytes."""
-    ranks = config.learner.world_size
-    nodes = config.rollout.nodes if isinstance(config, Config) else 0
-    needed = (ranks + nodes) * ROLE_BYTES + ranks * plan.fullest.host
-    if not gpus:
-        needed += ranks * plan.fullest.peak
-    if plan.rl is not None and isinstance(config, Config):
-        needed += (1 + nodes) * plan.rl.publish.bytes  # the flat buffer of the learner and of every node
-        if not gpus:
-            cache = (config.rollout.engine.kv_cache_mib or 0) * MIB
-            needed += nodes * (plan.rl.engine.weight_bytes * plan.rl.engine.devices + cache)
-    return needed
-
-
 def check_memory(machine: Machine, config: Config | SftConfig | None, plan: Plan | None) -> Finding:
-    """The plan fits in memory."""
+    """`up` needs at least this much: without GPUs everything, else buffers of weights and offloaded bytes."""
     has = f"{machine.memory_bytes / GIB:.1f} GiB, {machine.available_bytes / GIB:.1f} available"
     if config is None or plan is None:
         return fine("memory", has)
-    needed = host_bytes(config, plan, bool(machine.gpus))
+    ranks, nodes = config.learner.world_size, config.rollout.nodes if isinstance(config, Config) else 0
+    needed = (ranks + nodes) * ROLE_BYTES + ranks * plan.fullest.host
+    if not machine.gpus:
+        needed += ranks * plan.fullest.peak
+    if plan.rl is not None and isinstance(config, Config):
+        needed += (1 + nodes) * plan.rl.publish.bytes  # the flat buffer of the learner and of every node
+        if not machine.gpus:
+            cache = (config.rollout.engine.kv_cache_mib or 0) * MIB
+            needed += nodes * (plan.rl.engine.weight_bytes * plan.rl.engine.devices + cache)
     fix = "fewer nodes, a smaller rollout.engine.kv_cache_mib or learner.micro_batch_tokens; `slipstream plan` has more"
     killed = "the kernel ends the process that asks for too much, mostly the learner"
     return judged(
@@ -117,3 +127,63 @@ def _several_machines(config: Config | SftConfig | None) -> bool:
     except ValueError:
         return False
     return any(host and not is_loopback(host) for host in hosts)
+
+
+def check_disk(run_dir: Path, config: Config | SftConfig, plan: Plan | None) -> Iterator[Finding]:
+    """Room, and whether a sync reaches the disk and a lock keeps a second broker out."""
+    folder = next((path for path in (run_dir, *run_dir.parents) if path.is_dir()), Path("/"))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        why = "every role writes there"
+        yield problem("disk", f"{folder} cannot be written", why, "run.dir=FOLDER elsewhere, or chown it")
+        return
+    yield _space(folder, config, plan)
+    inside = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
+    kind = max(reversed(inside), key=lambda p: len(p.mountpoint)).fstype if inside else ""
+    if kind in VOLATILE:
+        why = "checkpoints and groups are gone with the power, whatever broker.durability promises, and take memory"
+        yield warning("file system", f"{folder} is on a {kind}", why, "run.dir=FOLDER on a disk")
+    yield _sync(folder, config)
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        why = "two brokers of one run could write the same store"
+        yield problem("locks", f"{folder}: {error.strerror or error}", why, LOCAL)
+
+
+def _space(folder: Path, config: Config | SftConfig, plan: Plan | None) -> Finding:
+    """Room for checkpoints, the final model, and the broker's groups, all of full length."""
+    free, needed = shutil.disk_usage(folder).free, LOGS_BYTES
+    if plan is not None:
+        weights = plan.rl.publish.bytes if plan.rl is not None else plan.parameters * 4
+        needed += plan.checkpoint.bytes * plan.checkpoint.kept + weights
+        if isinstance(config, Config) and plan.rl is not None and config.broker.store == "file":
+            step = config.learner.groups_per_step * plan.rl.window.group_bytes
+            steps = config.broker.retain_steps + config.learner.checkpoint.every + config.staleness.max + 1
+            needed += min(steps * step, 2 * config.broker.max_bytes)
+    why = "on a full disk the broker acknowledges nothing and checkpoints fail"
+    fix = "run.dir=FOLDER on a larger disk, or a smaller learner.checkpoint.keep or broker.retain_steps"
+    what = f"{free / GIB:.1f} GiB free under {folder}, up to {needed / GIB:.1f} needed"
+    return judged("disk", what, (free < needed / 2, "problem", why, fix), (free < needed, "warning", why, fix))
+
+
+def _sync(folder: Path, config: Config | SftConfig) -> Finding:
+    """The median time of one append and fsync, where fsync of a file and of its folder works."""
+    taken: list[float] = []
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+            for _ in range(SYNCS):
+                file.write(b"x" * 4096)
+                file.flush()
+                began = time.perf_counter()
+                os.fsync(file.fileno())
+                taken.append(time.perf_counter() - began)
+            sync(folder)
+    except OSError as error:
+        why = "neither checkpoints nor the broker's promises would be on the disk when they say so"
+        return problem("fsync", f"{folder}: {error.strerror or error}", why, LOCAL)
+    waits = isinstance(config, Config) and config.broker.durability == "fsync"
+    seconds = statistics.median(taken)
+    why = "each promise of the broker waits for one, so groups take longer to be ready"
+    fix = "run.dir on a faster disk, or broker.durability=everysec (docs/delivery.md says what that costs)"
+    return judged("fsync", f"{seconds * 1e3:.1f} ms", (seconds > SLOW_SYNC_S and waits, "warning", why, fix))

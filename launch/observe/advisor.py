@@ -30,13 +30,12 @@ class Rates:
 
     nodes: int  # that were alive
     step_s: float  # seconds from step to step
-    idle_s: float  # the part in which the learner waits for groups
+    idle_s: float  # the part in which the learner waits for groups; `idle` is its share
     waiting: float  # share of the nodes' time in which nothing ran on them
     taken: float = 1.0  # used share of the concurrency at the ends of the steps; 1 when nodes do not report it
 
     @property
     def idle(self) -> float:
-        """Share of the step."""
         return self.idle_s / self.step_s
 
     @property

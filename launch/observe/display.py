@@ -5,17 +5,16 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+from rich.live import Live
 
 from common.config.schema import Config
+from launch.observe.job_view import plain_line, render_live
 from launch.observe.metrics_tail import MetricsTail
 from launch.observe.observation import Observation
 
-if TYPE_CHECKING:
-    from rich.live import Live
-
 PLAIN_EVERY_S = 3.0
-NOTES_KEPT = 50
+NOTES_SHOWN = 4
 
 
 @contextmanager
@@ -24,8 +23,6 @@ def open_display(config: Config, tail: MetricsTail, plain: bool) -> Iterator["Di
     if plain or not sys.stdout.isatty():
         yield Display(config, tail, None)
         return
-    from rich.live import Live
-
     with Live(auto_refresh=False) as live:
         yield Display(config, tail, live)
 
@@ -33,18 +30,16 @@ def open_display(config: Config, tail: MetricsTail, plain: bool) -> Iterator["Di
 class Display:
     """Redraws a rich view in place; without one, prints a line every PLAIN_EVERY_S seconds when something changed."""
 
-    def __init__(self, config: Config, tail: MetricsTail, live: "Live | None") -> None:
+    def __init__(self, config: Config, tail: MetricsTail, live: Live | None) -> None:
         self._config, self._tail, self._live = config, tail, live
-        self._notes: deque[str] = deque(maxlen=NOTES_KEPT)
+        self._notes: deque[str] = deque(maxlen=NOTES_SHOWN)
         self._next = 0.0
         self._last = ""
 
     def show(self, seen: Observation | None) -> None:
         """Show the newest observation, if it is time to."""
-        from launch.observe.job_view import plain_line, render_live
-
         if self._live is not None:
-            self._live.update(render_live(self._config, seen, self._tail, list(self._notes)), refresh=True)
+            self._live.update(render_live(self._config, seen, self._tail, self._notes), refresh=True)
         elif time.monotonic() >= self._next:
             line = plain_line(self._config, seen, self._tail)
             if line != self._last:

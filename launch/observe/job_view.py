@@ -32,11 +32,10 @@ COLOUR_OF = {state: colour for colour, states in COLOURS.items() for state in st
 
 
 def render_live(config: Config, seen: Observation | None, tail: MetricsTail, notes: Sequence[str]) -> RenderableType:
-    """The whole live view: progress, who waits on what, and the newest events."""
     parts: list[RenderableType] = [progress(config, seen, tail)]
     parts.append(processes(seen) if seen else Text("waiting for the broker to answer", "yellow"))
     parts.extend(stall_text.lines(seen) if seen else [])
-    parts.extend(Text(note, "dim") for note in notes[-4:])
+    parts.extend(Text(note, "dim") for note in notes)
     return Group(*parts)
 
 

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
 from broker.contract import LedgerEntry
 from common.errors import SlipstreamError
@@ -71,9 +73,6 @@ def whole_ledger(former: Sequence[list[LedgerEntry]], newest: list[LedgerEntry])
 
 def show(entries: Sequence[LedgerEntry]) -> None:
     """A table for people, then how many tasks are in which state."""
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False)
     for name in ("serial", "state", "step", "versions", "attempts", "reward", "nodes"):
         table.add_column(name, justify="left" if name in ("state", "nodes") else "right", no_wrap=True)

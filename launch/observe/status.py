@@ -5,25 +5,31 @@ import json
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 import msgspec
+from rich.console import Console
 
 from common.config.schema import SftConfig
 from common.errors import SlipstreamError
-from launch.observe import sft_status, stall_text
+from common.process.lifecycle import alive
+from common.process.run_dir import RunDir
+from launch.observe import stall_text
 from launch.observe.advisor import advice_for
 from launch.observe.display import open_display
-from launch.observe.metrics_tail import MetricsTail
+from launch.observe.job_view import render_status
+from launch.observe.metrics_tail import LATEST, MetricsTail
 from launch.observe.observation import as_json, observe
 from launch.resolve_target import config_of, find_run
+from learner.loop.run_files import read_record
 
 
 def command(args: argparse.Namespace) -> int:
     """Print the status; of a finished job, the last one that is known."""
     run = find_run(args.run)
     if (warm := config_of(run, SftConfig)) is not None:
-        status = sft_status.as_json(run, warm)
-        print(json.dumps(status) if args.json else sft_status.line(status))
+        status = warm_start(run, warm)
+        print(json.dumps(status) if args.json else sentence(status))
         return 0
     seen = observe(run)
     advice = advice_for(MetricsTail.of(run).lines, seen.status.run.max_staleness)
@@ -31,10 +37,6 @@ def command(args: argparse.Namespace) -> int:
         found = {**as_json(run, seen), "stalls": msgspec.to_builtins(stall_text.stalls_of(seen))}
         print(json.dumps({**found, "advice": asdict(advice) if advice else None}))
         return 0
-    from rich.console import Console
-
-    from launch.observe.job_view import render_status
-
     Console().print(render_status(run, seen, advice))
     return 0
 
@@ -57,3 +59,45 @@ def top(args: argparse.Namespace) -> int:
                 time.sleep(config.telemetry.refresh_s)
         print(seen.note)
     return 0
+
+
+def warm_start(run: RunDir, config: SftConfig) -> dict[str, Any]:
+    """The status of a warm start from its files, as it has no broker; `learner` has the keys that an RL job's has."""
+    tail, record = MetricsTail.of(run), read_record(run)
+    state, live, steps = "absent", False, len(tail.lines)
+    if record is not None:
+        live = record.state == "running" and alive(record.pid)
+        state = "training" if live else "gone" if record.state == "running" else record.state
+        steps = record.policy_version if state in ("done", "drained") else steps
+    return {
+        "run": str(run.path.resolve()),
+        "name": config.run.name,
+        "kind": "sft",
+        "live": live,
+        "learner": {
+            "pid": record.pid if record else None,
+            "state": state,
+            "policy_version": steps,
+            "waiting_on": "",
+            "since_s": 0.0,
+        },
+        "steps": config.run.steps,
+        "loss": tail.last.get("loss"),
+        "step_s": tail.mean("step_s", LATEST),
+        "tokens_trained": sum(tail.series("tokens_trained")),
+        "model": (run.model / "config.json").is_file(),
+    }
+
+
+def sentence(status: dict[str, Any]) -> str:
+    """A warm start's status in words."""
+    learner, loss = status["learner"], status["loss"]
+    text = f"{status['name']}  {status['run']}\nwarm start: {learner['state']}, "
+    text += f"step {learner['policy_version']} of {status['steps']}"
+    if loss is not None:
+        text += f", loss {loss:.4f}, {status['step_s']:.3f} s per step"
+    if status["model"]:
+        text += "; the model is written"
+    elif learner["state"] in ("gone", "drained", "failed"):
+        text += "; the same command continues from its newest checkpoint"
+    return text

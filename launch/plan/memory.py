@@ -97,12 +97,9 @@ def _aligned(n: int, multiple: int) -> int:
 def activations(
     model: Architecture, parallel: ParallelConfig, memory: MemoryConfig, tokens: int, microbatches: int, item: int
 ) -> list[Activations]:
-    """Peak of each pipeline stage for full microbatches.
+    """Peak of each pipeline stage when every data-parallel rank has `microbatches` full ones in a step.
 
-    Args:
-        tokens: size of one microbatch, before context parallelism cuts it.
-        microbatches: number in one step on one data-parallel rank.
-        item: bytes of an activation, 2 in bfloat16.
+    Each has `tokens`, before context parallelism cuts it; an activation has `item` bytes.
     """
     tokens = -(-tokens // parallel.context)
     out: list[Activations] = []

@@ -32,16 +32,15 @@ class Sizes(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, world: int, parallel: ParallelConfig) -> "Sizes":
         """For a world that the layout divides (common.config.parallel_layout.world_problems)."""
-        p = parallel
         return cls(
             world=world,
-            tensor=p.tensor,
-            context=p.context,
-            data=world // p.model_ranks,
-            pipeline=p.pipeline,
-            expert_tensor=p.expert_tensor,
-            expert=p.expert,
-            expert_data=world // (p.pipeline * p.expert * p.expert_tensor),
+            tensor=parallel.tensor,
+            context=parallel.context,
+            data=world // parallel.model_ranks,
+            pipeline=parallel.pipeline,
+            expert_tensor=parallel.expert_tensor,
+            expert=parallel.expert,
+            expert_data=world // (parallel.pipeline * parallel.expert * parallel.expert_tensor),
         )
 
     @property

@@ -33,7 +33,7 @@ from common.errors import EXIT_DONE, EXIT_FAILED
 from common.process.run_dir import RunDir
 from common.security.credentials import KeyFolder
 from launch.cli import main
-from launch.doctor import config_files, disk, doctor, network, packages, resources, run_state
+from launch.doctor import config_files, doctor, network, packages, resources, run_state
 from launch.doctor.findings import Finding
 from launch.doctor.machine import Machine
 from launch.keys import make
@@ -54,6 +54,9 @@ REPORT: list[str] = []  # checks that had a finding, for the page
 
 def machine(**changes: object) -> Machine:
     return Machine(**{**vars(GOOD), **changes})
+
+
+H200, CUDA = machine(gpus=("H200",)), machine(gpus=("H200",), torch_cuda="12.9")
 
 
 def weights(header: object, data: int = 16) -> bytes:
@@ -119,12 +122,11 @@ def test_memory_is_compared_with_the_plan(config: Config) -> None:
     assert "needed at least, 2.0 GiB" in only(small).what
     busy = resources.check_memory(machine(available_bytes=2 * GIB), config, plan)
     assert only(busy, "warning").why == "other processes use the rest"
-    assert found(resources.check_memory(GOOD, config, plan)) == []
-    assert resources.host_bytes(config, plan, gpus=True) < resources.host_bytes(config, plan, gpus=False)
+    without, with_gpus = (only(resources.check_memory(m, config, plan), "fine").what.split()[0] for m in (GOOD, H200))
+    assert float(with_gpus) < float(without)
 
 
 SMALL, DRIFTING = machine(shm_bytes=64 << 20), machine(clock_synchronised=False)
-H200, CUDA = machine(gpus=("H200",)), machine(gpus=("H200",), torch_cuda="12.9")
 NOWHERE = f"127.0.0.1:{free_port()}"
 
 
@@ -132,81 +134,44 @@ def files(config: Config) -> object:
     return config_files.check_config_and_files(review(config, "job.yaml"))
 
 
-WRONG = {  # check of a config; level, words of the finding
-    "a Python of no pins": (
-        lambda c: packages.check_python(machine(python=(3, 9, 1))), "problem", "3.9.1, expected 3.11 to 3.13"
-    ),
-    "a missing package": (
-        lambda c: packages.check_packages(GOOD, "rollout", {}), "problem", "not installed: vllm"
-    ),
-    "another version": (
-        lambda c: packages.check_packages(GOOD, "cpu", {"torch": "2.0"}), "warning", "torch 1.0 (pinned: 2.0)"
-    ),
-    "a build for the CPU beside a GPU": (lambda c: packages.check_torch(H200, c), "problem", "built for the CPU"),
-    "no device for CUDA": (
-        lambda c: packages.check_torch(machine(torch_cuda="12.9"), None), "problem", "the machine has no GPU"
-    ),
-    "NCCL without devices": (
-        lambda c: packages.check_torch(GOOD, of(c, "weights", transport="nccl")), "problem", "weights.transport is nccl"
-    ),
-    "more ranks than devices": (
-        lambda c: packages.check_torch(CUDA, of(c, "learner", world_size=4)), "warning", "5 devices of learner and"
-    ),
-    "cores": (
-        lambda c: resources.check_cores(machine(cores=2), of(c, "rollout", nodes=3)), "warning", "2 cores for 4 threads"
-    ),
-    "pinned cores": (lambda c: resources.check_cores(GOOD, c), "fine", "pins"),
-    "shared memory": (
-        lambda c: resources.check_shm(SMALL, of(c, "learner", world_size=4)), "problem", "64 MiB, 256 needed"
-    ),
-    "open files": (
-        lambda c: resources.check_open_files(machine(open_files=(1024, 4096)), of(c, "rollout", nodes=200)),
-        "problem", "ulimit -n 4096",
-    ),
-    "few open files": (
-        lambda c: resources.check_open_files(machine(open_files=(512, 4096)), c), "warning", "64 nodes"
-    ),
-    "a clock never set": (lambda c: resources.check_clock(machine(now_s=1e6), c), "problem", "years ago"),
-    "a drifting clock": (
-        lambda c: resources.check_clock(DRIFTING, of(c, "broker", address="tcp://10.0.0.1:5555")), "warning", "clock"
-    ),
-    "an interface that is not here": (
-        lambda c: network.check_network(of(c, "weights", address="203.0.113.7"), running=True),
-        "problem", "weights.address",
-    ),
-    "no redis": (
-        lambda c: network.check_redis(of(c, "broker", store="redis", redis=f"redis://{NOWHERE}/0")), "problem", NOWHERE
-    ),
-    "a missing dataset": (
-        lambda c: files(of(c, "tasks", dataset="/nowhere.jsonl")), "problem", "tasks.dataset: found /nowhere.jsonl"
-    ),
-    "a misspelt environment": (lambda c: files(of(c, "tasks", environment="no_such")), "problem", "environment"),
-    "one turn of several": (
-        lambda c: files(of(c, "tasks", environment="number_guessing")), "warning", "plays several turns"
-    ),
-}  # fmt: skip
-RIGHT = {  # check of a config; level without a finding
-    "a build for the devices": (lambda c: packages.check_torch(CUDA, None), "problem"),
-    "shared memory": (lambda c: resources.check_shm(SMALL, c), "problem"),
-    "open files without a limit": (
-        lambda c: resources.check_open_files(machine(open_files=(-1, -1)), of(c, "rollout", nodes=200)), "problem"
-    ),
-    "one machine agrees with itself": (lambda c: resources.check_clock(DRIFTING, c), "warning"),
-    "several turns": (
-        lambda c: files(of(of(c, "tasks", environment="number_guessing"), "rollout", max_turns=5)), "warning"
-    ),
-    "one turn": (lambda c: files(c), "warning"),
-}  # fmt: skip
+def ports(limit: int, hard: int) -> Machine:
+    return machine(open_files=(limit, hard))
 
 
-@pytest.mark.parametrize(("check", "level", "said"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_a_finding_with_its_words(config: Config, check, level: str, said: str) -> None:
-    assert said in str(only(check(config), level))
+GUESSING = {"environment": "number_guessing"}
+CASES = [  # level, words of the one finding on it or '' for none, a check of a config
+    ("problem", "3.9.1, expected 3.11 to 3.13", lambda c: packages.check_python(machine(python=(3, 9, 1)))),
+    ("problem", "not installed: vllm", lambda c: packages.check_packages(GOOD, "rollout", {})),
+    ("warning", "torch 1.0 (pinned: 2.0)", lambda c: packages.check_packages(GOOD, "cpu", {"torch": "2.0"})),
+    ("problem", "built for the CPU", lambda c: packages.check_torch(H200, c)),
+    ("problem", "the machine has no GPU", lambda c: packages.check_torch(machine(torch_cuda="12.9"), None)),
+    ("problem", "", lambda c: packages.check_torch(CUDA, None)),
+    ("problem", "transport is nccl", lambda c: packages.check_torch(GOOD, of(c, "weights", transport="nccl"))),
+    ("warning", "5 devices of", lambda c: packages.check_torch(CUDA, of(c, "learner", world_size=4))),
+    ("warning", "2 cores for 4", lambda c: resources.check_cores(machine(cores=2), of(c, "rollout", nodes=3))),
+    ("fine", "pins", lambda c: resources.check_cores(GOOD, c)),
+    ("problem", "64 MiB, 256 needed", lambda c: resources.check_shm(SMALL, of(c, "learner", world_size=4))),
+    ("problem", "", lambda c: resources.check_shm(SMALL, c)),
+    ("problem", "ulimit", lambda c: resources.check_open_files(ports(1024, 4096), of(c, "rollout", nodes=200))),
+    ("problem", "", lambda c: resources.check_open_files(ports(-1, -1), of(c, "rollout", nodes=200))),
+    ("warning", "64 nodes", lambda c: resources.check_open_files(ports(512, 4096), c)),
+    ("problem", "years ago", lambda c: resources.check_clock(machine(now_s=1e6), c)),
+    ("warning", "clock", lambda c: resources.check_clock(DRIFTING, of(c, "broker", address="tcp://10.0.0.1:5555"))),
+    ("warning", "", lambda c: resources.check_clock(DRIFTING, c)),
+    ("problem", "weights.address", lambda c: network.check_network(of(c, "weights", address="203.0.113.7"), True)),
+    ("problem", NOWHERE, lambda c: network.check_redis(of(c, "broker", redis=f"redis://{NOWHERE}/0"))),
+    ("problem", "tasks.dataset: found /nowhere", lambda c: files(of(c, "tasks", dataset="/nowhere.jsonl"))),
+    ("problem", "environment", lambda c: files(of(c, "tasks", environment="no_such"))),
+    ("warning", "plays several turns", lambda c: files(of(c, "tasks", **GUESSING))),
+    ("warning", "", lambda c: files(of(of(c, "tasks", **GUESSING), "rollout", max_turns=5))),
+    ("warning", "", lambda c: files(c)),
+]
 
 
-@pytest.mark.parametrize(("check", "level"), RIGHT.values(), ids=RIGHT)
-def test_what_is_right_is_no_finding(config: Config, check, level: str) -> None:
-    assert found(check(config), level) == []
+@pytest.mark.parametrize(("level", "said", "check"), CASES)
+def test_what_is_wrong_is_a_finding_with_its_words_and_what_is_right_is_none(config, level, said, check) -> None:
+    findings = found(check(config), level)
+    assert len(findings) == bool(said) and all(said in str(finding) for finding in findings), findings
 
 
 # ---------------------------------------------------------------- the disk
@@ -215,15 +180,15 @@ def test_what_is_right_is_no_finding(config: Config, check, level: str) -> None:
 def test_a_full_disk_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = review(config, "job.yaml").plan
     for free, level in ((GIB, "problem"), (12 * GIB, "warning")):
-        monkeypatch.setattr(disk.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
-        finding = found(disk.check_disk(Path(config.run.dir), config, plan), level)[0]
+        monkeypatch.setattr(resources.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
+        finding = found(resources.check_disk(Path(config.run.dir), config, plan), level)[0]
         assert finding.check == "disk" and f"{free / GIB:.1f} GiB free" in finding.what
 
 
 def test_a_disk_in_memory_is_a_warning(config: Config) -> None:
     if "tmpfs" not in [found.fstype for found in psutil.disk_partitions(all=True) if found.mountpoint == "/dev/shm"]:
         pytest.skip("/dev/shm is no tmpfs here")
-    findings = list(disk.check_disk(Path("/dev/shm/runs/demo"), config, None))
+    findings = list(resources.check_disk(Path("/dev/shm/runs/demo"), config, None))
     assert only((f for f in findings if f.check == "file system"), "warning").what == "/dev/shm is on a tmpfs"
 
 
@@ -232,15 +197,15 @@ def test_a_file_system_that_can_not_be_written_synced_or_locked_is_named(config,
         raise OSError(95, "Operation not supported")
 
     place = Path(config.run.dir)
-    monkeypatch.setattr(disk, "SLOW_SYNC_S", 0.0)
-    assert re.fullmatch(r"\d+\.\d ms", only(disk.check_disk(place, config, None), "warning").what)
-    assert found(disk.check_disk(place, of(config, "broker", durability="everysec"), None), "warning") == []
+    monkeypatch.setattr(resources, "SLOW_SYNC_S", 0.0)
+    assert re.fullmatch(r"\d+\.\d ms", only(resources.check_disk(place, config, None), "warning").what)
+    assert found(resources.check_disk(place, of(config, "broker", durability="everysec"), None), "warning") == []
     monkeypatch.undo()
-    monkeypatch.setattr(disk.os, "fsync", refuse)
-    monkeypatch.setattr(disk.fcntl, "flock", refuse)
-    assert [f.check for f in found(disk.check_disk(place, config, None))] == ["fsync", "locks"]
-    monkeypatch.setattr(disk.os, "access", lambda place, mode: False)
-    assert "cannot be written" in only(disk.check_disk(place, config, None)).what
+    monkeypatch.setattr(resources.os, "fsync", refuse)
+    monkeypatch.setattr(resources.fcntl, "flock", refuse)
+    assert [f.check for f in found(resources.check_disk(place, config, None))] == ["fsync", "locks"]
+    monkeypatch.setattr(resources.os, "access", lambda place, mode: False)
+    assert "cannot be written" in only(resources.check_disk(place, config, None)).what
 
 
 # ---------------------------------------------------------------- files
@@ -321,25 +286,23 @@ def test_redis_is_asked_for_its_settings(config: Config, tmp_path: Path) -> None
 
 
 @contextmanager
-def sleeping(*words: str) -> Iterator[subprocess.Popen[bytes]]:
+def sleeping(*words: str) -> Iterator[int]:
+    """The id of a process that sleeps until the block ends."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *words])
     try:
-        yield process
+        yield process.pid
     finally:
         process.kill()
         process.wait(LIMIT_S)
 
 
-def ended_pid() -> int:
-    with sleeping() as process:
-        return process.pid
-
-
 def test_what_a_killed_job_left_behind_is_named_and_harmless(config: Config, run: RunDir) -> None:
-    write_broker(run, ended_pid())
+    with sleeping() as ended:
+        pass
+    write_broker(run, ended)
     write_record(run, 0, "running", 7)
     record = json.loads(run.learner_json.read_text())
-    run.learner_json.write_text(json.dumps({**record, "pid": ended_pid()}))
+    run.learner_json.write_text(json.dumps({**record, "pid": ended}))
     findings, running = run_state.check_run(run, config)
     assert not running
     texts = [f.what for f in found(findings, "warning")]
@@ -349,13 +312,13 @@ def test_what_a_killed_job_left_behind_is_named_and_harmless(config: Config, run
 
 def test_a_broker_that_is_stopped_is_named_with_what_wakes_it(config, run, monkeypatch):
     monkeypatch.setattr(run_state, "ANSWER_S", 0.3)
-    with sleeping() as process:
-        os.kill(process.pid, signal.SIGSTOP)
-        write_broker(run, process.pid)
-        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+    with sleeping() as pid:
+        os.kill(pid, signal.SIGSTOP)
+        write_broker(run, pid)
+        until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
         finding = only(run_state.check_run(run, config)[0])
     assert "does not answer (stopped)" in finding.what
-    assert finding.fix == f"kill -CONT {process.pid}"
+    assert finding.fix == f"kill -CONT {pid}"
 
 
 def test_the_holder_of_a_lock_is_named(config: Config, run: RunDir) -> None:
@@ -366,14 +329,11 @@ def test_the_holder_of_a_lock_is_named(config: Config, run: RunDir) -> None:
     assert found(run_state.check_run(run, config)[0]) == []
 
 
-def test_roles_without_a_broker_are_named(config: Config, run: RunDir) -> None:
-    with sleeping("rollout", str(run.config)) as process:
-        until(lambda: "rollout" in psutil.Process(process.pid).cmdline())
+def test_roles_without_a_broker_and_a_folder_of_another_run_are_named(config: Config, run: RunDir) -> None:
+    with sleeping("rollout", str(run.config)) as pid:
+        until(lambda: "rollout" in psutil.Process(pid).cmdline())
         finding = only(run_state.check_run(run, config)[0])
-    assert finding.what == f"processes of this run without a broker: {process.pid} (rollout)"
-
-
-def test_a_folder_with_another_run_is_named(config: Config, run: RunDir) -> None:
+    assert finding.what == f"processes of this run without a broker: {pid} (rollout)"
     assert "run.seed was 0 and now is 5" in only(run_state.check_run(run, of(config, "run", seed=5))[0]).what
 
 

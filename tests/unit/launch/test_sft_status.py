@@ -12,6 +12,7 @@ from learner.loop.run_files import write_record
 from tests.launch_rig import json_of
 
 STEPS = 20
+PLOTS = ("overview", "loss", "grad_norm", "lr", "step_time")
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_a_running_warm_start_says_how_far_it_is_and_is_told_from_one_that_was_k
     assert (found["loss"], found["tokens_trained"]) == (pytest.approx(1.7), 350)
     assert main(["status", str(run.path)]) == 0
     assert "warm start: training, step 7 of 20, loss 1.7000" in capsys.readouterr().out
-    monkeypatch.setattr("launch.observe.sft_status.alive", lambda pid: False)
+    monkeypatch.setattr("launch.observe.status.alive", lambda pid: False)
     assert json_of(capsys, "status", str(run.path))["learner"]["state"] == "gone"
     assert main(["status", str(run.path)]) == 0
     assert "gone, step 7 of 20" in (out := capsys.readouterr().out)
@@ -63,4 +64,4 @@ def test_the_report_has_losses_and_tokens(run):
     assert summary["loss"]["first_5_steps"] == pytest.approx(1.9)
     assert summary["loss"]["lowest"] == pytest.approx(1.05)
     assert summary["tokens"] == {"trained": 1000.0, "processed": 1600.0, "trained_per_s": 25.0}
-    assert {path.name for path in run.report.glob("*.png")} == {"loss.png", "grad_norm.png", "lr.png", "step_time.png"}
+    assert {path.name for path in run.report.glob("*.png")} == {f"{name}.png" for name in PLOTS}
