@@ -37,7 +37,6 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
 def connect(access: Access) -> LearnerBroker:
     """A learner's or an observer's connection; raises UsageError when the address or the credentials are of no use."""
-    _check_scheme(access.address)
     from broker.messaging.sync_client import BrokerClient
 
     return BrokerClient(access.address, **_options(access))
@@ -45,24 +44,13 @@ def connect(access: Access) -> LearnerBroker:
 
 def connect_node(access: Access) -> NodeBroker:
     """A node's connection; raises UsageError when the address or the credentials are of no use."""
-    _check_scheme(access.address)
     from broker.messaging.async_client import AsyncBrokerClient
 
     return AsyncBrokerClient(access.address, **_options(access))
 
 
 def _options(access: Access) -> "ConnectionOptions":
-    folder = curve_credentials(access.credentials)
-    return {
-        "deadline_s": access.deadline_s,
-        "retry_s": access.retry_s,
-        "max_message_bytes": access.max_message_bytes,
-        "credential": load_credential(folder, access.role, access.name) if folder is not None else None,
-    }
-
-
-def _check_scheme(addresses: str) -> None:
-    for address in addresses.split(","):
+    for address in access.address.split(","):
         if is_redis(address):
             raise UsageError(
                 f"broker address: {address} is a Redis server's. Give the broker's address, tcp://HOST:PORT; the "
@@ -70,3 +58,10 @@ def _check_scheme(addresses: str) -> None:
             )
         if not address.startswith(("tcp://", "ipc://")):
             raise UsageError(f"broker address: expected tcp://HOST:PORT or ipc://PATH, found {address!r}")
+    folder = curve_credentials(access.credentials)
+    return {
+        "deadline_s": access.deadline_s,
+        "retry_s": access.retry_s,
+        "max_message_bytes": access.max_message_bytes,
+        "credential": load_credential(folder, access.role, access.name) if folder is not None else None,
+    }

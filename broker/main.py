@@ -3,8 +3,8 @@
 import logging
 import signal
 import threading
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -80,35 +80,32 @@ def lead(config: Config, run: RunInfo, addresses: Sequence[str], leading: Leadin
         StoreFenced: another broker leads by now.
         StoreUnavailable: Redis went away before the state was read.
     """
-    files = RunFolder(Path(config.run.dir), leading)
-    try:
+    with ExitStack() as at_end:
+        files = RunFolder(Path(config.run.dir), leading)
+        at_end.callback(files.close)
         with leading.term.renewing() if leading is not None else nullcontext():
             memory = open_memory(config, run, files.write_event, leading)
+        at_end.callback(files.finish)
+        at_end.callback(memory.close)
+        if memory.journal is not None:
+            addresses = candidates(addresses, memory.journal.store.address)
+        server = BrokerServer(
+            memory.state,
+            addresses,
+            config.broker.max_message_bytes,
+            files.tick,
+            curve_credentials(config.broker.credentials),
+            files.path / QUARANTINE,
+            memory.journal,
+        )
         try:
-            if memory.journal is not None:
-                addresses = candidates(addresses, memory.journal.store.address)
-            server = BrokerServer(
-                memory.state,
-                addresses,
-                config.broker.max_message_bytes,
-                files.tick,
-                curve_credentials(config.broker.credentials),
-                files.path / QUARANTINE,
-                memory.journal,
-            )
-            try:
-                files.begin(memory, server.address)
-            except BaseException:
-                server.close()
-                raise
-            with stopping_on_signals(server):
-                logger.info("broker of run %s listens on %s", config.run.name, server.address)
-                server.run()
-        finally:
-            memory.close()
-            files.finish()
-    finally:
-        files.close()
+            files.begin(memory, server.address)
+        except BaseException:
+            server.close()
+            raise
+        with stopping_on_signals(server):
+            logger.info("broker of run %s listens on %s", config.run.name, server.address)
+            server.run()
     logger.info("broker of run %s has stopped", config.run.name)
 
 
@@ -149,20 +146,18 @@ def refuse_second_broker(run_dir: Path, credentials: str | None = None) -> None:
         raise UsageError(f"run.dir: {run_dir} already has a broker ({who}); stop it first, or choose another run.dir")
 
 
-class stopping_on_signals:
+@contextmanager
+def stopping_on_signals(server: BrokerServer | Standby) -> Generator[None]:
     """While active, SIGTERM and SIGINT stop `server`; does nothing outside the main thread."""
 
-    def __init__(self, server: BrokerServer | Standby) -> None:
-        self._server = server
-        self._old: dict[int, Any] = {}
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.stop()
 
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._old = {s: signal.signal(s, self._stop) for s in (signal.SIGTERM, signal.SIGINT)}
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
+    old: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
             signal.signal(number, handler)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        self._server.stop()

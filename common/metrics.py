@@ -52,13 +52,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     ratio_p50: Annotated[float, metric("half of trained tokens have no larger ratio")] = 0.0
     ratio_p99: Annotated[float, metric("99 % of trained tokens have no larger ratio")] = 0.0
     correction_clip_fraction: Annotated[float, metric("trained tokens whose weight was truncated")]
-    correction_masked_fraction: Annotated[
-        float, metric("trained tokens whose weight was out of bounds and set to 0")
-    ] = 0.0
+    correction_masked_fraction: Annotated[float, metric("trained tokens whose weight was out of bounds: 0")] = 0.0
     veto_fraction: Annotated[float, metric("trained tokens in samples that correction_veto left out")] = 0.0
-    effective_sample_fraction: Annotated[
-        float, metric("Kish's effective sample size of the corrected weights, per trained token")
-    ] = 0.0
+    effective_sample_fraction: Annotated[float, metric("Kish's effective sample size, per trained token")] = 0.0
     objective_clip_fraction: Annotated[float, metric("trained tokens in the clipped branch")] = 0.0
     mismatch_abs_mean: Annotated[
         float,
@@ -69,20 +65,18 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ]
     drift_abs_mean: Annotated[float, metric("the same over all trained tokens", "nat")] = 0.0
-    mismatch_by_age: Annotated[
-        list[float], metric("the same by staleness of the token: 0, 1, 2, 3-4, 5-8, 9 and more", "nat")
-    ] = []
+    mismatch_by_age: Annotated[list[float], metric("the same by staleness: 0, 1, 2, 3-4, 5-8, 9 and more", "nat")] = []
     tokens_by_age: Annotated[list[int], metric("trained tokens of those classes of staleness", "tokens", "sum")] = []
-    kl_mean: Annotated[
-        float, metric("estimated divergence from the reference model per trained token; 0 without one", "nat")
-    ] = 0.0
+    kl_mean: Annotated[float, metric("divergence from the reference model per trained token; 0 without one", "nat")] = (
+        0.0
+    )
     advantage_zero_fraction: Annotated[float, metric("groups whose rewards were all equal")] = 0.0
 
     staleness_mean: Annotated[float, metric("step - version, per trained token", "steps")]
     staleness_max: Annotated[int, metric("largest over trained tokens", "steps", "max")]
     tokens_expired: Annotated[int, metric("left out of the loss because older than staleness.max", "tokens", "sum")]
     tokens_expired_by_length_decile: Annotated[
-        list[int], metric("tokens_expired by length of their sample, shortest tenth first", "tokens", "sum")
+        list[int], metric("by sample length, shortest tenth first", "tokens", "sum")
     ] = []
     groups_regenerated: Annotated[int, metric("given back by this step to be generated again", "groups", "sum")] = 0
 
@@ -107,15 +101,13 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     publish_s: Annotated[float, metric("newest finished publish, until every node had staged it", "s")]
     publish_bytes: Annotated[int, metric("sent by it, over all nodes", "bytes")]
     seconds_to_active: Annotated[float, metric("from snapshot until every node generated with it", "s")] = 0.0
-    canary_max_difference: Annotated[float, metric("newest canary: |learner's - engine's|, largest", "nat", "max")] = (
-        0.0
-    )
+    canary_max_difference: Annotated[float, metric("newest canary: largest |learner - engine|", "nat", "max")] = 0.0
     generation_stall_s: Annotated[float, metric("nodes' generation paused for flips during this step", "s", "sum")]
 
     tokens_generated_total: Annotated[int, metric("by all nodes since the broker started", "tokens", "last")]
     tokens_trained_total: Annotated[int, metric("in the loss since step 0", "tokens", "last")]
     tokens_wasted_total: Annotated[
-        int, metric("generated, not trained on: the sum of the reasons below (docs/waste.md)", "tokens", "last")
+        int, metric("generated, not trained on; reasons below, docs/waste.md", "tokens", "last")
     ]
     tokens_wasted_lost: Annotated[int, metric("results that came after their lease was lost", "tokens", "last")] = 0
     tokens_wasted_failed: Annotated[int, metric("failed groups and failed samples", "tokens", "last")] = 0
@@ -134,27 +126,17 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     groups_leased: Annotated[int, metric("being generated", "groups", "last")]
     nodes_live: Annotated[int, metric("nodes with a recent heartbeat", "", "last")]
     groups_filtered: Annotated[int, metric("looked at, all rewards equal, others taken instead", "groups", "sum")] = 0
-    routing_mismatch_fraction: Annotated[
-        float, metric("replayed routings, per token and MoE layer, that the learner's own router disagrees with")
-    ] = 0.0
-    mixed_version_fraction: Annotated[
-        float, metric("samples whose tokens were sampled by more than one version: weights changed in them")
-    ] = 0.0
+    routing_mismatch_fraction: Annotated[float, metric("routings that the learner's own router would not choose")] = 0.0
+    mixed_version_fraction: Annotated[float, metric("samples whose tokens were sampled by more than one version")] = 0.0
     samples_failed_by_reason: Annotated[
-        dict[str, int], metric("samples_failed by stop reason; docs/environments.md", "samples", "sum")
+        dict[str, int], metric("by stop reason; docs/environments.md", "samples", "sum")
     ] = {}
-    kv_cache_age_mean: Annotated[
-        float, metric("version of a trained token - mean of those of the KV cache it was sampled over", "versions")
-    ] = 0.0
+    kv_cache_age_mean: Annotated[float, metric("version of a trained token - mean over its KV cache", "versions")] = 0.0
     kv_cache_age_max: Annotated[int, metric("the same of the oldest entry of any trained token", "versions", "max")] = 0
     concurrency: Annotated[int, metric("that the living nodes run at once at most", "episodes", "last")] = 0
     episodes_running: Annotated[int, metric("that they ran", "episodes", "last")] = 0
-    kv_cache_usage: Annotated[
-        float, metric("usage in the fullest engine; 0 unless rollout.concurrency is auto", "", "max")
-    ] = 0.0
-    preemptions_total: Annotated[
-        int, metric("put back by living engines for want of KV cache; 0 likewise", "requests", "last")
-    ] = 0
+    kv_cache_usage: Annotated[float, metric("in the fullest engine; 0 unless concurrency is auto", "", "max")] = 0.0
+    preemptions_total: Annotated[int, metric("put back for want of KV cache; 0 likewise", "requests", "last")] = 0
 
 
 class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,7 +39,6 @@ class FloodGuard:
     """Watches the connections of one bound socket, in the socket's thread.
 
     Args:
-        router: the bound socket.
         allowed_bytes: growth of this process's own memory that needs no explanation.
         resident: returns the bytes of this process's own memory.
     """
@@ -47,11 +46,11 @@ class FloodGuard:
     def __init__(
         self, router: "zmq.Socket[bytes]", allowed_bytes: int, resident: Callable[[], int] | None = None
     ) -> None:
+        self.connections: set[int] = set()  # file descriptors, as of the last tick
         self._resident = resident or own_memory
         self._limit = self._resident() + allowed_bytes
         self._since: float | None = None  # begin of an alert, monotonic seconds
         self._heard: set[int] = set()  # connections that completed a message during the alert
-        self._connections: set[int] = set()  # file descriptors
         self._acked: dict[int, int] = {}  # bytes that each had acknowledged at the last check
         monitor = f"inproc://connections-{secrets.token_hex(8)}"
         router.monitor(monitor, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -74,7 +73,8 @@ class FloodGuard:
         """Check the memory, about once a second; `explained_bytes` is the size of all stored groups."""
         self._follow()
         if self._resident() - explained_bytes > self._limit:
-            give_free_memory_back()  # freed memory of an earlier flood still counts as resident
+            with contextlib.suppress(OSError, AttributeError):  # not every C library can
+                ctypes.CDLL(None).malloc_trim(0)  # freed memory of an earlier flood still counts as resident
         if self._resident() - explained_bytes <= self._limit:
             self._since = None
             return
@@ -93,13 +93,11 @@ class FloodGuard:
     def _follow(self) -> None:
         while self._events.poll(0):
             message = cast("dict[str, Any]", recv_monitor_message(self._events, zmq.NOBLOCK))
-            if message["event"] == zmq.EVENT_ACCEPTED:
-                self._connections.add(int(message["value"]))
-            else:
-                self._connections.discard(int(message["value"]))
+            note = self.connections.add if message["event"] == zmq.EVENT_ACCEPTED else self.connections.discard
+            note(int(message["value"]))
 
     def _cut(self) -> None:
-        counts = {fd: tcp_bytes(fd) for fd in self._connections}
+        counts = {fd: tcp_bytes(fd) for fd in self.connections}
         silent = [(received, fd) for fd, (received, _) in counts.items() if fd not in self._heard]
         worst = sorted((found for found in silent if found[0] >= LEAST_BYTES), reverse=True)[:CUT_AT_ONCE]
         for received, fd in worst:
@@ -141,9 +139,3 @@ def own_memory() -> int:
     """Resident bytes of this process that belong to no file."""
     memory = psutil.Process().memory_info()
     return memory.rss - memory.shared
-
-
-def give_free_memory_back() -> None:
-    """Return unused pages to the system, where the C library can."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -36,16 +36,12 @@ class KeptMessage(msgspec.Struct, frozen=True):
 
 
 class Refusals:
-    """The single writer of refusals.
-
-    Args:
-        state: has the counters and the events.
-        quarantine: folder for messages that did not decode; None keeps nothing.
-    """
+    """Writes refusals to the counters and events of `state`; `quarantine`: folder for messages that did not decode."""
 
     def __init__(self, state: DeliveryState, quarantine: Path | None = None) -> None:
         self._state, self._folder = state, quarantine
-        self._kept = _highest(quarantine)
+        numbers = [file.stem for file in quarantine.glob("*.json")] if quarantine is not None else []
+        self._kept = max((int(number) for number in numbers if number.isdigit()), default=0)
         self._minute, self._logged, self._silent = 0.0, 0, 0
 
     def note(self, client: bytes, error: WireError, header: bytes, payloads: int) -> None:
@@ -89,9 +85,3 @@ class Refusals:
 def anonymous(client: bytes) -> str:
     """A name for a connection in logs and events. Its real id is secret, because it identifies the connection."""
     return hashlib.blake2b(client, digest_size=6).hexdigest()
-
-
-def _highest(folder: Path | None) -> int:
-    if folder is None or not folder.is_dir():
-        return 0
-    return max((int(file.stem) for file in folder.glob("*.json") if file.stem.isdigit()), default=0)

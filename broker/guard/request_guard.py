@@ -1,5 +1,7 @@
 """Checks every request between the broker's socket and its handlers: sender, role, rate, and the broker's memory."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,15 @@ from broker.delivery.state import DeliveryState
 from broker.guard import flood_guard
 from broker.guard.authorization import refusal
 from broker.guard.flood_guard import FloodGuard
-from broker.guard.observer_rate_limit import Pace, reply_bytes
 from broker.guard.rejected_messages import Denied, Later, Refusals
-from broker.messaging.wire import AnyRequest, ObserverRequest
+from broker.messaging import wire
 from common.security.credentials import Identity, load_server
 from common.security.curve import CurveServer, KeyRing
 
 ROLES = ("learner", "observer", "node", "broker")
+BYTES_A_SECOND = 256 << 20  # replies to all observers together
+BURST_BYTES = 512 << 20
+LEDGER_ENTRY_BYTES, NODE_BYTES, EVENTS_BYTES = 128, 1024, 1 << 20
 
 
 class Gate:
@@ -60,7 +64,7 @@ class Gate:
             self._floods.heard(frame)
         return frame.bytes, self.curve.sender(frame) if self.curve is not None else None
 
-    def check(self, sender: Identity | None, request: AnyRequest) -> None:
+    def check(self, sender: Identity | None, request: wire.AnyRequest) -> None:
         """Raise Denied when `sender` may not send this request, Later when it must wait.
 
         The learner never waits, so that observers cannot delay training.
@@ -68,10 +72,9 @@ class Gate:
         reason = refusal(self._state, sender, request) if self.curve is not None else ""
         if reason:
             raise Denied(reason, request.id)
-        if isinstance(request, ObserverRequest) and (sender is None or sender.role != "learner"):
-            cost = reply_bytes(request, self._state)
-            if cost and not self._pace.spend(cost):
-                raise Later("the broker limits the replies to observers; it answers as soon as it may", request.id)
+        limited = isinstance(request, wire.ObserverRequest) and (sender is None or sender.role != "learner")
+        if limited and not self._pace.spend(reply_bytes(request, self._state)):
+            raise Later("the broker limits the replies to observers; it answers as soon as it may", request.id)
 
     def tick(self) -> None:
         """Run about once a second: read added and revoked keys, and check the broker's memory."""
@@ -86,3 +89,33 @@ class Gate:
             self._floods.close()
         if self.curve is not None:
             self.curve.close()
+
+
+class Pace:
+    """Limits the replies to observers, because replies that are not read fill the broker's memory.
+
+    A token bucket: the budget grows with time up to BURST_BYTES.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._left, self._at = float(BURST_BYTES), clock()
+
+    def spend(self, cost_bytes: int) -> bool:
+        """Take `cost_bytes` from the budget; returns False, and takes nothing, when it is too small."""
+        now = self._clock()
+        self._left = min(float(BURST_BYTES), self._left + (now - self._at) * BYTES_A_SECOND)
+        self._at = now
+        if cost_bytes > self._left and self._left < BURST_BYTES:
+            return False
+        self._left -= cost_bytes  # negative after a reply larger than the whole budget
+        return True
+
+
+def reply_bytes(request: wire.AnyRequest, state: DeliveryState) -> int:
+    """Estimated size of the reply."""
+    if isinstance(request, wire.AskLedger):
+        return LEDGER_ENTRY_BYTES * state.tasks.next_serial
+    if isinstance(request, wire.AskStatus):
+        return NODE_BYTES * len(state.fleet.nodes) + len(state.run.config)
+    return EVENTS_BYTES

@@ -2,15 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import zmq
 
 from broker.contract import Lease
 from broker.messaging import wire
-from broker.messaging.addresses import NOT_CONNECTED_S, SILENT_S, TURN_PAUSE_S, Addresses
 from broker.messaging.client_methods import NodeBroker
 from broker.messaging.loop_socket import LoopSocket
 from broker.messaging.pending_requests import AnyFuture, Call, Calls
@@ -22,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 SEND_PAUSE_S = 0.02  # before another attempt while there is no connection
 WAITING_PAUSE_S = 0.5  # before a request is repeated whose answer the broker cannot give yet
+NOT_CONNECTED_S = 2.0  # without a connection for this long, the next of several addresses is tried
+SILENT_S = 8.0  # likewise without any answer
+TURN_PAUSE_S = 0.2
 
 R = TypeVar("R")
 
@@ -46,12 +46,13 @@ class Connection:
     """Carries requests to the broker that leads. Belongs to the event loop that makes the first call.
 
     Args:
-        address: tcp://HOST:PORT or ipc://PATH; several with commas between them.
+        address: tcp://HOST:PORT or ipc://PATH; several with commas between them. Afterwards the one in use.
         options: see ConnectionOptions.
     """
 
     def __init__(self, address: str, **options: Unpack[ConnectionOptions]) -> None:
-        self._addresses = Addresses(address)
+        self._addresses = tuple(address.split(","))  # one of these brokers leads
+        self.address = self._addresses[0]
         self._deadline_s, self._retry_s = options.get("deadline_s", 30.0), options.get("retry_s", 2.0)
         self._max_message_bytes = options.get("max_message_bytes", 1 << 30)
         self._credential = options.get("credential")
@@ -63,11 +64,6 @@ class Connection:
         self._turning: asyncio.TimerHandle | None = None
         self._unwanted: dict[int, wire.AskLease] = {}  # requests that were cancelled, by id
         self._background: set[asyncio.Task[None]] = set()
-
-    @property
-    def address(self) -> str:
-        """The broker that this client uses now."""
-        return self._addresses.current
 
     async def close(self) -> None:
         """Close the connection; calls under way raise BrokerUnreachable."""
@@ -119,23 +115,20 @@ class Connection:
     def _abandon(self, request: wire.AskLease, future: "asyncio.Future[Any]") -> None:
         if not future.done() or future.cancelled():
             self._unwanted[request.id] = request
-            self._in_background(partial(self._cancel, request.id))
+            self._in_background(wire.Cancel(target=request.id))
         elif future.exception() is None:
             self._hand_back(request, future.result())
 
-    async def _cancel(self, target: int) -> None:
-        await self.ask(wire.Cancel(target=target))
-        self._unwanted.pop(target, None)
-
     def _hand_back(self, request: wire.AskLease, leases: list[Lease]) -> None:
         if leases:
-            release = wire.Release(node_id=request.node_id, tokens=[lease.token for lease in leases])
-            self._in_background(partial(self.ask, release))
+            self._in_background(wire.Release(node_id=request.node_id, tokens=[lease.token for lease in leases]))
 
-    def _in_background(self, work: Callable[[], Awaitable[None]]) -> None:
+    def _in_background(self, request: wire.Cancel | wire.Release) -> None:
         async def run() -> None:
             try:
-                await work()
+                await self.ask(request)
+                if isinstance(request, wire.Cancel):
+                    self._unwanted.pop(request.target, None)
             except (BrokerError, BrokerUnreachable) as error:
                 logger.warning("leases of a cancelled request stay until their deadline: %s", error)
 
@@ -155,7 +148,7 @@ class Connection:
             if now >= call.end:
                 raise self._unreachable(call, socket)
             silent_s = now - max(self._since, call.end - call.limit_s)
-            if self._addresses.several and silent_s > (SILENT_S if call.connected else NOT_CONNECTED_S):
+            if len(self._addresses) > 1 and silent_s > (SILENT_S if call.connected else NOT_CONNECTED_S):
                 self._turn()
                 socket = self._connected()
             call.connected = socket.send(call.frames)
@@ -173,7 +166,7 @@ class Connection:
         if not call.connected and (suspicion := socket.suspicion()):
             return UsageError(suspicion)
         why = "is connected but does not answer" if call.connected else "cannot be connected to; is it running?"
-        where = ",".join(self._addresses.all)
+        where = ",".join(self._addresses)
         return BrokerUnreachable(f"the broker at {where} {why} (waited {call.limit_s:.0f} s)")
 
     def _was_closed(self) -> BrokerUnreachable:
@@ -196,11 +189,13 @@ class Connection:
             self._socket = None
 
     def _turn(self, leader: str = "") -> None:
-        """Leave this broker if there is another one; calls under way are sent again."""
+        """Leave this broker for the leader that it named, or else the next one; calls under way are sent again."""
         self._turning = None
-        if self._addresses.several or leader:
+        if leader and leader not in self._addresses:
+            self._addresses = (*self._addresses, leader)
+        if len(self._addresses) > 1 or leader:
             self._disconnect()
-            self._addresses.turn(self.address, leader)
+            self.address = leader or self._addresses[(self._addresses.index(self.address) + 1) % len(self._addresses)]
         again_at = asyncio.get_running_loop().time() + SEND_PAUSE_S
         for call in self._calls.by_id.values():
             call.connected = False
@@ -214,16 +209,12 @@ class Connection:
             reply = wire.Refused(id=error.request_id, reason=f"the broker's answer cannot be read: {error}")
         self._since = asyncio.get_running_loop().time()
         for single in reply.replies if isinstance(reply, wire.Batch) else [reply]:
-            self._dispatch(single, payloads)
-
-    def _dispatch(self, reply: wire.SingleReply, payloads: list[bytes]) -> None:
-        if isinstance(reply, wire.NotLeading):
-            if self._turning is None:
-                self._turning = asyncio.get_running_loop().call_later(TURN_PAUSE_S, self._turn, reply.leader)
-        elif isinstance(reply, wire.Waiting):
-            self._wait_longer(reply)
-        else:
-            self._settle(reply, payloads)
+            if isinstance(single, wire.Waiting):
+                self._wait_longer(single)
+            elif not isinstance(single, wire.NotLeading):
+                self._settle(single, payloads)
+            elif self._turning is None:
+                self._turning = asyncio.get_running_loop().call_later(TURN_PAUSE_S, self._turn, single.leader)
 
     def _wait_longer(self, reply: wire.Waiting) -> None:
         call = self._calls.by_id.get(reply.id)

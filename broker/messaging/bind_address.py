@@ -1,7 +1,8 @@
 """Where a broker may listen, and the address that others connect to."""
 
+import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from common.config.network_checks import is_loopback, is_wildcard, split_address
 from common.errors import UsageError
@@ -9,13 +10,15 @@ from common.errors import UsageError
 ELSEWHERE = ("192.0.2.1", 9)  # documentation's own network: asking the routing table about it sends nothing
 
 
-def check_address(address: str, authenticated: bool) -> None:
-    """Raise UsageError unless `address` is an ipc path or a tcp address that may be listened on.
+def bindable(address: str, authenticated: bool) -> str:
+    """The same address with an IP in place of a host name, which ZeroMQ does not look up when it binds.
 
-    Beyond loopback only where clients are authenticated.
+    Raises:
+        UsageError: it is no address, or reaches beyond loopback and clients are not `authenticated`; or nothing is
+            known under the name.
     """
     try:
-        host, _ = split_address(address)
+        host, port = split_address(address)
     except ValueError as error:
         raise UsageError(f"broker.address: {error}, found {address!r}") from None
     if host and not authenticated and not is_loopback(host):
@@ -24,6 +27,14 @@ def check_address(address: str, authenticated: bool) -> None:
             "Make keys with `slipstream keys DIR` and set broker.credentials to DIR, or use a loopback address "
             "such as tcp://127.0.0.1:0"
         )
+    if not host or is_wildcard(host):
+        return address
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UsageError(f"broker.address: {address}: no address is known for {host!r}: {error}") from None
+    ip = str(where[0])
+    return f"tcp://[{ip}]:{port}" if family == socket.AF_INET6 else f"tcp://{ip}:{port}"
 
 
 def candidates(addresses: Sequence[str], former: str) -> list[str]:
@@ -37,23 +48,6 @@ def candidates(addresses: Sequence[str], former: str) -> list[str]:
     return found
 
 
-def bindable(address: str) -> str:
-    """The same address with an IP in place of a host name, which ZeroMQ does not look up when it binds.
-
-    Raises:
-        UsageError: nothing is known under the name.
-    """
-    host, port = split_address(address)
-    if not host or is_wildcard(host):
-        return address
-    try:
-        family, _, _, _, where = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise UsageError(f"broker.address: {address}: no address is known for {host!r}: {error}") from None
-    ip = str(where[0])
-    return f"tcp://[{ip}]:{port}" if family == socket.AF_INET6 else f"tcp://{ip}:{port}"
-
-
 def reachable(endpoint: str) -> str:
     """The address that others connect to. For one bound to every interface, it has this machine's outgoing IP.
 
@@ -63,23 +57,14 @@ def reachable(endpoint: str) -> str:
     host, port = split_address(endpoint)
     if not is_wildcard(host):
         return endpoint
-    ip = _outward_ip(socket.AF_INET, ELSEWHERE) or _own_name_ip() or "127.0.0.1"
-    return f"tcp://{ip}:{port}"
+    return f"tcp://{next((ip for ip in _own_ips() if not is_loopback(ip)), '127.0.0.1')}:{port}"
 
 
-def _outward_ip(family: socket.AddressFamily, to: tuple[str, int]) -> str | None:
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(to)
-        except OSError:
-            return None
-        ip = str(probe.getsockname()[0])
-    return None if is_loopback(ip) else ip
-
-
-def _own_name_ip() -> str | None:
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
-    except OSError:
-        return None
-    return next((str(where[0]) for *_, where in found if not is_loopback(str(where[0]))), None)
+def _own_ips() -> Iterator[str]:
+    """The IP of the interface that leads elsewhere, then those known under this machine's name."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(ELSEWHERE)
+        yield str(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        for *_, where in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM):
+            yield str(where[0])

@@ -63,7 +63,7 @@ class ObserverBroker(ABC):
 class LearnerBroker(ObserverBroker):
     """The learner's calls, besides those of an observer."""
 
-    _sender: dict[str, Any] | None = None  # incarnation and instance, once attached
+    _sender: dict[str, Any] = {}  # incarnation and instance, once attached
 
     def attach(self, report: LearnerReport) -> Attached:
         """A learner (re)starts. Raises BrokerError when it was replaced, or another of its incarnation is alive."""
@@ -74,7 +74,7 @@ class LearnerBroker(ObserverBroker):
     def offer(self, tasks: list[Task]) -> int:
         """Add tasks; serials already known are ignored. Returns how many were new. Raises BrokerError on a gap."""
         parts = [tasks[start : start + OFFER_TASKS] for start in range(0, len(tasks), OFFER_TASKS)]
-        return sum(self.ask(wire.Offer(**self._who(), tasks=part)) for part in parts)
+        return sum(self.ask(wire.Offer(**self._sender, tasks=part)) for part in parts)
 
     def take(self, step: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
         """The `count` oldest ready groups for `step`, or what `step` took before; None when not ready in `wait_s`.
@@ -85,14 +85,14 @@ class LearnerBroker(ObserverBroker):
         end = time.monotonic() + wait_s
         while True:
             piece_s = min(max(0.0, end - time.monotonic()), TAKE_PIECE_S)
-            request = wire.Take(**self._who(), step=step, count=count, wait_s=piece_s, in_order=in_order)
+            request = wire.Take(**self._sender, step=step, count=count, wait_s=piece_s, in_order=in_order)
             groups = self.ask(request, piece_s)
             if groups is not None or time.monotonic() >= end:
                 return groups
 
     def regenerate(self, step: int, serials: list[int]) -> None:
         """Give up groups that `step` took: their tasks become pending again and `step` may take others."""
-        self.ask(wire.Regenerate(**self._who(), step=step, serials=serials))
+        self.ask(wire.Regenerate(**self._sender, step=step, serials=serials))
 
     def filter(self, step: int, serials: list[int], most_replaced: int) -> None:
         """`step` trains nothing on these groups that it took; it keeps them. May be repeated.
@@ -100,18 +100,15 @@ class LearnerBroker(ObserverBroker):
         At most `most_replaced` filtered groups of a step, the first ones, pass their place to the next task: then
         `take` gives as many more. Raises BrokerError when a serial was never offered, or is committed.
         """
-        self.ask(wire.Filter(**self._who(), step=step, serials=serials, most_replaced=most_replaced))
+        self.ask(wire.Filter(**self._sender, step=step, serials=serials, most_replaced=most_replaced))
 
     def commit(self, step: int) -> None:
         """Everything taken by steps <= `step` is in a durable checkpoint."""
-        self.ask(wire.Commit(**self._who(), step=step))
+        self.ask(wire.Commit(**self._sender, step=step))
 
     def report(self, report: LearnerReport) -> None:
         """Keep `status` current."""
-        self.ask(wire.Report(**self._who(), report=report))
-
-    def _who(self) -> dict[str, Any]:
-        return self._sender or {}
+        self.ask(wire.Report(**self._sender, report=report))
 
 
 class NodeBroker(ABC):

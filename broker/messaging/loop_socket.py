@@ -39,12 +39,13 @@ class LoopSocket:
         self._on_message = on_message
         identity = b"c" + secrets.token_bytes(12)  # a routing id that no other client has
         self._socket, self._handshakes = connect_dealer(context, address, identity, max_frame_bytes, credential)
-        self._loop.add_reader(self._fileno(), self.read)
+        self._fileno = cast(int, self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fileno, self.read)
         self._reading = False  # a read is due in this turn of the loop
 
     def close(self) -> None:
         """No more messages."""
-        self._loop.remove_reader(self._fileno())
+        self._loop.remove_reader(self._fileno)
         self._handshakes.close()
         self._socket.close(linger=0)
 
@@ -74,14 +75,8 @@ class LoopSocket:
     def read(self) -> None:
         """Deliver what has arrived."""
         self._reading = False
-        while not self._socket.closed and self._readable():
+        while not self._socket.closed and cast(int, self._socket.get(_EVENTS)) & _IN:  # cheaper than zmq.Again
             self._on_message(received(self._socket))
-
-    def _readable(self) -> bool:
-        return bool(cast(int, self._socket.get(_EVENTS)) & _IN)  # cheaper than zmq.Again
-
-    def _fileno(self) -> int:
-        return cast(int, self._socket.getsockopt(zmq.FD))
 
 
 def received(socket: "zmq.Socket[bytes]") -> list[bytes]:

@@ -1,4 +1,7 @@
-"""Requests under way on one asynchronous connection, and the one timer that reminds of those without an answer."""
+"""Requests under way on one asynchronous connection, and the one timer that reminds of those without an answer.
+
+Nearly every call is answered long before its reminder. A timer for each would cost more than its other bookkeeping.
+"""
 
 import asyncio
 import concurrent.futures
@@ -33,11 +36,7 @@ class Call:
 
 
 class Calls:
-    """Calls by id. `remind` is called for each that is still here at its `remind_at`.
-
-    One timer serves all: nearly every call is answered long before, and a timer for each would cost more than the
-    rest of its bookkeeping.
-    """
+    """Calls by id. `remind` is called for each that is still here at its `remind_at`."""
 
     def __init__(self, remind: Callable[[Call], None]) -> None:
         self.by_id: dict[int, Call] = {}
@@ -48,8 +47,7 @@ class Calls:
     def remind_at(self, call: Call, when: float) -> None:
         """Come back to `call` at event loop time `when`, unless it has left by then."""
         call.remind_at = when
-        if self._timer is None or when < self._timer_at:
-            self._set_timer(when)
+        self._wake_at(when)
 
     def close(self) -> None:
         """No more reminders."""
@@ -57,11 +55,11 @@ class Calls:
             self._timer.cancel()
             self._timer = None
 
-    def _set_timer(self, when: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = when
-        self._timer = asyncio.get_running_loop().call_at(when, self._fire)
+    def _wake_at(self, when: float) -> None:
+        if self._timer is None or when < self._timer_at:
+            self.close()
+            self._timer_at = when
+            self._timer = asyncio.get_running_loop().call_at(when, self._fire)
 
     def _fire(self) -> None:
         self._timer = None
@@ -71,5 +69,5 @@ class Calls:
                 call.remind_at = NEVER
                 self._remind(call)
         next_at = min((c.remind_at for c in self.by_id.values()), default=NEVER)
-        if next_at < NEVER and (self._timer is None or next_at < self._timer_at):
-            self._set_timer(max(next_at, now + TIMER_STEP_S))
+        if next_at < NEVER:
+            self._wake_at(max(next_at, now + TIMER_STEP_S))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import zmq
 
-from broker.messaging.bind_address import bindable, check_address
+from broker.messaging.bind_address import bindable
 from common.errors import UsageError
 from common.security.credentials import Credential
 from common.security.curve import HANDSHAKE_MS, CurveServer, Handshakes, secure_client
@@ -37,15 +37,21 @@ def bind_router(
     refused: list[str] = []
     for address in addresses:
         try:
-            check_address(address, curve is not None)
+            where = bindable(address, curve is not None)
             if address.startswith("ipc://") and _ipc_in_use(address.removeprefix("ipc://")):
                 raise _in_use(address)  # ZeroMQ itself would take a living broker's path over
-            router = _bound(context, address, max_frame_bytes, curve)
+            router = _router(context, max_frame_bytes, curve)
             try:
+                router.setsockopt(zmq.IPV6, int("[" in where))
+                router.bind(where)
                 claim(address)
-            except BaseException:  # whatever it is: a socket that stays open would keep its context from ending
+            except BaseException as error:  # a socket that stays open would keep its context from ending
                 router.close()
-                raise
+                if not isinstance(error, zmq.ZMQError):
+                    raise
+                if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                    raise _in_use(address) from error
+                raise UsageError(f"broker.address: cannot listen on {address}: {error}") from error
         except UsageError as error:
             refused.append(str(error))
             continue
@@ -55,10 +61,9 @@ def bind_router(
     raise UsageError("; ".join(refused))
 
 
-def _bound(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, max_frame_bytes: int, curve: CurveServer | None
+def _router(
+    context: zmq.Context[zmq.Socket[bytes]], max_frame_bytes: int, curve: CurveServer | None
 ) -> zmq.Socket[bytes]:
-    where = bindable(address)
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to a client that is gone raises
@@ -66,17 +71,9 @@ def _bound(
     router.setsockopt(zmq.RCVHWM, 64)  # per client: what a slow broker does not read waits at the sender
     router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    router.setsockopt(zmq.IPV6, int("[" in where))
     _set_heartbeats(router)
     if curve is not None:
         curve.secure(router)
-    try:
-        router.bind(where)
-    except zmq.ZMQError as error:
-        router.close()
-        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-            raise _in_use(address) from error
-        raise UsageError(f"broker.address: cannot listen on {address}: {error}") from error
     return router
 
 

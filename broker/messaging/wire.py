@@ -10,6 +10,7 @@ Its tag is the name of the rule in the delivery state that it asks for (broker/s
 Structs are keyed; fields are only appended and have defaults. SCHEMA changes when an old reader would misread one.
 """
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast, get_args
@@ -285,7 +286,7 @@ class _Envelope(msgspec.Struct, frozen=True):
     """The fields of every schema version."""
 
     id: int = -1
-    schema: int = -1
+    schema: int = SCHEMA
 
 
 _Message = TypeVar("_Message", bound=Request[Any] | Reply)
@@ -322,24 +323,16 @@ def decode_reply(header: bytes | memoryview) -> AnyReply:
 
 
 def _decode(header: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
+    unreadable = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
     try:
-        message = decoder.decode(header)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        envelope = _envelope(header)
-        if envelope.schema not in (-1, SCHEMA):
-            raise WireError(_schema_reason(envelope.schema), envelope.id) from error
-        raise WireError(f"does not decode: {error}", envelope.id) from error
-    if message.schema != SCHEMA:
-        raise WireError(_schema_reason(message.schema), message.id)
+        message = found = decoder.decode(header)
+        reason = ""
+    except unreadable as error:
+        message, found, reason = None, _Envelope(), f"does not decode: {error}"
+        with contextlib.suppress(*unreadable):
+            found = _envelopes.decode(header)
+    if found.schema != SCHEMA:
+        reason = f"message schema {found.schema}, this side speaks {SCHEMA}; use the same slipstream release on both"
+    if message is None or reason:
+        raise WireError(reason, found.id)
     return message
-
-
-def _envelope(header: bytes | memoryview) -> _Envelope:
-    try:
-        return _envelopes.decode(header)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _Envelope()
-
-
-def _schema_reason(schema: int) -> str:
-    return f"message schema {schema}, this side speaks {SCHEMA}; use the same slipstream release on both"

@@ -1,7 +1,6 @@
 """The answer to each request, from the delivery state: no sockets and no waiting.
 
 A request's tag is the name of the rule in the delivery state that answers it, and its own fields are the arguments.
-Only requests that wait, or that bring a payload, need more than that.
 """
 
 from typing import Any, Final, cast, get_args
@@ -41,11 +40,9 @@ def answer(state: DeliveryState, request: wire.AnyRequest, payload: Payload | No
             return state.complete(request.node_id, request.token, request.meta, payload, len(payload))
         case wire.Cancel():
             return None  # the state knows nothing of requests that wait
-        case wire.Take() if again:  # only a new request is a sign of life
-            state.learner.check(request.incarnation, request.instance)
-            return _take(state, request)
-        case wire.LearnerRequest():
-            state.check_learner(request.incarnation, request.instance)
+        case wire.LearnerRequest():  # only a new request is a sign of life
+            check = state.learner.check if again else state.check_learner
+            check(request.incarnation, request.instance)
             if isinstance(request, wire.Take):
                 return _take(state, request)
         case _:

@@ -9,7 +9,7 @@ from broker.contract import Lease, StoredGroup
 from broker.delivery.state import DeliveryState
 from broker.journal.store import PayloadLost, StoredPayload
 from broker.messaging import wire
-from broker.server.answers import NOT_YET, Payload, answer, nothing
+from broker.server.answers import NOT_YET, Payload, answer
 from broker.server.long_polls import AnyParked, Key, ParkingLot
 from common.errors import BrokerError
 
@@ -99,10 +99,6 @@ class Handlers:
             return own
         dead = (key for key in own if not state.fleet.alive(self.parked.leases[key].request.node_id))
         return itertools.chain(dead, self.parked.leases)
-
-    def in_vain(self, parked: AnyParked) -> wire.Reply:
-        """The reply to a parked request that waits no longer."""
-        return wire.Answer(id=parked.request.id, value=nothing(parked.request))
 
     def split(self, reply: wire.Reply) -> tuple[wire.Reply, list[Payload]]:
         """A reply without its payloads, and these as frames.

@@ -27,44 +27,44 @@ class MemoryBroker:
         self.state.address = "memory"
 
     def learner(self) -> "MemoryLearner":
-        """Make a client for a learner or an observer."""
         return MemoryLearner(self.state)
 
     def node(self) -> "MemoryNode":
-        """Make a client for a node."""
         return MemoryNode(self.state)
 
 
 class MemoryLearner(LearnerBroker):
-    """A LearnerBroker over a state in this process."""
+    """A client for a learner or an observer."""
 
     def __init__(self, state: DeliveryState) -> None:
         self._state = state
 
     def ask(self, request: wire.Request[R], wait_s: float = 0.0) -> R:
-        """See ObserverBroker."""
-        value, end = _look(self._state, request), time.monotonic() + wait_s
-        while value is NOT_YET and time.monotonic() < end:
+        for value in _looks(self._state, request, wait_s):
+            if value is not NOT_YET:
+                return value
             time.sleep(POLL_S)
-            value = _look(self._state, request, again=True)
-        return nothing(cast(wire.AnyRequest, request)) if value is NOT_YET else value
+        return nothing(cast(wire.AnyRequest, request))
 
 
 class MemoryNode(NodeBroker):
-    """A NodeBroker over a state in this process."""
+    """A client for a node."""
 
     def __init__(self, state: DeliveryState) -> None:
         self._state = state
 
     async def ask(self, request: wire.Request[R], wait_s: float = 0.0, payload: bytes | None = None) -> R:
-        """See NodeBroker."""
-        value, end = _look(self._state, request, payload), time.monotonic() + wait_s
-        while value is NOT_YET and time.monotonic() < end:
+        for value in _looks(self._state, request, wait_s, payload):
+            if value is not NOT_YET:
+                return value
             await asyncio.sleep(POLL_S)
-            value = _look(self._state, request, again=True)
-        return nothing(cast(wire.AnyRequest, request)) if value is NOT_YET else value
+        return nothing(cast(wire.AnyRequest, request))
 
 
-def _look(state: DeliveryState, request: wire.Request[Any], payload: bytes | None = None, again: bool = False) -> Any:
-    state.expire()
-    return answer(state, cast(wire.AnyRequest, request), payload, again)
+def _looks(state: DeliveryState, request: wire.Request[Any], wait_s: float, payload: bytes | None = None) -> Any:
+    """Yield the answer as it is now, and again whenever the caller comes back within `wait_s`."""
+    end, again = time.monotonic() + wait_s, False
+    while not again or time.monotonic() < end:
+        state.expire()
+        yield answer(state, cast(wire.AnyRequest, request), payload, again)
+        again = True

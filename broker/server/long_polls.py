@@ -77,10 +77,6 @@ class ParkingLot:
         """Lease requests parked for a node."""
         return list(self._by_node.get(node_id, ()))
 
-    def everything(self) -> list[AnyParked]:
-        """All that is parked."""
-        return [*self.leases.values(), *self.takes.values()]
-
     def overdue(self, now: float) -> list[AnyParked]:
         """Remove and return the requests whose deadline is at or before `now`."""
         return self.drop_all(self.deadlines.passed(now, lambda key: now))

@@ -1,9 +1,8 @@
 """The embedded broker: a ZeroMQ ROUTER in front of the delivery state, one thread, one loop.
 
-Each turn of the loop reads the new requests and answers or parks them. A lease without an admissible task is parked,
-and so is a take without enough groups. Then the turn takes back expired leases and serves the parked requests that can
-be served now. It waits only in the poll, at most until the next deadline. No message of a client can stop the loop: the
-worst answer is Refused.
+Each turn of the loop answers the new requests, or parks those that must wait for a task or for groups. Then it takes
+back expired leases and serves the parked requests that can be served now. It waits only in the poll. No message of a
+client can stop the loop: the worst answer is Refused.
 """
 
 import logging
@@ -23,6 +22,7 @@ from broker.journal.journal import Journal
 from broker.messaging import wire
 from broker.messaging.bind_address import reachable
 from broker.messaging.sockets import bind_router, frame_limit
+from broker.server.answers import nothing
 from broker.server.durable_replies import Delayed, DelayedReplies
 from broker.server.handlers import Handlers
 from broker.server.long_polls import AnyParked
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_MESSAGES = 512  # read in one turn
 FLUSH_MESSAGES = 64  # after so many, what was answered so far goes out
+MOST_REMEMBERED = 4096  # replies
 TICK_S = 1.0
 FLUSH_MS = 1000  # for the last replies at the end
 HOLD_FRAME_BYTES = 16 << 10  # smaller payloads are copied out of ZeroMQ's receive buffer, which they would pin
@@ -51,8 +52,6 @@ class BrokerServer:
         credentials: key folder; clients must then prove a key of it.
         quarantine: folder for the first messages that do not decode.
         journal: the state's journal; None: nothing outlives this process, and no reply waits.
-
-    Clients connect to `address`.
 
     Raises:
         UsageError: all addresses are refused or in use, or the keys cannot be used.
@@ -92,7 +91,7 @@ class BrokerServer:
         self._next_tick = 0.0
 
     def stop(self) -> None:
-        """End `run` after it has answered what is parked; may be called from any thread or signal handler."""
+        """May be called from any thread or signal handler."""
         self._stopping = True
         try:
             os.write(self._wake_write, b"x")
@@ -112,10 +111,10 @@ class BrokerServer:
                 self._turn()
             self._read_all()
             self._serve_parked()
-            for parked in self._handlers.parked.everything():
-                self._answer_in_vain(parked)
-            if self._delayed is not None:
-                self._put(self._delayed.close())
+            parked = self._handlers.parked
+            self._give_up([*parked.leases.values(), *parked.takes.values()])
+            for delayed in self._delayed.close() if self._delayed is not None else ():
+                self._outbox.put(*delayed)
             self._outbox.flush()
         finally:
             self.close()
@@ -135,19 +134,14 @@ class BrokerServer:
         if drained or ticking:  # heartbeats that wait in the socket are read before leases are called lost
             self._state.expire()
         self._serve_parked()
-        for parked in self._handlers.parked.overdue(now):
-            self._answer_in_vain(parked)
+        self._give_up(self._handlers.parked.overdue(now))
         if ticking:
             self._next_tick = now + TICK_S
             self._gate.tick()
-        if self._delayed is not None:
-            self._put(self._delayed.end_turn(time.monotonic()))
+        for delayed in self._delayed.end_turn(time.monotonic()) if self._delayed is not None else ():
+            self._outbox.put(*delayed)
         self._outbox.flush()
         self._on_tick()  # last, because it may take a while
-
-    def _put(self, replies: list[Delayed]) -> None:
-        for client, reply, payloads in replies:
-            self._outbox.put(client, reply, payloads)
 
     def _timeout_ms(self) -> int:
         times = (self._next_tick, self._state.next_deadline(), self._handlers.parked.deadlines.next())
@@ -196,25 +190,24 @@ class BrokerServer:
             self._outbox.put(client, wire.Refused(id=error.request_id, reason=str(error)))
             return
         try:
-            reply = self._remembered.get((client, request.id)) or self._answer(client, request, payloads)
+            reply = self._remembered.get((client, request.id))
+            if reply is None:
+                reply, displaced = self._handlers.handle(client, request, payloads[0] if payloads else None)
+                self._give_up(displaced)
         except Exception:
             logger.exception("%s failed", type(request).__name__)
             reply = wire.Refused(id=request.id, reason="internal error of the broker; its log has the details")
         if reply is not None:
             self._send(client, request, reply)
 
-    def _answer(self, client: bytes, request: wire.AnyRequest, payloads: list[bytes | zmq.Frame]) -> wire.Reply | None:
-        reply, displaced = self._handlers.handle(client, request, payloads[0] if payloads else None)
-        for parked in displaced:
-            self._answer_in_vain(parked)
-        return reply
-
     def _serve_parked(self) -> None:
         for parked, reply in self._handlers.serve_parked():
             self._send(parked.client, parked.request, reply)
 
-    def _answer_in_vain(self, parked: AnyParked) -> None:
-        self._outbox.put(parked.client, self._handlers.in_vain(parked))
+    def _give_up(self, waiting: list[AnyParked]) -> None:
+        """Answer requests that wait no longer."""
+        for parked in waiting:
+            self._outbox.put(parked.client, wire.Answer(id=parked.request.id, value=nothing(parked.request)))
 
     def _send(self, client: bytes, request: wire.AnyRequest, reply: wire.Reply) -> None:
         """Answer at once; only a promise is delayed until it is durable."""
@@ -223,7 +216,9 @@ class BrokerServer:
         except BrokerError as error:
             reply, payloads = wire.Refused(id=reply.id, reason=str(error)), []
         if request.once and wire.value_of(reply):
-            self._remember((client, reply.id), reply)
+            self._remembered[client, reply.id] = reply
+            if len(self._remembered) > MOST_REMEMBERED:
+                self._remembered.popitem(last=False)
         if request.promised and self._delayed is not None and not isinstance(reply, wire.Refused):
             self._delayed.add(Delayed(client, reply, payloads))
         else:
@@ -233,8 +228,3 @@ class BrokerServer:
         logger.debug("no answer to a client that is gone: %s", type(reply).__name__)
         self._remembered.pop((client, reply.id), None)
         self._handlers.undo(reply)
-
-    def _remember(self, key: tuple[bytes, int], reply: wire.Reply) -> None:
-        self._remembered[key] = reply
-        if len(self._remembered) > 4096:
-            self._remembered.popitem(last=False)

@@ -47,7 +47,7 @@ class Rig:
         for _ in range(-(-size // len(FRAME))):
             client.sendall(FRAME)
         self.guard.tick(0)
-        until(lambda: sum(tcp_bytes(fd)[0] for fd in self.guard._connections) >= size)
+        until(lambda: sum(tcp_bytes(fd)[0] for fd in self.guard.connections) >= size)
         return client
 
 
@@ -103,7 +103,7 @@ def test_whoever_sends_a_message_without_an_end_is_cut_off_when_memory_grows_and
         rig.memory = 120 * MIB
         rig.guard.tick(0)
         assert not rig.guard.alert
-        assert len(rig.guard._connections) <= 2
+        assert len(rig.guard.connections) <= 2
 
 
 @pytest.mark.usefixtures("no_patience")
@@ -114,12 +114,12 @@ def test_whoever_does_not_read_what_it_asked_for_is_cut_off_when_memory_grows() 
         identity = rig.router.recv_multipart()[0]
         for _ in range(64):
             rig.router.send_multipart([identity, bytes(MIB)])
-        until(lambda: any(unread_bytes(fd) > MIB // 4 for fd in rig.guard._connections))
+        until(lambda: any(unread_bytes(fd) > MIB // 4 for fd in rig.guard.connections))
         time.sleep(0.3)  # the kernel's buffers are full now, and nothing moves any more
         rig.memory = 200 * MIB
         for _ in range(4):
             rig.guard.tick(0)
-        until(lambda: rig.guard.tick(0) or not rig.guard._connections)
+        until(lambda: rig.guard.tick(0) or not rig.guard.connections)
 
 
 @pytest.mark.usefixtures("no_patience")

@@ -11,8 +11,7 @@ import zmq
 from broker.contract import LearnerReport
 from broker.delivery.moves import MOST_NODES_NAMED
 from broker.delivery.nodes import MOST_NODES
-from broker.guard import observer_rate_limit
-from broker.guard.observer_rate_limit import BURST_BYTES, BYTES_A_SECOND, Pace, reply_bytes
+from broker.guard import request_guard
 from broker.guard.rejected_messages import (
     KEPT_BYTES,
     KEPT_MESSAGES,
@@ -22,7 +21,7 @@ from broker.guard.rejected_messages import (
     Refusals,
     anonymous,
 )
-from broker.guard.request_guard import Gate
+from broker.guard.request_guard import BURST_BYTES, BYTES_A_SECOND, Gate, Pace, reply_bytes
 from broker.messaging import wire
 from broker.messaging.sync_client import BrokerClient
 from broker.messaging.wire import WireError
@@ -180,7 +179,6 @@ def test_the_cost_of_an_answer_grows_with_what_it_tells() -> None:
     state.register(node_report())
     large = [reply_bytes(r, state) for r in (wire.AskLedger(id=1), wire.AskStatus(id=1))]
     assert all(a < b for a, b in zip(small, large, strict=True))
-    assert reply_bytes(wire.Commit(id=1, step=0), state) == 0
 
 
 BUDGET = 3 << 20  # three answers with events
@@ -188,8 +186,8 @@ BUDGET = 3 << 20  # three answers with events
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerServer]:
-    monkeypatch.setattr(observer_rate_limit, "BURST_BYTES", BUDGET)
-    monkeypatch.setattr(observer_rate_limit, "BYTES_A_SECOND", BUDGET)
+    monkeypatch.setattr(request_guard, "BURST_BYTES", BUDGET)
+    monkeypatch.setattr(request_guard, "BYTES_A_SECOND", BUDGET)
     with serving() as started:
         yield started
 
@@ -202,8 +200,8 @@ def test_an_observer_that_asks_without_a_pause_waits_and_is_answered(server: Bro
 
 
 def test_what_others_ask_does_not_hold_up_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observer_rate_limit, "BURST_BYTES", BUDGET)
-    monkeypatch.setattr(observer_rate_limit, "BYTES_A_SECOND", 1)
+    monkeypatch.setattr(request_guard, "BURST_BYTES", BUDGET)
+    monkeypatch.setattr(request_guard, "BYTES_A_SECOND", 1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     gate = Gate(context, new_state())
     request = wire.AskEvents(id=1, after=-1)
