@@ -21,8 +21,8 @@ from common.security.credentials import (
     Credential,
     Identity,
     KeyFolder,
+    Keys,
     Role,
-    ServerKeys,
     load_allowed,
     read_file,
 )
@@ -92,16 +92,15 @@ def revoke(folder: KeyFolder, name: str) -> None:
     _write_allowed(folder, kept)
 
 
-def _server(folder: KeyFolder) -> ServerKeys:
+def _server(folder: KeyFolder) -> Keys:
     if not folder.server.exists():
         if folder.allowed.exists():
             raise UsageError(f"{folder.server} is missing beside {folder.allowed}; put it back, or use a new folder")
-        keys = new_keys()
-        _write_new(folder.server, ServerKeys(keys.public, keys.secret))
-    return read_file(folder.server, ServerKeys, "the broker's key pair")
+        _write_new(folder.server, new_keys())
+    return read_file(folder.server, Keys, "the broker's key pair")
 
 
-def _credential(server: ServerKeys, allowed: list[Identity], role: Role, name: str, file: Path) -> Identity:
+def _credential(server: Keys, allowed: list[Identity], role: Role, name: str, file: Path) -> Identity:
     """The identity in the credential's file, which is made when it is missing; `allowed` has the learner's first."""
     if not file.exists():
         keys = new_keys()
@@ -115,7 +114,7 @@ def _write_allowed(folder: KeyFolder, keys: Sequence[Identity]) -> None:
     write_atomic(folder.allowed, pretty_json(AllowedKeys(list(keys))), mode=0o600)
 
 
-def _write_new(file: Path, value: ServerKeys | Credential) -> None:
+def _write_new(file: Path, value: Keys | Credential) -> None:
     """Complete and durable before it has its name, and never in place of another."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     write_atomic(temporary, pretty_json(value), mode=0o600)

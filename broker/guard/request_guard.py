@@ -14,7 +14,7 @@ from broker.guard.flood_guard import FloodGuard
 from broker.guard.rejected_messages import Denied, Later, Refusals
 from broker.messaging import wire
 from common.security.credentials import Identity, load_server
-from common.security.curve import CurveServer, KeyRing
+from common.security.curve import CurveGate, KeyRing
 
 ROLES = ("learner", "observer", "node", "broker")
 BYTES_A_SECOND = 256 << 20  # replies to all observers together
@@ -43,12 +43,14 @@ class Gate:
         quarantine: Path | None = None,
     ) -> None:
         self.refusals = Refusals(state, quarantine)
-        self.curve: CurveServer | None = None
+        self.curve: CurveGate | None = None
+        self._ring: KeyRing | None = None
         self._state = state
         self._pace = Pace()
         self._floods: FloodGuard | None = None
         if credentials is not None:
-            self.curve = CurveServer(context, load_server(credentials), KeyRing(credentials, ROLES))
+            self._ring = KeyRing(credentials, ROLES)
+            self.curve = CurveGate(context, load_server(credentials), self._ring)
 
     def watch(self, router: "zmq.Socket[bytes]", max_message_bytes: int) -> None:
         """Begin to cut connections that send endless messages. Call it right after the socket was bound."""
@@ -57,12 +59,12 @@ class Gate:
     def receive(self, router: "zmq.Socket[bytes]") -> tuple[bytes, Identity | None]:
         """Read the first frame of the next message: its connection and its sender. Raises zmq.Again."""
         alert = self._floods is not None and self._floods.alert
-        if self.curve is None and not alert:
+        if self._ring is None and not alert:
             return router.recv(zmq.NOBLOCK), None
         frame = router.recv(zmq.NOBLOCK, copy=False)
         if alert and self._floods is not None:
             self._floods.heard(frame)
-        return frame.bytes, self.curve.sender(frame) if self.curve is not None else None
+        return frame.bytes, self._ring.sender(frame) if self._ring is not None else None
 
     def check(self, sender: Identity | None, request: wire.AnyRequest) -> None:
         """Raise Denied when `sender` may not send this request, Later when it must wait.
@@ -80,8 +82,8 @@ class Gate:
         """Run about once a second: read added and revoked keys, and check the broker's memory."""
         if self._floods is not None:
             self._floods.tick(self._state.tasks.bytes_held)
-        if self.curve is not None:
-            self.curve.ring.refresh()
+        if self._ring is not None:
+            self._ring.refresh()
 
     def close(self) -> None:
         """Call it after the socket was closed and before the context is."""

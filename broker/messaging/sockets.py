@@ -11,7 +11,7 @@ import zmq
 from broker.messaging.bind_address import bindable
 from common.errors import UsageError
 from common.security.credentials import Credential
-from common.security.curve import HANDSHAKE_MS, CurveServer, Handshakes, secure_client
+from common.security.curve import HANDSHAKE_MS, CurveGate, Handshakes, secure_client
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def bind_router(
     context: zmq.Context[zmq.Socket[bytes]],
     addresses: Sequence[str],
     max_frame_bytes: int,
-    curve: CurveServer | None = None,
+    curve: CurveGate | None = None,
     claim: Callable[[str], None] = lambda address: None,
 ) -> zmq.Socket[bytes]:
     """A ROUTER socket bound to the first of `addresses` that can be had; its real address is in LAST_ENDPOINT.
@@ -62,7 +62,7 @@ def bind_router(
 
 
 def _router(
-    context: zmq.Context[zmq.Socket[bytes]], max_frame_bytes: int, curve: CurveServer | None
+    context: zmq.Context[zmq.Socket[bytes]], max_frame_bytes: int, curve: CurveGate | None
 ) -> zmq.Socket[bytes]:
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)

@@ -18,7 +18,7 @@ from common.config.schema import BrokerConfig
 from common.errors import UsageError
 from common.process.lock_file import AlreadyLocked, take_lock
 from common.security.credentials import curve_credentials, load_server
-from common.security.curve import CurveServer, KeyRing
+from common.security.curve import CurveGate, KeyRing
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +43,12 @@ class Standby:
         self._run_dir = run_dir
         self._lock: IO[str] | None = None  # keeps the address for this process while the leading broker binds it
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._curve: CurveServer | None = None
+        self._curve: CurveGate | None = None
         self._stopping = False
         try:
             keys = curve_credentials(config.credentials)
             if keys is not None:
-                self._curve = CurveServer(self._context, load_server(keys), KeyRing(keys, ROLES))
+                self._curve = CurveGate(self._context, load_server(keys), KeyRing(keys, ROLES))
             limit = frame_limit(config.max_message_bytes)
             self._router = bind_router(self._context, addresses, limit, self._curve, self._claim)
         except BaseException:

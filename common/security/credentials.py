@@ -9,6 +9,7 @@
 Keys are Z85 text, 40 characters for 32 bytes. Files are JSON, and only their owner may read them.
 """
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -29,8 +30,8 @@ Z85 = Annotated[str, Meta(pattern=r"^[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}$")
 Role = Literal["learner", "observer", "node", "broker"]
 
 
-class ServerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """DIR/server.json."""
+class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A key pair; that of the broker is DIR/server.json."""
 
     public: Z85
     secret: Z85
@@ -98,11 +99,11 @@ def read_file(file: Path, kind: type[T], what: str) -> T:
         raise UsageError(f"{KEY}: {file}: expected {what}, found something else ({error}); {MAKE}") from None
 
 
-def load_server(path: str | Path) -> ServerKeys:
+def load_server(path: str | Path) -> Keys:
     """The broker's own keys; raises UsageError."""
     folder = _folder(path, "the broker")
     _warn_if_open(folder.server)
-    return read_file(folder.server, ServerKeys, "the broker's key pair")
+    return read_file(folder.server, Keys, "the broker's key pair")
 
 
 def load_allowed(path: str | Path) -> dict[str, Identity]:
@@ -113,13 +114,10 @@ def load_allowed(path: str | Path) -> dict[str, Identity]:
 
 
 def load_credential(path: str | Path, role: Role, name: str = "") -> Credential:
-    """A client's keys.
+    """A client's keys, from a key folder or from the file of one credential.
 
-    Args:
-        path: a key folder, or the file of one credential.
-        role: an observer may use any credential, because every role may ask for the status. Other roles need their
-            own. A broker that asks another broker uses the server's key pair.
-        name: the name of a node: its own file if there is one, else the first.
+    An observer may use any credential, because every role may ask for the status. A broker that asks another broker
+    uses the server's key pair. A node uses the file of its `name` if there is one, else the first.
 
     Raises:
         UsageError: nothing there serves the role; the message names the file.
@@ -182,25 +180,22 @@ def _credential_file(path: Path, role: Role, name: str) -> Path:
     if path.is_file():
         return path
     folder = KeyFolder(path)
-    nodes = folder.node_files()
     if role == "learner":
         return folder.learner
-    if role == "node":
-        own = folder.nodes / f"{name}.json"
-        named = [own] if name and own in nodes else nodes
-        if not named:
-            raise UsageError(f"{KEY}: {folder.nodes} has no credential of a node; `slipstream keys DIR --node NAME`")
-        return named[0]
-    return next((f for f in (folder.observer, folder.learner, *nodes) if f.exists()), folder.observer)
+    nodes = folder.node_files()
+    if role == "observer":
+        return next((f for f in (folder.observer, folder.learner, *nodes) if f.exists()), folder.observer)
+    if not nodes:
+        raise UsageError(f"{KEY}: {folder.nodes} has no credential of a node; `slipstream keys DIR --node NAME`")
+    own = folder.nodes / f"{name}.json"
+    return own if own in nodes else nodes[0]
 
 
 def _warn_if_open(file: Path) -> None:
-    try:
-        mode = file.stat().st_mode
-    except OSError:
-        return  # reading it says why
-    if mode & 0o077:
-        logger.warning("%s: %s can be read by others than its owner (mode %o); chmod 600 it", KEY, file, mode & 0o777)
+    with contextlib.suppress(OSError):  # reading it says why
+        if (mode := file.stat().st_mode) & 0o077:
+            what = "%s: %s can be read by others than its owner (mode %o); chmod 600 it"
+            logger.warning(what, KEY, file, mode & 0o777)
 
 
 def _a(role: str) -> str:

@@ -9,7 +9,6 @@ import secrets
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ import zmq.auth.thread
 from zmq.utils.monitor import recv_monitor_message
 
 from common.errors import UsageError
-from common.security.credentials import Credential, Identity, KeyFolder, Role, ServerKeys, load_allowed
+from common.security.credentials import Credential, Identity, KeyFolder, Keys, Role, load_allowed
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +42,16 @@ class KeyRing:
         self._signature = self._stat()
         self._keys = self._load()
 
-    def identity(self, public: str | bytes) -> Identity | None:
+    def identity(self, public: str) -> Identity | None:
         """The owner of this key; None when it is not, or no longer, let in."""
-        return self._keys.get(public.decode("ascii", "replace") if isinstance(public, bytes) else public)
+        return self._keys.get(public)
+
+    def sender(self, frame: zmq.Frame) -> Identity | None:
+        """The sender of the message that `frame` belongs to; None when its key was revoked after it connected."""
+        try:
+            return self.identity(str(frame.get("User-Id")))
+        except (zmq.ZMQError, KeyError):
+            return None
 
     def refresh(self) -> None:
         """Read the list again if it has changed; one that cannot be read leaves the last good one in force."""
@@ -67,7 +73,7 @@ class KeyRing:
         """Whether a connection with this key is let in; pyzmq calls it."""
         try:
             self.refresh()
-            return self.identity(key) is not None
+            return self.identity(key.decode("ascii", "replace")) is not None
         except Exception:  # no error may end the thread that lets clients in
             logger.exception("a key could not be checked")
             return False
@@ -83,20 +89,11 @@ class KeyRing:
         return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-@dataclass(frozen=True)
-class Keys:
-    """A key pair as Z85 text; '' where there are no keys."""
-
-    public: str = ""
-    secret: str = ""
-
-
-KeyPair = Keys | ServerKeys | Credential
-NO_KEYS = Keys()
+KeyPair = Keys | Credential
+NO_KEYS = Keys("", "")
 
 
 def new_keys() -> Keys:
-    """A fresh key pair."""
     return Keys(*(key.decode() for key in zmq.curve_keypair()))
 
 
@@ -126,22 +123,6 @@ class CurveGate:
         self._authenticator.stop()
 
 
-class CurveServer(CurveGate):
-    """A gate for the keys of a ring; it also tells who sent a message."""
-
-    def __init__(self, context: "zmq.Context[Any]", keys: KeyPair, ring: KeyRing) -> None:
-        super().__init__(context, keys, ring)
-        self.ring = ring
-
-    def sender(self, frame: zmq.Frame) -> Identity | None:
-        """The sender of the message that `frame` belongs to; None when its key was revoked after it connected."""
-        try:
-            public = frame.get("User-Id")
-        except (zmq.ZMQError, KeyError):
-            return None
-        return self.ring.identity(str(public))
-
-
 def secure_client(socket: "zmq.Socket[Any]", keys: KeyPair, server_public: str) -> None:
     """Call it before `connect`: the client proves `keys`, and the server must prove that it has `server_public`."""
     _set_keys(socket, keys)
@@ -168,7 +149,7 @@ class Handshakes:
         self._events = context.socket(zmq.PAIR)  # never an asyncio one
         self._events.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's own thread
         self._events.connect(endpoint)
-        self._broken, self._broken_since = 0, 0.0
+        self._broken: list[float] = []  # when connections broke since the last that did not, monotonic seconds
         self._proven = (server, credential.public) in _PROVEN if credential is not None else False
         self._refusal = ""
 
@@ -197,7 +178,8 @@ class Handshakes:
     def _note(self, event: int, value: int) -> None:
         who = self._credential
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._broken, self._refusal = 0, ""
+            self._refusal = ""
+            self._broken.clear()
             self.proven()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             name = f"of {who.role} {who.name!r}" if who is not None else "of this client"
@@ -208,18 +190,16 @@ class Handshakes:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # ZeroMQ does not try again after this
             self._refusal = self._mismatch(value)
         elif event == _FAILED and who is not None and not self._proven:
-            self._broken += 1
-            self._broken_since = time.monotonic() if self._broken == 1 else self._broken_since
-            if self._broken >= BROKEN_HANDSHAKES and time.monotonic() - self._broken_since >= BROKEN_S:
+            self._broken.append(time.monotonic())
+            if len(self._broken) >= BROKEN_HANDSHAKES and self._broken[-1] - self._broken[0] >= BROKEN_S:
                 self._refusal = self._another_key()
 
     def _another_key(self) -> str:
-        who = self._credential
-        assert who is not None
+        assert self._credential is not None
         return (
             f"{self._server} refused this key: it does not have the server key that the credential of "
-            f"{who.role} {who.name!r} names (are both from one key folder?), or it only forwards connections "
-            "to something that is down"
+            f"{self._credential.role} {self._credential.name!r} names (are both from one key folder?), or it only "
+            "forwards connections to something that is down"
         )
 
     def _mismatch(self, value: int) -> str:
