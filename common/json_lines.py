@@ -49,16 +49,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def dataset_rows(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
     """(line number from 1, line) of a dataset, each checked to be a JSON object; blank lines are passed over.
 
-    Raises:
-        UsageError: naming `key`, the file and the line; also when there is no row at all.
+    Raises UsageError, naming `key`, the file and the line; also when there is no row at all.
     """
-    found = 0
+    found = False
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if text := line.strip():
                     _check_object(text, f"{key}: {path} line {number}")
-                    found = number
+                    found = True
                     yield number, text
     except OSError as error:
         raise UsageError(f"{key}: cannot read {path}: {error.strerror or error}") from None

@@ -23,8 +23,6 @@ def metric(description: str, unit: str = "", reduction: Reduction = "mean") -> M
 
 
 class Declaration(msgspec.Struct, frozen=True):
-    """The declaration of a metric."""
-
     name: str
     unit: str
     reduction: Reduction
@@ -172,40 +170,29 @@ class MetricsWriter(LineFile):
         """Open for appending; lines of steps >= `keep_before_step` are removed first, as is a torn last line.
 
         A learner that resumes from step s writes its lines from s again, so the file has one per step.
-
-        Raises:
-            UsageError: `path` is a folder, or may not be written.
+        Raises UsageError when `path` is a folder, or may not be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            if path.exists():
-                _truncate(path, keep_before_step)
+            data = path.read_bytes() if path.exists() else b""
+            lines = lines_of(data, dict[str, Any])
+            kept = [line for line in lines if line.get("step", keep_before_step) < keep_before_step]
+            if (text := b"".join(msgspec.json.encode(line) + b"\n" for line in kept)) != data:
+                scratch = path.with_name(path.name + ".tmp")  # a killed process leaves the old file or the new one
+                scratch.write_bytes(text)
+                os.replace(scratch, path)
             super().__init__(path)
         except (IsADirectoryError, PermissionError) as error:
             raise no_file(path, error) from None
 
 
-def _truncate(path: Path, keep_before_step: int) -> None:
-    """Rewrite `path` without the lines of steps >= `keep_before_step`, atomically; no write when nothing goes."""
-    data = path.read_bytes()
-    kept = [line for line in lines_of(data, dict[str, Any]) if line.get("step", keep_before_step) < keep_before_step]
-    if (text := b"".join(msgspec.json.encode(line) + b"\n" for line in kept)) != data:
-        scratch = path.with_name(path.name + ".tmp")
-        scratch.write_bytes(text)
-        os.replace(scratch, path)
-
-
 def read_metrics(path: Path, kind: type[Line]) -> list[Line]:
     """All whole lines of a metrics file, also while a run writes it; [] when there is none.
 
-    Raises:
-        ValueError: naming the line that is no `kind`, unless it is a torn last one.
-        UsageError: `path` is no file, or may not be read.
+    Raises ValueError, naming the line, where one is no `kind`; UsageError when `path` is no file, or may not be read.
     """
-    if not path.exists():
-        return []
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     except OSError as error:
         raise no_file(path, error) from None
     decoder = msgspec.json.Decoder(kind)

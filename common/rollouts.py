@@ -12,21 +12,13 @@ SCHEMA_VERSION = 1
 
 
 class Task(msgspec.Struct, frozen=True, gc=False):
-    """One prompt to be rolled out `group_size` times.
+    """One prompt to be rolled out `group_size` times."""
 
-    Attributes:
-        serial: position in the task stream, 0, 1, 2, ...
-        problem: JSON object of the dataset row, as bytes; the environment is built from it.
-        seed: base seed of the group; sample i of the group uses `seed + i`.
-        group_size: samples to generate.
-        epoch: passes over the dataset that came before this task.
-    """
-
-    serial: int
-    problem: bytes
-    seed: int
+    serial: int  # position in the task stream, 0, 1, 2, ...
+    problem: bytes  # JSON object of the dataset row; the environment is built from it
+    seed: int  # sample i of the group uses `seed + i`
     group_size: int
-    epoch: int = 0
+    epoch: int = 0  # passes over the dataset that came before this task
 
 
 class VersionRun(msgspec.Struct, frozen=True, gc=False):
@@ -44,14 +36,8 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
         loss_mask: [T] uint8, 1 where the policy sampled the token, 0 for prompt and environment text.
         behavior_logprobs: [T] float32, log-probability under the distribution really sampled from
             (temperature and top-p included); 0 where loss_mask is 0.
-        version_runs: runs over token indices; meaningful where loss_mask is 1.
-        reward: sum of the turn rewards.
         stop_reason: stop | length | turn_limit | environment_done, or of a failed sample environment_error |
             environment_timeout | environment_flood | environment_killed | timeout | cancelled.
-        turns: generate calls made.
-        turn_rewards: one reward per turn.
-        error: why the sample failed; a failed sample trains nothing and enters no baseline.
-        metrics: numbers of the environment, averaged over the step.
         routed_experts: [T x MoE layers x experts per token] int16, the experts that the engine chose for each input
             token. It is -1 for tokens that were no input, such as the last one. None means not recorded.
     """
@@ -59,13 +45,13 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     tokens: Array
     loss_mask: Array
     behavior_logprobs: Array
-    version_runs: list[VersionRun]
-    reward: float
+    version_runs: list[VersionRun]  # meaningful where loss_mask is 1
+    reward: float  # sum of the turn rewards
     stop_reason: str
-    turns: int = 1
+    turns: int = 1  # generate calls made
     turn_rewards: list[float] = []
-    error: str | None = None
-    metrics: dict[str, float] = {}
+    error: str | None = None  # why the sample failed; a failed sample trains nothing and enters no baseline
+    metrics: dict[str, float] = {}  # of the environment, averaged over the step
     routed_experts: Array | None = None
 
     def token_versions(self) -> np.ndarray:
@@ -86,22 +72,14 @@ class Group(msgspec.Struct, frozen=True, gc=False):
 
 
 class GroupMeta(msgspec.Struct, frozen=True, gc=False):
-    """Facts of a group that the broker and the ledger know without decoding it.
+    """Facts of a group that the broker and the ledger know without decoding it."""
 
-    Attributes:
-        version_min, version_max: over the sampled tokens.
-        reward_mean: over samples that did not fail.
-        sampled_tokens: tokens with loss_mask 1.
-        failed_samples: samples with an error.
-        generation_s: from the start of the group's first sample to the end of its last.
-    """
-
-    version_min: Version
+    version_min: Version  # over the sampled tokens
     version_max: Version
-    reward_mean: float
-    sampled_tokens: Tally
+    reward_mean: float  # over samples that did not fail
+    sampled_tokens: Tally  # tokens with loss_mask 1
     failed_samples: Tally = 0
-    generation_s: Finite = 0.0
+    generation_s: Finite = 0.0  # from the start of the group's first sample to the end of its last
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -109,7 +87,6 @@ _decoder = msgspec.msgpack.Decoder(Group)
 
 
 def encode_group(group: Group) -> bytes:
-    """Group to MessagePack bytes."""
     return _encoder.encode(group)
 
 
@@ -119,8 +96,7 @@ def decode_group(data: bytes | memoryview) -> Group:
     if group.schema_version != SCHEMA_VERSION:
         raise ValueError(f"group schema {group.schema_version}, this learner reads {SCHEMA_VERSION}")
     for i, sample in enumerate(group.samples):
-        wrong = _wrong(sample)
-        if wrong:
+        if wrong := _wrong(sample):
             raise ValueError(f"group {group.serial} sample {i}: {wrong}")
     return group
 
@@ -143,13 +119,8 @@ def _wrong(sample: Sample) -> str:
             return f"version runs {starts} are not increasing within {n} tokens"
         previous = run.start
     unversioned = sample.version_runs[0].start if sample.version_runs else n
-    if unversioned and _any_sampled(sample.loss_mask, unversioned):
-        return "sampled tokens without a policy version"
-    return ""
-
-
-def _any_sampled(mask: Array, first: int) -> bool:
-    """Whether any of the `first` entries is not 0."""
     if mask.dtype == "uint8":
-        return mask.data.count(0, 0, first) != first
-    return bool(mask.numpy()[:first].any())
+        sampled = mask.data.count(0, 0, unversioned) != unversioned
+    else:
+        sampled = mask.numpy()[:unversioned].any()
+    return "sampled tokens without a policy version" if sampled else ""

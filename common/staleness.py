@@ -30,11 +30,6 @@ def window_end(version: int, groups_per_step: int, max_staleness: int, passed: i
     return groups_per_step * (version + max_staleness + 1) + passed
 
 
-def staleness(step: int, token_versions: np.ndarray) -> np.ndarray:
-    """[T] steps between the version that sampled each token and the step that trains on it."""
-    return step - token_versions
-
-
 def expired(step: int, token_versions: np.ndarray, max_staleness: int) -> np.ndarray:
     """[T] bool, True where a token is older than `max_staleness` at `step`."""
-    return staleness(step, token_versions) > max_staleness
+    return step - token_versions > max_staleness

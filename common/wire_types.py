@@ -30,15 +30,10 @@ _ITEM_BYTES = {name: kind.itemsize for name, kind in DTYPES.items()}
 
 
 class Array(msgspec.Struct, frozen=True, gc=False):
-    """A one-dimensional array.
+    """A one-dimensional array."""
 
-    Attributes:
-        dtype: one of int16, int32, int64, float32, uint8.
-        data: the elements, little-endian, `len(data) == n * itemsize`.
-    """
-
-    dtype: str
-    data: bytes
+    dtype: str  # one of DTYPES
+    data: bytes  # the elements, little-endian
 
     @classmethod
     def of(cls, values: "np.ndarray | list[int] | list[float]", dtype: str) -> "Array":
@@ -47,20 +42,15 @@ class Array(msgspec.Struct, frozen=True, gc=False):
 
     def numpy(self) -> np.ndarray:
         """Decode to a read-only [n] numpy view; raises ValueError when the bytes do not fit the dtype."""
-        kind = DTYPES.get(self.dtype)
-        if kind is None:
-            raise self._unknown()
-        return np.frombuffer(self.data, kind)
+        self.entries()
+        return np.frombuffer(self.data, DTYPES[self.dtype])
 
     def entries(self) -> int:
         """Number of elements, without making an array; raises ValueError as `numpy` does."""
         item_bytes = _ITEM_BYTES.get(self.dtype)
         if item_bytes is None:
-            raise self._unknown()
+            raise ValueError(f"unknown dtype {self.dtype!r}; the wire carries {', '.join(DTYPES)}")
         size = len(self.data)
         if size % item_bytes:
             raise ValueError(f"{size} bytes are no whole number of {self.dtype} elements")
         return size // item_bytes
-
-    def _unknown(self) -> ValueError:
-        return ValueError(f"unknown dtype {self.dtype!r}; the wire carries {', '.join(DTYPES)}")

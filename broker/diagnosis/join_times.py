@@ -1,5 +1,6 @@
 """Says in a sentence how long each stage of a node's start took, up to its first group."""
 
+import itertools
 from collections.abc import Iterable
 
 from broker.contract import JoinTimes, NodeStatus
@@ -8,18 +9,15 @@ from broker.contract import JoinTimes, NodeStatus
 def sentence(times: JoinTimes) -> str:
     """'joined in 12.34 s: engine 11.40, weights 0.30, lease 0.01, first group 0.63'; '' before the first group.
 
-    Each figure is in seconds since the stage before. `engine` counts from the start of the process. The other stages
-    end when the weights are in use, when the first task is leased, and when the broker accepts the first group.
+    Each figure is in seconds since the stage before; `engine` counts from the start of the process.
     """
     if not times.delivered:
         return ""
-    stages = {"engine": times.engine, "weights": times.active, "lease": times.leased, "first group": times.delivered}
-    parts: list[str] = []
-    before = 0.0
-    for name, reached in stages.items():
-        parts.append(f"{name} {reached - before:.2f}")
-        before = reached
-    return f"joined in {times.delivered:.2f} s: {', '.join(parts)}"
+    reached = [0.0, times.engine, times.active, times.leased, times.delivered]
+    took = [after - before for before, after in itertools.pairwise(reached)]
+    names = ("engine", "weights", "lease", "first group")
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in zip(names, took, strict=True))
+    return f"joined in {times.delivered:.2f} s: {parts}"
 
 
 def newest(nodes: Iterable[NodeStatus]) -> str:

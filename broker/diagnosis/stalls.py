@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, Delivery, GroupWork, LearnerReport, NodeStatus
+from common.staleness import window_end
 
 NAMED = 4  # a sentence names so many nodes or groups and counts the rest
 PROMPT_S = 2.0  # shorter flips, broadcasts and copies of the weights are not reported
@@ -37,9 +38,8 @@ class Stall(msgspec.Struct, frozen=True):
 
 def explain(status: BrokerStatus) -> list[Stall]:
     """Every wait in a job with this status. Those that stop the most come first."""
-    found = [*_store(status), *_learner(status), *_broadcast(status), *_full(status)]
-    found += [*_nodes(status), *_gone(status), *_groups(status)]
-    return found
+    parts = (_store, _learner, _broadcast, _full, _nodes, _groups)
+    return [stall for part in parts for stall in part(status)]
 
 
 def learner_silent(status: BrokerStatus) -> bool:
@@ -68,17 +68,17 @@ def _store(status: BrokerStatus) -> Iterator[Stall]:
 def _full(status: BrokerStatus) -> Iterator[Stall]:
     if not status.full:
         return
-    held = f"{status.bytes_held / MIB:,.1f} of {status.run.max_bytes / MIB:,.1f} MiB"
+    used = f"{status.bytes_held / MIB:,.1f} of {status.run.max_bytes / MIB:,.1f} MiB"
     release = "the learner takes a step's groups or commits a checkpoint; or a larger broker.max_bytes"
     who = named(n.report.node_id for n in _alive(status)) or "nodes"
-    yield Stall("full", who, f"room in the broker: {held} held, and more on its way", None, release)
+    yield Stall("full", who, f"room in the broker: {used} used, and more on its way", None, release)
 
 
 # ---------------------------------------------------------------- the learner
 
 ENDED = {  # state -> the one that waits, the end, the release
-    "drained": ("nodes", "was told to stop and left at version {version}", "started again, it goes on from there"),
-    "failed": ("everyone", "failed at version {version}: {reason}", "started again, it goes on from its checkpoint"),
+    "drained": ("nodes", "was told to stop and left at version {version}", "started again, it continues from there"),
+    "failed": ("everyone", "failed at version {version}: {reason}", "started again, it continues from its checkpoint"),
 }
 BUSY = {  # state -> the release
     "starting": "it has loaded and checked the model, and publishes its first version",
@@ -97,7 +97,7 @@ def _learner(status: BrokerStatus) -> Iterator[Stall]:
     since_s = learner.since_s + status.learner_last_seen_s
     if learner_silent(status):
         waits = f"the learner (pid {learner.pid}), which has sent nothing since it was {learner.state}"
-        release = "it goes on (is it stopped, swapping or cut off?), or is started again"
+        release = "it reports again (is it stopped, swapping or cut off?), or is started again"
         yield Stall("learner_silent", "everyone", waits, status.learner_last_seen_s, release)
     elif learner.state in ENDED:
         who, how, release = ENDED[learner.state]
@@ -123,8 +123,11 @@ def _waiting(status: BrokerStatus, learner: LearnerReport, since_s: float) -> It
     at_work = [(node.report.node_id, group) for node in alive for group in node.report.groups]
     if at_work:
         nearest = sorted(at_work, key=lambda pair: (pair[1].samples - pair[1].finished, pair[1].serial))
-        shown = "; ".join(f"{node} {_progress(group)}" for node, group in nearest[:NAMED])
-        waits += f", {status.groups_leased} being generated ({shown}{'; ...' if len(nearest) > NAMED else ''})"
+        shown = [
+            f"{node} task {group.serial}: {group.finished} of {group.samples} samples, {group.tokens:,} tokens"
+            for node, group in nearest[:NAMED]
+        ] + ["..."] * (len(nearest) > NAMED)
+        waits += f", {status.groups_leased} being generated ({'; '.join(shown)})"
         release = f"{missing - ready} more of them are finished" if missing > ready else "the broker hands them out"
     elif status.groups_leased:
         waits += f", {status.groups_leased} leased by {named(n.report.node_id for n in alive)}"
@@ -136,10 +139,6 @@ def _waiting(status: BrokerStatus, learner: LearnerReport, since_s: float) -> It
         release = "the learner offers tasks"
         waits += ", and no task is offered"
     yield Stall("groups", "the learner", waits, since_s, release)
-
-
-def _progress(group: GroupWork) -> str:
-    return f"task {group.serial}: {group.finished} of {group.samples} samples, {group.tokens:,} tokens"
 
 
 def _broadcast(status: BrokerStatus) -> Iterator[Stall]:
@@ -156,7 +155,7 @@ def _broadcast(status: BrokerStatus) -> Iterator[Stall]:
     for (version, stage), deliveries in late.items():
         names = named(d.node_id for d in deliveries)
         waits = f"{names}, which {does.get(stage, f'is {stage}')}" + (f" (and {more} nodes more)" if more > 0 else "")
-        release = "it answers, or is ejected at the end of weights.timeout_s and the others go on without it"
+        release = "it answers, or is ejected at the end of weights.timeout_s and the others continue without it"
         if stage == "queued":
             waits, release = f"the broadcast before it, to reach {names}", "that one is through, or cut off"
         since_s = max(d.since_s for d in deliveries) + status.learner_last_seen_s
@@ -170,18 +169,19 @@ def _alive(status: BrokerStatus) -> list[NodeStatus]:
     return [node for node in status.nodes if node.alive]
 
 
-def _nodes(status: BrokerStatus) -> list[Stall]:
+def _nodes(status: BrokerStatus) -> Iterator[Stall]:
     """Nodes that do not generate. Nodes with the same reason share one stall, which has their longest wait."""
-    merged: dict[tuple[str, str, str], list[tuple[str, float]]] = {}
+    merged: dict[tuple[str, str, str], dict[str, float]] = {}
     for node in _alive(status):
-        report, since_s = node.report, node.report.since_s + node.last_seen_s
         reason = _reason(status, node)
         if reason is not None:
-            merged.setdefault(reason, []).append((report.node_id, since_s))
-    return [
-        Stall(kind, named(name for name, _ in nodes), waits, max(since for _, since in nodes), release)
-        for (kind, waits, release), nodes in merged.items()
-    ]
+            merged.setdefault(reason, {})[node.report.node_id] = node.report.since_s + node.last_seen_s
+    for (kind, waits, release), since in merged.items():
+        yield Stall(kind, named(since), waits, max(since.values()), release)
+    gone = {node.report.node_id: node.last_seen_s for node in status.nodes if not node.alive}
+    if gone:
+        release = "it comes back, or the broker forgets it; other nodes get its tasks"
+        yield Stall("node_gone", named(gone), "nobody: it sends no heartbeats", min(gone.values()), release)
 
 
 def _reason(status: BrokerStatus, node: NodeStatus) -> tuple[str, str, str] | None:
@@ -205,37 +205,20 @@ def _reason(status: BrokerStatus, node: NodeStatus) -> tuple[str, str, str] | No
     return _window(status, learner, report.policy_version, on)
 
 
-def _window(status: BrokerStatus, learner: LearnerReport, held: int, on: str) -> tuple[str, str, str]:
+def _window(status: BrokerStatus, learner: LearnerReport, version: int, on: str) -> tuple[str, str, str]:
     """The reason why a node with weights gets no task: the window, a full broker, or a lack of tasks."""
     if status.full:
         return "full", "room in the broker", "see the broker"
-    if learner.policy_version > held:
-        new = learner.policy_version
-        return (
-            "weights",
-            f"version {new}, with which it may lease more tasks; it has version {held}",
-            f"version {new} reaches it",
-        )
-    ends = status.run.groups_per_step * (held + status.run.max_staleness + 1)
-    if (
-        status.groups_pending == 0
-        and learner.state not in ("waiting", "replaying")
-        and not on.startswith("task window")
-    ):
+    if (new := learner.policy_version) > version:
+        waits = f"version {new}, with which it may lease more tasks; it has version {version}"
+        return "weights", waits, f"version {new} reaches it"
+    idle = status.groups_pending == 0 and learner.state not in ("waiting", "replaying")
+    if idle and not on.startswith("task window"):
         return "tasks", "tasks: none is pending", f"the learner, which is {learner.state}, offers more"
-    waits = f"the window: with version {held} tasks below {ends} may be leased, and they are"
-    release = f"step {learner.step} is trained and version {learner.policy_version + 1} published"
-    return "window", waits, f"{release} (the learner is {learner.state})"
-
-
-def _gone(status: BrokerStatus) -> Iterator[Stall]:
-    """Dead nodes. Other nodes get their tasks."""
-    gone = [node for node in status.nodes if not node.alive]
-    if gone:
-        since_s = min(node.last_seen_s for node in gone)
-        names = named(node.report.node_id for node in gone)
-        release = "it comes back, or the broker forgets it; other nodes get its tasks"
-        yield Stall("node_gone", names, "nobody: it sends no heartbeats", since_s, release)
+    end = window_end(version, status.run.groups_per_step, status.run.max_staleness)
+    waits = f"the window: with version {version} tasks below {end} may be leased, and they are"
+    release = f"step {learner.step} is trained and version {new + 1} published (the learner is {learner.state})"
+    return "window", waits, release
 
 
 # ---------------------------------------------------------------- groups
@@ -248,8 +231,6 @@ _ENDS = {
 
 
 class _Late(NamedTuple):
-    """A group that later tasks have overtaken, or whose environment does not answer."""
-
     since_s: float
     node_id: str
     group: GroupWork

@@ -12,10 +12,9 @@ POLL_S = 0.1
 
 
 def find_broker(config: Config, run: RunDir, wait_s: float) -> str:
-    """The configured address, or the one in RUN/broker.json once a living broker wrote it.
+    """The configured address, or the one in RUN/broker.json once a living broker wrote it: roles start in any order.
 
-    It waits for that file, so that roles may start in any order. After `wait_s` it takes the address of a process that
-    is not alive here, since the broker may run on another machine.
+    After `wait_s` it takes the address of a process that is not alive here, which may run on another machine.
 
     Raises:
         BrokerUnreachable: there is no RUN/broker.json within `wait_s`.

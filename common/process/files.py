@@ -17,15 +17,14 @@ def sync(path: Path) -> None:
 
 
 def replace_folder(new: Path, path: Path) -> None:
-    """Rename `new` to `path`; a folder that has this name already loses it first, and its files last. Raises OSError.
+    """Rename `new` to `path`; a folder that has this name already is removed. Raises OSError.
 
     A process that is killed in the middle leaves nothing torn under the name `path`. The next call removes what it
     had set aside.
     """
-    if path.exists():
-        _set_aside(path)
+    aside = _set_aside(path)
     os.rename(new, path)
-    shutil.rmtree(_aside(path), ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove_folder(path: Path) -> None:
@@ -34,12 +33,11 @@ def remove_folder(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    shutil.rmtree(_aside(path), ignore_errors=True)
-    return path.rename(_aside(path))
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.removed.tmp")
+    aside = path.with_name(f".{path.name}.removed.tmp")
+    if path.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    return aside
 
 
 def pretty_json(value: object) -> bytes:

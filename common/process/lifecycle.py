@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
@@ -19,11 +18,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent_pid: int | None = None) -> None:
     """Ask the kernel to kill this process (SIGKILL) when the thread that started it ends. Linux; elsewhere a no-op.
 
-    The wish survives exec and is not inherited by fork, so every process that must not be orphaned calls this
-    early. A parent killed with -9 between the fork and this call would be missed; `parent_pid` is for that case.
-
-    Args:
-        parent_pid: the expected parent; when it is gone already, this process ends at once.
+    It survives exec and is not inherited by fork. If the expected parent is gone already, this process ends at once.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -42,8 +37,7 @@ def join_supervisor() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process without tearing the interpreter down, which takes seconds after torch or vLLM were imported
-    and prints leaks of C++ libraries. Whatever must be closed is closed before."""
+    """End at once: after torch or vLLM, tearing the interpreter down takes seconds and prints leaks of libraries."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -62,10 +56,7 @@ def alive(pid: int) -> bool:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a living process started, in clock ticks since the machine's start: with the id, it names one process.
-
-    None: no such process runs (a zombie counts as gone), or the operating system does not say (not Linux).
-    """
+    """When a living process started, in clock ticks since the machine started; None: it is gone, or no Linux."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -75,52 +66,44 @@ def start_ticks(pid: int) -> int | None:
 
 
 class DrainFlag:
-    """Set by the first SIGTERM or SIGINT. A second one calls `on_second`, if given, and ends the process at once.
+    """Set by the first SIGTERM or SIGINT. A second one calls `on_second` and ends the process at once.
 
-    `install` must run in the main thread. `wait` works from any thread and wakes as soon as the signal comes.
+    `reason` says why it is set, for example 'SIGTERM'; '' while it is not.
     """
 
-    def __init__(self, on_second: Callable[[], None] | None = None) -> None:
-        self._reason: str | None = None
+    def __init__(self, on_second: Callable[[], None] = lambda: None) -> None:
+        self.reason = ""
         self._on_second = on_second
         self._read, self._write = os.pipe()  # a pipe, because a lock taken in a signal handler can deadlock
         os.set_blocking(self._write, False)
 
     @classmethod
-    def install(cls, on_second: Callable[[], None] | None = None) -> "DrainFlag":
-        """A flag wired to SIGTERM and SIGINT of this process."""
+    def install(cls, on_second: Callable[[], None] = lambda: None) -> "DrainFlag":
+        """A flag wired to SIGTERM and SIGINT of this process. Call it in the main thread."""
         flag = cls(on_second)
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("signal handlers can be installed in the main thread only")
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, flag._on_signal)
         return flag
 
     def set(self, reason: str) -> None:
         """Ask for the drain; the first reason stays."""
-        if self._reason is None:
-            self._reason = reason
+        if not self.is_set:
+            self.reason = reason
             os.write(self._write, b"\0")
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until the drain is asked for, at most `timeout_s`; True when it is."""
-        if self._reason is None:
+        """Sleep until the drain is asked for, at most `timeout_s`; True when it is. Any thread may call."""
+        if not self.is_set:
             select.select([self._read], [], [], max(0.0, timeout_s))
-        return self._reason is not None
+        return self.is_set
 
     @property
     def is_set(self) -> bool:
-        return self._reason is not None
-
-    @property
-    def reason(self) -> str:
-        """Why, for example 'SIGTERM'; '' while not set."""
-        return self._reason or ""
+        return self.reason != ""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._reason is not None:
-            if self._on_second is not None:
-                self._on_second()
+        if self.is_set:
+            self._on_second()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.set(signal.Signals(number).name)

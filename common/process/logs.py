@@ -9,46 +9,27 @@ from pathlib import Path
 FORMAT = "%(asctime)s %(role)s %(levelname)-7s %(name)s: %(message)s"
 
 
-class _RoleFormatter(logging.Formatter):
-    converter = time.gmtime  # logs of several machines are read side by side
-
-    def __init__(self, role: str) -> None:
-        super().__init__(FORMAT, datefmt="%Y-%m-%dT%H:%M:%SZ", defaults={"role": role})
-
-
 def setup_logging(role: str, role_id: str, logs_dir: Path | None, level: str = "info") -> None:
-    """Send this process's log records to `logs_dir`/ROLE-ID.log and to stderr.
+    """Send this process's log records to `logs_dir`/ROLE-ID.log and to stderr; None: to stderr only.
 
     Calling it again replaces the earlier handlers. When stderr already is that file (a supervisor redirected
     it), records are written once.
-
-    Args:
-        role: broker, learner, rollout, ...
-        role_id: distinguishes processes of one role, for example the rank or the node id.
-        logs_dir: created when missing; None logs to stderr only.
-        level: debug, info, warning or error.
     """
-    formatter = _RoleFormatter(f"{role}-{role_id}")
+    formatter = logging.Formatter(FORMAT, "%Y-%m-%dT%H:%M:%SZ", defaults={"role": f"{role}-{role_id}"})
+    formatter.converter = time.gmtime  # logs of several machines are read side by side
     handlers: list[logging.Handler] = []
     if logs_dir is not None:
         logs_dir.mkdir(parents=True, exist_ok=True)
-        path = log_path(logs_dir, role, role_id)
-        handlers.append(logging.FileHandler(path, encoding="utf-8"))
+        handlers.append(logging.FileHandler(log_path(logs_dir, role, role_id), encoding="utf-8"))
     if logs_dir is None or not _stderr_is(log_path(logs_dir, role, role_id)):
         handlers.append(logging.StreamHandler(sys.stderr))
-    root = logging.getLogger()
-    for old in list(root.handlers):
-        root.removeHandler(old)
-        old.close()
     for handler in handlers:
         handler.setFormatter(formatter)
-        root.addHandler(handler)
-    root.setLevel(level.upper())
+    logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
     logging.captureWarnings(True)
 
 
 def log_path(logs_dir: Path, role: str, role_id: str) -> Path:
-    """Where the log of one process stands."""
     return logs_dir / f"{role}-{role_id}.log"
 
 
@@ -66,7 +47,6 @@ def last_lines(path: Path, count: int, max_bytes: int = 65536) -> list[str]:
 
 def _stderr_is(path: Path) -> bool:
     try:
-        ours, theirs = os.fstat(2), path.stat()
+        return os.path.samestat(os.fstat(2), path.stat())
     except OSError:
         return False
-    return (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)

@@ -1,9 +1,6 @@
 """One setting of glibc's allocator, for processes through which large messages pass."""
 
 import ctypes
-import logging
-
-logger = logging.getLogger(__name__)
 
 KEPT_BYTES = 128 << 20  # freed memory at the top of a heap that a process keeps
 MMAP_BYTES = 32 << 20  # blocks from here on come from the kernel one by one; the largest that glibc allows
@@ -13,16 +10,15 @@ TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # names of mallopt(3)
 def keep_freed_memory(one_heap: bool = False) -> bool:
     """Let this process reuse what large messages leave behind; returns whether the C library took it.
 
-    To be called before threads are started. `one_heap` makes all threads share one heap. Otherwise the
-    heaps of other threads than the first give memory back in pieces of 64 MB. Do not set it where threads compute.
+    Call it before threads are started. `one_heap` makes all threads share one heap, because other heaps than the first
+    give memory back in pieces of 64 MB. Do not set it where threads compute.
 
-    By default glibc gives the memory of a freed message back to the kernel. For the next message the kernel maps it
-    again, page by page. For groups of 0.6 MB that costs more than everything else that is done to them.
+    By default glibc gives the memory of a freed message back to the kernel, which maps it again page by page. For
+    groups of 0.6 MB that costs more than everything else that is done to them.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
-        logger.debug("no mallopt in the C library")
         return False
     mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
     settings = [(TRIM_THRESHOLD, KEPT_BYTES), (MMAP_THRESHOLD, MMAP_BYTES)]

@@ -76,7 +76,10 @@ class RunDir:
             self.logs.mkdir(parents=True, exist_ok=True)
             write_atomic(self.config, dump_yaml(config).encode())
             if not self.run_json.exists():
-                write_json(self.run_json, describe_origin(config.run.name))
+                revision, modified = source_revision()
+                origin = {"name": config.run.name, "started_s": time.time(), "host": socket.gethostname()}
+                origin |= {"python": sys.version.split()[0], "source_revision": revision, "source_modified": modified}
+                write_json(self.run_json, origin)
         except OSError as error:
             kind = SlipstreamError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
             raise kind(f"run.dir: {self.path} cannot be written: {error}") from error
@@ -141,10 +144,7 @@ class AtomicFile:
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o644, *, sync: bool = True) -> None:
-    """Replace `path` so that a reader sees the old or the new content, never a part.
-
-    With `sync` the new content stays when the machine loses power after this.
-    """
+    """Replace `path` by an AtomicFile; with `sync` the new content stays when the machine loses power after this."""
     file = AtomicFile(path, mode)
     try:
         file.write(data)
@@ -157,19 +157,6 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644, *, sync: bool = Tru
 def write_json(path: Path, value: object) -> None:
     """Atomically write anything that msgspec encodes, indented for people."""
     write_atomic(path, pretty_json(value))
-
-
-def describe_origin(name: str) -> dict[str, str | float | bool | None]:
-    """Which source, Python and host a run was started with."""
-    revision, modified = source_revision()
-    return {
-        "name": name,
-        "started_s": time.time(),
-        "host": socket.gethostname(),
-        "python": sys.version.split()[0],
-        "source_revision": revision,
-        "source_modified": modified,
-    }
 
 
 def source_revision() -> tuple[str | None, bool]:

@@ -15,7 +15,7 @@ import numpy as np
 from broker.contract import StoredGroup
 from common.config.schema import Config
 from common.rollouts import Group, Sample, decode_group
-from common.staleness import expired, staleness
+from common.staleness import expired
 from learner.backend_protocol import RoutingShape
 from learner.batch.dynamic_sampling import carries_signal
 from learner.batch.kv_age import cache_ages
@@ -196,7 +196,7 @@ def _prepare(
     sampled = sample.loss_mask.numpy() > 0
     sampled[:1] = False  # no token predicts it
     too_old = expired(step, versions, config.staleness.max) & sampled
-    mask, age = sampled & ~too_old, staleness(step, versions).astype(np.int32)
+    mask, age = sampled & ~too_old, (step - versions).astype(np.int32)
     cache_age, cache_age_max, experts = 0.0, 0, None
     if config.weights.kv_cache == "keep" and mask.any():
         mean, largest = cache_ages(sample)

@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # status; kind, who, what for, since, unt
     "the learner is silent": (
         status_of(NODE, learner=TRAINING, learner_last_seen_s=61.0),
         "learner_silent", "everyone", "the learner (pid 11), which has sent nothing since it was training", 61.0,
-        "it goes on (is it stopped, swapping or cut off?), or is started again",
+        "it reports again (is it stopped, swapping or cut off?), or is started again",
     ),
     "a rank of the learner is silent": (
         status_of(NODE, learner=learner(state="stalled", waiting_on="rank 1 silent for 30 s", since_s=6.0)),
@@ -111,12 +111,12 @@ CASES: dict[str, tuple[Any, ...]] = {  # status; kind, who, what for, since, unt
     "the learner was told to stop": (
         status_of(NODE, learner=learner(state="drained"), learner_last_seen_s=60.0),
         "learner_drained", "nodes", "the learner, which was told to stop and left at version 7", 60.0,
-        "started again, it goes on from there",
+        "started again, it continues from there",
     ),
     "the learner failed": (
         status_of(NODE, learner=learner(state="failed", waiting_on="loss is nan"), learner_last_seen_s=60.0),
         "learner_failed", "everyone", "the learner, which failed at version 7: loss is nan", 60.0,
-        "started again, it goes on from its checkpoint",
+        "started again, it continues from its checkpoint",
     ),
     "the learner loads the model": (
         status_of(NODE, learner=learner(state="starting", waiting_on="loading the model", since_s=20.0)),
@@ -131,7 +131,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # status; kind, who, what for, since, unt
     "a broadcast waits for a node that has not staged it": (
         status_of(NODE, learner=learner(deliveries=[delivery("n3", "receiving")], deliveries_waiting=1)),
         "broadcast", "version 7", "n3, which has not staged it", 6.5,
-        "it answers, or is ejected at the end of weights.timeout_s and the others go on without it",
+        "it answers, or is ejected at the end of weights.timeout_s and the others continue without it",
     ),
     "a broadcast waits for a node that does not become active": (
         status_of(
@@ -139,7 +139,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # status; kind, who, what for, since, unt
             learner=learner(deliveries=[delivery("n3", "flipping"), delivery("n4", "flipping")], deliveries_waiting=5),
         ),
         "broadcast", "version 7", "n3 and n4, which staged it and is not active (and 3 nodes more)", 6.5,
-        "it answers, or is ejected at the end of weights.timeout_s and the others go on without it",
+        "it answers, or is ejected at the end of weights.timeout_s and the others continue without it",
     ),
     "a version waits for the broadcast before it": (
         status_of(NODE, learner=learner(deliveries=[delivery("n3", "queued")], deliveries_waiting=1)),
@@ -189,7 +189,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # status; kind, who, what for, since, unt
     ),
     "the broker is full": (
         status_of(NODE, full=True, bytes_held=7 * MIB),
-        "full", "n0", "room in the broker: 7.0 of 8.0 MiB held, and more on its way", None,
+        "full", "n0", "room in the broker: 7.0 of 8.0 MiB used, and more on its way", None,
         "the learner takes a step's groups or commits a checkpoint; or a larger broker.max_bytes",
     ),
     "the broker cannot write": (
