@@ -14,25 +14,15 @@ if TYPE_CHECKING:  # loads ZeroMQ
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a broker is, who one is to it, and how long one waits for it.
+    """Where a broker is, the role of the client, and how long it waits."""
 
-    Attributes:
-        address: tcp://HOST:PORT or ipc://PATH; several with commas between them, when one of several brokers leads.
-        role: decides what a connection may do where connections are authenticated.
-        max_message_bytes: broker.max_message_bytes.
-        deadline_s: without an answer for this long (beyond what a request itself waits), a call gives up.
-        retry_s: pause before a request is repeated.
-        credentials: broker.credentials: a key folder or a credential's file; None where no keys are needed.
-        name: the node's name, which chooses its file in a key folder.
-    """
-
-    address: str
-    role: Role
-    max_message_bytes: int = 1 << 30
-    deadline_s: float = 30.0
-    retry_s: float = 2.0
-    credentials: str | None = None
-    name: str = ""
+    address: str  # tcp://HOST:PORT or ipc://PATH; several with commas between them, when one of several brokers leads
+    role: Role  # decides what a connection may do where connections are authenticated
+    max_message_bytes: int = 1 << 30  # broker.max_message_bytes
+    deadline_s: float = 30.0  # without an answer for this long (beyond what a request itself waits), a call gives up
+    retry_s: float = 2.0  # pause before a request is repeated
+    credentials: str | None = None  # broker.credentials: a key folder or a credential's file
+    name: str = ""  # the node's name, which chooses its file in a key folder
 
 
 def connect(access: Access) -> LearnerBroker:

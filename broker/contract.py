@@ -1,9 +1,9 @@
 """The delivery contract: what a broker promises, and what it and its clients tell each other.
 
-The calls are in broker/messaging/client_methods.py.
+The calls are in broker/messaging/client_methods.py. Every backend passes tests/contract/.
 
 States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> committed, or dead after
-`max_attempts` failures or lost leases, of two nodes where two work. Every backend passes tests/contract/.
+`max_attempts` failures or lost leases, of two nodes where two work.
 
 - A lease has a token and a deadline that heartbeats renew, up to `max_lease_s` after it was given: a node that lives
   and never finishes loses it too. A lost lease puts the task back, oldest first.
@@ -36,10 +36,7 @@ LEARNER_ENDED = ("done", "drained", "failed")  # states after which a learner sa
 
 
 class RunInfo(msgspec.Struct, frozen=True):
-    """The job's facts, given to the broker at its start.
-
-    `config` is the resolved job config as JSON bytes, handed to nodes that `--join` without one.
-    """
+    """The job's facts, given to the broker at its start."""
 
     name: str
     run_dir: str
@@ -48,7 +45,7 @@ class RunInfo(msgspec.Struct, frozen=True):
     max_attempts: int
     lease_s: float
     max_bytes: int
-    config: bytes = b""
+    config: bytes = b""  # the resolved job config as JSON, handed to nodes that `--join` without one
     max_lease_s: float = 3600.0  # no heartbeat renews a lease beyond this
 
 
@@ -84,40 +81,25 @@ CountByReason = Annotated[dict[Name, Tally], Meta(max_length=64)]
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """A node that a published version has not reached yet.
-
-    Attributes:
-        stage: queued (an earlier broadcast is under way), receiving (not Staged), flipping (Staged, not Active).
-        since_s: seconds since the broadcast to it began.
-    """
+    """A node that a published version has not reached yet."""
 
     node_id: Text
     version: Version
-    stage: Text
-    since_s: Finite = 0.0
+    stage: Text  # queued (an earlier broadcast is under way) | receiving (not Staged) | flipping (Staged, not Active)
+    since_s: Finite = 0.0  # since the broadcast to it began
 
 
 class GroupWork(msgspec.Struct, frozen=True):
-    """A group that a node works on.
-
-    Attributes:
-        samples, finished: its episodes, and those of them that ended.
-        age_s: since it was leased.
-        tokens: sampled for it by calls of the model that ended.
-        turns, episode_tokens: those of the unfinished episode that has been in its state longest. Tokens count when
-            their call ends, as above, because the engine hands a call over at its end.
-        state: the episode's: queued (it waits for a slot), engine, or environment.
-        state_s: how long it has been in that state.
-    """
+    """A group that a node works on. `turns` and what follows are those of the episode that is in its state longest."""
 
     serial: Tally
-    samples: Tally
-    finished: Tally = 0
-    age_s: Finite = 0.0
-    tokens: Tally = 0
+    samples: Tally  # its episodes
+    finished: Tally = 0  # those of them that ended
+    age_s: Finite = 0.0  # since it was leased
+    tokens: Tally = 0  # sampled for it by calls of the model that ended
     turns: Tally = 0
-    episode_tokens: Tally = 0
-    state: Text = "queued"
+    episode_tokens: Tally = 0  # likewise by calls that ended
+    state: Text = "queued"  # queued (it waits for a slot) | engine | environment
     state_s: Finite = 0.0
 
 
@@ -141,39 +123,23 @@ class LearnerReport(msgspec.Struct, frozen=True):
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """The broker's answer to a learner that (re)starts.
+    """The broker's answer to a learner that (re)starts."""
 
-    Attributes:
-        next_serial: one past the highest serial ever offered.
-        store_id: the id of the broker's store; a changed id means that the broker has lost its state.
-        committed_step: highest committed step, -1 for none; the groups of steps up to it are gone.
-    """
-
-    next_serial: int
-    store_id: str = ""
-    committed_step: int = -1
+    next_serial: int  # one past the highest serial ever offered
+    store_id: str = ""  # a changed id means that the broker has lost its state
+    committed_step: int = -1  # highest one, -1 for none; the groups of steps up to it are gone
 
 
 class JoinTimes(msgspec.Struct, frozen=True):
-    """How a node's process came into the job: seconds from its start to each stage; 0: not there yet.
+    """How a node's process came into the job: seconds from its start to each stage; 0: not there yet."""
 
-    Attributes:
-        started_s: Unix time at which the process started.
-        registered: the broker knows it.
-        engine: the engine is up.
-        staged: it has staged a whole version, every bucket verified.
-        active: the engine uses it, and has proven it.
-        leased: the first task.
-        delivered: the broker has accepted its first group.
-    """
-
-    started_s: Seconds = 0.0
-    registered: Seconds = 0.0
-    engine: Seconds = 0.0
-    staged: Seconds = 0.0
-    active: Seconds = 0.0
-    leased: Seconds = 0.0
-    delivered: Seconds = 0.0
+    started_s: Seconds = 0.0  # Unix time at which the process started
+    registered: Seconds = 0.0  # the broker knows it
+    engine: Seconds = 0.0  # the engine is up
+    staged: Seconds = 0.0  # it has staged a whole version, every bucket verified
+    active: Seconds = 0.0  # the engine uses that version, and has proven it
+    leased: Seconds = 0.0  # the first task
+    delivered: Seconds = 0.0  # the broker has accepted its first group
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -221,19 +187,12 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
 
 class StoreStatus(msgspec.Struct, frozen=True):
-    """Where the broker keeps what it promised.
+    """Where the broker keeps what it promised."""
 
-    Attributes:
-        bytes: on the disk.
-        sync_s: how long one sync takes, lately.
-        recovery_s: how long the broker took to build its state again when it started; 0 for a new store.
-        stuck: why nothing can be written at the moment; '' when it can.
-    """
-
-    bytes: int
-    sync_s: float = 0.0
-    recovery_s: float = 0.0
-    stuck: str = ""
+    bytes: int  # on the disk
+    sync_s: float = 0.0  # how long one sync takes, lately
+    recovery_s: float = 0.0  # how long the broker took to build its state again at its start; 0 for a new store
+    stuck: str = ""  # why nothing can be written at the moment; '' when it can
 
 
 class BrokerStatus(msgspec.Struct, frozen=True):

@@ -51,7 +51,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     turns: int = 1  # generate calls made
     turn_rewards: list[float] = []
     error: str | None = None  # why the sample failed; a failed sample trains nothing and enters no baseline
-    metrics: dict[str, float] = {}  # of the environment, averaged over the step
+    metrics: dict[str, float] = {}  # the environment reports them; averaged over the step
     routed_experts: Array | None = None
 
     def token_versions(self) -> np.ndarray:

@@ -49,8 +49,9 @@ class Gate:
         self._pace = Pace()
         self._floods: FloodGuard | None = None
         if credentials is not None:
+            keys = load_server(credentials)
             self._ring = KeyRing(credentials, ROLES)
-            self.curve = CurveGate(context, load_server(credentials), self._ring)
+            self.curve = CurveGate(context, keys, self._ring)
 
     def watch(self, router: "zmq.Socket[bytes]", max_message_bytes: int) -> None:
         """Begin to cut connections that send endless messages. Call it right after the socket was bound."""

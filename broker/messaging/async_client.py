@@ -27,18 +27,11 @@ R = TypeVar("R")
 
 
 class ConnectionOptions(TypedDict, total=False):
-    """How a client connects.
-
-    Attributes:
-        deadline_s: without an answer for this long (beyond what the request itself waits), give up; 30.
-        retry_s: pause before a request is repeated; 2.
-        max_message_bytes: broker.max_message_bytes; a larger group is refused here.
-        credential: proves who this client is, to a broker that asks for it.
-    """
+    """How a client connects; see broker.connect.Access, which has the defaults too."""
 
     deadline_s: float
     retry_s: float
-    max_message_bytes: int
+    max_message_bytes: int  # a larger group is refused here
     credential: Credential | None
 
 

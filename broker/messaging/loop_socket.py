@@ -20,12 +20,7 @@ VIEW_BYTES = 16 << 10  # smaller frames are copied: their memory may be a small 
 
 
 class LoopSocket:
-    """Connects on construction.
-
-    Args:
-        max_frame_bytes: ZeroMQ closes the connection at a larger frame.
-        on_message: called in the loop with the frames of each message.
-    """
+    """Connects on construction; `on_message` is called in the loop with the frames of each message."""
 
     def __init__(
         self,
@@ -50,11 +45,7 @@ class LoopSocket:
         self._socket.close(linger=0)
 
     def send(self, frames: list[bytes]) -> bool:
-        """Whether the message is on its way; False while there is no connection.
-
-        Raises:
-            UsageError: the broker has refused this client.
-        """
+        """False while there is no connection; raises UsageError when the broker has refused this client."""
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:

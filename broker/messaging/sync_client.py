@@ -14,12 +14,7 @@ R = TypeVar("R")
 
 
 class BrokerClient(LearnerBroker):
-    """LearnerBroker and ObserverBroker over ZeroMQ; any thread may call.
-
-    Args:
-        address: tcp://HOST:PORT or ipc://PATH; several with commas between them.
-        options: see ConnectionOptions.
-    """
+    """LearnerBroker and ObserverBroker over ZeroMQ; any thread may call. The arguments are those of Connection."""
 
     def __init__(self, address: str, **options: Unpack[ConnectionOptions]) -> None:
         self._connection = Connection(address, **options)

@@ -57,17 +57,12 @@ class WireError(ValueError):
 
 
 class Request(msgspec.Struct, Generic[R], frozen=True, kw_only=True, gc=False):
-    """A request that is answered with an R.
-
-    Attributes:
-        payloads: frames that follow the header.
-        once: a repetition must get the first answer again, because the move would be made twice.
-    """
+    """A request that is answered with an R."""
 
     id: int = msgspec.field(default_factory=_ids.__next__)
     schema: int = SCHEMA
-    payloads: ClassVar[int] = 0
-    once: ClassVar[bool] = False
+    payloads: ClassVar[int] = 0  # frames that follow the header
+    once: ClassVar[bool] = False  # a repetition gets the first answer again, because the move would be made twice
 
     @property
     def promised(self) -> bool:
@@ -300,16 +295,11 @@ _values = {  # for each request R of Request[R]
 
 
 def encode(message: Request[Any] | Reply) -> bytes:
-    """Header bytes of a message."""
     return _encoder.encode(message)
 
 
 def decode_request(header: bytes | memoryview, payloads: int) -> AnyRequest:
-    """Header bytes to a request that `payloads` frames follow.
-
-    Raises:
-        WireError: when the bytes, the schema version or the number of payload frames are not right.
-    """
+    """Header bytes to a request that `payloads` frames follow. Raises WireError."""
     request = _decode(header, _requests)
     if payloads != request.payloads:
         found = f"{type(request).__name__} came with {payloads} payload frames, not {request.payloads}"
