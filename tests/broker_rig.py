@@ -94,7 +94,8 @@ def job(run_dir: Path, groups_per_step: int = 2, name: str = "test", **broker: A
 def dealer(address: str, credential: Credential | None = None, public: str = "") -> Iterator["zmq.Socket[bytes]"]:
     """A bare socket of a client; `public` is the key of the other side unless that is the broker."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.LINGER, 1000)  # sent messages must arrive
+        socket.setsockopt(zmq.RECONNECT_IVL, 1)  # the other side cuts a connection that sends too much
         socket.setsockopt(zmq.RCVTIMEO, int(LIMIT_S * 1000))
         if credential is not None:
             secure_client(socket, credential, public or credential.server_public)

@@ -1,6 +1,5 @@
 """The promise, checked from what a run left behind: each group in one committed step, nothing lost or skipped."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,9 +12,7 @@ from tests.faults.options import GROUP_SIZE, GROUPS_PER_STEP, PROMPTS, Checkpoin
 def trained_lines(run_dir: Path) -> list[Trained]:
     """learner.jsonl so far."""
     path = run_dir / "learner.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]  # without what is being written now
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # without what is being written now
     return [msgspec.json.decode(line, type=Trained) for line in lines]
 
 
@@ -90,4 +87,4 @@ def _check_replays(lines: Sequence[Trained], durable: Checkpoint) -> None:
 
 def final_ledger(run_dir: Path) -> list[LedgerEntry]:
     """RUN/ledger.json, as the broker left it."""
-    return msgspec.convert(json.loads((run_dir / "ledger.json").read_text()), list[LedgerEntry])
+    return msgspec.json.decode((run_dir / "ledger.json").read_bytes(), type=list[LedgerEntry])

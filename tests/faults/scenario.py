@@ -15,31 +15,26 @@ PROMISE = "every group in exactly one committed step"
 Steps = Callable[[Rig], float]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Scenario:
-    """One fault.
+    """One fault."""
 
-    Attributes:
-        name: name of the function.
-        fault: the harm that is done to the system.
-        happens: the answer of the system.
-        promise: the rule that is still kept afterwards; every scenario ends with a check of it.
-        recovered: when the clock stops, and from when it runs.
-        bound: the longest recovery promised, in words; config keys in backticks.
-        bound_s: the same in seconds, with the rig's settings.
-        play: does it, and returns the seconds of the recovery.
-        rig: arguments of the rig.
-    """
+    play: Steps  # does it, and returns the seconds of the recovery
+    fault: str  # the harm that is done to the system
+    recovered: str  # when the clock stops, and from when it runs
+    bound: str  # the longest recovery promised, in words; config keys in backticks
+    bound_s: float  # the same in seconds, with the rig's settings
+    promise: str  # the rule that is still kept afterwards; every scenario ends with a check of it
+    rig: dict[str, Any]  # arguments of the rig
 
-    name: str
-    fault: str
-    happens: str
-    promise: str
-    recovered: str
-    bound: str
-    bound_s: float
-    play: Steps
-    rig: dict[str, Any]
+    @property
+    def name(self) -> str:
+        return self.play.__name__
+
+    @property
+    def happens(self) -> str:
+        """The answer of the system."""
+        return " ".join((self.play.__doc__ or "").split())
 
     def run(self, run_dir: Path, seed: int) -> float:
         """Play it once and check the promise; returns the seconds of the recovery. Raises AssertionError."""
@@ -58,31 +53,14 @@ SCENARIOS: dict[str, Scenario] = {}
 
 
 def scenario(
-    *,
-    fault: str,
-    recovered: str,
-    bound: str,
-    bound_s: float,
-    promise: str = PROMISE,
-    **rig: Any,
+    *, fault: str, recovered: str, bound: str, bound_s: float, promise: str = PROMISE, **rig: Any
 ) -> Callable[[Steps], Steps]:
     """Registers a function; its docstring says what happens. It may leave `rig.finish()` to the caller."""
 
     def register(play: Steps) -> Steps:
-        name = play.__name__
-        happens = " ".join((play.__doc__ or "").split())
-        assert happens and name not in SCENARIOS, name
-        SCENARIOS[name] = Scenario(
-            name=name,
-            fault=fault,
-            happens=happens,
-            promise=promise,
-            recovered=recovered,
-            bound=bound,
-            bound_s=bound_s,
-            play=play,
-            rig=rig,
-        )
+        made = Scenario(play, fault, recovered, bound, bound_s, promise, rig)
+        assert made.happens and made.name not in SCENARIOS, made.name
+        SCENARIOS[made.name] = made
         return play
 
     return register

@@ -14,6 +14,7 @@ import zmq
 from broker.messaging import wire
 from common.weights import messages
 from tests.unit.broker.test_authorization import REQUESTS
+from tests.waiting import LIMIT_S
 
 Frames = list[bytes]
 
@@ -110,7 +111,8 @@ MUTATIONS: list[Callable[[random.Random, Frames, list[Frames]], Frames]] = [
 
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 CURVE_GREETING = GREETING.replace(b"NULL".ljust(20, b"\0"), b"CURVE".ljust(20, b"\0"))
-READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
+READY = b"\x04\x29\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
+FRAME = b"\x03" + struct.pack(">Q", 1 << 16) + bytes(1 << 16)  # another one follows
 
 
 def raw_streams(rng: random.Random) -> Iterator[bytes]:
@@ -124,8 +126,8 @@ def raw_streams(rng: random.Random) -> Iterator[bytes]:
         yield CURVE_GREETING + rng.randbytes(rng.randint(1, 200))
         yield CURVE_GREETING + b"\x04\xc8\x05HELLO" + rng.randbytes(194)
         yield GREETING + b"\x06" + struct.pack(">Q", rng.choice((1 << 20, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)))
-        yield GREETING + b"\x04" + bytes([len(READY)]) + READY + rng.randbytes(rng.randint(1, 2000))
-        yield GREETING + b"\x04" + bytes([len(READY)]) + READY + b"\x00\x05abc"  # a frame that never ends
+        yield GREETING + READY + rng.randbytes(rng.randint(1, 2000))
+        yield GREETING + READY + b"\x00\x05abc"  # a frame that never ends
 
 
 def throw(port: int, data: bytes) -> None:
@@ -155,21 +157,23 @@ def send_all(socket_: "zmq.Socket[bytes]", many: Iterator[Frames]) -> int:
     return sent
 
 
+def speaking(port: int) -> socket.socket:
+    """A connection without a key, after its handshake."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
+    connection.sendall(GREETING)
+    connection.recv(64, socket.MSG_WAITALL)
+    connection.sendall(READY)
+    connection.recv(1)
+    return connection
+
+
 def endless_message(port: int, most_bytes: int) -> int:
     """One message with ever more frames, until the other side cuts it off; returns the bytes that went out."""
-    frame = b"\x03" + struct.pack(">Q", 1 << 16) + bytes(1 << 16)
     sent = 0
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-        connection.sendall(GREETING)
-        connection.recv(64, socket.MSG_WAITALL)
-        connection.sendall(b"\x04" + bytes([len(READY)]) + READY)
-        connection.recv(1)
-        try:
-            while sent < most_bytes:
-                connection.sendall(frame)
-                sent += len(frame)
-                if sent % (64 * len(frame)) == 0:
-                    time.sleep(0.1)  # some 40 MB a second
-        except OSError:
-            pass
+    with speaking(port) as connection, contextlib.suppress(OSError):
+        while sent < most_bytes:
+            connection.sendall(FRAME)
+            sent += len(FRAME)
+            if sent % (64 * len(FRAME)) == 0:
+                time.sleep(0.1)  # some 40 MB a second
     return sent

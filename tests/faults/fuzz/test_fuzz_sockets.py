@@ -19,16 +19,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import zmq
 
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport
 from broker.messaging.async_client import AsyncBrokerClient
 from broker.messaging.sync_client import BrokerClient
 from common.rollouts import GroupMeta, Task
 from common.security.credentials import Credential, KeyFolder, load_credential
-from common.security.curve import secure_client
 from common.weights import messages
 from launch.keys import make
+from tests.broker_rig import dealer
 from tests.faults.fuzz import attacks
 from tests.waiting import LIMIT_S, until
 
@@ -84,17 +83,6 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = KeyFolder(tmp_path_factory.mktemp("keys") / "k")
     make(folder, ["a", "b"])
     return folder.path
-
-
-@contextmanager
-def dealer(address: str, credential: Credential | None, server_public: str = "") -> Iterator["zmq.Socket[bytes]"]:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 1000)  # sent messages must arrive
-        socket.setsockopt(zmq.RECONNECT_IVL, 1)  # the other side cuts a connection that sends too much
-        if credential is not None:
-            secure_client(socket, credential, server_public)
-        socket.connect(address)
-        yield socket
 
 
 def raw_attack(target: Target, seed: int) -> None:

@@ -65,7 +65,7 @@ def black_hole(rig: Rig) -> float:
 )
 def connection_forgotten(rig: Rig) -> float:
     """ZeroMQ's own heartbeats get no answer; the client connects anew."""
-    proxy = rig.start_behind_proxy(learner_options={"deadline_s": 60.0})
+    proxy = rig.start_behind_proxy(learner_deadline_s=60.0)
     proxy.lose()
     return rig.new_steps_s(time.monotonic())
 

@@ -1,13 +1,11 @@
 """A broker with keys: who gets in, whose node an id is, and what one is told who does not get in."""
 
 import asyncio
-import contextlib
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from common.security.credentials import KeyFolder, load_credential
 from common.security.curve import BROKEN_S
 from launch.keys import make, revoke
 from tests.broker_rig import META, node_report, serving, tasks
+from tests.faults.proxy import Proxy
 from tests.waiting import LIMIT_S
 
 
@@ -112,20 +111,19 @@ def test_a_side_without_a_key_is_not_talked_to_and_the_other_says_what_to_set(ke
 
 
 def test_a_connection_that_was_good_once_is_not_given_up_when_a_forwarder_has_nobody_to_forward_to(keys: Path) -> None:
-    with forwarding() as forwarder:
+    with ExitStack() as at_end, ThreadPoolExecutor(1) as pool:
         with secured(keys) as server:
-            forwarder.target = server.address
+            forwarder = Proxy(server.address)
+            at_end.callback(forwarder.close)
             reached = msgspec.structs.replace(access(server, "observer", keys), address=forwarder.address)
-            observer = connect(reached)
+            observer = at_end.enter_context(connect(reached))
             assert observer.status().groups_pending == 0
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(lambda: observer.status().groups_pending)
-            time.sleep(BROKEN_S + 1)  # every attempt is accepted, and ends during the handshake
-            assert not waiting.done()
-            with secured(keys) as server:
-                forwarder.target = server.address
-                assert waiting.result(LIMIT_S) == 0
-            observer.close()
+        waiting = pool.submit(lambda: observer.status().groups_pending)
+        time.sleep(BROKEN_S + 1)  # every attempt is accepted, and ends during the handshake
+        assert not waiting.done()
+        with secured(keys) as server:
+            forwarder.lead_to(int(server.address.rpartition(":")[2]))
+            assert waiting.result(LIMIT_S) == 0
 
 
 def test_no_broker_at_all_is_still_unreachable_and_not_a_wrong_key(keys: Path) -> None:
@@ -208,52 +206,6 @@ def test_with_keys_a_broker_listens_beyond_loopback_and_tells_an_address_that_ca
         assert not server.address.endswith(":0")
         with connect(access(server, "observer", keys)) as observer:
             assert observer.status().address == server.address
-
-
-class Forwarder:
-    """Accepts connections and joins them to `target`; without one it ends them at once, as a tunnel would."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self.address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        self.target = ""
-        self._listener = listener
-
-    def run(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                far = socket.create_connection(("127.0.0.1", int(self.target.rpartition(":")[2])), timeout=5)
-            except OSError:
-                near.close()
-                continue
-            far.settimeout(None)
-            for a, b in ((near, far), (far, near)):
-                threading.Thread(target=self._copy, args=(a, b), daemon=True).start()
-
-    @staticmethod
-    def _copy(source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                sink.sendall(data)
-        for end in (source, sink):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-
-@contextmanager
-def forwarding() -> Iterator[Forwarder]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        forwarder = Forwarder(listener)
-        thread = threading.Thread(target=forwarder.run)
-        thread.start()
-        yield forwarder
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
 
 
 def _has_ipv6() -> bool:

@@ -2,7 +2,6 @@
 
 import itertools
 import socket
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +11,9 @@ import zmq
 
 from broker.guard import flood_guard
 from broker.guard.flood_guard import FloodGuard, own_memory, tcp_bytes, unread_bytes
-from tests.waiting import LIMIT_S, until
+from tests.faults.fuzz.attacks import FRAME, speaking
+from tests.waiting import until
 
-GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
-FRAME = b"\x03" + struct.pack(">Q", 1 << 16) + bytes(1 << 16)  # another one follows
 MIB = 1 << 20
 
 
@@ -39,11 +36,7 @@ class Rig:
 
     def connect(self, size: int) -> socket.socket:
         """A client that has sent `size` bytes of a message without an end."""
-        client = socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT_S)
-        client.sendall(GREETING)
-        client.recv(64, socket.MSG_WAITALL)
-        client.sendall(b"\x04" + bytes([len(READY)]) + READY)
-        client.recv(len(READY), socket.MSG_WAITALL)
+        client = speaking(self.port)
         for _ in range(-(-size // len(FRAME))):
             client.sendall(FRAME)
         self.guard.tick(0)

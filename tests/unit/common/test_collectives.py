@@ -43,6 +43,7 @@ def test_the_next_bucket_is_under_way_while_one_is_looked_at_and_no_more() -> No
         assert posted == list(range(min(number + POSTED, len(BUCKETS))))
         group.events.append(("look", number))
     assert [n for what, n in group.events if what == "look"] == list(range(len(BUCKETS)))
+    assert ("close", 0) not in group.events, "a group that served to the end stays open"
 
 
 def test_the_first_failure_is_the_callers_and_nothing_is_posted_or_under_way_after_it() -> None:
@@ -61,12 +62,6 @@ def test_a_caller_that_leaves_leaves_nothing_under_way() -> None:
     next(buckets)
     buckets.close()  # type: ignore[attr-defined]
     assert group.events[-2:] == [("close", 0), ("wait", 1)]
-
-
-def test_a_group_that_served_to_the_end_stays_open() -> None:
-    group = Noted()
-    assert len(list(in_turn(group, PAYLOAD, 2, 1.0))) == len(BUCKETS)
-    assert ("close", 0) not in group.events
 
 
 def test_one_bucket_and_none_at_all_go_through() -> None:

@@ -24,14 +24,12 @@ NONE = (
 )
 
 
-@pytest.mark.parametrize("address", [*NONE.split(), "unix:///", "unix:///r?db=x"])
-def test_what_is_no_address_is_refused_with_the_forms_that_are(address):
-    with pytest.raises(ValueError, match="redis://HOST:PORT"):
-        parse_redis(address)
+REFUSED = [(address, "redis://HOST:PORT") for address in (*NONE.split(), "unix:///", "unix:///r?db=x")]
+REFUSED += [(a, r"broker\.credentials") for a in ("redis://u:p@h/0", "redis://:p@h", "redis://h?password=p")]
 
 
-@pytest.mark.parametrize("address", ["redis://u:p@h/0", "redis://:p@h", "redis://h?password=p"])
-def test_a_password_in_an_address_is_refused_without_being_repeated(address):
-    with pytest.raises(ValueError, match=r"broker\.credentials") as caught:
+@pytest.mark.parametrize(("address", "said"), REFUSED)
+def test_what_is_no_address_or_has_a_password_is_refused_without_repeating_the_password(address, said):
+    with pytest.raises(ValueError, match=said) as caught:
         parse_redis(address)
     assert "u:p" not in str(caught.value)
