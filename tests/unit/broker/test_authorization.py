@@ -54,10 +54,6 @@ def ask_as(server: BrokerServer, role: Any, credential: Path, request: wire.Requ
         return ask(socket, request, *[b"group"] * request.payloads)
 
 
-def test_the_reference_names_every_request_of_the_wire() -> None:
-    assert [type(request) for request, _ in REQUESTS] == list(get_args(wire.AnyRequest))
-
-
 @pytest.mark.parametrize("role", ["learner", "node", "observer"])
 @pytest.mark.parametrize(("request_", "roles"), REQUESTS, ids=[type(request).__name__ for request, _ in REQUESTS])
 def test_a_role_may_send_its_own_requests_and_no_other(
@@ -76,12 +72,10 @@ def server_denials(broker: tuple[BrokerServer, KeyFolder]) -> int:
     return ask_as(broker[0], "observer", broker[1].observer, wire.AskStatus(id=99)).denied_requests
 
 
-def test_a_key_of_another_broker_process_only_observes() -> None:
-    assert PERMITTED["broker"] == PERMITTED["observer"] == (wire.ObserverRequest,)
-
-
-def test_every_request_of_a_node_names_the_node_that_it_speaks_for() -> None:
+def test_the_reference_names_every_request_and_those_of_a_node_name_the_node_that_they_speak_for() -> None:
     """Except for Cancel, which only reaches requests of its own connection, and for reading the status."""
+    assert [type(request) for request, _ in REQUESTS] == list(get_args(wire.AnyRequest))
+    assert PERMITTED["broker"] == PERMITTED["observer"] == (wire.ObserverRequest,), "another process only observes"
     node = [request for request, roles in REQUESTS if "node" in roles]
     assert [type(r) for r in node if getattr(r, "node", None) != "n0"] == [wire.Cancel, wire.AskStatus]
 

@@ -36,14 +36,8 @@ def secured(keys: Path | None, address: str = "tcp://127.0.0.1:0", **more: Any) 
 
 
 def access(server: BrokerServer, role: Any, keys: Path | None, name: str = "") -> Access:
-    return Access(
-        address=server.address,
-        role=role,
-        deadline_s=LIMIT_S,
-        retry_s=0.5,
-        credentials=str(keys) if keys else None,
-        name=name,
-    )
+    limits = {"deadline_s": LIMIT_S, "retry_s": 0.5}
+    return Access(address=server.address, role=role, credentials=str(keys) if keys else None, name=name, **limits)
 
 
 def offer(server: BrokerServer, keys: Path, count: int = 4) -> None:
@@ -75,13 +69,11 @@ def test_learner_node_and_observer_do_their_work_with_their_keys(keys: Path) -> 
             assert observer.status().denied_requests == 0
 
 
+OTHER = "are both from one key folder"
+
+
 @pytest.mark.parametrize(
-    ("role", "said"),
-    [
-        ("learner", "'learner' is not in its list"),
-        ("observer", "are both from one key folder"),
-        ("node", "are both from one key folder"),
-    ],
+    ("role", "said"), [("learner", "'learner' is not in its list"), ("observer", OTHER), ("node", OTHER)]
 )
 def test_a_key_that_is_not_in_the_list_or_of_another_folder_is_told_so_long_before_the_deadline(
     keys: Path, tmp_path: Path, role: str, said: str
@@ -173,13 +165,7 @@ def test_a_credential_made_while_the_broker_runs_gets_in_and_a_revoked_one_is_ou
 
         with pytest.raises(BrokerError, match="this key was revoked"):
             as_node(server, folder.path, "late", until_revoked)
-
-
-def test_a_list_that_turns_unreadable_keeps_the_last_good_one_in_force(tmp_path: Path) -> None:
-    folder = KeyFolder(tmp_path / "k")
-    make(folder, ["a"])
-    with secured(folder.path) as server:
-        folder.allowed.write_text("{half a fi")
+        folder.allowed.write_text("{half a fi")  # the last good list stays in force
         with connect(access(server, "observer", folder.path)) as observer:
             assert observer.status().groups_pending == 0
 
@@ -201,9 +187,7 @@ def test_with_keys_a_broker_listens_beyond_loopback_and_tells_an_address_that_ca
     if "[" in address and not _has_ipv6():
         pytest.skip("this machine has no IPv6")
     with secured(keys, address) as server:
-        assert "0.0.0.0" not in server.address
-        assert "[::]" not in server.address
-        assert not server.address.endswith(":0")
+        assert not any(part in server.address for part in ("0.0.0.0", "[::]")) and server.address[-2:] != ":0"
         with connect(access(server, "observer", keys)) as observer:
             assert observer.status().address == server.address
 

@@ -1,7 +1,6 @@
 """The cost of a thousand waiting nodes, counted in looks at requests instead of seconds."""
 
 import random
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -57,8 +56,8 @@ class Crowd:
 
 
 @pytest.fixture
-def crowd() -> Iterator[Crowd]:
-    yield Crowd([0] * NODES)
+def crowd() -> Crowd:
+    return Crowd([0] * NODES)
 
 
 def test_a_free_task_costs_a_look_at_few_of_the_nodes_that_wait_and_goes_to_the_first(crowd: Crowd) -> None:

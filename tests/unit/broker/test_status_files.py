@@ -50,18 +50,13 @@ def ledger_in(folder: Path) -> list[LedgerEntry]:
     return msgspec.json.decode((folder / "ledger.json").read_bytes(), type=list[LedgerEntry])
 
 
-@pytest.mark.parametrize("tasks", [STEP + 50, LINES, LINES + 1, 5 * LINES + 3])
+@pytest.mark.parametrize("tasks", [0, STEP + 50, LINES, LINES + 1, 5 * LINES + 3])
 def test_a_ledger_in_parts_is_the_whole_ledger(tmp_path: Path, tasks: int) -> None:
-    state = state_with(tasks)
+    state = state_with(tasks) if tasks else new_state()
     StatusFiles(tmp_path, state).write()
     assert ledger_in(tmp_path) == state.ledger()
     assert msgspec.json.decode((tmp_path / "status.json").read_bytes(), type=BrokerStatus) == state.status()
     assert sorted(os.listdir(tmp_path)) == ["ledger.json", "status.json"]
-
-
-def test_an_empty_ledger_is_an_empty_list(tmp_path: Path) -> None:
-    StatusFiles(tmp_path, new_state()).write()
-    assert ledger_in(tmp_path) == []
 
 
 def test_a_long_ledger_keeps_no_turn_of_the_loop_for_longer_than_a_part(tmp_path: Path) -> None:
