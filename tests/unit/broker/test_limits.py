@@ -18,6 +18,7 @@ from broker.guard.rejected_messages import (
     Denied,
     Later,
     Refusals,
+    anonymous,
 )
 from broker.guard.request_guard import BURST_BYTES, BYTES_A_SECOND, Gate, Pace, reply_bytes
 from broker.messaging import wire

@@ -144,9 +144,7 @@ def test_a_request_waits_for_a_broker_that_comes_back_at_the_same_address(tmp_pa
             assert attached.result(LIMIT_S).next_serial == 0
 
 
-def test_no_broker_means_broker_unreachable_naming_the_address_and_is_told_apart_from_one_that_does_not_answer() -> (
-    None
-):
+def test_no_broker_is_unreachable_at_its_address_and_told_apart_from_one_that_does_not_answer() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
         silent.setsockopt(zmq.LINGER, 0)
         there = silent.bind_to_random_port("tcp://127.0.0.1")
