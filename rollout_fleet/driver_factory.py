@@ -6,7 +6,7 @@ from pathlib import Path
 from common.config.schema import Config
 from common.errors import ConfigError
 from rollout_fleet.environments import registry
-from rollout_fleet.environments.description import Description, check_environment
+from rollout_fleet.environments.description import check_environment
 from rollout_fleet.environments.isolation.placement import Stage, ThreadStage
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
@@ -29,23 +29,19 @@ def build_driver(
     budget = Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len)
     job = Sampling(rollout.temperature, rollout.top_p)
     rules = EpisodeRules(budget, sampling or job, rollout.sample_timeout_s, found.limits, job)
-    stage = _stage(config, found, host)
+    options = dict(config.tasks.options)
+    if found.limits.process:
+        processes = ProcessHost(found.modules, found.limits.python or sys.executable)
+        host.at_close.append(processes.close)
+        timeout_s = rollout.sample_timeout_s
+        stage: Stage = ProcessStage(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
+    else:
+        stage = ThreadStage(registry.resolve(config.tasks.environment), options, host)
     if found.agent:
         from rollout_fleet.agents.driver import AgentDriver
 
         return AgentDriver(sampler, renderer, stage, rules)
     return EpisodeDriver(sampler, renderer, stage, rules)
-
-
-def _stage(config: Config, found: Description, host: EnvironmentHost) -> Stage:
-    """Where the episodes' environments or agents live."""
-    options = dict(config.tasks.options)
-    if not found.limits.process:
-        return ThreadStage(registry.resolve(config.tasks.environment), options, host)
-    processes = ProcessHost(found.modules, found.limits.python or sys.executable)
-    host.at_close.append(processes.close)
-    timeout_s = config.rollout.sample_timeout_s
-    return ProcessStage(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
 
 
 def load_tokenizer(path: str) -> Tokenizer:

@@ -20,18 +20,13 @@ class JoinTimer:
         """`age_s`: as `process_age_s`, which stands in for None."""
         age_s = process_age_s() if age_s is None else age_s
         self._clock, self._origin = clock, clock() - age_s
-        self._times = JoinTimes(started_s=time.time() - age_s)
-
-    @property
-    def times(self) -> JoinTimes:
-        """So far; may be read from any thread."""
-        return self._times
+        self.times = JoinTimes(started_s=time.time() - age_s)  # may be read from any thread
 
     def reached(self, stage: Stage) -> bool:
         """Note a stage; True when it is new. For one thread."""
-        if getattr(self._times, stage):
+        if getattr(self.times, stage):
             return False
-        self._times = msgspec.structs.replace(self._times, **{stage: self._clock() - self._origin})
+        self.times = msgspec.structs.replace(self.times, **{stage: self._clock() - self._origin})
         return True
 
 

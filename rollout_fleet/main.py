@@ -7,7 +7,6 @@ import logging
 import signal
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING
 
 from broker.connect import Access, connect_node
 from broker.contract import RunInfo
@@ -26,9 +25,6 @@ from rollout_fleet.node.node import Node
 from rollout_fleet.node.node_status import OwnStatus
 from rollout_fleet.node.running_groups import NodeParts
 
-if TYPE_CHECKING:
-    from rollout_fleet.engine.engine import Engine
-
 logger = logging.getLogger(__name__)
 
 JOIN_WAIT_S = 12.0
@@ -39,9 +35,7 @@ BROKER_TIMEOUT_S = 60.0
 def run_node(config: Config, broker_address: str, node_id: str) -> int:
     """Serve the job at tcp://HOST:PORT until it is done or a signal asks for a drain; 1 when the node was excluded.
 
-    Raises:
-        UsageError: no broker answers at the address, or the environment cannot be used.
-        SlipstreamError: the engine or the broker was lost.
+    Raises UsageError without broker or for an unusable environment, SlipstreamError when engine or broker were lost.
     """
     keep_freed_memory()
     return asyncio.run(_serve(config, broker_address, node_id))
@@ -95,7 +89,7 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
             stack.callback(loop.remove_signal_handler, number)
         stack.push_async_callback(engine.shutdown)
         stack.push_async_callback(feed.close)
-        if await _start_engine(engine, node):
+        if await _started(asyncio.create_task(engine.start()), node):
             status.joining.reached("engine")
         code = await node.run()
         logger.info("node %s is finished with code %d; the engine stops", node_id, code)
@@ -119,9 +113,9 @@ async def _leave(broker: NodeBroker, status: OwnStatus) -> None:
         logger.warning("could not tell the broker that this node leaves: %s", error)
 
 
-async def _start_engine(engine: "Engine", node: Node) -> bool:
-    """Start the engine; False when the node has to stop before it is up."""
-    starting, stopping = asyncio.create_task(engine.start()), asyncio.create_task(node.stopping.wait())
+async def _started(starting: asyncio.Task[None], node: Node) -> bool:
+    """Whether the engine is up; False when the node has to stop before."""
+    stopping = asyncio.create_task(node.stopping.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if starting.done():

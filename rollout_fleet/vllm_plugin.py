@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+from functools import cache
 
 from common.process.lifecycle import die_with_parent
 
@@ -10,21 +11,16 @@ logger = logging.getLogger(__name__)
 BACKEND = "slipstream"  # name in vLLM's weight transfer registry
 TESTED = ("0.32.", "0.33.")  # the versions that the patches were read against
 ENGINE_PROCESSES = ("EngineCore", "VllmWorker")  # names that vLLM gives to the processes it starts
-_registered = False
 
 
+@cache
 def register() -> None:
     """Add our weight transfer engine and the patches of vllm_patches/; in engine processes, die with the parent."""
-    global _registered
-    if _registered:
-        return
-    _registered = True
-
     import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rollout_fleet.vllm_patches import cpu_routing, cpu_weights, finished_outputs, flip, prefix_cache
+    from rollout_fleet.vllm_patches import cpu_routing, cpu_weights, finished_outputs, flip
 
     if not vllm.__version__.startswith(TESTED):
         logger.warning("vLLM %s is untested; the patches here were read against %s*", vllm.__version__, TESTED)
@@ -39,6 +35,3 @@ def register() -> None:
         die_with_parent()
         flip.flip_in_one_call()
         finished_outputs.send_only_finished_outputs()
-        prefix_cache.salt_by_version()
-    else:
-        finished_outputs.take_in_logprobs_at_once()

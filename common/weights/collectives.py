@@ -19,7 +19,7 @@ from common.weights.messages import Epoch
 
 ROOT = 0
 POSTED = 2  # buckets under way: the one that is waited for and the next
-_dist: Any = distributed  # these classes are public in use but untyped in torch
+dist: Any = distributed  # these classes are public in use but untyped in torch
 
 
 class Group(Protocol):
@@ -79,30 +79,27 @@ class Store:
     def __init__(self, address: str) -> None:
         """Listen on a free port of `address` (host name or IP); raises OSError when it cannot be bound."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        limit = datetime.timedelta(seconds=30)
         with socket.create_server((address, 0), family=family, backlog=128) as listener:
             self.host: str = address
             self.port: int = listener.getsockname()[1]
             # TCPStore binds every interface by itself; a listening socket handed over keeps it on this one.
-            self._server = _dist.TCPStore(
-                address,
-                self.port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=datetime.timedelta(seconds=30),
-                master_listen_fd=listener.detach(),
+            fd = listener.detach()
+            self._server = dist.TCPStore(
+                address, self.port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=fd
             )
 
 
 def epoch_store(epoch: Epoch) -> Any:
     """The part of the learner's store that belongs to `epoch`, for a process group; raises RuntimeError."""
     timeout = datetime.timedelta(seconds=epoch.timeout_s)
-    store = _dist.TCPStore(epoch.store_host, epoch.store_port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return _dist.PrefixStore(f"epoch/{epoch.epoch}", store)
+    store = dist.TCPStore(epoch.store_host, epoch.store_port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return dist.PrefixStore(f"epoch/{epoch.epoch}", store)
 
 
 def from_root() -> Any:
     """Options of a broadcast of one tensor from rank 0."""
-    options = _dist.BroadcastOptions()
+    options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = ROOT, 0
     return options
 

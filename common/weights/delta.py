@@ -1,9 +1,8 @@
 """Exact deltas between two flat buffers: which 16-bit words changed, and by how much, bucket by bucket.
 
 After one RL step 1 to 15 % of the bfloat16 weights differ, nearly all by one or two units in the last place. So
-positions travel as gaps, and new values as small steps of the word read as an integer. This is arithmetic modulo 2^16
-on bits: NaN payloads, -0.0 and infinities stay as they are. A float32 element is two words. A bucket travels in the
-smallest of its forms; the whole bucket is one of them.
+positions travel as gaps, and new values as small steps of the word read as an integer, modulo 2^16. A float32 element
+is two words. A bucket travels in the smallest of its forms; the whole bucket is one of them.
 
 A stream is one record per bucket, in order, without gaps:
 
@@ -87,7 +86,8 @@ def largest(total_bytes: int, bucket_bytes: int) -> int:
 
 
 def _encode_bucket(before: Words, after: Words) -> list[bytes]:
-    changed = np.flatnonzero(before != after)
+    differs = before != after
+    changed = np.flatnonzero(differs)
     if not len(changed):
         return [_HEADER.pack(SAME, 0, 0, 0, 0, 0)]
     gaps = np.diff(changed, prepend=-1) - 1
@@ -97,7 +97,10 @@ def _encode_bucket(before: Words, after: Words) -> list[bytes]:
     step_bytes, step_bits, rest = _best_steps(codes)
     if gap_bytes + step_bytes >= WORD_BYTES * len(after):
         return [_HEADER.pack(FULL, 0, 0, 0, 0, 0), after.tobytes()]
-    positions = _bitmap(changed, len(after)) if gap_bits == BITMAP else _pack(_gap_codes(gaps, gap_bits), gap_bits)
+    if gap_bits == BITMAP:
+        positions = np.packbits(differs, bitorder="little").tobytes()
+    else:
+        positions = _pack(_gap_codes(gaps, gap_bits), gap_bits)
     header = _HEADER.pack(SPARSE, gap_bits, step_bits, len(changed), gap_codes, rest)
     if step_bits == RAW:
         return [header, positions, after[changed].tobytes()]
@@ -170,12 +173,6 @@ def _gap_codes(gaps: NDArray[np.int64], bits: int) -> Words:
     codes = np.full(int(ends[-1]), highest, np.uint16)
     codes[ends - 1] = gaps % highest
     return codes
-
-
-def _bitmap(changed: NDArray[np.int64], words: int) -> bytes:
-    bits = np.zeros(words, np.bool_)
-    bits[changed] = True
-    return np.packbits(bits, bitorder="little").tobytes()
 
 
 def _pack(codes: Words, bits: int) -> bytes:

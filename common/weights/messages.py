@@ -9,8 +9,8 @@ One publish of version V to a set of nodes:
     node -> learner  Active     flipped, and the engine's weights are proven; carries stall and canary figures
     node -> learner  Rejected   staging or proof failed, with the reason; that node does not generate
 
-A newcomer sends Join. It gets Layout, an epoch of its own, and at once the current version over the relay. That comes
-from the learner or from a node that has it, which the learner asks first:
+A newcomer sends Join. It gets Welcome, an epoch of its own, and the current version over the relay. That comes from the
+learner or from a node that has it, which the learner asks first:
 
     learner -> node  Serve      may another node fetch V from your staging buffer?
     node -> learner  Serving    yes, here; or no, and why

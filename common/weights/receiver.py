@@ -67,7 +67,7 @@ class Receiver:
         """`allocate(n)` gives a zeroed [n] uint8 buffer."""
         self._group_factory, self._allocate = group_factory, allocate
         self._lock = threading.Lock()
-        self._layout: Layout | None = None
+        self.layout: Layout | None = None  # the learner's, from Welcome
         self._epoch: Epoch | None = None
         self._group: Group | None = None  # the group of self._epoch between two transfers
         self._transfer: _Transfer | None = None  # the newest
@@ -77,10 +77,6 @@ class Receiver:
         self._contents: tuple[int, int] | None = None  # likewise of self._buffer, if whole and proven
         self._server: RelayServer | None = None  # serves the staging buffer, once the learner has asked for it
         self._status = StagingStatus()
-
-    @property
-    def layout(self) -> Layout | None:
-        return self._layout
 
     @property
     def status(self) -> StagingStatus:
@@ -97,7 +93,7 @@ class Receiver:
                 case Welcome():  # a version that was staged before is discarded
                     self._abandon()
                     self._withdraw()
-                    self._layout, self._status = message.layout, StagingStatus()
+                    self.layout, self._status = message.layout, StagingStatus()
                     self._buffer = self._staged = self._taken = None
                 case Epoch():  # the next publish arrives over its group
                     self._abandon()
@@ -125,11 +121,11 @@ class Receiver:
 
     def _start(self, publish: Publish) -> None:
         """Begin to receive it."""
-        if self._layout is None or self._layout.digest != publish.layout_digest:
+        if self.layout is None or self.layout.digest != publish.layout_digest:
             raise ValueError(f"version {publish.version} has another layout than the one that was announced")
         if self._epoch is None or self._epoch.epoch != publish.epoch:
             raise ValueError(f"version {publish.version} is sent to epoch {publish.epoch}, which this node is not in")
-        self._check_encoding(publish, self._layout)
+        self._check_encoding(publish, self.layout)
         self._withdraw()
         group, self._group = self._group, None  # the thread owns group and buffer until it succeeds
         buffer, self._buffer = self._buffer, None
@@ -137,7 +133,7 @@ class Receiver:
             buffer = self._staged[1]  # a newer version supersedes one that was never applied
         self._staged = None
         self._abandon()
-        self._transfer = _Transfer(publish, self._layout, self._epoch, group, buffer)
+        self._transfer = _Transfer(publish, self.layout, self._epoch, group, buffer)
         self._status = self._transfer.status("receiving")
         threading.Thread(target=self._receive, args=(self._transfer,), daemon=True, name="receive-weights").start()
 
@@ -169,7 +165,7 @@ class Receiver:
     def give_back(self, flat: torch.Tensor) -> None:
         """The buffer from `take`, unchanged; it may be served, and written again."""
         with self._lock:
-            if self._layout is not None and flat.numel() == self._layout.total_bytes:
+            if self.layout is not None and flat.numel() == self.layout.total_bytes:
                 self._buffer, self._contents = flat, self._taken
             self._taken = None
 

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from rollout_fleet.engine import scheduler_stats
 from rollout_fleet.engine.environment_variables import prepare_environment
 from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation
 from rollout_fleet.vllm_patches import shared_files
-from rollout_fleet.vllm_patches.prefix_cache import salt
+from rollout_fleet.vllm_patches.flip import salt
 from rollout_fleet.vllm_plugin import BACKEND
 from rollout_fleet.weights.engine_weights import UNLABELLED, EngineWeights
 
@@ -50,10 +51,9 @@ class Engine:
         self._config = config
         self._random = weights == "random"
         self._seed = config.run.seed if seed is None else seed
-        self._stop_token_ids = end_tokens(Path(config.model.path)) if stop_token_ids is None else stop_token_ids
-        self._counters = EngineCounters()
+        self.stop_token_ids = end_tokens(Path(config.model.path)) if stop_token_ids is None else stop_token_ids
+        self.counters = EngineCounters()
         self._numbers = itertools.count()
-        self._params: dict[tuple[int, float, float], Any] = {}
         self._llm: Any = None
         self._vocabulary = 0  # the model's, known when the engine is up
         self._moe_layers: list[int] | None = None  # whose routing is recorded; None: it is not
@@ -62,19 +62,10 @@ class Engine:
         self.weights = EngineWeights(recompute=config.weights.kv_cache == "recompute")
 
     @property
-    def counters(self) -> EngineCounters:
-        return self._counters
-
-    @property
     def holds(self) -> int:
         """Number of requests of full length that fit into the KV cache; known once the engine is up."""
         config = self._llm.vllm_config
         return config.cache_config.num_gpu_blocks * config.cache_config.block_size // config.model_config.max_model_len
-
-    @property
-    def version(self) -> int:
-        """Policy version of the weights in the engine; -1: none, or those of the folder."""
-        return self.weights.version
 
     async def start(self) -> None:
         """Bring the engine up (seconds to minutes) beside the event loop; raises SlipstreamError with the reason."""
@@ -105,13 +96,14 @@ class Engine:
             raise ValueError(f"token {strange}, the model has 0 to {self._vocabulary - 1}")
         request_id = str(next(self._numbers))
         prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": salt(self.weights.label)}
-        output = await self._request(request_id, prompt, self._sampling(max_tokens, temperature, top_p))
+        params = _sampling_params(max_tokens, temperature, top_p, tuple(self.stop_token_ids))
+        output = await self._request(request_id, prompt, params)
         generation = to_generation(output, self._moe_layers)
         await self.weights.wait_proven(run.version for run in generation.version_runs)
-        self._counters.requests += 1
-        self._counters.tokens_generated += len(generation.tokens)
-        self._counters.prompt_tokens += len(prompt_ids)
-        self._counters.cached_tokens += output.num_cached_tokens or 0
+        self.counters.requests += 1
+        self.counters.tokens_generated += len(generation.tokens)
+        self.counters.prompt_tokens += len(prompt_ids)
+        self.counters.cached_tokens += output.num_cached_tokens or 0
         return generation
 
     async def shutdown(self) -> None:
@@ -152,7 +144,7 @@ class Engine:
             if outputs and outputs[-1].finished:
                 return outputs[-1]
         except asyncio.CancelledError:
-            self._counters.aborted += 1
+            self.counters.aborted += 1
             raise
         except EngineDeadError as error:
             reason = "was shut down" if self._llm is None else "died; its process's log has the reason"
@@ -166,28 +158,6 @@ class Engine:
             raise SlipstreamError(f"the engine failed on a request: {cause or error}") from error
         raise SlipstreamError("the engine ended a request without a result")
 
-    def _sampling(self, max_tokens: int, temperature: float, top_p: float) -> Any:
-        """SamplingParams; vLLM copies them per request, so equal ones are made once."""
-        key = (max_tokens, temperature, top_p)
-        params = self._params.get(key)
-        if params is None:
-            from vllm import SamplingParams
-            from vllm.sampling_params import RequestOutputKind
-
-            params = self._params[key] = SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                ignore_eos=True,  # the end tokens are ours to say, whatever the folder has
-                stop_token_ids=self._stop_token_ids,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                skip_clone=True,  # a shallow copy per request: nothing in it is changed afterwards
-            )
-        return params
-
     def _create(self) -> Any:
         """Build AsyncLLM; blocks for the whole start."""
         shared_files.remove_left_files()
@@ -196,7 +166,7 @@ class Engine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         watched = self._config.rollout.concurrency == "auto"  # costs some time at every engine step
-        loggers = [scheduler_stats.stat_logger(self._counters, lambda: self.weights.half_flips)] if watched else None
+        loggers = [scheduler_stats.stat_logger(self.counters, lambda: self.weights.half_flips)] if watched else None
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments(on_cpu)), stat_loggers=loggers)
 
     def _arguments(self, on_cpu: bool) -> dict[str, Any]:
@@ -212,6 +182,9 @@ class Engine:
             "seed": self._seed,
             "max_model_len": engine.max_model_len,
             "max_num_seqs": engine.max_num_seqs,
+            "max_num_batched_tokens": engine.max_batched_tokens,
+            "kv_cache_memory_bytes": None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20,
+            "block_size": engine.block_size,
             "tensor_parallel_size": engine.tensor_parallel,
             "enforce_eager": engine.eager,
             "gpu_memory_utilization": engine.gpu_memory_utilization,
@@ -222,17 +195,30 @@ class Engine:
             "worker_extension_cls": "rollout_fleet.weights.worker_extension.WorkerExtension",
             "enable_return_routed_experts": self._config.learner.moe.replay_routing,
         }
-        if engine.max_batched_tokens is not None:
-            arguments["max_num_batched_tokens"] = engine.max_batched_tokens
-        if engine.kv_cache_mib is not None:
-            arguments["kv_cache_memory_bytes"] = engine.kv_cache_mib << 20
-        if engine.block_size is not None:
-            arguments["block_size"] = engine.block_size
         if on_cpu:
             arguments["distributed_executor_backend"] = "uni" if engine.tensor_parallel == 1 else "mp"
         else:
             arguments["moe_backend"] = "triton"  # others reorder the experts when loaded: no updates in place, no proof
         return arguments
+
+
+@lru_cache(maxsize=4096)
+def _sampling_params(max_tokens: int, temperature: float, top_p: float, stop_token_ids: tuple[int, ...]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        ignore_eos=True,  # the end tokens are ours to say, whatever the folder has
+        stop_token_ids=list(stop_token_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # a shallow copy per request: nothing in it is changed afterwards
+    )
 
 
 def to_generation(output: Any, moe_layers: list[int] | None = None) -> Generation:

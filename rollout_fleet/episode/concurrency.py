@@ -38,19 +38,16 @@ class Slots:
             await slot
         except asyncio.CancelledError:
             if slot.done() and not slot.cancelled():  # it was given and is not wanted any more
-                self._free()
+                await self.__aexit__()
             raise
 
     async def __aexit__(self, *_: object) -> None:
-        self._free()
+        self.taken -= 1
+        self._give()
 
     def resize(self, limit: int) -> None:
         """Give out `limit` slots from now on."""
         self.limit = limit
-        self._give()
-
-    def _free(self) -> None:
-        self.taken -= 1
         self._give()
 
     def _give(self) -> None:
@@ -64,10 +61,9 @@ class Slots:
 class AdaptiveLimit:
     """As many slots as fill the engine, but no more than fit its KV cache without much lost time.
 
-    A single preemption costs little: vLLM preempts the newest request, which is soon computed again. The limit
-    follows the share of engine time that goes into it. Growth is clocked by requests that end, as TCP's is by
-    acknowledgements (Jacobson 1988), because requests that have just begun fill little of the cache. A decrease
-    takes effect when the slots beyond it are free again; until then there is no second one.
+    The limit follows the share of engine time that goes into computing preempted requests again. Growth is clocked by
+    requests that end, as TCP's is by acknowledgements (Jacobson 1988), because new requests fill little of the cache.
+    A decrease takes effect when the slots beyond it are free again; until then there is no second one.
     """
 
     def __init__(self, low: int, high: int, step: int, holds: int = 0) -> None:

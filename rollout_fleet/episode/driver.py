@@ -80,10 +80,6 @@ class EpisodeFailed(Exception):
         super().__init__(message if len(message) <= REASON_CHARS else message[:REASON_CHARS] + " ...")
 
 
-class _Refused(Exception):
-    """The environment said something that the driver cannot use."""
-
-
 class Episode(Protocol):
     """One episode. `record` is what its sample has so far; `play` raises EpisodeFailed for a fault of the sample's."""
 
@@ -192,7 +188,7 @@ class _EnvironmentEpisode:
         try:
             async with clock:
                 yield
-        except StageFailed:
+        except (StageFailed, EpisodeFailed):
             raise
         except Exception as error:
             if isinstance(error, TimeoutError) and clock.expired():
@@ -251,9 +247,10 @@ def failure(error: Exception, where: str) -> EpisodeFailed:
     """Why a sample fails whose environment raised `error` in `where`."""
     if isinstance(error, EnvironmentRaised):
         return EpisodeFailed(f"{where} {error}")
-    reasons = {Flood: StopReason.ENVIRONMENT_FLOOD, EnvironmentDied: StopReason.ENVIRONMENT_KILLED}
-    if isinstance(error, Flood | EnvironmentDied | _Refused):
-        return EpisodeFailed(f"{where}: {error}", reasons.get(type(error), StopReason.ENVIRONMENT_ERROR))
+    if isinstance(error, Flood | EnvironmentDied):
+        flood = isinstance(error, Flood)
+        reason = StopReason.ENVIRONMENT_FLOOD if flood else StopReason.ENVIRONMENT_KILLED
+        return EpisodeFailed(f"{where}: {error}", reason)
     return EpisodeFailed(f"{where} raised {type(error).__name__}: {error}")
 
 
@@ -261,16 +258,16 @@ def finite(reward: Any) -> float:
     """A reward as a finite float; raises for anything else."""
     reward = float(reward)
     if not math.isfinite(reward):
-        raise _Refused(f"reward {reward} is not finite")
+        raise EpisodeFailed(f"reward {reward} is not finite")
     return reward
 
 
 def checked_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """The environment's numbers, which travel with the sample, as finite floats; raises for anything else."""
     if len(metrics) > METRICS_MAX:
-        raise _Refused(f"{len(metrics)} metrics, at most {METRICS_MAX} are kept")
+        raise EpisodeFailed(f"{len(metrics)} metrics, at most {METRICS_MAX} are kept")
     found = {str(name)[:METRIC_NAME_MAX]: float(value) for name, value in metrics.items()}
     bad = [name for name, value in found.items() if not math.isfinite(value)]
     if bad:
-        raise _Refused(f"metric {bad[0]!r} is not finite")
+        raise EpisodeFailed(f"metric {bad[0]!r} is not finite")
     return found

@@ -1,9 +1,8 @@
 """Turns an environment's messages into token ids; the policy's text is never tokenised.
 
-A chat template renders whole conversations; this module takes only the new text from it. First that is the prompt,
-later the text between two turns of the assistant. To find it, the module renders a made-up conversation: the assistant
-says a mark, and the new messages follow. The text after the mark is the new text. So a turn's tokens are always an
-exact prefix of the next prompt, even if the template would change earlier turns.
+A chat template renders whole conversations; this module takes only the new text from it. For the text between two
+turns it renders a made-up conversation, in which the assistant says a mark and the new messages follow. So a turn's
+tokens are an exact prefix of the next prompt, even if the template would change earlier turns.
 """
 
 import json

@@ -38,9 +38,7 @@ class Sampler(Protocol):
     ) -> Generation:
         """Continue `prompt_ids` by at most `max_tokens` tokens, also across flips; temperature 0 is greedy.
 
-        Raises:
-            SlipstreamError: the engine is dead; the message says why.
-            ValueError: this request cannot be served, for example with a token outside the vocabulary.
+        Raises SlipstreamError when the engine is dead, ValueError when this request cannot be served.
         """
         ...
 

@@ -28,9 +28,7 @@ class EvalResult(msgspec.Struct, frozen=True):
 def run_eval(config: Config, model_path: Path, limit: int | None = None) -> EvalResult:
     """Evaluate a Hugging Face folder with its tokenizer on the first `limit` problems of tasks.eval_dataset.
 
-    Raises:
-        UsageError: no eval dataset, no model folder, or an environment that cannot be used.
-        SlipstreamError: the engine failed.
+    Raises UsageError without dataset or model or for an unusable environment, SlipstreamError when the engine failed.
     """
     if config.tasks.eval_dataset is None:
         raise UsageError("tasks.eval_dataset names no held-out problems")

@@ -4,6 +4,7 @@ Neither the engine's start, which blocks for seconds, nor a busy node loop delay
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -25,9 +26,6 @@ class Heartbeat:
 
     def __init__(self, connect: Connect, status: OwnStatus, timeout: BrokerTimeout, every_s: float) -> None:
         self._connect, self._status, self._timeout, self._every_s = connect, status, timeout, every_s
-        self._on_reply: Callable[[HeartbeatReply], None] = lambda reply: None
-        self._on_lost: Callable[[SlipstreamError], None] = lambda error: None
-        self._owner: asyncio.AbstractEventLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
         self._stopping = False
@@ -35,8 +33,7 @@ class Heartbeat:
 
     def start(self, on_reply: Callable[[HeartbeatReply], None], on_lost: Callable[[SlipstreamError], None]) -> None:
         """Begin; both callbacks are called in the event loop that runs now."""
-        self._on_reply, self._on_lost = on_reply, on_lost
-        self._owner = asyncio.get_running_loop()
+        self._on_reply, self._on_lost, self._owner = on_reply, on_lost, asyncio.get_running_loop()
         self._thread.start()
 
     def beat_now(self) -> None:
@@ -52,22 +49,20 @@ class Heartbeat:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._beat_for_ever())
+            asyncio.run(self._beat_until_stopped())
         except (BrokerError, BrokerLost) as error:  # refused: another process has this node's id
             self._tell(self._on_lost, error)
         except Exception as error:
             logger.exception("heartbeats ended")
             self._tell(self._on_lost, SlipstreamError(f"heartbeats ended: {type(error).__name__}: {error}"))
 
-    async def _beat_for_ever(self) -> None:
+    async def _beat_until_stopped(self) -> None:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         async with self._connect() as broker:
             while not self._stopping:
                 await self._beat(broker)
-                try:
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._every_s)
-                except TimeoutError:
-                    continue
                 self._wake.clear()
 
     async def _beat(self, broker: NodeBroker) -> None:
@@ -83,6 +78,5 @@ class Heartbeat:
         self._tell(self._on_reply, reply)
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
-        assert self._owner is not None
         if not self._owner.is_closed():
             self._owner.call_soon_threadsafe(callback, *arguments)

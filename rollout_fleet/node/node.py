@@ -4,12 +4,7 @@
        ^                  |                    ^                    |
        +---- complete ----+                    +-- weight feed <----+ learner's address
 
-The loop waits for one of four events:
-
-- an episode ends, which frees a slot;
-- the broker answers with a task;
-- a new policy version is in the engine;
-- there is a reason to stop: a signal, a finished learner, a failed proof, a dead engine or a lost broker.
+The loop waits for the end of an episode, for a task, for a new policy version or for a reason to stop.
 
 The loop counts episodes that run or wait for a slot, not groups: a group with one long episode left takes one slot. So
 the engine stays full. Tasks are leased a little ahead of need. The samples of a group start one after another, so that
@@ -69,8 +64,6 @@ class Node:
         self._fatal: SlipstreamError | None = None
         self.stopping = asyncio.Event()  # a drain was asked for, or something failed
 
-    # ---------------------------------------------------------------- from outside, in the node's event loop
-
     def request_drain(self, reason: str, abandon: bool = False) -> None:
         """Stop leasing and come to an end; `abandon` gives running groups back at once."""
         if self._drain_reason is None:
@@ -100,8 +93,6 @@ class Node:
         if reply.drain and self._drain_reason is None:
             self.request_drain("the learner is done", abandon=True)
 
-    # ---------------------------------------------------------------- the loop
-
     async def run(self) -> int:
         """Work until drained (0) or excluded (1); raises SlipstreamError when engine or broker are lost."""
         self._working = True
@@ -113,8 +104,10 @@ class Node:
         watcher = asyncio.create_task(self._watch())
         try:
             while self._drain_reason is None and self._parts.feed.state.excluded is None:
-                await self._raise_fatal()
-                await self._turn()
+                if self._fatal is None:
+                    await self._turn()
+                elif (await self._parts.feed.wait_change(RETRY_S)).excluded is None:
+                    raise self._fatal  # no proof failed, which may also let an engine refuse
             reason = self._parts.feed.state.excluded
             return await (self._exclude(reason) if reason is not None else self._drain())
         finally:
@@ -164,8 +157,6 @@ class Node:
         parts.timeout.answered()
         return leases
 
-    # ---------------------------------------------------------------- the end
-
     async def _drain(self) -> int:
         """Give back the tasks not started, let the others finish within the bound, then give back the rest."""
         self._parts.status.show("draining", f"running groups ({self._drain_reason})")
@@ -190,16 +181,6 @@ class Node:
         self._parts.beat_now()
         await asyncio.sleep(RETRY_S)  # a heartbeat carries the reason before the node leaves
         return EXIT_FAILED
-
-    async def _raise_fatal(self) -> None:
-        if self._fatal is not None:
-            state = self._parts.feed.state
-            if state.excluded is None:  # an engine that refuses may do so because its proof just failed
-                state = await self._parts.feed.wait_change(RETRY_S)
-            if state.excluded is None:
-                raise self._fatal
-
-    # ---------------------------------------------------------------- watching
 
     async def _watch(self) -> None:
         """Keep the status current, and wake the loop when the weights change."""

@@ -58,7 +58,6 @@ class RunningGroups:
 
     @property
     def tokens(self) -> list[str]:
-        """The tokens of the leases."""
         return list(self._running)
 
     @property
@@ -128,16 +127,12 @@ class RunningGroups:
     async def _hand_in(self, lease: Lease, done: RolledOut) -> None:
         parts, node_id = self._parts, self._parts.status.node_id
         if done.failure is not None:
-            await self._give_up(lease, done, done.failure)
-            return
-        payload = encode_group(done.group)
+            return await self._give_up(lease, done, done.failure)
+        work = node_id, lease.token, done.meta, encode_group(done.group)
         try:
-            accepted = await parts.timeout.repeat(
-                lambda: parts.broker.complete(node_id, lease.token, done.meta, payload)
-            )
+            accepted = await parts.timeout.repeat(lambda: parts.broker.complete(*work))
         except BrokerError as error:
-            await self._give_up(lease, done, str(error))
-            return
+            return await self._give_up(lease, done, str(error))
         if not accepted:  # the broker counts its tokens as wasted
             logger.warning("the group of task %d came too late and was refused", lease.task.serial)
         elif parts.status.joining.reached("delivered"):

@@ -14,6 +14,12 @@ from torch.nn import functional as F
 from rollout_fleet.vllm_patches.compat import require
 
 FEW_ROWS = 16  # below, the overhead of a call dominates, and torch's own linear is faster
+_mkldnn = torch.ops.mkldnn
+_DTYPES: set[torch.dtype] = set()  # that oneDNN's operator takes
+if torch.backends.mkldnn.is_available() and hasattr(_mkldnn, "_linear_pointwise"):
+    _DTYPES.add(torch.float32)
+    if hasattr(_mkldnn, "_is_mkldnn_bf16_supported") and _mkldnn._is_mkldnn_bf16_supported():
+        _DTYPES.add(torch.bfloat16)
 
 
 def keep_cpu_weights_live() -> None:
@@ -37,24 +43,11 @@ def keep_cpu_weights_live() -> None:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + b from the parameter, about as fast as from a packed copy; [rows, in] x [out, in] -> [rows, out].
 
-    In float32 torch's linear uses MKL, which takes twice as long as oneDNN on processors that are not Intel's. In
-    bfloat16 it misses oneDNN's best kernels. The operator that torch's compiler emits takes weights as they are.
+    Torch's linear is slower: MKL in float32 on other processors than Intel's, and no best kernels in bfloat16.
     """
     if x.dim() != 2 or len(x) < FEW_ROWS or x.dtype not in _DTYPES or torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-def _supported() -> frozenset[torch.dtype]:
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return frozenset()
-    found = {torch.float32}
-    if hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        found.add(torch.bfloat16)
-    return frozenset(found)
-
-
-_DTYPES = _supported()
+    return _mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def _apply_experts(

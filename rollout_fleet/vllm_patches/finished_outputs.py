@@ -1,4 +1,4 @@
-"""Outputs leave the engine process once per request, and enter the front process in one go."""
+"""Outputs leave the engine process once per request."""
 
 from typing import Any
 
@@ -128,31 +128,3 @@ def release_held(engine: Any, request_ids: set[str] | None = None) -> None:
     for client, batch in batches.items():
         message = EngineCoreOutputs(outputs=batch, weight_version=engine.get_weight_version())
         engine.output_queue.put_nowait((client, message))
-
-
-def take_in_logprobs_at_once() -> None:
-    """The front process appends the log-probabilities of many tokens in one go.
-
-    vLLM 0.32-0.33 handles each token by itself (3 us), which without alternatives and detokenizer is not needed.
-    """
-    from vllm.logprobs import FlatLogprobs
-    from vllm.v1.engine.logprobs import LogprobsProcessor
-
-    one_by_one = LogprobsProcessor._update_sample_logprobs
-
-    def at_once(processor: Any, lists: Any) -> None:
-        flat = processor.logprobs
-        if processor.num_logprobs != 0 or processor.tokenizer is not None or type(flat) is not FlatLogprobs:
-            one_by_one(processor, lists)
-            return
-        logprobs = lists.logprobs[:, 0].tolist()
-        before = len(flat.logprobs)
-        flat.start_indices.extend(range(before, before + len(logprobs)))
-        flat.end_indices.extend(range(before + 1, before + 1 + len(logprobs)))
-        flat.token_ids.extend(lists.logprob_token_ids[:, 0].tolist())
-        flat.logprobs.extend(logprobs)
-        flat.ranks.extend(lists.sampled_token_ranks.tolist())
-        flat.decoded_tokens.extend([None] * len(logprobs))
-        processor.cumulative_logprob += sum(logprobs)
-
-    LogprobsProcessor._update_sample_logprobs = at_once  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ import msgspec
 
 from common.errors import SlipstreamError
 from common.weights.receiver import StagingStatus
-from rollout_fleet.vllm_patches.prefix_cache import salt
+from rollout_fleet.vllm_patches.flip import salt
 from rollout_fleet.weights.weight_proof import Proof
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class EngineWeights:
         self._llm, self._usable = llm, usable
         config = llm.vllm_config
         # With batches in flight a label would be one step off: those engines are paused around the flip.
-        self._pause_first = bool(config.scheduler_config.async_scheduling) or config.max_concurrent_batches > 1
+        self._pause_first = config.scheduler_config.async_scheduling or config.max_concurrent_batches > 1
 
     def detach(self) -> None:
         """The engine goes away; calls that wait for a proof fail."""
@@ -123,9 +123,8 @@ class EngineWeights:
                 self.incarnation, self.version, self._usable = incarnation, version, True
                 checksum = await _answered(self._proof(incarnation, version), f"proof of version {version}")
                 if checksum != expected_checksum:
-                    raise ProofFailed(
-                        f"version {version}: the engine has checksum {checksum}, published was {expected_checksum}"
-                    )
+                    differs = f"the engine has checksum {checksum}, published was {expected_checksum}"
+                    raise ProofFailed(f"version {version}: {differs}")
             except BaseException as error:
                 await self.exclude(str(error) or type(error).__name__)
                 raise
@@ -137,13 +136,8 @@ class EngineWeights:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            prompt_logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        final = RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=final)
         request_id = f"canary-{self.label}-{time.monotonic_ns()}"
         prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(self.label, request_id)}
 
@@ -170,13 +164,13 @@ class EngineWeights:
         core = self._llm.engine_core
         self.half_flips += 1
         try:
-            if not self._pause_first:
-                return await core.call_utility_async("slipstream_flip", incarnation, version, self.recompute)
             started = time.perf_counter()
-            await core.pause_scheduler_async(mode="keep", clear_cache=False)
-            await core.call_utility_async("slipstream_flip", incarnation, version, self.recompute)
-            await core.resume_scheduler_async()
-            return time.perf_counter() - started
+            if self._pause_first:
+                await core.pause_scheduler_async(mode="keep", clear_cache=False)
+            stall_s = await core.call_utility_async("slipstream_flip", incarnation, version, self.recompute)
+            if self._pause_first:
+                await core.resume_scheduler_async()
+            return time.perf_counter() - started if self._pause_first else stall_s
         finally:
             self.half_flips += 1
 

@@ -1,29 +1,27 @@
 """The workers of one engine: one, or as many as its tensor parallelism, each with a shard of every parameter.
 
-Rank 0 receives, into memory that the others map; all of them load their shards from it, and prove them against it.
+Rank 0 receives, into memory that the others map; all of them load their shards from it, and prove them against it. The
+memory has no name in the file system, so the kernel frees it when its processes end, also when they are killed.
 """
 
+import os
+import weakref
 from typing import Any
 
 import torch
 
 from common.weights.receiver import Receiver
-from common.weights.shared_memory import SharedBuffers, attach
 
 
 class Ranks:
     """This worker among them. `take` and `agree` are collective: a flip calls them on every rank."""
 
-    def __init__(self, group: Any = None) -> None:
-        """After the engine's groups were made; `group` None: that of vLLM's tensor parallelism."""
-        if group is None:
-            from vllm.distributed.parallel_state import get_tp_group
-
-            group = get_tp_group()
-        self._group: Any = group
-        self.rank, self.size = int(self._group.rank_in_group), int(self._group.world_size)
-        self._buffers = SharedBuffers()
-        self.receiver = Receiver() if self.size == 1 else Receiver(allocate=self._buffers.allocate)
+    def __init__(self, group: Any) -> None:
+        """`group`: that of vLLM's tensor parallelism."""
+        self._group = group
+        self.rank, self.size = int(group.rank_in_group), int(group.world_size)
+        self.buffers = SharedBuffers()
+        self.receiver = Receiver() if self.size == 1 else Receiver(allocate=self.buffers.allocate)
 
     @property
     def receives(self) -> bool:
@@ -41,7 +39,7 @@ class Ranks:
         if self.receives:
             try:
                 flat = self.receiver.take(incarnation, version)
-                path = self._buffers.path(flat)
+                path = self.buffers.path(flat)
             except ValueError as error:
                 problem = str(error)  # the other ranks get the reason instead of waiting
         path, problem = self._group.broadcast_object((path, problem), src=0)
@@ -58,3 +56,33 @@ class Ranks:
             raise error
         if failed.item():
             raise ValueError(f"{failed.item()} of {self.size} workers could not load their shards")
+
+
+class SharedBuffers:
+    """Staging buffers of one process; the others attach by the path that it sends them."""
+
+    def __init__(self) -> None:
+        self._paths: dict[int, str] = {}  # by address
+
+    def allocate(self, total_bytes: int) -> torch.Tensor:
+        """A zeroed [total_bytes] uint8 buffer."""
+        descriptor = os.memfd_create("slipstream-weights")
+        os.ftruncate(descriptor, total_bytes)
+        flat = attach(f"/proc/self/fd/{descriptor}", total_bytes)
+        address = flat.data_ptr()
+        self._paths[address] = f"/proc/{os.getpid()}/fd/{descriptor}"
+        weakref.finalize(flat, self._forget, address, descriptor)
+        return flat
+
+    def path(self, flat: torch.Tensor) -> str:
+        """Where another process finds a buffer of `allocate` while the buffer exists."""
+        return self._paths[flat.data_ptr()]
+
+    def _forget(self, address: int, descriptor: int) -> None:
+        self._paths.pop(address, None)
+        os.close(descriptor)
+
+
+def attach(path: str, total_bytes: int) -> torch.Tensor:
+    """The [total_bytes] uint8 buffer at `path`, the same memory; raises RuntimeError when it is gone."""
+    return torch.from_file(path, shared=True, size=total_bytes, dtype=torch.uint8)

@@ -72,7 +72,7 @@ class WeightClient:
         logger.info("following the learner at %s (incarnation %d)", address, incarnation)
         self._address, self._incarnation = address, incarnation
         self._disconnect()
-        self._connect(address)
+        self._connect()
 
     async def wait_change(self, timeout_s: float) -> WeightsState:
         """Return when `state` differs from what it was at the call, or after `timeout_s`."""
@@ -92,9 +92,8 @@ class WeightClient:
         self._disconnect()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # ---- connection
-
-    def _connect(self, address: str) -> None:
+    def _connect(self) -> None:
+        address = self._address
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_LEARNER_MESSAGE_BYTES)
@@ -153,8 +152,6 @@ class WeightClient:
             else:
                 self._jobs.put_nowait((message, data))
 
-    # ---- work, in the order that the learner asked for it
-
     async def _work(self, jobs: asyncio.Queue[Job]) -> None:
         while True:
             message, data = await jobs.get()
@@ -176,15 +173,12 @@ class WeightClient:
         elif isinstance(message, messages.Activate):
             await self._activate(message)
         elif isinstance(message, messages.Serve):
-            await self._serve(message, data)
-
-    async def _serve(self, message: messages.Serve, data: bytes) -> None:
-        try:
-            answer = await self._target.tell(data, self._node_id)
-        except SlipstreamError as error:
-            answer = messages.encode(messages.Serving(self._node_id, message.key, reason=str(error)[:500]))
-        if self._socket is not None:
-            await self._socket.send(answer)
+            try:
+                answer = await self._target.tell(data, self._node_id)
+            except SlipstreamError as error:
+                answer = messages.encode(messages.Serving(self._node_id, message.key, reason=str(error)[:500]))
+            if self._socket is not None:
+                await self._socket.send(answer)
 
     def _cancel_staging(self) -> None:
         if self._staging is not None:

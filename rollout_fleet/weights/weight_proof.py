@@ -31,11 +31,12 @@ class Unreadable(Exception):
     """A published tensor has no counterpart among the engine's parameters."""
 
 
-def tensors(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
-    """(entry, live tensor of the entry's shape) in layout order, of a model without tensor parallelism; no copies.
+def checksum(model: Any, layout: Layout) -> str:
+    """Checksum of the live parameters in layout order, without tensor parallelism; the publisher's if all bytes agree.
 
     Raises Unreadable, naming the tensor, when it cannot be found or has another shape or dtype.
     """
+    digest, at = xxhash.xxh3_128(), 0
     for entry, found in _live(model, layout):
         if found.dim() == len(entry.shape) and found.shape[1:] == entry.shape[1:] and len(found) > entry.shape[0]:
             found = found[: entry.shape[0]]  # padded vocabulary rows
@@ -43,17 +44,8 @@ def tensors(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
         if tuple(found.shape) != entry.shape or dtype != entry.dtype:
             has = f"{dtype} {tuple(found.shape)}"
             raise Unreadable(f"{entry.name} was published as {entry.dtype} {entry.shape}, the engine has {has}")
-        yield entry, found.data
-
-
-def checksum(model: Any, layout: Layout) -> str:
-    """Checksum of the live parameters in layout order, the publisher's if all bytes agree; raises as `tensors`."""
-    digest = xxhash.xxh3_128()
-    at = 0
-    for entry, tensor in tensors(model, layout):
         digest.update(bytes(entry.offset - at))  # alignment gaps are zero in the buffer
-        data = tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy()
-        digest.update(memoryview(data))
+        digest.update(memoryview(found.contiguous().cpu().view(-1).view(torch.uint8).numpy()))
         at = entry.offset + entry.size_bytes
     digest.update(bytes(layout.total_bytes - at))
     return digest.hexdigest()

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -44,7 +45,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[WeightTransferInitInfo, Slip
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         remember_device()
-        self.ranks = Ranks()
+        self.ranks = Ranks(get_tp_group())
         self.receiver = self.ranks.receiver
         self.proof: Proof | None = None
         self._proving: threading.Thread | None = None
@@ -62,8 +63,9 @@ class SlipstreamTransferEngine(WeightTransferEngine[WeightTransferInitInfo, Slip
 
     def receive_weights(self, update_info: SlipstreamUpdateInfo) -> None:
         """Load the staged version into the live parameters, on every rank; raises ValueError when it is not staged."""
-        layout = self._layout()
-        flat, error = None, None
+        layout, flat, error = self.receiver.layout, None, None
+        if layout is None:
+            raise ValueError("no layout was announced")
         try:
             flat = self.ranks.take(update_info.incarnation, update_info.version, layout.total_bytes)
             with torch.no_grad():
@@ -81,16 +83,11 @@ class SlipstreamTransferEngine(WeightTransferEngine[WeightTransferInitInfo, Slip
         """Begin to prove; generation continues, and the engine delays its results until the proof is there."""
         if self._applied is None:
             return
-        self._proving = threading.Thread(target=self._prove, args=(*self._applied, self._layout()), daemon=True)
+        self._proving = threading.Thread(target=self._prove, args=(*self._applied, self.receiver.layout), daemon=True)
         self._proving.start()
 
     def shutdown(self) -> None:
         self.receiver.close()
-
-    def _layout(self) -> Layout:
-        if self.receiver.layout is None:
-            raise ValueError("no layout was announced")
-        return self.receiver.layout
 
     def _prove(self, incarnation: int, version: int, layout: Layout) -> None:
         flat, self._loaded = self._loaded, None

@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from msgspec import structs
 
 from common.weights.collectives import bucket_timeout
 from common.weights.messages import Epoch, Publish, Serve, Source
-from tests.contract.transport_rig import Child, Sender, children, layout_of, payload
+from tests.contract.transport_rig import Child, Sender, layout_of, payload
 from tests.waiting import LIMIT_S
 
 SIZE = 1_000_000 // 64 * 64
@@ -28,7 +29,10 @@ def sender(request: pytest.FixtureRequest) -> Iterator[Sender]:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[list[Child]]:
-    yield from children(3, SIZE)
+    made = [Child(layout_of(payload(SIZE, 0))) for _ in range(3)]
+    yield made
+    for child in made:
+        child.kill()
 
 
 @pytest.fixture
@@ -44,26 +48,22 @@ def arrived(nodes: list[Child], publish: Publish) -> None:
         assert (said.get("event"), said.get("checksum")) == ("staged", publish.checksum), said
 
 
-def test_bytes_arrive_as_they_were_sent_at_every_size_of_group_and_bucket(sender: Sender, nodes: list[Child]) -> None:
-    for count, bucket in ((1, 7_777), (2, BUCKET), (3, SIZE + 1), (3, 1 << 20)):
-        flat = payload(SIZE, count)
-        sender.form(nodes[:count])
-        publish = sender.announce(nodes[:count], flat, bucket)
-        assert sender.send(flat, bucket) == ""
-        arrived(nodes[:count], publish)
+def crosses(sender: Sender, members: list[Child], seed: int, bucket: int = BUCKET) -> Publish:
+    """Send a payload that every member gets as it was sent."""
+    flat = payload(SIZE, seed)
+    publish = sender.announce(members, flat, bucket)
+    assert sender.send(flat, bucket) == ""
+    arrived(members, publish)
+    return publish
 
 
-def test_payloads_follow_one_another_in_an_epoch_and_epochs_follow_one_another(
+def test_bytes_arrive_as_they_were_sent_at_every_size_of_group_and_bucket_in_epoch_after_epoch(
     sender: Sender, nodes: list[Child]
 ) -> None:
-    for seed in range(6):
-        if seed % 2 == 0:
-            sender.form(nodes[: 3 - seed // 2])
-        members = nodes[: 3 - seed // 2]
-        flat = payload(SIZE, seed)
-        publish = sender.announce(members, flat, BUCKET)
-        assert sender.send(flat, BUCKET) == ""
-        arrived(members, publish)
+    for count, bucket in ((3, 1 << 20), (1, 7_777), (2, BUCKET), (3, SIZE + 1)):
+        sender.form(nodes[:count])
+        for seed in range(2):
+            crosses(sender, nodes[:count], seed, bucket)
 
 
 @pytest.mark.parametrize("victim", ["kill", "stop", "cut"], indirect=True)
@@ -88,9 +88,7 @@ def test_a_receiver_lost_midway_costs_the_others_no_more_than_the_deadline(
         assert one["event"] in ("staged", "failed")
         assert one["event"] == "failed" or one["checksum"] == publish.checksum
     sender.form(nodes[:2])
-    publish = sender.announce(nodes[:2], flat, BUCKET)
-    assert sender.send(flat, BUCKET) == ""
-    arrived(nodes[:2], publish)
+    crosses(sender, nodes[:2], 2)
 
 
 def test_one_who_comes_late_is_waited_for(sender: Sender, nodes: list[Child]) -> None:
@@ -101,8 +99,7 @@ def test_one_who_comes_late_is_waited_for(sender: Sender, nodes: list[Child]) ->
     time.sleep(0.5)
     if sender.epoch is not None:
         assert not found, "the group is not complete"
-        last = Epoch(**{name: getattr(sender.epoch, name) for name in sender.epoch.__struct_fields__} | {"rank": 3})
-        nodes[2].tell(last)
+        nodes[2].tell(structs.replace(sender.epoch, rank=3))
     late = sender.announce(nodes[2:], flat, BUCKET)
     thread.join(LIMIT_S)
     assert found[0][0] == ""
@@ -117,7 +114,7 @@ def test_one_who_never_comes_is_an_error_within_the_deadline(sender: Sender, nod
         gone = Source("tcp://127.0.0.1:9", "key")
         nodes[0].tell(Epoch(1000, 1, 2, "", 0, sender.timeout_s, "relay", gone))
         made = sender.announce([], flat, BUCKET)
-        nodes[0].tell(Publish(**_fields(made) | {"epoch": 1000}))
+        nodes[0].tell(structs.replace(made, epoch=1000))
     else:
         sender.form(nodes[:1], size=3)
         sender.announce(nodes[:1], flat, BUCKET)
@@ -147,9 +144,7 @@ def test_a_new_epoch_in_the_middle_gives_up_the_old_one_at_once(sender: Sender, 
         sender.announce(nodes[:1], flat, BUCKET)
     began = time.monotonic()
     sender.form(nodes[:1])
-    publish = sender.announce(nodes[:1], flat, BUCKET)
-    assert sender.send(flat, BUCKET) == ""
-    arrived(nodes[:1], publish)
+    crosses(sender, nodes[:1], 9)
     assert time.monotonic() - began < LIMIT_S, "nobody waits for the deadline of the old epoch"
 
 
@@ -185,9 +180,7 @@ def test_a_receiver_that_closes_midway_ends(transport: str) -> None:
 def test_a_node_serves_what_it_holds_and_stops_when_the_next_version_comes(nodes: list[Child]) -> None:
     relay = Sender("relay", TIMEOUT_S)
     peer, other = nodes[:2]
-    flat = payload(SIZE, 10)
-    held = relay.announce([peer], flat, BUCKET)
-    arrived([peer], held)
+    held = crosses(relay, [peer], 10)
     peer.tell(Serve(0, held.version + 1, "k", LIMIT_S, "127.0.0.1:1"))
     refused = peer.hear()
     assert refused["address"] == "" and "not in the staging buffer" in refused["reason"]
@@ -197,15 +190,10 @@ def test_a_node_serves_what_it_holds_and_stops_when_the_next_version_comes(nodes
 
     def fetch(epoch: int) -> dict[str, object]:
         other.tell(Epoch(epoch, 1, 2, "", 0, TIMEOUT_S, "relay", Source(found["address"], "k", found["public"])))
-        other.tell(Publish(**_fields(held) | {"epoch": epoch}))
+        other.tell(structs.replace(held, epoch=epoch))
         return other.hear()
 
     assert fetch(2000)["checksum"] == held.checksum
-    following = relay.announce([peer], payload(SIZE, 11), BUCKET)
-    arrived([peer], following)
+    crosses(relay, [peer], 11)
     assert "no longer offered here" in str(fetch(2001)["reason"])
     relay.close()
-
-
-def _fields(message: Publish) -> dict[str, object]:
-    return {name: getattr(message, name) for name in message.__struct_fields__}

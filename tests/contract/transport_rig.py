@@ -4,7 +4,6 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -134,11 +133,3 @@ def payload(size: int, seed: int) -> torch.Tensor:
 
 def layout_of(flat: torch.Tensor) -> Layout:
     return Layout.of([("w", "bfloat16", (flat.numel() // 2,))])
-
-
-def children(count: int, size: int) -> Iterator[list[Child]]:
-    """Healthy receivers of payloads of `size` bytes, for a fixture."""
-    made = [Child(layout_of(payload(size, 0))) for _ in range(count)]
-    yield made
-    for child in made:
-        child.kill()

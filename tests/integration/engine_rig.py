@@ -4,7 +4,6 @@ import asyncio
 import gc
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import psutil
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -27,15 +27,18 @@ from common.config.schema import (
     TasksConfig,
     WeightsConfig,
 )
+from common.errors import SlipstreamError
 from common.weights.messages import Canary
 from learner.publish.publisher import WeightPublisher
 from rollout_fleet.engine.engine import Engine
+from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.weights.weight_client import WeightClient
 from tests.waiting import LIMIT_S, until_async
 
 T = TypeVar("T")
 VOCABULARY = 100  # not a multiple of 64: vLLM pads the embedding
 END = 1
+TOLERANCE = 3e-5  # log-probabilities in float32 differ by less
 SHAPE: dict[str, Any] = dict(
     vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
     max_position_embeddings=512, initializer_range=0.15, eos_token_id=END, pad_token_id=0, bos_token_id=2,
@@ -94,18 +97,14 @@ class RigEngine(Engine):
     @contextmanager
     def stopping_at(self, *tokens: int) -> Iterator[None]:
         """Meanwhile these tokens end a generation; without any, each runs to its last token."""
-        usual, self._stop_token_ids = self._stop_token_ids, list(tokens)
-        self._params.clear()
+        usual, self.stop_token_ids = self.stop_token_ids, list(tokens)
         yield
-        self._stop_token_ids = usual
-        self._params.clear()
+        self.stop_token_ids = usual
 
     async def damage_next_load(self, part: str) -> None:
-        """See DamagingExtension."""
         await self._llm.collective_rpc("damage_next_load", args=(part,))
 
     async def damage_next_bucket(self, number: int) -> None:
-        """See DamagingExtension."""
         await self._llm.collective_rpc("damage_next_bucket", args=(number,))
 
     @property
@@ -157,9 +156,7 @@ class Rig:
         self.address = self.publisher.start()
         self.engine = RigEngine(self.config)
         self.make, self.models = make, {}
-        started = time.perf_counter()
         self.run(self.engine.start(), 2 * LIMIT_S)
-        self.start_s = time.perf_counter() - started
         self.client = self.run(self._client())
 
     async def _client(self) -> WeightClient:
@@ -190,6 +187,50 @@ class Rig:
         """`put`, from within the rig's loop."""
         await asyncio.to_thread(self.publish, version)
         await self.active(version)
+
+    def put_first(self) -> None:
+        """Put version 1, whose canary has to agree."""
+        tokens = [(i * 11) % 90 + 4 for i in range(32)]
+        self.put(1, Canary(tokens, logprobs(self.make(1), tokens), tolerance=1e-4))
+        state = self.client.state
+        assert state.excluded is None and state.version == self.engine.weights.version == 1
+        assert 0 < state.canary_max_difference < 1e-4
+
+    def samples_with(self, version: int) -> Generation:
+        """See prompts continued with this version's weights; returns what came for `prompt(0)`."""
+
+        async def together() -> list[Generation]:
+            return await asyncio.gather(*(self.engine.generate(prompt(i), 40) for i in range(4)))
+
+        done = self.run(together())
+        for i, got in enumerate(done):
+            assert [run.version for run in got.version_runs] == [version]
+            assert worst(got.logprobs, logprobs(self.models[version], prompt(i) + got.tokens)[11:]) < TOLERANCE
+        return done[0]
+
+    def flip_in_flight(self, version: int, requests: int, tokens: int) -> list[Generation]:
+        """Generations of `prompt(0)`, ..., with a flip to `version` while all of them are being sampled."""
+
+        async def across() -> list[Generation]:
+            tasks = [asyncio.create_task(self.engine.generate(prompt(i), tokens)) for i in range(requests)]
+            await self.sampling(requests)
+            await self.put_async(version)
+            return await asyncio.gather(*tasks)
+
+        with self.engine.stopping_at():
+            return self.run(across())
+
+    def put_damaged(self, version: int, part: str) -> None:
+        """Put a version; one element is loaded wrongly, into a parameter that is named like `part`."""
+        self.run(self.engine.damage_next_load(part))
+        self.put(version)
+
+    def is_excluded(self, version: int, reason: str) -> None:
+        """See that the engine was stopped for `reason`; the node still says that it has `version`."""
+        state = self.client.state
+        assert reason in (state.excluded or "") and state.version == version
+        with pytest.raises(SlipstreamError, match="excluded"):
+            self.run(self.engine.generate([5, 6], 4))
 
     async def sampling(self, requests: int) -> None:
         """Wait until the engine samples so many requests at once."""

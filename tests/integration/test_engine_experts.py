@@ -13,11 +13,8 @@ import transformers
 
 from common.config.schema import MoeConfig
 from common.errors import SlipstreamError
-from common.weights.messages import Canary
 from rollout_fleet.episode.sampler_protocol import Generation
 from tests.integration.engine_rig import SHAPE, Rig, logprobs, prompt, worst
-
-TOLERANCE = 3e-5
 
 
 def qwen3_moe(seed: int) -> Any:
@@ -68,22 +65,15 @@ def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_the_first_version_of_all_experts_is_proven_and_its_canary_agrees(rig: Rig) -> None:
-    tokens = [(i * 11) % 90 + 4 for i in range(32)]
-    rig.put(1, Canary(tokens, logprobs(qwen3_moe(1), tokens), tolerance=1e-4))
-    state = rig.client.state
-    assert state.excluded is None and state.version == 1
-    assert 0 < state.canary_max_difference < 1e-4
+    rig.put_first()
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_engine_samples_with_the_published_experts(rig: Rig, version: int) -> None:
     if version > 1:
         rig.put(version)
-    for i in range(4):
-        got = rig.run(rig.engine.generate(prompt(i), 40))
-        whole = prompt(i) + got.tokens
-        assert worst(got.logprobs, logprobs(rig.models[version], whole)[11:]) < TOLERANCE
-        assert worst(got.logprobs, logprobs(qwen3_moe(version + 1), whole)[11:]) > 0.1
+    got = rig.samples_with(version)
+    assert worst(got.logprobs, logprobs(qwen3_moe(version + 1), prompt(0) + got.tokens)[11:]) > 0.1
 
 
 def routing(model: Any, tokens: list[int]) -> torch.Tensor:
@@ -124,16 +114,8 @@ def test_a_cached_prefix_keeps_its_routing(rig: Rig) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_flip_in_flight_leaves_the_routing_that_each_token_was_sampled_with(rig: Rig, recompute: bool) -> None:
     rig.engine.weights.recompute = recompute
-    old, new = rig.engine.version, rig.engine.version + 1
-
-    async def flipped() -> list[Generation]:
-        tasks = [asyncio.create_task(rig.engine.generate(prompt(i), 400)) for i in range(8)]
-        await rig.sampling(8)
-        await rig.put_async(new)
-        return await asyncio.gather(*tasks)
-
-    with rig.engine.stopping_at():
-        done = rig.run(flipped())
+    old, new = rig.engine.weights.version, rig.engine.weights.version + 1
+    done = rig.flip_in_flight(new, requests=8, tokens=400)
     rig.engine.weights.recompute = False
     across = [(i, got) for i, got in enumerate(done) if len(got.version_runs) == 2]
     assert across, "the flip came after the end of every request"
@@ -149,29 +131,19 @@ def test_a_flip_in_flight_leaves_the_routing_that_each_token_was_sampled_with(ri
 
 
 def test_one_damaged_element_of_one_expert_is_caught_by_the_proof(rig: Rig) -> None:
-    async def damaged() -> None:
-        await rig.engine.damage_next_load("w2_weight")
-        await rig.put_async(5)
-
-    rig.run(damaged())
-    state = rig.client.state
-    assert state.excluded is not None and "published" in state.excluded
-    assert state.version == 4, "the node never says that it runs the damaged version"
-    with pytest.raises(SlipstreamError, match="excluded"):
-        rig.run(rig.engine.generate([5, 6], 4))
+    rig.put_damaged(5, "w2_weight")
+    rig.is_excluded(4, "published")
 
 
 def test_other_mixtures_are_published_proven_and_sampled_from_too(other: Rig) -> None:
     other.put(1)
     assert other.client.state.excluded is None
-    got = other.run(other.engine.generate(prompt(1), 40))
-    assert worst(got.logprobs, logprobs(other.models[1], prompt(1) + got.tokens)[11:]) < TOLERANCE
-    assert agrees(other, got, prompt(1), 1)
+    assert agrees(other, other.samples_with(1), prompt(0), 1)
 
 
 def test_a_shutdown_ends_requests_with_its_reason(other: Rig) -> None:
     """Also of any other engine; the rig checks that it is not read as the death of the engine."""
-    if other.engine.version < 0:
+    if other.engine.weights.version < 0:
         other.put(1)
 
     async def ended() -> list[object]:

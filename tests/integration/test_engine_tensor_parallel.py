@@ -3,7 +3,6 @@
 One engine serves the file; the last test breaks it.
 """
 
-import asyncio
 import os
 from collections.abc import Iterator
 
@@ -11,11 +10,8 @@ import msgspec
 import psutil
 import pytest
 
-from common.errors import SlipstreamError
-from common.weights.messages import Canary
-from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.vllm_patches.shared_files import FOLDER, PREFIX, Worker, remove_left_files
-from tests.integration.engine_rig import Rig, logprobs, make_model, prompt, worst
+from tests.integration.engine_rig import Rig, logprobs, prompt, worst
 
 
 @pytest.fixture(scope="module")
@@ -36,25 +32,15 @@ def recorded() -> list[str]:
 
 
 def test_both_workers_get_load_and_prove_their_shards_and_the_canary_agrees(rig: Rig) -> None:
-    tokens = [(i * 11) % 90 + 4 for i in range(32)]
-    rig.put(1, Canary(tokens, logprobs(make_model(1), tokens), tolerance=1e-4))
-    assert rig.client.state.excluded is None and rig.client.state.version == 1
-    assert 0 < rig.client.state.canary_max_difference < 1e-4
+    rig.put_first()
 
 
 def test_a_flip_in_flight_is_exact_in_every_token(rig: Rig) -> None:
-    async def across_a_flip() -> list[Generation]:
-        with rig.engine.stopping_at():
-            tasks = [asyncio.create_task(rig.engine.generate(prompt(i), 300)) for i in range(4)]
-            await rig.sampling(4)
-            await rig.put_async(2)
-            return await asyncio.gather(*tasks)
-
-    for i, got in enumerate(rig.run(across_a_flip())):
+    for i, got in enumerate(rig.flip_in_flight(2, requests=4, tokens=300)):
         assert {run.version for run in got.version_runs} <= {1, 2} and len(got.tokens) == 300
         start = got.version_runs[-1].start if len(got.version_runs) == 2 else len(got.tokens)
         assert worst(got.logprobs[:start], logprobs(rig.models[1], prompt(i) + got.tokens[:start])[11:]) < 1e-4
-    assert rig.engine.version == 2
+    assert rig.engine.weights.version == 2
 
 
 def test_the_shared_memory_of_the_workers_is_on_record_and_stays_while_they_live() -> None:
@@ -65,11 +51,5 @@ def test_the_shared_memory_of_the_workers_is_on_record_and_stays_while_they_live
 
 
 def test_one_element_damaged_in_one_shard_is_caught_and_stops_the_engine(rig: Rig) -> None:
-    async def damaged() -> None:
-        await rig.engine.damage_next_load("down_proj")
-        await rig.put_async(3)
-
-    rig.run(damaged())
-    assert "of 2 has another shard of model.layers.0.mlp.down_proj.weight" in (rig.client.state.excluded or "")
-    with pytest.raises(SlipstreamError, match="excluded"):
-        rig.run(rig.engine.generate([5, 6], 4))
+    rig.put_damaged(3, "down_proj")
+    rig.is_excluded(2, "of 2 has another shard of model.layers.0.mlp.down_proj.weight")

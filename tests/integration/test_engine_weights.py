@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from common.errors import SlipstreamError
-from common.weights.messages import Canary
 from launch.quickstart.assets import build_tokenizer
 from rollout_fleet.agents.driver import AgentDriver
 from rollout_fleet.engine import engine
@@ -25,12 +24,11 @@ from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.weights import engine_weights
 from rollout_fleet.weights.engine_weights import Flip, ProofFailed, StagingFailed
 from rollout_fleet.weights.weight_client import WeightClient
-from tests.integration.engine_newcomer import Buffer
-from tests.integration.engine_rig import Rig, exported, logprobs, make_model, prompt, worst
+from tests.integration.engine_rig import TOLERANCE, Rig, exported, logprobs, make_model, prompt, worst
+from tests.integration.weights.weight_plane_node import BufferTarget
 from tests.waiting import until, until_async
 
 REQUESTS, TOKENS = 24, 400
-TOLERANCE = 3e-5
 
 
 @pytest.fixture(scope="module")
@@ -40,27 +38,11 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     made.close()
 
 
-async def flip_in_flight(rig: Rig, version: int) -> list[Generation]:
-    """REQUESTS generations, with a flip to `version` while all of them are being sampled."""
-    with rig.engine.stopping_at():
-        tasks = [asyncio.create_task(rig.engine.generate(prompt(i), TOKENS)) for i in range(REQUESTS)]
-        await rig.sampling(REQUESTS)
-        await rig.put_async(version)
-        assert not any(task.done() for task in tasks), "the flip came after the end of a request"
-        return await asyncio.gather(*tasks)
-
-
 def boundary(generation: Generation, old: int, new: int) -> int:
     """Index of the first token of the new version."""
-    assert [run.version for run in generation.version_runs] == [old, new]
+    versions = [run.version for run in generation.version_runs]
+    assert versions == [old, new], "the flip came after the end of a request"
     return generation.version_runs[1].start
-
-
-def with_weights(rig: Rig) -> int:
-    """The version that the engine has; the first one is published when this test runs alone."""
-    if rig.engine.version < 0:
-        rig.put(1)
-    return rig.engine.version
 
 
 def test_nothing_is_sampled_before_weights_came(rig: Rig) -> None:
@@ -69,32 +51,33 @@ def test_nothing_is_sampled_before_weights_came(rig: Rig) -> None:
 
 
 def test_the_first_version_is_proven_and_its_canary_agrees(rig: Rig) -> None:
-    tokens = [(i * 11) % 90 + 4 for i in range(32)]
-    rig.put(1, Canary(tokens, logprobs(make_model(1), tokens), tolerance=1e-4))
-    state = rig.client.state
-    assert state.excluded is None and state.version == rig.engine.version == 1
-    assert 0 < state.canary_max_difference < 1e-4
-    print(f"start {rig.start_s:.1f} s, canary {state.canary_max_difference:.2e}, stall {1e3 * state.stall_s:.1f} ms")
+    rig.put_first()
 
 
-async def join_while_generating(rig: Rig) -> tuple[Buffer, Generation]:
-    with rig.engine.stopping_at():
-        generating = asyncio.create_task(rig.engine.generate(prompt(1), TOKENS))
-        await rig.sampling(1)
-        target = Buffer(rig.models[1])
-        newcomer = WeightClient("newcomer", target)
-        newcomer.follow(rig.address, 0)
-        await until_async(lambda: newcomer.state.version == 1, "the newcomer's weights")
-        generated = await generating
-    await newcomer.close()
-    target.receiver.close()
-    return target, generated
+class Newcomer(BufferTarget):
+    """A node without an engine, whose canary is version 1's."""
+
+    async def canary(self, tokens: list[int]) -> list[float]:
+        return logprobs(make_model(1), tokens)
 
 
 def test_a_newcomer_fetches_the_version_from_the_engine_while_it_generates(rig: Rig) -> None:
-    target, generated = rig.run(join_while_generating(rig))
-    assert len(target.sources) == 1 and target.sources[0].startswith("tcp://127.0.0.1:")
-    assert rig.publisher._control._relays._server is None, "the engine served it, not the learner"
+    target = Newcomer()
+
+    async def joined() -> Generation:
+        generating = asyncio.create_task(rig.engine.generate(prompt(1), TOKENS))
+        await rig.sampling(1)
+        newcomer = WeightClient("newcomer", target)
+        newcomer.follow(rig.address, 0)
+        await until_async(lambda: newcomer.state.version == 1, "the newcomer's weights")
+        await newcomer.close()
+        return await generating
+
+    with rig.engine.stopping_at():
+        generated = rig.run(joined())
+    target.receiver.close()
+    listening = {f"tcp://{c.laddr.ip}:{c.laddr.port}" for c in rig.core.net_connections("tcp") if c.status == "LISTEN"}
+    assert len(target.sources) == 1 and target.sources[0] in listening, "the engine served it, not the learner"
     assert len(generated.tokens) == TOKENS
     assert [run.version for run in generated.version_runs] == [1]
 
@@ -123,8 +106,7 @@ def test_greedy_follows_hugging_face_and_an_end_token_is_the_last(rig: Rig) -> N
 
 
 def test_a_flip_in_flight_labels_every_token_when_the_cache_is_kept(rig: Rig) -> None:
-    before = rig.client.state.stall_s
-    done = rig.run(flip_in_flight(rig, 2))
+    done = rig.flip_in_flight(2, REQUESTS, TOKENS)
     for i, got in enumerate(done):
         b = boundary(got, 1, 2)
         whole = prompt(i) + got.tokens
@@ -137,13 +119,11 @@ def test_a_flip_in_flight_labels_every_token_when_the_cache_is_kept(rig: Rig) ->
         new = rows.gather(-1, torch.tensor(got.tokens[b:])[:, None])[:, 0].tolist()
         assert worst(got.logprobs[b:], new) < TOLERANCE
         assert worst(got.logprobs[b:], old[b:]) > 0.1, "the versions differ enough to be told apart"
-    print(f"{REQUESTS} in flight, cache kept: stall {1e3 * (rig.client.state.stall_s - before):.1f} ms")
 
 
 def test_a_flip_in_flight_is_of_the_new_policy_alone_when_the_cache_is_recomputed(rig: Rig) -> None:
     rig.engine.weights.recompute = True
-    before = rig.client.state.stall_s
-    done = rig.run(flip_in_flight(rig, 3))
+    done = rig.flip_in_flight(3, REQUESTS, TOKENS)
     rig.engine.weights.recompute = False
     assert rig.engine.counters.preemptions == 0, "it is not for want of KV cache"
     for i, got in enumerate(done):
@@ -151,7 +131,6 @@ def test_a_flip_in_flight_is_of_the_new_policy_alone_when_the_cache_is_recompute
         whole = prompt(i) + got.tokens
         assert worst(got.logprobs[:b], logprobs(rig.models[2], whole)[11 : 11 + b]) < TOLERANCE
         assert worst(got.logprobs[b:], logprobs(rig.models[3], whole)[11 + b :]) < TOLERANCE
-    print(f"{REQUESTS} in flight, cache recomputed: stall {1e3 * (rig.client.state.stall_s - before):.1f} ms")
 
 
 LONG = [(i * 13) % 90 + 4 for i in range(300)]  # more than two cache blocks
@@ -185,30 +164,17 @@ def test_samples_of_a_group_that_start_together_compute_their_prompt_once(rig: R
     assert rig.engine.counters.cached_tokens - before >= 7 * 256
 
 
-def test_the_engine_says_how_full_its_cache_is_where_concurrency_follows_it(rig: Rig) -> None:
-    async def fullest() -> float:
-        tasks = [asyncio.create_task(rig.engine.generate(prompt(i), 200)) for i in range(32)]
-        most = 0.0
-        while not all(task.done() for task in tasks):
-            most = max(most, rig.engine.counters.kv_cache_usage)
-            await asyncio.sleep(0.01)
-        return most
-
-    with rig.engine.stopping_at():
-        assert 0.0 < rig.run(fullest()) <= 1.0
-    assert rig.engine.counters.preemptions == 0
-
-
-def test_preempted_requests_and_sampled_tokens_are_counted_while_they_run(rig: Rig) -> None:
+def test_preempted_requests_sampled_tokens_and_the_use_of_the_cache_are_counted_while_they_run(rig: Rig) -> None:
     """128 blocks of 128 tokens for 64 requests of four each: half of them lose theirs."""
+    assert rig.engine.counters.preemptions == 0
     assert rig.engine.holds == 128 * 128 // 512
     counters, sampled = rig.engine.counters, []
 
     async def pressed() -> None:
         before = counters.tokens_sampled
         tasks = [asyncio.create_task(rig.engine.generate(prompt(i), TOKENS - i)) for i in range(64)]
-        while not counters.preemptions:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: counters.preemptions)
+        assert 0.5 < counters.kv_cache_usage <= 1
         assert not all(task.done() for task in tasks)
         sampled.append(counters.tokens_sampled - before)
         await asyncio.gather(*tasks)
@@ -280,28 +246,27 @@ def test_a_flip_whose_caller_goes_away_is_finished_and_proven(rig: Rig, monkeypa
             rig.client.follow(rig.address, 1)  # as after a learner's restart
             await asyncio.sleep(0)
         core.resume()
-        await until_async(lambda: rig.engine.version == 9, "the end of the flip")
+        await until_async(lambda: rig.engine.weights.version == 9, "the end of the flip")
         await rig.active(9)  # sent again: the learner never heard that it was active
 
     rig.run(abandoned())
     assert rig.client.state.excluded is None
-    got = rig.run(rig.engine.generate(prompt(9), 8))
-    assert worst(got.logprobs, logprobs(rig.models[9], prompt(9) + got.tokens)[11:]) < TOLERANCE
+    rig.samples_with(9)
 
 
-@pytest.mark.parametrize("strange", [100, 127, 1 << 20, 1 << 40, -1])
-def test_a_token_that_the_model_does_not_have_is_refused_and_the_engine_lives(rig: Rig, strange: int) -> None:
-    with_weights(rig)
-    with pytest.raises(ValueError, match=f"token {strange}, the model has 0 to 99"):
-        rig.run(rig.engine.generate([5, strange, 6], 4))
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        *(([5, strange, 6], f"token {strange}, the model has 0 to 99") for strange in (100, 127, 1 << 20, 1 << 40, -1)),
+        ([5] * 600, "512"),
+    ],
+)
+def test_a_prompt_that_the_model_cannot_take_is_refused_and_the_engine_lives(
+    rig: Rig, tokens: list[int], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        rig.run(rig.engine.generate(tokens, 4))
     assert rig.run(rig.engine.generate([5, 99, 6], 4)).tokens
-
-
-def test_a_prompt_longer_than_the_context_is_refused_with_a_reason(rig: Rig) -> None:
-    version = with_weights(rig)
-    with pytest.raises(ValueError, match="512"):
-        rig.run(rig.engine.generate([5] * 600, 4))
-    assert rig.run(rig.engine.generate([5] * 10, 4)).version_runs[0].version == version
 
 
 def test_one_element_damaged_on_its_way_is_rejected_sent_again_and_never_flipped(rig: Rig) -> None:
@@ -317,16 +282,14 @@ def test_one_element_damaged_on_its_way_is_rejected_sent_again_and_never_flipped
             return await stage(publish)
         except StagingFailed as error:
             failed.append(str(error))
-            assert rig.engine.version == 9
+            assert rig.engine.weights.version == 9
             raise
 
     rig.engine.weights.stage = staged  # type: ignore[method-assign]
     rig.run(damaged())
     rig.engine.weights.stage = stage  # type: ignore[method-assign]
     assert len(failed) == 1 and "checksum mismatch in bucket 3 of" in failed[0]
-    got = rig.run(rig.engine.generate(prompt(2), 8))
-    assert [run.version for run in got.version_runs] == [10]
-    assert worst(got.logprobs, logprobs(rig.models[10], prompt(2) + got.tokens)[11:]) < TOLERANCE
+    rig.samples_with(10)
     assert rig.client.state.excluded is None and rig.publisher.stats().fatal is None
 
 
@@ -343,15 +306,12 @@ def test_a_small_step_arrives_as_a_delta_and_a_damaged_one_comes_again_whole(rig
     whole = sum(tensor.nbytes for _, tensor in exported(rig.models[11]))
     until(lambda: rig.publisher.stats().version_active == 11)
     assert rig.publisher.stats().publish_bytes < 0.15 * whole
-    got = rig.run(rig.engine.generate(prompt(6), 8))
-    assert worst(got.logprobs, logprobs(rig.models[11], prompt(6) + got.tokens)[11:]) < TOLERANCE
-
+    rig.samples_with(11)
     rig.run(rig.engine.damage_next_bucket(0))
     rig.put(12, model=nudged(rig.models[11]))
     until(lambda: rig.publisher.stats().version_active == 12)
     assert rig.publisher.stats().publish_bytes >= whole, "the second attempt is the whole version"
-    got = rig.run(rig.engine.generate(prompt(6), 8))
-    assert worst(got.logprobs, logprobs(rig.models[12], prompt(6) + got.tokens)[11:]) < TOLERANCE
+    rig.samples_with(12)
     assert rig.client.state.excluded is None
 
 
@@ -415,12 +375,8 @@ def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: Ri
 
     with rig.engine.stopping_at():
         results = rig.run(damaged())
-    state = rig.client.state
-    assert state.excluded is not None and "published" in state.excluded
-    assert state.version == 15, "the node never says that it runs the damaged version"
     assert all(isinstance(r, SlipstreamError) for r in results), "nothing that was sampled meanwhile gets out"
-    with pytest.raises(SlipstreamError, match="excluded"):
-        rig.run(rig.engine.generate([5, 6], 4))
+    rig.is_excluded(15, "published")
     until(lambda: rig.publisher.stats().fatal is not None)
     assert "published" in (rig.publisher.stats().fatal or "")
 

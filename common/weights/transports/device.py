@@ -1,9 +1,8 @@
 """Broadcasts between devices: a bucket passes through device memory, and every library call has a deadline.
 
 Libraries of device collectives can block in any call when a member is gone. So every call runs in a thread of the
-group. A caller waits for it until the deadline. Then it aborts the communicator, which frees the devices of the
-survivors, and continues. transports/nccl.py is the one real use. The contract suite runs all of it over gloo, with the
-CPU as the device.
+group. At the deadline the caller aborts the communicator, which frees the devices of the survivors, and continues. The
+contract suite runs all of it over gloo, with the CPU as the device.
 """
 
 import logging

@@ -10,12 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import distributed
 
-from common.weights.collectives import epoch_store, from_root, local_address
+from common.weights.collectives import dist, epoch_store, from_root, local_address
 from common.weights.messages import Epoch
-
-_dist: Any = distributed  # these classes are public in use but untyped in torch
 
 
 class GlooGroup:
@@ -26,7 +23,7 @@ class GlooGroup:
         self._group: Any = process_group(epoch)
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
-        """Rank 0's bytes into everyone's `bucket` [n] uint8; raises RuntimeError, here or from the returned wait."""
+        """As `Group.post`."""
         group = self._group
         if group is None:
             raise RuntimeError("the group was closed")
@@ -42,10 +39,8 @@ class GlooGroup:
 
 def process_group(epoch: Epoch) -> Any:
     """A ProcessGroupGloo of the epoch's members, on the interface that leads to the learner; raises RuntimeError."""
-    options = _dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()
     options._timeout = datetime.timedelta(seconds=epoch.timeout_s)
     options._threads = 1
-    options._devices = [
-        _dist.ProcessGroupGloo.create_device(hostname=local_address(epoch.store_host, epoch.store_port))
-    ]
-    return _dist.ProcessGroupGloo(epoch_store(epoch), epoch.rank, epoch.world_size, options)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(epoch.store_host, epoch.store_port))]
+    return dist.ProcessGroupGloo(epoch_store(epoch), epoch.rank, epoch.world_size, options)

@@ -9,14 +9,11 @@ import os
 from typing import Any
 
 import torch
-from torch import distributed
 
 from common.errors import UsageError
-from common.weights.collectives import epoch_store, from_root
+from common.weights.collectives import dist, epoch_store, from_root
 from common.weights.messages import Epoch
 from common.weights.transports.device import DeviceGroup
-
-_dist: Any = distributed
 
 NEVER = datetime.timedelta(days=1)  # torch's own watchdog would end the process; the deadlines here are DeviceGroup's
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # "0": an error of one communicator is not the end of the process
@@ -26,7 +23,7 @@ def require_device() -> None:
     """Raises UsageError when this machine has no device for NCCL."""
     if not torch.cuda.is_available():
         raise UsageError("weights.transport: nccl needs a CUDA device on learner and nodes; found none; use gloo")
-    if not hasattr(_dist, "ProcessGroupNCCL"):
+    if not hasattr(dist, "ProcessGroupNCCL"):
         raise UsageError("weights.transport: nccl needs a torch that is built with NCCL; this one is not; use gloo")
 
 
@@ -51,16 +48,16 @@ class NcclGroup(DeviceGroup):
 
 
 class NcclCommunicator:
-    """One communicator; used by DeviceGroup's thread, `abort` by another."""
+    """A Communicator; used by DeviceGroup's thread, `abort` by another."""
 
     def __init__(self, epoch: Epoch, device: torch.device) -> None:
         torch.cuda.set_device(device)  # the current device is a thread's own
-        options = _dist.ProcessGroupNCCL.Options()
+        options = dist.ProcessGroupNCCL.Options()
         options._timeout = NEVER
         before = os.environ.get(HANDLING)
         os.environ[HANDLING] = "0"  # read when a group is made, and by this one only
         try:
-            self._group: Any = _dist.ProcessGroupNCCL(epoch_store(epoch), epoch.rank, epoch.world_size, options)
+            self._group: Any = dist.ProcessGroupNCCL(epoch_store(epoch), epoch.rank, epoch.world_size, options)
         finally:
             if before is None:
                 del os.environ[HANDLING]
@@ -68,10 +65,8 @@ class NcclCommunicator:
                 os.environ[HANDLING] = before
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        """Rank 0's bytes into everyone's device `buffer` [n] uint8; on return the bytes are there."""
         self._group.broadcast([buffer], from_root()).wait()
         torch.cuda.current_stream().synchronize()
 
     def abort(self) -> None:
-        """Wake blocked calls and release the device."""
         self._group.abort()

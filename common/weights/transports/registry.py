@@ -5,11 +5,7 @@ import importlib
 from common.weights.collectives import Group, GroupFactory
 from common.weights.messages import Epoch
 
-GROUPS = {
-    "gloo": ("gloo", "GlooGroup"),
-    "nccl": ("nccl", "NcclGroup"),
-    "relay": ("relay", "RelayGroup"),
-}
+GROUPS = {"gloo": "GlooGroup", "nccl": "NcclGroup", "relay": "RelayGroup"}  # a transport's name is its module's
 
 
 def receivable(transport: str) -> tuple[str, ...]:
@@ -29,6 +25,6 @@ def open_group(epoch: Epoch) -> Group:
     """A group of the epoch's transport; waits and raises as that transport's class does, or RuntimeError."""
     if epoch.transport not in GROUPS:
         raise RuntimeError(f"weights travel over {epoch.transport!r}, this version knows {', '.join(GROUPS)}")
-    module, name = GROUPS[epoch.transport]
-    form: GroupFactory = getattr(importlib.import_module(f"common.weights.transports.{module}"), name)
+    module = importlib.import_module(f"common.weights.transports.{epoch.transport}")
+    form: GroupFactory = getattr(module, GROUPS[epoch.transport])
     return form(epoch)

@@ -7,9 +7,8 @@ A client (DEALER) asks a server (ROUTER) for the pieces of a payload that was of
     server -> client  Gone   they are not, or no longer, offered here; with the reason
 
 The client has at most CREDIT pieces under way, which bounds every queue at both ends. Pieces come in the order of the
-requests, and none is of two buckets. A server keeps no state about its clients. It sends pieces from the payload's own
-memory, without a copy. The owner withdraws the offer before it overwrites that memory; pieces that are still under way
-then fail the receiver's checksums.
+requests, and none is of two buckets. The server sends them from the payload's own memory. The owner withdraws the offer
+before it overwrites that memory; pieces that are still under way then fail the receiver's checksums.
 """
 
 import contextlib
@@ -71,7 +70,16 @@ class RelayGroup:
             raise RuntimeError(f"epoch {epoch.epoch} is a relay's and names no source")
         self._source = epoch.source
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = connected(self._context, epoch.source)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 2 * CREDIT)
+        self._socket.setsockopt(zmq.SNDHWM, 2 * CREDIT)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + 4096)  # encryption adds some bytes
+        self._socket.setsockopt(zmq.IPV6, int("[" in epoch.source.address))
+        if epoch.source.server_public:
+            keys = Keys(epoch.source.public, epoch.source.secret)  # made for this fetch
+            secure_client(self._socket, keys, epoch.source.server_public)
+        self._socket.connect(epoch.source.address)
         self._one_fetch = threading.Lock()
         self._closing = False
         self._posted = self._asked = self._got = 0  # bytes of the payload
@@ -144,20 +152,6 @@ class RelayGroup:
         return np.frombuffer(frames[1].buffer, np.uint8)
 
 
-def connected(context: "zmq.Context[zmq.Socket[bytes]]", source: Source) -> "zmq.Socket[bytes]":
-    """A DEALER that connects to the source, with the keys of this fetch where there are any."""
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RCVHWM, 2 * CREDIT)
-    socket.setsockopt(zmq.SNDHWM, 2 * CREDIT)
-    socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + 4096)  # encryption adds some bytes
-    socket.setsockopt(zmq.IPV6, int("[" in source.address))
-    if source.server_public:
-        secure_client(socket, Keys(source.public, source.secret), source.server_public)
-    socket.connect(source.address)
-    return socket
-
-
 @dataclass(frozen=True)
 class Offer:
     """A payload for the client with one key ('' for any client), valid until a time.monotonic()."""
@@ -198,10 +192,7 @@ class RelayServer:
     def withdraw(self, key: str | None = None) -> None:
         """Serve nothing more under `key`, or under any key; the memory may be written again."""
         with self._lock:
-            if key is None:
-                self._offers.clear()
-            else:
-                self._offers.pop(key, None)
+            self._offers = {} if key is None else {k: o for k, o in self._offers.items() if k != key}
 
     def close(self) -> None:
         """Stop at once."""

@@ -2,12 +2,10 @@
 
 import json
 import os
-import queue
 import signal
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.reduction import DupFd
 from typing import Any
 
 import msgspec
@@ -15,11 +13,12 @@ import torch
 
 from common.config.schema import WeightsConfig
 from common.weights.collectives import GroupFactory
+from common.weights.messages import Canary
 from common.weights.transports.registry import open_group
-from learner.publish.publisher import WeightPublisher
+from learner.publish.publisher import PublishReceipt, WeightPublisher
 from tests import forked
 from tests.integration.weights import weight_plane_node
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until
 
 BUCKET = 64 << 10
 
@@ -27,50 +26,39 @@ BUCKET = 64 << 10
 class NodeProcess:
     """weight_plane_node.py as a child; its events arrive in order."""
 
-    def __init__(self, node_id: str, *arguments: str) -> None:
-        self.node_id = node_id
-        theirs, self._orders = os.pipe()
-        said, ours = os.pipe()
-        self.process = forked.start(weight_plane_node.run, [node_id, *arguments], DupFd(theirs), DupFd(ours))
-        os.close(theirs)
-        os.close(ours)
-        self._said = os.fdopen(said)
+    def __init__(self, node_id: str, options: dict[str, Any]) -> None:
+        self._pipe, theirs = forked.context().Pipe()
+        self.process = forked.start(weight_plane_node.run, node_id, options, theirs)
+        theirs.close()
         self.events: list[dict[str, object]] = []
-        self._queue: queue.Queue[dict[str, object]] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        for line in self._said:
-            self._queue.put(json.loads(line))
 
     def follow(self, address: str, incarnation: int = 0) -> None:
-        os.write(self._orders, f"{address} {incarnation}\n".encode())
+        self._pipe.send_bytes(json.dumps([address, incarnation]).encode())
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
+    def heard(self) -> list[dict[str, object]]:
+        """Every event so far."""
+        while self._pipe.poll():
+            self.events.append(json.loads(self._pipe.recv_bytes()))
+        return self.events
+
     def wait(self, event: str, limit_s: float = LIMIT_S, **fields: object) -> dict[str, object]:
         """The next event of this kind with these fields; earlier ones are kept in `events`."""
         end = time.monotonic() + limit_s
-        while True:
-            try:
-                got = self._queue.get(timeout=max(0.01, end - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"no {event} {fields} within {limit_s:g} s; saw {self.events}") from None
+        while self._pipe.poll(max(0.01, end - time.monotonic())):
+            got = json.loads(self._pipe.recv_bytes())
             self.events.append(got)
             if got["event"] == event and all(got.get(k) == v for k, v in fields.items()):
                 return got
+        raise AssertionError(f"no {event} {fields} within {limit_s:g} s; saw {self.events}")
 
     def close(self) -> None:
         self.process.kill()  # also one that stands still
         self.process.join(LIMIT_S)
-        self._reader.join(LIMIT_S)
-        self._said.close()
-        if self._orders >= 0:
-            os.close(self._orders)
-            self._orders = -1
+        self._pipe.close()
 
 
 class Plane:
@@ -92,9 +80,17 @@ class Plane:
         self.closing.append(publisher.close)
         return publisher
 
-    def following(self, address: str, *ids: str, arguments: tuple[str, ...] = ()) -> list[NodeProcess]:
+    def fleet(self, *ids: str, **config: Any) -> tuple[WeightPublisher, str, list[NodeProcess]]:
+        """A publisher, its address, and nodes that it knows."""
+        publisher = self.publisher(**config)
+        address = publisher.start()
+        nodes = self.following(address, *ids)
+        until(lambda: publisher.stats().nodes == len(ids))
+        return publisher, address, nodes
+
+    def following(self, address: str, *ids: str, **options: Any) -> list[NodeProcess]:
         """Nodes that are up and follow the publisher there."""
-        nodes = [NodeProcess(i, *arguments) for i in ids]
+        nodes = [NodeProcess(i, options) for i in ids]
         self.closing.extend(n.close for n in nodes)
         for node in nodes:
             node.wait("up")
@@ -107,6 +103,21 @@ class Plane:
         for thread in threading.enumerate():
             if thread.name.startswith("send-weights"):  # in a library that must not see the interpreter end around it
                 thread.join(LIMIT_S)
+
+
+def spread(
+    publisher: WeightPublisher, version: int, *nodes: NodeProcess, canary: Canary | None = None
+) -> PublishReceipt:
+    """Publish the version's weights and see every node run them."""
+    receipt = publisher.publish(version, weights(version), canary)
+    running(version, *nodes)
+    return receipt
+
+
+def running(version: int, *nodes: NodeProcess) -> None:
+    """Wait until every node runs the version, with its weights."""
+    for node in nodes:
+        assert node.wait("active", version=version)["value"] == float(version)
 
 
 def weights(version: int, floats: int = 200_000) -> list[tuple[str, torch.Tensor]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from common.security.credentials import KeyFolder
 from launch.keys import make
-from tests.integration.weights.plane_rig import NodeProcess, Plane, weights
+from tests.integration.weights.plane_rig import NodeProcess, Plane, running, spread, weights
 from tests.waiting import until
 
 
@@ -19,30 +19,24 @@ def sources(node: NodeProcess) -> list[object]:
 
 
 def test_a_newcomer_is_served_by_a_node_that_holds_the_version_and_joins_the_group_at_the_next(plane: Plane) -> None:
-    publisher = plane.publisher()
-    address = publisher.start()
-    (first,) = plane.following(address, "first")
-    publisher.publish(1, weights(1), None)
-    first.wait("active", version=1)
+    publisher, address, (first,) = plane.fleet("first")
+    spread(publisher, 1, first)
     (late,) = plane.following(address, "late")
-    assert late.wait("active", version=1)["value"] == 1.0
+    running(1, late)
     served = first.wait("serves")
     assert sources(late) == [served["address"]]
-    publisher.publish(2, weights(2), None)
-    for node in (first, late):
-        assert node.wait("active", version=2)["value"] == 2.0
+    spread(publisher, 2, first, late)
     assert ways(late) == ["relay", "gloo"] and publisher.stats().ejections == 0
 
 
 def test_a_peer_that_serves_other_bytes_does_no_harm_and_is_not_asked_again(plane: Plane) -> None:
     publisher = plane.publisher()
     address = publisher.start()
-    (liar,) = plane.following(address, "liar", arguments=("--spoil-served",))
-    publisher.publish(1, weights(1), None)
-    liar.wait("active", version=1)
+    (liar,) = plane.following(address, "liar", spoil_served=True)
+    spread(publisher, 1, liar)
     for name in ("late", "later"):
         (node,) = plane.following(address, name)
-        assert node.wait("active", version=1)["value"] == 1.0
+        running(1, node)
         failed = [e for e in node.events if e["event"] == "failed"]
         if name == "late":
             assert "checksum mismatch in bucket 0" in str(failed[0]["reason"])
@@ -59,75 +53,47 @@ def test_with_keys_a_peer_serves_one_key_and_only_what_the_learner_signed_for(pl
     make(folder, names)
 
     def node(name: str) -> NodeProcess:
-        key = str(folder.nodes / f"{name}.json")
-        return plane.following(address, name, arguments=("--credentials", key))[0]
+        return plane.following(address, name, credentials=str(folder.nodes / f"{name}.json"))[0]
 
     publisher = plane.publisher(credentials=str(folder.path))
     address = publisher.start()
     first = node("first")
-    publisher.publish(1, weights(1), None)
-    first.wait("active", version=1)
+    spread(publisher, 1, first)
     second = node("second")  # the SHA-256 that makes a peer trustworthy is computed meanwhile
-    assert second.wait("active", version=1)["value"] == 1.0
+    running(1, second)
     third = node("third")
-    assert third.wait("active", version=1)["value"] == 1.0
-    asked = [e for n in (first, second) for e in n.events if e["event"] == "serves"]
-    until(lambda: bool(asked) or _heard_serving(first, second))
+    running(1, third)
+    until(lambda: any(e["event"] == "serves" for n in (first, second) for e in n.heard()))
     assert len(sources(third)) == 1
 
 
-def _heard_serving(*nodes: NodeProcess) -> bool:
-    for node in nodes:
-        try:
-            node.wait("serves", limit_s=0.2)
-        except AssertionError:
-            continue
-        return True
-    return False
-
-
 def test_a_fleet_without_collectives_is_served_by_relay_alone(plane: Plane) -> None:
-    publisher = plane.publisher(transport="relay")
-    address = publisher.start()
-    nodes = plane.following(address, "n0", "n1")
-    until(lambda: publisher.stats().nodes == 2)
+    publisher, _, nodes = plane.fleet("n0", "n1", transport="relay")
     for version in (1, 2, 3):
-        publisher.publish(version, weights(version), None)
-        for node in nodes:
-            assert node.wait("active", version=version)["value"] == float(version)
+        spread(publisher, version, *nodes)
     assert {way for node in nodes for way in ways(node)} == {"relay"}
     until(lambda: publisher.stats().version_sent == 3)
     assert publisher.stats().publish_s > 0
 
 
 def test_a_node_that_asks_for_the_relay_gets_it_beside_a_group_of_the_others(plane: Plane) -> None:
-    publisher = plane.publisher()
-    address = publisher.start()
-    (member,) = plane.following(address, "member")
-    (apart,) = plane.following(address, "apart", arguments=("--transport", "relay"))
+    publisher, address, (member,) = plane.fleet("member")
+    (apart,) = plane.following(address, "apart", transport="relay")
     until(lambda: publisher.stats().nodes == 2)
     for version in (1, 2):
-        publisher.publish(version, weights(version), None)
-        for node in (member, apart):
-            assert node.wait("active", version=version)["value"] == float(version)
+        spread(publisher, version, member, apart)
     assert set(ways(apart)) == {"relay"} and ways(member) == ["gloo"]
 
 
 def test_a_node_that_no_collective_reaches_gets_the_relay_and_is_not_ejected(plane: Plane) -> None:
-    publisher = plane.publisher(timeout_s=8.0)
-    address = publisher.start()
-    (good,) = plane.following(address, "good")
-    (lonely,) = plane.following(address, "lonely", arguments=("--fault", "no collective"))
+    publisher, address, (good,) = plane.fleet("good", timeout_s=8.0)
+    (lonely,) = plane.following(address, "lonely", fault="no collective")
     until(lambda: publisher.stats().nodes == 2)
     for version in (1, 2):
-        publisher.publish(version, weights(version), None)
-        for node in (good, lonely):
-            assert node.wait("active", version=version)["value"] == float(version)
+        spread(publisher, version, good, lonely)
     assert ways(lonely)[-1] == "relay" and publisher.stats().ejections == 0
-    publisher.publish(3, weights(3), None)
     before = len(ways(good))
-    for node in (good, lonely):
-        node.wait("active", version=3)
+    spread(publisher, 3, good, lonely)
     assert len(ways(good)) - before <= 1, "the collective is not tried with it at every version"
 
 
@@ -135,9 +101,7 @@ def test_without_overlap_a_publish_returns_when_every_node_runs_the_version(plan
     publisher = plane.publisher(overlap=False, timeout_s=8.0)
     address = publisher.start()
     assert publisher.publish(0, weights(0), None).snapshot_s < 4, "nobody is there to wait for"
-    nodes = plane.following(address, "n0", "n1")
-    for node in nodes:
-        node.wait("active", version=0)
+    running(0, *plane.following(address, "n0", "n1"))
     for version in (1, 2):
         publisher.publish(version, weights(version), None)
         assert publisher.stats().version_active == version
@@ -145,13 +109,11 @@ def test_without_overlap_a_publish_returns_when_every_node_runs_the_version(plan
 
 def test_without_overlap_a_publish_waits_for_a_node_that_stands_still_no_longer_than_the_timeout(plane: Plane) -> None:
     timeout_s = 4.0
-    publisher = plane.publisher(overlap=False, timeout_s=timeout_s)
-    address = publisher.start()
-    (fine,) = plane.following(address, "fine")
-    (stuck,) = plane.following(address, "stuck", arguments=("--fault", "stop", "--at", "3"))
+    publisher, address, (fine,) = plane.fleet("fine", overlap=False, timeout_s=timeout_s)
+    (stuck,) = plane.following(address, "stuck", fault="stop", at=3)
     until(lambda: publisher.stats().nodes == 2)
     began = time.monotonic()
     publisher.publish(1, weights(1), None)
     assert time.monotonic() - began < timeout_s + 1
-    assert fine.wait("active", version=1)["value"] == 1.0
+    running(1, fine)
     assert stuck.process.is_alive()

@@ -1,14 +1,13 @@
 """A node without an engine: the real control protocol and collectives, a plain buffer as the weights.
 
-Run as a process by plane_rig.py; writes one JSON line per event. Faults are asked for by arguments.
+Run as a process by plane_rig.py.
 """
 
-import argparse
 import asyncio
 import json
-import os
 import time
-from multiprocessing.reduction import DupFd
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -21,11 +20,12 @@ from rollout_fleet.weights.engine_weights import Flip, ProofFailed, StagingFaile
 from rollout_fleet.weights.weight_client import WeightClient
 from tests.contract.transport_receiver import FaultyGroup
 
-_events = -1  # file descriptor
+_rig: Connection | None = None
 
 
 def say(event: str, **what: object) -> None:
-    os.write(_events, (json.dumps({"event": event, "time": time.time(), **what}) + "\n").encode())
+    if _rig is not None:
+        _rig.send_bytes(json.dumps({"event": event, "time": time.time(), **what}).encode())
 
 
 class PlaneGroup(FaultyGroup):
@@ -46,17 +46,17 @@ class PlaneGroup(FaultyGroup):
 class BufferTarget:
     """EngineWeights whose engine is a buffer."""
 
-    def __init__(self, break_load: bool, spoil_served: bool) -> None:
-        self.receiver = Receiver(PlaneGroup)
-        self.spoil_served = spoil_served
+    def __init__(self, break_load: bool = False, spoil_served: bool = False) -> None:
+        self.receiver, self.sources = Receiver(PlaneGroup), list[str]()  # where its weights came from
+        self.break_load, self.spoil_served = break_load, spoil_served
         self.weights: torch.Tensor | None = None
-        self.break_load = break_load
 
     async def tell(self, message: bytes, node_id: str) -> bytes:
         told = messages.decode_from_learner(message)
         if isinstance(told, Epoch):
-            source = told.source.address if told.source else ""
-            say("epoch", epoch=told.epoch, size=told.world_size, transport=told.transport, source=source)
+            self.sources.append(told.source.address if told.source else "")
+            size, source = told.world_size, self.sources[-1]
+            say("epoch", epoch=told.epoch, size=size, transport=told.transport, source=source)
         answer = self.receiver.obey(told, node_id)
         if answer is None:
             return b""
@@ -94,46 +94,28 @@ class BufferTarget:
         say("excluded", reason=reason)
 
 
-async def main(words: list[str], orders: int) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("node_id")
-    parser.add_argument("--fault", default="")
-    parser.add_argument("--at", type=int, default=-1)
-    parser.add_argument("--break-load", action="store_true")
-    parser.add_argument("--spoil-served", action="store_true")
-    parser.add_argument("--credentials", default="")
-    parser.add_argument("--transport", default="gloo")
-    arguments = parser.parse_args(words)
-    FaultyGroup.fault, FaultyGroup.at = arguments.fault, arguments.at
-    target = BufferTarget(arguments.break_load, arguments.spoil_served)
-    credentials = arguments.credentials
-    credential = load_credential(credentials, "node", arguments.node_id) if credentials else None
-    client = WeightClient(arguments.node_id, target, credential, receivable(arguments.transport))
-    lines = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(orders))
+async def main(node_id: str, credentials: str = "", transport: str = "gloo", **faults: Any) -> None:
+    FaultyGroup.fault, FaultyGroup.at = faults.pop("fault", ""), faults.pop("at", -1)
+    target = BufferTarget(**faults)
+    credential = load_credential(credentials, "node", node_id) if credentials else None
+    client = WeightClient(node_id, target, credential, receivable(transport))
+    rig = _rig
+    assert rig is not None
+    asyncio.get_running_loop().add_reader(rig.fileno(), lambda: client.follow(*json.loads(rig.recv_bytes())))
     say("up")
     state = client.state
-    reading = asyncio.create_task(lines.readline())
     while True:
-        if reading.done():
-            line = reading.result()
-            if not line:
-                break
-            address, incarnation = line.decode().split()
-            client.follow(address, int(incarnation))
-            reading = asyncio.create_task(lines.readline())
-        now = await client.wait_change(0.05)
+        now = await client.wait_change(1)
         if (now.version, now.incarnation) != (state.version, state.incarnation):
             assert target.weights is not None
             value = next(iter(packing.view(target.weights, target.receiver.layout)))[1].view(-1)[0].item()  # type: ignore[arg-type]
             say("active", version=now.version, incarnation=now.incarnation, value=value)
         state = now
-    await client.close()
 
 
-def run(words: list[str], orders: DupFd, events: DupFd) -> None:
-    """The process: addresses to follow come in as lines of `orders`."""
-    global _events
-    _events = events.detach()
+def run(node_id: str, options: dict[str, Any], rig: Connection) -> None:
+    """The process: addresses to follow come in, JSON of every event goes out; `options` are those of `main`."""
+    global _rig
+    _rig = rig
     torch.set_num_threads(1)
-    asyncio.run(main(words, orders.detach()))
+    asyncio.run(main(node_id, **options))

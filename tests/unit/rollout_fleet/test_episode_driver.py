@@ -41,6 +41,7 @@ def test_a_single_turn_is_prompt_masked_and_answer_trained_with_its_end_token() 
     assert (sample.reward, sample.turn_rewards, sample.turns, sample.error) == (1.0, [1.0], 1, None)
     assert sample.stop_reason == "stop"
     assert sample.version_runs == [VersionRun(11, 5)]
+    assert sample.routed_experts is None
 
 
 def test_turns_share_one_growing_context_and_environment_text_is_masked() -> None:
@@ -96,25 +97,17 @@ def test_equal_text_is_tokenised_once() -> None:
     assert tokenizer.encoded == ["Q: 1+2=? A:"]
 
 
-def test_an_observation_of_token_ids_is_used_as_it_is() -> None:
+def test_options_and_seed_reach_the_constructor_and_an_observation_of_token_ids_is_used_as_it_is() -> None:
     class Ids(Base):
+        def __init__(self, problem: dict[str, Any], *, seed: int, level: int) -> None:
+            self.ids = [problem["a"], seed, level]
+
         async def reset(self) -> list[int]:
-            return [5, 6, 7]
+            return self.ids
 
     sampler = ScriptedSampler(in_turn(say("x")))
-    play(make_driver(sampler, Ids), {})
-    assert sampler.calls[0].prompt == [5, 6, 7]
-
-
-def test_options_and_seed_reach_the_constructor() -> None:
-    seen: list[Any] = []
-
-    class Curious(Base):
-        def __init__(self, problem: dict[str, Any], *, seed: int, level: int) -> None:
-            seen.append((problem, seed, level))
-
-    play(make_driver(ScriptedSampler(in_turn(say("x"))), Curious, {"level": 3}), {"a": 1})
-    assert seen == [({"a": 1}, 7, 3)]
+    play(make_driver(sampler, Ids, {"level": 3}), {"a": 1})
+    assert sampler.calls[0].prompt == [1, 7, 3]
 
 
 @pytest.mark.parametrize("where", ["__init__", "reset", "step"])
@@ -185,13 +178,10 @@ async def test_a_blocking_environment_does_not_stop_the_event_loop() -> None:
     assert (await episode).reward == 1.0
 
 
-def test_an_aborted_request_is_a_cancelled_sample() -> None:
+def test_a_request_that_the_engine_refuses_or_aborts_fails_its_sample_and_a_dead_engine_does_not() -> None:
     aborted = Generation([65], [-1.0], [VersionRun(0, 0)], "abort")
     sample = play(make_driver(ScriptedSampler(in_turn(aborted)), Addition), SUM)
     assert (sample.stop_reason, sample.error) == ("cancelled", "the engine aborted the request")
-
-
-def test_a_request_that_the_engine_refuses_fails_its_sample_and_a_dead_engine_does_not() -> None:
     refused = ScriptedSampler(lambda _: ValueError("token 999 is outside the vocabulary"))
     sample = play(make_driver(refused, Addition), SUM)
     assert sample.stop_reason == "environment_error" and "outside the vocabulary" in str(sample.error)
@@ -200,20 +190,13 @@ def test_a_request_that_the_engine_refuses_fails_its_sample_and_a_dead_engine_do
 
 
 async def test_cancelling_an_episode_cancels_its_request_and_the_progress_stays_known() -> None:
-    answers = in_turn(say("16"), say("24"))
-
-    sampler = ScriptedSampler(answers)
-    progress = Progress()
-    driver = make_driver(sampler, NumberGuessing)
-
-    def second(prompt: str) -> Generation:
+    def first(prompt: str) -> Generation:
         sampler.gate.clear()
-        return answers(prompt)
+        return say("16")
 
-    sampler.respond = second
-    episode = asyncio.create_task(driver.run({"number": 20}, 0, progress))
-    while len(sampler.calls) < 2:
-        await asyncio.sleep(0.005)
+    sampler, progress = ScriptedSampler(first), Progress()
+    episode = asyncio.create_task(make_driver(sampler, NumberGuessing).run({"number": 20}, 0, progress))
+    await until_async(lambda: len(sampler.calls) == 2)
     episode.cancel()
     with pytest.raises(asyncio.CancelledError):
         await episode
@@ -232,7 +215,3 @@ def test_routing_grows_with_the_turns_and_what_a_token_was_sampled_with_stays() 
     experts = sample.routed_experts.numpy().reshape(len(sample.tokens.numpy()), 2, 1)
     assert experts[:, 0, 0].tolist() == [10] * 13 + [20] * 17 + [-1]
     assert experts[:, 1, 0].tolist() == [11] * 13 + [21] * 17 + [-1]
-
-
-def test_an_engine_that_records_no_routing_leaves_none() -> None:
-    assert play(make_driver(ScriptedSampler(in_turn(say(" =3"))), Addition), SUM).routed_experts is None

@@ -11,6 +11,7 @@ from common.errors import UsageError
 from common.rollouts import Sample
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.episode.driver import Sampling
+from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.node import evaluate as module
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, add, make_driver, new_host, say
 
@@ -37,23 +38,21 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, sampler: ScriptedSampler, greedy:
     return asyncio.run(module.evaluate(sampler, config(), PROBLEMS, greedy, new_host())), asked[0]
 
 
-def test_each_problem_is_played_once_in_order_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = ScriptedSampler(lambda p: add(p) if "7+" not in p else say(" =0"), delay_s=0.005)
+def test_each_problem_is_played_once_in_order_and_bounded_and_a_failed_one_counts_as_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answer(prompt: str) -> Generation | Exception:
+        return say(" =0") if "7+" in prompt else ValueError("no") if "3+" in prompt else add(prompt)
+
+    sampler = ScriptedSampler(answer, delay_s=0.005)
     samples, _ = evaluated(monkeypatch, sampler, greedy=False)
-    assert [s.reward for s in samples] == [1.0] * 7 + [0.0] + [1.0] * 2
-    assert module.accuracy(samples) == 0.9
-    assert sampler.most_at_once == 3
+    assert [s.reward for s in samples] == [1.0] * 3 + [0.0] + [1.0] * 3 + [0.0] + [1.0] * 2
+    assert (module.accuracy(samples), sampler.most_at_once) == (0.8, 3)
 
 
 def test_greedy_is_temperature_zero_and_sampling_is_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert evaluated(monkeypatch, ScriptedSampler(add), greedy=True)[1] == Sampling(temperature=0.0)
     assert evaluated(monkeypatch, ScriptedSampler(add), greedy=False)[1] is None
-
-
-def test_failed_episodes_count_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = ScriptedSampler(lambda p: add(p) if "3+" not in p else ValueError("no"))
-    samples, _ = evaluated(monkeypatch, sampler, greedy=True)
-    assert module.accuracy(samples) == 0.9
 
 
 def test_evaluation_needs_held_out_problems_and_a_model(tmp_path: Path) -> None:

@@ -23,25 +23,16 @@ from rollout_fleet.weights.engine_weights import (
 from rollout_fleet.weights.weight_proof import Proof
 
 
-class EngineInSmall:
-    """Requests as vLLM's scheduler keeps them, and what its EngineCore does to them when the caches are dropped."""
-
-    def __init__(self, preemptions: list[int]) -> None:
-        running = [SimpleNamespace(num_preemptions=n, num_computed_tokens=9) for n in preemptions]
-        self.scheduler = SimpleNamespace(running=running, waiting=[])
-
-    def _reset_caches(self, reset_running_requests: bool) -> None:
-        while reset_running_requests and self.scheduler.running:
-            request = self.scheduler.running.pop()
-            request.num_computed_tokens = 0
-            request.num_preemptions += 1
-            self.scheduler.waiting.insert(0, request)
-
-
 def test_it_is_a_preemption_of_nobody_also_not_of_those_who_were_preempted_before() -> None:
-    engine = EngineInSmall([0, 1, 3])
-    drop_cache(engine)
-    assert [request.num_preemptions for request in engine.scheduler.waiting] == [0, 0, 0]
+    requests = [SimpleNamespace(num_preemptions=n) for n in (0, 1, 3)]
+    scheduler = SimpleNamespace(running=[*requests])
+
+    def reset(reset_running_requests: bool) -> None:  # as vLLM's EngineCore does
+        while reset_running_requests and scheduler.running:
+            scheduler.running.pop().num_preemptions += 1
+
+    drop_cache(SimpleNamespace(scheduler=scheduler, _reset_caches=reset))
+    assert not scheduler.running and [request.num_preemptions for request in requests] == [0, 0, 0]
 
 
 class Core:
@@ -151,15 +142,10 @@ class Steps:
         return self.clock.step(running, recomputed)
 
 
-def test_what_a_step_takes_longer_for_preempted_requests_is_lost() -> None:
+@pytest.mark.parametrize("took_s", [(0.05, 0.01), (0.01, 0.05)], ids=["at once", "batches in flight"])
+def test_what_a_step_or_the_one_after_takes_longer_for_preempted_requests_is_lost(took_s: tuple[float, float]) -> None:
     steps = Steps()
-    assert steps.step(0.05, recomputed=400) == pytest.approx(0.04)
-    assert steps.step(0.01) == pytest.approx(0.0)
-
-
-def test_with_batches_in_flight_the_time_lies_in_the_step_after() -> None:
-    steps = Steps()
-    assert steps.step(0.01, recomputed=400) + steps.step(0.05) == pytest.approx(0.04)
+    assert steps.step(took_s[0], recomputed=400) + steps.step(took_s[1]) == pytest.approx(0.04)
     assert steps.step(0.02) == 0.0  # an ordinary one again
 
 

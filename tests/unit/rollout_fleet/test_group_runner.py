@@ -12,6 +12,7 @@ from rollout_fleet.environments.protocol import Action, StepResult
 from rollout_fleet.episode.driver import Progress
 from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner, RolledOut
 from tests.unit.rollout_fleet.fleet_fakes import Base, ScriptedSampler, add, addition_task, make_driver, say
+from tests.waiting import until_async
 
 
 def roll(runner: GroupRunner, *tasks: Task) -> list[RolledOut]:
@@ -62,13 +63,9 @@ def test_a_failed_sample_is_counted_by_its_reason_and_leaves_the_reward_mean() -
     (done,) = roll(runner, addition_task(2, group_size=4))
     assert (done.meta.failed_samples, done.meta.reward_mean, done.failure) == (2, 1.0, None)
     assert reasons == ["environment_error"] * 2
-
-
-def test_a_group_of_failures_says_why() -> None:
-    sampler = ScriptedSampler(lambda _: ValueError("no"))
-    (done,) = roll(GroupRunner(make_driver(sampler, Addition), 8), addition_task(0))
-    assert done.failure is not None
-    assert "environment_error" in done.failure and "no" in done.failure
+    sampler = ScriptedSampler(lambda _: ValueError("not in this vocabulary"))
+    (none,) = roll(GroupRunner(make_driver(sampler, Addition), 8), addition_task(0))
+    assert "environment_error" in str(none.failure) and "not in this vocabulary" in str(none.failure)
 
 
 @pytest.mark.parametrize("problem", [b"{", b"[1]", b""])
@@ -93,8 +90,7 @@ async def test_cancelling_a_group_frees_its_slots_and_keeps_its_progress() -> No
     first, second = GroupProgress(addition_task(0)), GroupProgress(addition_task(1))
     group = asyncio.create_task(runner.run(first))
     waiting = asyncio.create_task(runner.run(second))
-    while len(sampler.calls) < 2:
-        await asyncio.sleep(0.005)
+    await until_async(lambda: len(sampler.calls) == 2)
     assert first.started_at is not None and second.started_at is None
     group.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -111,8 +107,7 @@ async def test_progress_says_where_every_episode_is() -> None:
     runner = GroupRunner(make_driver(sampler, Addition), 1)
     progress = GroupProgress(addition_task(0))
     group = asyncio.create_task(runner.run(progress))
-    while not sampler.calls:
-        await asyncio.sleep(0.005)
+    await until_async(lambda: sampler.calls)
     assert [(e.state, e.turns, e.sampled_tokens) for e in progress.episodes] == [("engine", 1, 0), ("queued", 0, 0)]
     assert progress.finished == 0
     sampler.gate.set()
@@ -134,8 +129,6 @@ def test_the_episode_that_waits_for_longest_is_told_about() -> None:
     assert (found.serial, found.samples, found.finished, found.age_s, found.tokens) == (7, 3, 1, 10.0, 59)
     assert (found.turns, found.episode_tokens, found.state, found.state_s) == (3, 30, "environment", 9.0)
 
-
-def test_a_group_whose_episodes_wait_for_slots_says_so() -> None:
     found = working(7, 100.0, *(Progress(since=100.0) for _ in range(3))).report(110.0)
     assert (found.state, found.state_s, found.finished, found.turns) == ("queued", 10.0, 0, 0)
     assert working(7, 100.0).report(110.0).state == "queued"

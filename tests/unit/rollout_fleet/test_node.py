@@ -1,7 +1,9 @@
 """The node loop over the in-memory broker and a scripted sampler."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,7 +91,7 @@ class Site:
         return [entry.state for entry in self.learner.ledger()]
 
 
-async def test_it_leases_what_the_window_allows_and_hands_in_every_group() -> None:
+async def test_it_leases_what_the_window_allows_hands_in_every_group_and_reports_its_first() -> None:
     async with Site() as site:
         site.attach(tasks=20)
         await until_async(lambda: site.states()[:8] == ["ready"] * 8)
@@ -102,6 +104,9 @@ async def test_it_leases_what_the_window_allows_and_hands_in_every_group() -> No
         decoded = decode_group(groups[3].payload)
         assert [s.reward for s in decoded.samples] == [1.0, 1.0]
         assert groups[3].meta.reward_mean == 1.0
+        joined = site.status.report().joined
+        assert 0 < joined.leased <= joined.delivered
+        await until_async(lambda: site.learner.status().nodes[0].report.joined == joined)
 
 
 class Around:
@@ -114,7 +119,7 @@ class Around:
         return getattr(self.broker, name)
 
 
-async def test_a_node_that_ran_dry_asks_for_no_more_groups_than_it_has_room_for() -> None:
+async def test_a_new_version_opens_the_window_at_once_and_the_node_asks_for_what_it_has_room_for() -> None:
     asked: list[tuple[int, int]] = []  # groups, episodes that ran
 
     class Recording(Around):
@@ -130,14 +135,6 @@ async def test_a_node_that_ran_dry_asks_for_no_more_groups_than_it_has_room_for(
         await until_async(lambda: site.states()[:12] == ["ready"] * 12)
         assert asked[0] == (3, 0)  # one that it runs and two ahead
         assert max(groups for groups, _ in asked) == 3
-
-
-async def test_a_new_version_opens_the_window_at_once() -> None:
-    async with Site() as site:
-        site.attach(tasks=20)
-        await until_async(lambda: site.states()[:8] == ["ready"] * 8)
-        site.feed.set(version=1)
-        await until_async(lambda: site.states()[:12] == ["ready"] * 12)
         assert site.states()[12] == "pending"
 
 
@@ -282,14 +279,14 @@ async def test_a_lost_lease_cancels_its_episodes_and_counts_the_waste() -> None:
 
 
 async def test_a_result_under_an_old_token_is_refused_and_the_task_done_once() -> None:
+    delivered: list[float] = []  # when the node first delivered a group, as it says at each of its results
+
     class Slow(Around):
         """Completes only after the broker gave the lease to someone else."""
 
-        first = True
-
         async def complete(self, node_id: str, token: str, meta: Any, payload: bytes) -> bool:
-            if self.first:
-                self.first = False
+            delivered.append(site.status.report().joined.delivered)
+            if len(delivered) == 1:
                 await self.broker.release(node_id, [token])
             return await self.broker.complete(node_id, token, meta, payload)
 
@@ -297,6 +294,8 @@ async def test_a_result_under_an_old_token_is_refused_and_the_task_done_once() -
         site.attach(tasks=1)
         await until_async(lambda: site.states() == ["ready"])
         assert site.learner.status().stale_results == 1
+        assert delivered == [0, 0], "a refused group is no first group"
+        await until_async(lambda: site.status.report().joined.delivered > 0)
 
 
 async def test_a_group_whose_samples_all_fail_counts_as_an_attempt_with_the_reason() -> None:
@@ -332,41 +331,33 @@ async def test_a_drain_while_the_engine_starts_needs_no_engine() -> None:
     assert await node.run() == EXIT_DONE
 
 
-async def test_a_drain_is_bounded_and_gives_running_groups_back() -> None:
-    async with Site(drain_s=0.2, gated=True) as site:
+@pytest.mark.parametrize(("drain_s", "asks"), [(0.2, "a signal"), (2 * LIMIT_S, "a finished learner")])
+async def test_a_drain_is_bounded_or_does_not_wait_at_all_and_gives_running_groups_back(
+    drain_s: float, asks: str
+) -> None:
+    async with Site(drain_s=drain_s, gated=True) as site:
         site.attach(tasks=1)
         await until_async(lambda: len(site.sampler.calls) == 2)
-        site.node.request_drain("SIGTERM")
+        if asks == "a signal":
+            site.node.request_drain("SIGTERM")
+        else:
+            site.learner.report(learner_report(state="done"))
         assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_DONE
-        assert site.states() == ["pending"]
-        assert site.sampler.cancelled == 2
+        assert (site.states(), site.sampler.cancelled) == (["pending"], 2)
 
 
-async def test_a_finished_learner_drains_the_node_without_waiting() -> None:
-    async with Site(drain_s=60, gated=True) as site:
-        site.attach(tasks=1)
-        await until_async(lambda: len(site.sampler.calls) == 2)
-        site.learner.report(learner_report(state="done"))
-        assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_DONE
-
-
-async def test_an_excluded_node_gives_everything_back_says_why_and_fails() -> None:
-    async with Site(gated=True) as site:
+@pytest.mark.parametrize("refuses", [False, True], ids=["engine waits", "engine refuses because it is excluded"])
+async def test_an_excluded_node_gives_everything_back_says_why_and_fails(refuses: bool) -> None:
+    async with Site(gated=not refuses, respond=lambda _: SlipstreamError("excluded: bad sum")) as site:
         site.attach(tasks=4)
-        await until_async(lambda: len(site.sampler.calls) == 4)
+        await until_async(lambda: len(site.sampler.calls) >= (1 if refuses else 4))
         site.feed.set(excluded="canary differs by 3.2")
         assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_FAILED
-        assert site.states() == ["pending"] * 4
         told = site.learner.status().nodes[0].report
         assert (told.state, told.waiting_on) == ("excluded", "canary differs by 3.2")
-
-
-async def test_an_engine_that_refuses_because_it_is_excluded_counts_as_excluded() -> None:
-    async with Site(respond=lambda _: SlipstreamError("excluded: bad sum")) as site:
-        site.attach(tasks=1)
-        await until_async(lambda: bool(site.sampler.calls))
-        site.feed.set(excluded="bad sum")
-        assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_FAILED
+        if refuses:  # then its groups ended, and leaving returns their leases
+            await site.broker.node().leave("n0")
+        assert site.states() == ["pending"] * 4
 
 
 async def test_a_dead_engine_ends_the_node_with_its_reason_and_returns_the_leases() -> None:
@@ -378,37 +369,32 @@ async def test_a_dead_engine_ends_the_node_with_its_reason_and_returns_the_lease
         assert site.states() == ["pending"] * 3
 
 
-class Flaky:
+class Flaky(Around):
     """Every kind of call fails its first `failures` times."""
 
-    failures = 1
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self._seen: dict[str, int] = {}
+    def __init__(self, broker: Any, failures: int) -> None:
+        super().__init__(broker)
+        self.left: dict[str, int] = defaultdict(lambda: failures)
 
     def __getattr__(self, name: str) -> Any:
         async def call(*arguments: Any) -> Any:
-            self._seen[name] = self._seen.get(name, 0) + 1
-            if self._seen[name] <= self.failures:
+            self.left[name] -= 1
+            if self.left[name] >= 0:
                 raise BrokerUnreachable("no answer")
-            return await getattr(self._inner, name)(*arguments)
+            return await getattr(self.broker, name)(*arguments)
 
         return call
 
 
 async def test_a_broker_that_is_away_for_a_moment_loses_nothing() -> None:
-    async with Site(wrap=Flaky) as site:
+    async with Site(wrap=partial(Flaky, failures=1)) as site:
         site.attach(tasks=3)
         await until_async(lambda: site.states() == ["ready"] * 3)
         assert [e.attempts for e in site.learner.ledger()] == [1, 1, 1]
 
 
 async def test_a_broker_that_stays_away_ends_the_node_with_the_reason() -> None:
-    class Gone(Flaky):
-        failures = 10**9
-
-    site = Site(wrap=Gone, patience_s=0.3)
+    site = Site(wrap=partial(Flaky, failures=10**9), patience_s=0.3)
     site.beat.start = lambda *_: None  # type: ignore[method-assign]
     site.beat.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
     async with site:
@@ -427,28 +413,3 @@ async def test_two_nodes_share_the_window() -> None:
         first.attach(tasks=8)
         await until_async(lambda: first.states() == ["leased"] * 8)
         assert {e.nodes[-1] for e in first.learner.ledger()} == {"n0", "n1"}
-
-
-async def test_the_first_lease_and_the_first_accepted_group_are_reported() -> None:
-    async with Site() as site:
-        site.attach(tasks=4)
-        await until_async(lambda: site.states() == ["ready"] * 4)
-        told = site.status.report().joined
-        assert 0 < told.leased <= told.delivered
-        await until_async(lambda: site.learner.status().nodes[0].report.joined == told)
-
-
-async def test_a_group_that_the_broker_refuses_is_no_first_group() -> None:
-    class Refusing(Around):
-        refused = 0
-
-        async def complete(self, *_: object) -> bool:
-            self.refused += 1
-            return False
-
-    async with Site(wrap=Refusing) as site:
-        site.attach(tasks=1)
-        await until_async(lambda: site.parts.broker.refused == 1)  # type: ignore[attr-defined]
-        await until_async(lambda: site.status.report().groups == [])
-        assert site.status.report().joined.leased > 0
-        assert site.status.report().joined.delivered == 0

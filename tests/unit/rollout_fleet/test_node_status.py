@@ -58,27 +58,23 @@ def test_since_counts_from_the_change_of_state_not_of_reason() -> None:
     assert (report.state, report.waiting_on, report.since_s) == ("waiting", "b", 4.0)
 
 
-def test_a_report_carries_engine_weights_and_waste() -> None:
+def test_a_report_carries_engine_weights_groups_and_waste() -> None:
     clock = Clock()
     status = OwnStatus("n", clock)
     weights = WeightsState(version=3, incarnation=1, flips=4, stall_s=0.5, canary_max_difference=0.01)
-    status.measure(weights, EngineCounters(tokens_generated=100), ["a", "b"])
-    status.work(9, [], 16)
+    counters = EngineCounters(100, kv_cache_usage=0.75, preemptions=3, prompt_tokens=200, cached_tokens=150)
+    status.measure(weights, counters, ["a", "b"])
+    status.work(9, [GroupWork(4, 8, finished=2)], 24)
     status.cancelled(5, 1.5)
+    for reason in ("timeout", "environment_flood", "timeout"):
+        status.sample_failed(reason)
     clock.now = 2.0
     report = status.report()
     assert (report.policy_version, report.flips, report.generation_stall_s) == (3, 4, 0.5)
     assert (report.tokens_generated, report.tokens_wasted, report.tokens_per_s) == (100, 5, 50.0)
     assert report.waste == {"cancelled": Waste(5, 1.5), "stalled": Waste(0, 0.5), "waiting": Waste(0, 0.0)}
     assert (report.episodes_running, report.canary_max_difference, status.leases) == (9, 0.01, ["a", "b"])
-
-
-def test_a_report_carries_the_oldest_groups_and_the_pressure_on_the_kv_cache() -> None:
-    status = OwnStatus("n", Clock())
-    counters = EngineCounters(kv_cache_usage=0.75, preemptions=3, prompt_tokens=200, cached_tokens=150)
-    status.measure(HELD, counters, ["a"])
-    status.work(8, [GroupWork(4, 8, finished=2)], 24)
-    report = status.report()
+    assert report.samples_failed == {"timeout": 2, "environment_flood": 1}
     assert (report.kv_cache_usage, report.preemptions, report.prefix_hit_rate) == (0.75, 3, 0.75)
     assert (report.groups, report.concurrency) == ([GroupWork(4, 8, finished=2)], 24)
 
@@ -118,13 +114,6 @@ def test_patience_ends_after_the_limit_and_any_answer_renews_it() -> None:
     clock.now = 160.0
     with pytest.raises(BrokerLost, match=r"tcp://x has not answered for 60 s: silent"):
         patience.failed(RuntimeError("silent"))
-
-
-def test_failed_samples_are_reported_by_reason() -> None:
-    status = OwnStatus("n0")
-    for reason in ("timeout", "environment_flood", "timeout"):
-        status.sample_failed(reason)
-    assert status.report().samples_failed == {"timeout": 2, "environment_flood": 1}
 
 
 def test_stages_count_from_the_start_of_the_process_and_only_once() -> None:

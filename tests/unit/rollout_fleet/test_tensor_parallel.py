@@ -1,44 +1,42 @@
-"""Workers of one engine: what one of them cannot do, all of them hear."""
+"""Workers of one engine: all of them hear of a failure of one, and they share the staged version's memory."""
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed
 
-from rollout_fleet.weights.tensor_parallel import Ranks
+from common.weights.collectives import dist
+from rollout_fleet.weights.tensor_parallel import Ranks, SharedBuffers, attach
+from tests import forked
+from tests.waiting import LIMIT_S
 
-_dist: Any = distributed
-WAIT_S = 300
+SIZE = 4096 + 7
 
 
 class Workers:
     """Two ranks with a real gloo group, each in a thread of its own."""
 
     def __init__(self) -> None:
-        self.store = _dist.HashStore()
-        self.place: Any = None
-        self.said = threading.Event()
+        self.store, self.said = dist.HashStore(), threading.Event()
 
     def group(self, rank: int) -> Any:
-        gloo = _dist.ProcessGroupGloo(self.store, rank, 2, timedelta(seconds=WAIT_S))
-        return SimpleNamespace(
-            rank_in_group=rank,
-            world_size=2,
-            cpu_group=gloo,
-            broadcast_object=lambda said, src: self.broadcast(rank, said),
-        )
+        gloo = dist.ProcessGroupGloo(self.store, rank, 2, timedelta(seconds=LIMIT_S))
+        send = partial(self.broadcast, rank)
+        return SimpleNamespace(rank_in_group=rank, world_size=2, cpu_group=gloo, broadcast_object=send)
 
-    def broadcast(self, rank: int, said: Any) -> Any:
-        if rank == 0:
-            self.place = said
+    def broadcast(self, rank: int, told: Any, src: int) -> Any:
+        if rank == src:
+            self.told = told
             self.said.set()
-        assert self.said.wait(WAIT_S)
-        return self.place
+        assert self.said.wait(LIMIT_S)
+        return self.told
 
     def both(self, work: Any) -> list[str]:
         def run(rank: int) -> str:
@@ -50,10 +48,6 @@ class Workers:
 
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(run, range(2)))
-
-
-def test_all_go_on_when_all_have_loaded() -> None:
-    assert Workers().both(lambda ranks: ranks.agree(None)) == ["", ""]
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -73,7 +67,7 @@ def test_a_staged_version_is_the_same_memory_on_every_worker(monkeypatch: pytest
 
     def work(ranks: Ranks) -> None:
         if ranks.receives:
-            flat = ranks._buffers.allocate(128)
+            flat = ranks.buffers.allocate(128)
             flat[3] = 9
             monkeypatch.setattr(ranks.receiver, "take", lambda incarnation, version: flat)
         seen.append(ranks.take(0, 1, 128))
@@ -81,3 +75,35 @@ def test_a_staged_version_is_the_same_memory_on_every_worker(monkeypatch: pytest
 
     assert Workers().both(work) == ["", ""]
     assert [int(flat[3]) for flat in seen] == [9, 9]
+
+
+def double(pipe: Connection) -> None:
+    """Map what is told, say its sum, and write into it."""
+    flat = attach(pipe.recv_bytes().decode(), SIZE)
+    pipe.send_bytes(str(int(flat.sum())).encode())
+    flat[0] = 9
+    pipe.send_bytes(b"written")
+
+
+def test_another_process_maps_the_same_memory() -> None:
+    buffers = SharedBuffers()
+    flat = buffers.allocate(SIZE)
+    assert flat.shape == (SIZE,) and not flat.any()
+    flat[5] = 7
+    ours, theirs = forked.context().Pipe()
+    child = forked.start(double, theirs)
+    ours.send_bytes(buffers.path(flat).encode())
+    assert ours.recv_bytes() == b"7"
+    assert ours.recv_bytes() == b"written" and int(flat[0]) == 9
+    child.join(LIMIT_S)
+
+
+def test_a_buffer_that_is_gone_cannot_be_mapped_and_holds_no_descriptor() -> None:
+    buffers = SharedBuffers()
+    flat = buffers.allocate(SIZE)
+    path = buffers.path(flat)
+    assert torch.equal(attach(path, SIZE), flat)
+    del flat
+    gc.collect()
+    with pytest.raises(RuntimeError):
+        attach(path, SIZE)

@@ -1,5 +1,8 @@
 """Reading Hugging Face tensors back out of fused, tied and padded parameters."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -62,18 +65,6 @@ def test_one_changed_element_of_any_part_changes_it(row: int) -> None:
     assert weight_proof.checksum(model, layout) != packing.checksum(flat)
 
 
-def test_a_tensor_without_a_parameter_is_named() -> None:
-    layout = Layout.of([("attn.o_proj.weight", "float32", (4, 4))])
-    with pytest.raises(weight_proof.Unreadable, match=r"attn\.o_proj\.weight was published"):
-        weight_proof.checksum(Model(), layout)
-
-
-def test_another_dtype_or_shape_is_no_proof() -> None:
-    for entry in (("embed.weight", "bfloat16", (50, 4)), ("embed.weight", "float32", (65, 4))):
-        with pytest.raises(weight_proof.Unreadable, match=r"embed\.weight was published as"):
-            weight_proof.checksum(Model(), Layout.of([entry]))
-
-
 class Experts(nn.Module):
     """Stacked experts as an engine has them: 3 of hidden size 4 and intermediate size 5, padded to 6."""
 
@@ -123,17 +114,21 @@ def test_one_changed_element_of_any_expert_changes_it(name: str, place: tuple[in
     assert weight_proof.checksum(model, layout) != packing.checksum(flat)
 
 
-def test_an_expert_too_many_or_too_large_is_no_proof() -> None:
-    model = Sparse()
-    with pytest.raises(weight_proof.Unreadable, match=r"experts\.0\.w1\.weight was published as"):
-        weight_proof.checksum(model, Layout.of([("experts.0.w1.weight", "float32", (7, 4))]))
-    with pytest.raises(weight_proof.Unreadable, match=r"experts\.3\.w2\.weight was published"):
-        weight_proof.checksum(model, Layout.of([("experts.3.w2.weight", "float32", (4, 5))]))
-
-
-class Indices:
-    def __init__(self, start: int, end: int) -> None:
-        self.org_vocab_start_index, self.org_vocab_end_index = start, end
+@pytest.mark.parametrize(
+    ("model", "name", "dtype", "shape", "says"),
+    [
+        (Model, "attn.o_proj.weight", "float32", (4, 4), "published, but the engine has no parameter for it"),
+        (Model, "embed.weight", "bfloat16", (50, 4), "published as bfloat16"),
+        (Model, "embed.weight", "float32", (65, 4), r"published as float32 \(65, 4\)"),
+        (Sparse, "experts.0.w1.weight", "float32", (7, 4), r"published as float32 \(7, 4\)"),
+        (Sparse, "experts.3.w2.weight", "float32", (4, 5), "published, but"),
+    ],
+)
+def test_a_tensor_without_a_parameter_of_its_dtype_and_shape_is_named(
+    model: type[nn.Module], name: str, dtype: str, shape: tuple[int, ...], says: str
+) -> None:
+    with pytest.raises(weight_proof.Unreadable, match=f"{name} was {says}"):
+        weight_proof.checksum(model(), Layout.of([(name, dtype, shape)]))
 
 
 def shard(rank: int, size: int, whole: dict[str, torch.Tensor]) -> Model:
@@ -151,7 +146,8 @@ def shard(rank: int, size: int, whole: dict[str, torch.Tensor]) -> Model:
     held = torch.randn(rows, 4)
     held[: end - start] = whole["embed.weight"][start:end]
     model.embed.weight.data = held
-    model.embed.shard_indices = model.lm_head.shard_indices = Indices(start, end)  # type: ignore[assignment]
+    indices: Any = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=end)
+    model.embed.shard_indices = model.lm_head.shard_indices = indices
     return model
 
 
@@ -162,16 +158,12 @@ def test_every_worker_proves_its_shard_and_a_changed_bit_is_named_with_the_worke
     for rank in range(size):
         model = shard(rank, size, whole)
         weight_proof.check_shard(model, layout, flat, rank, size)
+        other = (rank + size // 2) % size
+        with pytest.raises(weight_proof.Unreadable, match=f"worker {other} of {size}"):
+            weight_proof.check_shard(model, layout, flat, other, size)
         with torch.no_grad():
             model.attn.qkv_proj.weight[-1, 0] *= -1
         with pytest.raises(
             weight_proof.Unreadable, match=rf"worker {rank} of {size} has another shard of attn\.v_proj"
         ):
             weight_proof.check_shard(model, layout, flat, rank, size)
-
-
-def test_a_worker_with_the_shard_of_another_one_does_not_prove_it() -> None:
-    layout, flat = published(Model())
-    model = shard(1, 2, dict(packing.view(flat, layout)))
-    with pytest.raises(weight_proof.Unreadable, match=r"worker 0 of 2"):
-        weight_proof.check_shard(model, layout, flat, 0, 2)
