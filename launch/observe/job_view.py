@@ -60,7 +60,7 @@ def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> Ren
     """Reward, version, staleness, rates and times of the newest steps."""
     last, steps = tail.last, config.run.steps
     done = int(last.get("policy_version", 0))
-    filled = round(BAR_WIDTH * done / steps)
+    filled = round(BAR_WIDTH * min(1.0, done / steps))
     bar = "█" * filled + "░" * (BAR_WIDTH - filled)
     rows = {config.run.name: f"step {done}/{steps}  {bar}  {_eta(done, steps, tail)}"}
     rewards = tail.series("reward_mean")

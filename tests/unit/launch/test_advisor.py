@@ -78,13 +78,8 @@ def test_a_balanced_run_is_left_alone() -> None:
 def test_status_gives_no_advice_on_metrics_that_it_cannot_read() -> None:
     good = {"nodes_live": 2, "step_s": 1.0, "learner_idle_s": 0.5}
     assert advice_for([good] * 10, 1) is not None
-    changes = (
-        {"nodes_live": "x"},
-        {"nodes_live": [1]},
-        {"step_s": None, "learner_idle_s": None},
-        {"concurrency": None},
-    )
-    for line in ({}, {"nodes_live": 2}, *(good | change for change in changes)):
+    bad = [{"nodes_live": "x"}, {"nodes_live": [1]}, {"step_s": None}, {"learner_idle_s": None}, {"concurrency": None}]
+    for line in ({}, {"nodes_live": 2}, *(good | change for change in bad)):
         assert advice_for([line] * 10, 1) is None, line
 
 

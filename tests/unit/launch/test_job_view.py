@@ -12,7 +12,7 @@ from broker.diagnosis.stalls import Stall
 from common.process.run_dir import RunDir, write_json
 from launch.cli import main
 from launch.observe import stall_text, waste_view
-from launch.observe.job_view import plain_line, render_live, render_status, sparkline
+from launch.observe.job_view import BAR_WIDTH, plain_line, render_live, render_status, sparkline
 from launch.observe.metrics_tail import MetricsTail, mean
 from launch.observe.observation import Observation, as_json, observe
 from launch.observe.stall_text import duration
@@ -83,12 +83,11 @@ def test_the_views_show_every_process_progress_and_waits(config, run, tail):
     words = ("step 4/10", "reward 0.300", "learner: waiting (groups for step 7", "1 ready 2 leased", "node-0")
     assert [word for word in words if word not in line] == []
     assert "\n" not in line
-
-
-def test_both_views_say_when_the_broker_has_not_answered_yet(config, run):
-    tail = MetricsTail(run.metrics)
     assert "waiting for the broker" in text_of(render_live(config, None, tail, []))
     assert "broker: no answer yet" in plain_line(config, None, tail)
+    fewer = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=2))
+    view = text_of(render_live(fewer, None, tail, []))
+    assert view.count("█") == BAR_WIDTH + 1, "a full bar, and the highest reward"
 
 
 def test_a_node_whose_environments_start_is_not_said_to_generate(config, tail):
