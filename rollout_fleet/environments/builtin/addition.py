@@ -29,5 +29,4 @@ class Addition:
     async def step(self, action: Action) -> StepResult:
         """Reward 1 when the answer is right and the policy ended its turn itself."""
         given = action.text.rsplit(self.answer_after, 1)[-1].strip()
-        correct = action.ended and given == self.answer
-        return StepResult(reward=float(correct), done=True)
+        return StepResult(reward=float(action.ended and given == self.answer))

@@ -1,8 +1,6 @@
-"""OpenEnv and verifiers.
+"""OpenEnv and verifiers, under the interpreters of SLIPSTREAM_OPENENV_PYTHON and SLIPSTREAM_VERIFIERS_PYTHON.
 
-Both libraries ask for packages that do not fit vLLM's, so neither is in the test environment.
-SLIPSTREAM_OPENENV_PYTHON and SLIPSTREAM_VERIFIERS_PYTHON name interpreters that have them.
-launch/test.sh builds one for both (launch/setup.sh adapters).
+Both libraries need packages that do not fit vLLM's; launch/test.sh builds an interpreter with both (setup.sh adapters).
 """
 
 import asyncio

@@ -16,7 +16,8 @@ from common.rollouts import Sample
 from rollout_fleet.environments.isolation.placement import StageFailed
 from rollout_fleet.environments.isolation.process_host import Channel, ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Limits
-from tests.unit.rollout_fleet.fleet_fakes import CharacterTokenizer, ScriptedSampler, make_driver, say
+from rollout_fleet.episode.rendering import Tokenizer
+from tests.unit.rollout_fleet.fleet_fakes import CharacterTokenizer, ScriptedSampler, make_driver, say, text_of
 from tests.waiting import LIMIT_S, until, until_async
 
 LIMITS = Limits(process=True, reset_s=300.0, step_s=300.0, memory_mib=512, observation_chars=10_000)
@@ -64,12 +65,12 @@ def new_host() -> Iterator[Callable[..., ProcessHost]]:
         yield lambda *arguments, **named: stack.enter_context(contextlib.closing(ProcessHost(*arguments, **named)))
 
 
-def play(host: ProcessHost, how: str, count: int = 1) -> list[Sample]:
-    limits = replace(LIMITS, **TIGHT.get(how, {}))
+def play(host: ProcessHost, how: str, count: int = 1, tokenizer: Tokenizer | None = None) -> list[Sample]:
+    limits, sampler = replace(LIMITS, **TIGHT.get(how, {})), ScriptedSampler(lambda _: say("x"))
     stage = ProcessStage("wild_environments:Wild", {}, limits, LIMIT_S, host, shares_seed=True)
 
     async def once() -> list[Sample]:
-        driver = make_driver(ScriptedSampler(lambda _: say("x")), stage, None, BUDGET, LIMIT_S, limits=limits)
+        driver = make_driver(sampler, stage, None, BUDGET, limits=limits, tokenizer=tokenizer)
         return await asyncio.gather(*(driver.run({"how": how}, 3 + i, group_seed=3) for i in range(count)))
 
     return asyncio.run(once())
@@ -91,8 +92,7 @@ def test_it_has_no_secrets_and_no_descriptors_of_the_node(host: ProcessHost, tmp
     with (tmp_path / "open in the node").open("w"):
         (sample,) = play(host, "tell")
     assert (sample.stop_reason, sample.turn_rewards) == ("environment_done", [0.25, 303.0])
-    told = [chr(t) for t, m in zip(sample.tokens.numpy(), sample.loss_mask.numpy(), strict=True) if not m]
-    lines = "".join(told).splitlines()
+    lines = text_of(sample, 0).splitlines()
     assert "BROKER_SECRET" not in lines and "HOME" in lines
     kinds = {line.split(" ", 2)[2].split(":")[0] for line in lines if line.startswith("fd ")}
     assert {kind for kind in kinds if not kind.startswith("/proc/")} <= {"/dev/null", "socket", "anon_inode"}
@@ -108,11 +108,8 @@ def test_an_observation_crosses_whole(host: ProcessHost, how: str, prompt: str) 
         def apply_chat_template(self, messages: Any, **options: Any) -> str:
             return f"{messages[0]['content']} {options['enable_thinking']} {options['tools']}"
 
-    stage = ProcessStage("wild_environments:Wild", {}, LIMITS, LIMIT_S, host, shares_seed=True)
-    sampler = ScriptedSampler(lambda _: say("x"))
-    driver = make_driver(sampler, stage, None, BUDGET, LIMIT_S, tokenizer=Template(), limits=LIMITS)
-    assert asyncio.run(driver.run({"how": how}, 0)).error is None
-    assert "".join(map(chr, sampler.calls[0].prompt)) == prompt
+    (sample,) = play(host, how, tokenizer=Template())
+    assert (sample.error, text_of(sample, 0)) == (None, prompt)
 
 
 @pytest.mark.parametrize(

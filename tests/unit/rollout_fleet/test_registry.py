@@ -61,13 +61,10 @@ def test_built_in_names_resolve_and_find_their_libraries_here() -> None:
         check_libraries(resolve(name, needed.get(name, {})), name)
 
 
-class NeedsWhatIsNotThere:
-    NEEDS = ("no_such_library", "json")
-
-
 def test_libraries_that_an_environment_needs_and_that_are_missing_are_named() -> None:
+    game = type("Game", (), {"NEEDS": ("no_such_library", "json")})
     with pytest.raises(ConfigError, match="'game', which needs no_such_library") as caught:
-        check_libraries(NeedsWhatIsNotThere, "game")
+        check_libraries(game, "game")
     assert caught.value.hint == "pip install 'slipstream-rl[environments]'"
 
 

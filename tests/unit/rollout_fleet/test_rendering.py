@@ -74,15 +74,14 @@ def test_options_and_tools_reach_the_template(end_token: int | None) -> None:
     assert end_token is not None or '"name": "add"' in text
 
 
-def test_what_is_no_token_id_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a token id must be an integer, found 2\.7"):
-        Renderer(qwen()).ids([1, 2.7])  # type: ignore[list-item]
-
-
-def test_an_environment_that_says_the_mark_itself_does_not_move_the_seam() -> None:
-    renderer = Renderer(with_template(LLAMA, "<eos>"))
-    with pytest.raises(ValueError, match="exactly once"):
-        renderer.ids(Chat((("user", MARK),)), 1)
+@pytest.mark.parametrize(
+    ("observation", "why"),
+    [([1, 2.7], r"a token id must be an integer, found 2\.7"), (Chat((("user", MARK),)), "exactly once")],
+    ids=["no token id", "the mark that finds the seam"],
+)
+def test_an_observation_that_cannot_be_rendered_is_refused(observation: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Renderer(qwen()).ids(observation, 1)
 
 
 def test_a_template_that_refuses_fails_the_sample_and_nothing_else() -> None:
