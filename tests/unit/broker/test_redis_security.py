@@ -64,25 +64,19 @@ def test_a_server_that_refuses_the_password_is_named_and_the_password_is_not(
 
 
 @pytest.mark.parametrize(
-    ("address", "password", "expected"),
+    ("address", "file", "expected"),
     [
-        ("redis://10.0.0.4:6379/0", True, "without TLS"),
-        ("rediss://10.0.0.4:6379/0", False, "without a password"),
+        ("redis://10.0.0.4:6379/0", "broker.password", "without TLS"),
+        ("rediss://10.0.0.4:6379/0", "notes", "without a password"),
+        ("rediss://127.0.0.1", "client.crt", r"client\.crt and client\.key"),
     ],
 )
-def test_beyond_this_machine_the_broker_needs_tls_and_a_password(
-    tmp_path: Path, address: str, password: bool, expected: str
+def test_beyond_this_machine_the_broker_needs_tls_and_a_password_and_a_certificate_needs_its_key(
+    tmp_path: Path, address: str, file: str, expected: str
 ) -> None:
-    if password:
-        (tmp_path / "broker.password").write_text("p")
+    (tmp_path / file).write_text("x")
     with pytest.raises(UsageError, match=expected):
         open_client(address, str(tmp_path))
-
-
-def test_a_client_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "client.crt").write_text("x")
-    with pytest.raises(UsageError, match=r"client\.crt and client\.key"):
-        open_client("rediss://127.0.0.1", str(tmp_path))
 
 
 # ---------------------------------------------------------------- TLS
@@ -171,18 +165,14 @@ def test_a_broker_leads_and_writes_over_tls_with_certificates_on_both_sides(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # redis-py leaves such sockets open
-@pytest.mark.parametrize("missing", ["ca.crt", "client"])
-def test_without_authority_or_client_certificate_nothing_is_sent(
+@pytest.mark.parametrize("missing", ["ca.crt", "client", "TLS"])
+def test_without_authority_client_certificate_or_tls_nothing_is_sent(
     front: TlsFront, credentials: Path, missing: str
 ) -> None:
     for file in credentials.glob(f"{missing}*"):
         file.unlink()
     words = r"(?i)certificate verify failed" if missing == "ca.crt" else r"does not take records"
     with pytest.raises(StoreUnavailable, match=words):
-        check_server(open_client(front.address, str(credentials)), front.address, "fsync")
+        address = front.address.replace("rediss", "redis") if missing == "TLS" else front.address
+        check_server(open_client(address, str(credentials)), front.address, "fsync")
     gc.collect()  # here, not under another test
-
-
-def test_a_plain_client_does_not_get_through_a_tls_port(front: TlsFront) -> None:
-    with pytest.raises(StoreUnavailable, match="does not take records"):
-        check_server(open_client(front.address.replace("rediss", "redis"), None), front.address, "fsync")
