@@ -109,20 +109,28 @@ def test_a_stream_says_the_same_and_what_it_took_and_its_log_probabilities_when_
     assert (sample.error, sample.reward) == (None, 6.0)
 
 
-def test_completions_models_and_tools_are_served_to_the_real_client() -> None:
+def test_completions_models_tools_and_token_ids_are_served_to_the_real_client() -> None:
     async def uses_all(client: AsyncOpenAI, model: str) -> float:
         assert [found.id async for found in client.models.list()] == [model]
         done = await client.completions.create(model=model, prompt="1+2=", max_tokens=9, logprobs=0)
         assert done.choices[0].text == "3" and done.usage is not None and done.usage.completion_tokens == 2
         tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-        called = await client.chat.completions.create(model=model, messages=HI, tools=tools)
-        (call,) = called.choices[0].message.tool_calls or []
-        return float(called.choices[0].finish_reason == "tool_calls" and call.function.arguments == '{"a": 1}')  # type: ignore[union-attr]
+        asked: Any = {"model": model, "messages": HI, "tools": tools, "extra_body": {"return_token_ids": True}}
+        called = await client.chat.completions.create(**asked)
+        begin, middle, end = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+        assert called.choices[0].finish_reason == end.choices[0].finish_reason == "tool_calls"
+        for (call,) in (called.choices[0].message.tool_calls, middle.choices[0].delta.tool_calls):
+            assert call.function.arguments == '{"a": 1}'
+        assert called.prompt_token_ids == begin.prompt_token_ids == sampler.calls[1].prompt
+        assert called.choices[0].token_ids == middle.choices[0].token_ids == [*qwen().encode(said), qwen().eos_token_id]
+        return 1.0
 
     said = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    sample = play(with_client(uses_all), policy("3", said))
+    sampler = policy("3", said, said)
+    sample = play(with_client(uses_all), sampler)
     assert (sample.error, sample.reward) == (None, 1.0)
-    assert sample.metrics["tokens_left_out"] == 2.0  # the completion is a conversation of its own
+    left_out = 2 + len(said) + 1  # the completion and one of the chats: conversations of their own
+    assert sample.metrics["tokens_left_out"] == left_out
 
 
 async def status(url: str, key: str, body: bytes | None = None) -> int:

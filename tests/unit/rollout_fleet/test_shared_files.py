@@ -57,6 +57,8 @@ def names(folder: Path) -> set[str]:
 
 
 def test_files_of_a_killed_engine_are_removed_once_its_last_worker_is_dead(tmp_path: Path, start: Start) -> None:
+    record([Worker(os.getpid(), 1, {})], tmp_path)
+    assert names(tmp_path) == set(), "an engine without shared files leaves no record"
     (first, one), (second, two) = start("vllm_dist_a-shm_0", "psm_b"), start("vllm_dist_a-shm_1")
     assert set(one.files) == {"vllm_dist_a-shm_0", "psm_b"} and set(two.files) == {"vllm_dist_a-shm_1"}
     record([one, two], tmp_path)
@@ -97,8 +99,3 @@ def test_a_record_that_cannot_be_trusted_removes_nothing(tmp_path: Path, start: 
     before = names(folder) - {path.name}
     assert remove_left_files(folder) == []
     assert names(folder) - {path.name} == before and (tmp_path / "outside").exists()
-
-
-def test_an_engine_without_shared_files_leaves_no_record(tmp_path: Path) -> None:
-    record([Worker(os.getpid(), 1, {})], tmp_path)
-    assert names(tmp_path) == set()
