@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.config.checks import resolve_paths
 from common.config.loading import load_either
-from common.config.schema import LearnerConfig, ModelConfig, MoeConfig, ParallelConfig
+from common.config.schema import LearnerConfig, MoeConfig, ParallelConfig
 from common.process.lifecycle import leave
 from common.process.run_dir import RunDir
 from learner.checkpoint.folder import MODEL_FOLDER
@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write the folder, complete or not at all; raises SlipstreamError (exit code 1) or UsageError (exit code 2)."""
+    """Write the folder, complete or not at all.
+
+    Raises:
+        UsageError: model.path is no usable model, or the checkpoint is not one of it.
+    """
     parser = argparse.ArgumentParser(prog="python -m learner.checkpoint.export_main")
     parser.add_argument("--config", type=Path, required=True, help="the run's config.yaml")
     parser.add_argument("--checkpoint", type=Path, required=True, help="RUN/checkpoints/step-N")
@@ -30,26 +34,21 @@ def run(arguments: Sequence[str]) -> int:
     words = parser.parse_args(arguments)
     config = resolve_paths(load_either(words.config))
     RankProcess("export", RunDir(words.config.parent), config.learner.threads, config.telemetry.log_level)
-    convert(config.model, words.checkpoint / MODEL_FOLDER, words.out)
-    logger.info("%s is written to %s", words.checkpoint, words.out)
-    return 0
-
-
-def convert(model: ModelConfig, saved: Path, target: Path) -> None:
-    """Write `target`, like model.path but with the weights of the backend's files in `saved`; raises as `run` does."""
     import learner.megatron.backend  # noqa: F401  (after the checks: takes seconds, and prepares for megatron)
     from learner.megatron import checkpoint, parallel
     from learner.megatron.conversion.export import Exporter
     from learner.megatron.conversion.hf_folder import read_config
     from learner.megatron.conversion.model import DTYPES, build
 
-    source, alone = Path(model.path), ParallelConfig()
+    source, alone = Path(config.model.path), ParallelConfig()
     hf_config = read_config(source)
     parallel.initialize(alone, seed=0, timeout_s=LearnerConfig().timeout_s)
-    built = build(source, hf_config, DTYPES[model.dtype], alone, MoeConfig())
-    checkpoint.load_weights(saved, built.chunks, alone)
-    Exporter(built, []).save(source, target)
+    built = build(source, hf_config, DTYPES[config.model.dtype], alone, MoeConfig())
+    checkpoint.load_weights(words.checkpoint / MODEL_FOLDER, built.chunks, alone)
+    Exporter(built, []).save(source, words.out)
     parallel.shutdown()
+    logger.info("%s is written to %s", words.checkpoint, words.out)
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

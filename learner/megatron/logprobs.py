@@ -9,9 +9,8 @@ With hidden states h [T, H], a temperature t, and output weights W [V, H] split 
     d entropy / d z_v = -p_v (log p_v + entropy)
     dh = dz W / t (this rank's part)      dW = dz^T h / t
 
-Rows are taken in chunks, whose logits are used and dropped. The exponentials of the first chunks, up to a fixed budget,
-are kept for the backward pass; those of the others are computed again. So the working set is bounded for every T and
-V, and a batch that fits the budget costs no second matrix product.
+Logits exist for a chunk of rows at a time. The exponentials of the first chunks, up to a fixed budget, are kept for the
+backward pass. So the working set is bounded, and a batch that fits the budget costs no second matrix product.
 """
 
 from typing import Any

@@ -33,10 +33,8 @@ def read_config(path: Path) -> Any:
 def give_rope_theta(config: Any) -> None:
     """Copy rope_theta from rope_parameters, where transformers 5 keeps it, to where Megatron-Bridge 0.3.1 reads it.
 
-    The bridge silently takes 10000 without it. Likewise transformers 4 ignores rope_parameters.
-
-    Raises:
-        UsageError: a scaled rotary embedding that this transformers cannot read.
+    The bridge silently takes 10000 without it. Raises UsageError for a scaled rotary embedding that transformers 4,
+    which does not read rope_parameters, would ignore.
     """
     import transformers
 

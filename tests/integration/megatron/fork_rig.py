@@ -1,14 +1,15 @@
 """Worlds of ranks, and learners, forked from one process that has imported Megatron once, which costs seconds of CPU.
 
 A test gives `run` groups of specs, each with a job, a function of its module that every rank runs; jobs assert nothing.
-Every spec gets a new world: forking it is cheaper than what an earlier world's groups and threads would cost. All files
-of a worker share the process that forks.
+Every spec gets a new world, of its `ranks` or of the fewest that its `parallel` needs. All files of a worker share the
+process that forks.
 """
 
 import atexit
 import functools
 import importlib
 import json
+import math
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.config.schema import ParallelConfig
 from common.process.lifecycle import die_with_parent, leave
 from tests.waiting import LIMIT_S
 
@@ -34,9 +36,9 @@ WORLD_S = 2 * LIMIT_S  # for one world; the largest need some seconds
 Job = Callable[[Path, dict[str, Any]], None]
 
 
-def group(ranks: int, job: Job, specs: list[dict[str, Any]]) -> dict[str, Any]:
-    """For each of `specs` one world of `ranks` that runs `job` on it."""
-    return {"ranks": ranks, "module": job.__module__, "job": job.__name__, "specs": specs}
+def group(job: Job, specs: list[dict[str, Any]]) -> dict[str, Any]:
+    """For each of `specs` one world that runs `job` on it."""
+    return {"module": job.__module__, "job": job.__name__, "specs": specs}
 
 
 def run(factory: pytest.TempPathFactory, *groups: dict[str, Any]) -> Path:
@@ -123,9 +125,25 @@ def section(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {k.removeprefix(prefix + "."): v for k, v in tensors.items() if k.startswith(prefix + ".")}
 
 
+def same(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 0.0) -> None:
+    """Assert the same names, and values that are equal to the bit or, with `atol`, close."""
+    assert found and found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        said = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=said)
+
+
 def relative(found: Tensor, expected: Tensor) -> float:
-    """The norm of the error in units of the expected norm, in float64."""
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+    """The norm of the error in units of the expected norm, in float64; of one where nothing is expected."""
+    norm = expected.double().norm().item()
+    return (found.double() - expected.double()).norm().item() / (norm or 1.0)
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest relative error, and the tensor that has it; `found` may have more names."""
+    assert expected and expected.keys() <= found.keys()
+    errors = [(relative(found[name], tensor), name) for name, tensor in expected.items()]
+    return max(errors, key=lambda error: (math.isnan(error[0]), error))
 
 
 def _join(bound: socket.socket, rank: int, ranks: int) -> None:
@@ -159,8 +177,10 @@ def _fork_rank(job: Job, folder: Path, spec: dict[str, Any], log: Path, bound: s
         os._exit(status)
 
 
-def _run_world(job: Job, folder: Path, spec: dict[str, Any], name: str, ranks: int) -> str:
+def _run_world(job: Job, folder: Path, spec: dict[str, Any], name: str) -> str:
     """The reason of a failure; a failed rank ends the others."""
+    layout = ParallelConfig(**spec.get("parallel", {}))
+    ranks = spec.get("ranks") or max(layout.model_ranks, layout.pipeline * layout.expert * layout.expert_tensor)
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         logs = [folder / f"{name}-{ranks}-{rank}.log" for rank in range(ranks)]
@@ -186,7 +206,7 @@ def _run_worlds(order: dict[str, Any]) -> str:
     for group in order["groups"]:
         job = getattr(importlib.import_module(group["module"]), group["job"])
         for spec in group["specs"]:
-            if failed := _run_world(job, Path(order["folder"]), spec, group["job"], group["ranks"]):
+            if failed := _run_world(job, Path(order["folder"]), spec, group["job"]):
                 return failed
     return ""
 

@@ -15,23 +15,15 @@ import msgspec
 
 from common.config.loading import load_either
 from common.config.parallel_layout import layers_per_stage
-from common.config.schema import (
-    Config,
-    LearnerConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    SftConfig,
-    SftLearnerConfig,
-)
+from common.config.schema import Config, LearnerConfig, ModelConfig, ParallelConfig, SftConfig, SftLearnerConfig
 from launch.plan.architecture import read_architecture
+from tests.integration.megatron import tiny_models
 
 ROOT = Path(__file__).resolve().parents[3]
 RANKS = 8
 VOCABULARY = 128
 HALVED = ("data", "pipeline", "tensor", "context")  # in this order among equals
-# eps: with 1e-8 Adam makes whole steps of the rounding of gradients that are nearly zero
-OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-4, grad_clip=1.0)
+OPTIMIZER = msgspec.structs.replace(tiny_models.OPTIMIZER, lr=3e-3, warmup_steps=0, schedule="constant", weight_decay=0)
 
 
 @dataclass(frozen=True)
@@ -52,9 +44,8 @@ class Miniature:
     def routing(self) -> tuple[int, int] | None:
         """(MoE layers, experts) when routing is replayed."""
         model = read_architecture(self.document)
-        if not self.learner.moe.replay_routing or model.experts is None:
-            return None
-        return sum(model.moe_layers), model.experts.count
+        replays = self.learner.moe.replay_routing and model.experts is not None
+        return (sum(model.moe_layers), model.experts.count) if replays else None
 
     def backend(self, folder: Path, learner: LearnerConfig | SftLearnerConfig) -> Any:
         """Collective."""
@@ -85,13 +76,9 @@ def _parallel(config: Config | SftConfig, layers: int) -> tuple[ParallelConfig, 
         largest = max(HALVED, key=lambda name: (sizes[name], -HALVED.index(name)))
         sizes[largest] //= 2
     inside = sizes["tensor"] * sizes["context"] * sizes["data"]
-    small = msgspec.structs.replace(
-        real,
-        tensor=sizes["tensor"],
-        pipeline=sizes["pipeline"],
-        context=sizes["context"],
-        expert=min(real.expert, inside // real.expert_tensor),
-    )
+    experts = min(real.expert, inside // real.expert_tensor)
+    cut = {name: size for name, size in sizes.items() if name != "data"}
+    small = msgspec.structs.replace(real, **cut, expert=experts)
     if real.first_stage_layers is not None or real.last_stage_layers is not None:
         stages = layers_per_stage(layers, real)
         first, middle, last = stages[0], stages[1], stages[-1]
@@ -110,34 +97,15 @@ def _layers(parallel: ParallelConfig) -> int:
 
 
 def _document(real: dict[str, Any], config: Config | SftConfig, parallel: ParallelConfig) -> dict[str, Any]:
-    heads = 2 * max(2, parallel.tensor)
+    heads, layers = 2 * max(2, parallel.tensor), _layers(parallel)
+    grouped = real["num_key_value_heads"] < real["num_attention_heads"]
     sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": _layers(parallel),
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads if real["num_key_value_heads"] == real["num_attention_heads"] else heads // 2,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.1,
-        "torch_dtype": "float32",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "head_dim": 16,
-        "moe_intermediate_size": 32,
-        "num_experts": 8,
-        "num_local_experts": 8,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "max_window_layers": _layers(parallel),
+        **dict(hidden_size=64, intermediate_size=128, num_hidden_layers=layers, max_window_layers=layers),
+        **dict(num_attention_heads=heads, num_key_value_heads=heads // 2 if grouped else heads, head_dim=16),
+        **dict(vocab_size=VOCABULARY, max_position_embeddings=512, initializer_range=0.1, torch_dtype="float32"),
+        **dict(bos_token_id=1, eos_token_id=2, moe_intermediate_size=32, num_experts=8, num_local_experts=8),
+        **dict(n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1),
+        **dict(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12),
     }
     small = real | {name: value for name, value in sizes.items() if name in real}
     if real.get("rope_scaling"):  # so that it matters for documents of 40 tokens

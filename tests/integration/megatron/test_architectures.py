@@ -11,11 +11,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import Tensor
 
-from common.errors import UsageError
 from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group, section
+from tests.integration.megatron.fork_rig import Outcome, group, same, section, worst
 from tests.integration.megatron.tiny_models import TEMPERATURE, exported, microbatches, policy_loss
 
 SHORT_YARN = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -76,7 +74,7 @@ WRONG_TWO: list[dict[str, Any]] = [
     WRONG[0] | {"name": "window-cp2", "parallel": {"context": 2}},
     WRONG[3] | {"name": "llama3-scaling-pp2", "parallel": {"pipeline": 2}},
     WRONG[2] | {"name": "router-ep2", "parallel": {"expert": 2}},
-    WRONG[-1] | {"name": "rope-base-dp2"},
+    WRONG[-1] | {"name": "rope-base-dp2", "ranks": 2},
 ]
 
 
@@ -85,18 +83,8 @@ def job_model(folder: Path, spec: dict[str, Any]) -> None:
     kind = spec["kind"]
     model = tiny_models.new_model(REFUSED[kind][0] if kind in REFUSED else kind)
     model.save_pretrained(folder / "models" / kind)
-    if kind in REFUSED:
-        return
-    tensors: dict[str, Tensor] = {}
-    loss, tokens = torch.zeros(()), 0.0
-    for i, batch in enumerate(microbatches(0)):
-        logprobs, entropy = tiny_models.hugging_face(model, batch)
-        tensors[f"logprobs.{i}"] = logprobs.detach()
-        loss = loss + policy_loss(logprobs, entropy, batch).loss_sum
-        tokens += batch.loss_mask.sum().item()
-    (loss / tokens).backward()
-    tensors |= {f"gradient.{n}": g for n, g in tiny_models.gradients_in_files(model).items()}
-    fork_rig.write(folder / "reference" / kind, 0, tensors, {})
+    if kind not in REFUSED:
+        fork_rig.write(folder / "reference" / kind, 0, *tiny_models.reference(model))
 
 
 def job_load(folder: Path, spec: dict[str, Any]) -> None:
@@ -131,16 +119,12 @@ def job_refused(folder: Path, spec: dict[str, Any]) -> None:
 def nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
-def refusal(folder: Path, spec: dict[str, Any]) -> str | None:
+def refusal(folder: Path, spec: dict[str, Any]) -> str:
     from megatron.core import parallel_state
 
-    try:
-        tiny_models.backend(folder, spec)
-    except UsageError as error:
-        return str(error)
-    finally:
-        parallel_state.destroy_model_parallel()
-    return None
+    said = tiny_models.refusal(tiny_models.backend, folder, spec)
+    parallel_state.destroy_model_parallel()
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -148,48 +132,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, what Hugging Face makes of them, and what every layout makes of them."""
     return fork_rig.run(
         tmp_path_factory,
-        group(1, job_model, [{"kind": kind} for kind in [*DENSE, *MOE, *REFUSED]]),
-        group(1, job_load, ONE + ROUNDED),
-        group(2, job_load, TWO),
-        group(1, job_refused, WRONG + REFUSALS),
-        group(2, job_refused, WRONG_TWO),
+        group(job_model, [{"kind": kind} for kind in [*DENSE, *MOE, *REFUSED]]),
+        group(job_load, ONE + ROUNDED + TWO),
+        group(job_refused, WRONG + REFUSALS + WRONG_TWO),
     )
 
 
-def both(folder: Path, spec: dict[str, Any], prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The found and the expected values."""
-    outcomes = Outcome(folder / spec["name"]), Outcome(folder / "reference" / spec["kind"])
-    return outcomes[0].section(prefix), outcomes[1].section(prefix)
-
-
-layouts = pytest.mark.parametrize("spec", ONE + TWO, ids=[s["name"] for s in ONE + TWO])
+layouts = fork_rig.named(ONE + TWO)
 
 
 @layouts
 def test_every_tensor_of_the_folder_comes_back_bitwise_on_every_rank(folder: Path, spec: dict[str, Any]) -> None:
     source = load_file(folder / "models" / spec["kind"] / "model.safetensors")
     for tensors in Outcome(folder / spec["name"]).tensors_of:
-        weights = section(tensors, "weight")
-        assert weights.keys() == source.keys()
-        for name, tensor in source.items():
-            assert torch.equal(weights[name], tensor), name
+        same(section(tensors, "weight"), source)
 
 
 @layouts
-def test_logprobs_of_packed_documents_equal_hugging_face(folder: Path, spec: dict[str, Any]) -> None:
-    found, expected = both(folder, spec, "logprobs")
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        torch.testing.assert_close(found[name], values, rtol=0, atol=2e-5)
-
-
-@layouts
-def test_every_gradient_equals_autograd(folder: Path, spec: dict[str, Any]) -> None:
-    found, expected = both(folder, spec, "gradient")
-    assert found.keys() == expected.keys()
-    unit = torch.tensor(1.0)  # an expert that no token chose has no gradient
-    errors = {n: ((found[n] - g).norm() / (g.norm() if g.any() else unit)).item() for n, g in expected.items()}
-    assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+def test_logprobs_of_packed_documents_and_every_gradient_equal_hugging_face(folder: Path, spec: dict[str, Any]) -> None:
+    found, expected = Outcome(folder / spec["name"]), Outcome(folder / "reference" / spec["kind"])
+    same(found.section("logprobs"), expected.section("logprobs"), atol=2e-5)
+    gradients, references = found.section("gradient"), expected.section("gradient")
+    assert gradients.keys() == references.keys()
+    assert worst(gradients, references) < (1e-5, "")
 
 
 @layouts
@@ -198,23 +163,18 @@ def test_transformers_loads_the_saved_folder_with_the_same_weights(folder: Path,
     assert {f.name for f in saved.iterdir()} == {f.name for f in source.iterdir()}
     loaded, details = transformers.AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
     assert not any(details.values()), details
-    original = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
-    for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, original[name]), name
+    same(loaded.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(source).state_dict())
 
 
-@pytest.mark.parametrize("spec", ROUNDED, ids=[s["name"] for s in ROUNDED])
+@fork_rig.named(ROUNDED)
 def test_bfloat16_rounds_the_weights_once_and_leaves_what_routers_select_by(folder: Path, spec: dict[str, Any]) -> None:
     source = load_file(folder / "models" / spec["kind"] / "model.safetensors")
-    weights = Outcome(folder / spec["name"]).section("weight")
-    assert weights.keys() == source.keys()
-    for name, tensor in source.items():
-        dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
-        assert weights[name].dtype == dtype, name
-        assert torch.equal(weights[name], tensor.to(dtype)), name
+    kept = "e_score_correction_bias"
+    rounded = {name: tensor if name.endswith(kept) else tensor.bfloat16() for name, tensor in source.items()}
+    same(Outcome(folder / spec["name"]).section("weight"), rounded)
 
 
-@pytest.mark.parametrize("spec", WRONG + WRONG_TWO, ids=[s["name"] for s in WRONG + WRONG_TWO])
+@fork_rig.named(WRONG + WRONG_TWO)
 def test_the_forward_check_refuses_a_wrong_translation_on_every_rank(folder: Path, spec: dict[str, Any]) -> None:
     source = folder / "models" / spec["kind"]
     architecture = json.loads((source / "config.json").read_text())["architectures"][0]
@@ -225,7 +185,7 @@ def test_the_forward_check_refuses_a_wrong_translation_on_every_rank(folder: Pat
             assert said[what].startswith(f"model.path: {source}: Megatron computes {architecture} otherwise")
             assert f"Log-probabilities of {named} differ by" in said[what]
             assert "model.verify: false" in said[what]
-        assert said["unverified"] is None
+        assert not said["unverified"]
 
 
 @pytest.mark.parametrize("kind", REFUSED)

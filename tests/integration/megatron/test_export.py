@@ -15,7 +15,7 @@ from common.config.schema import Config, LearnerConfig, ModelConfig, ParallelCon
 from common.process.run_dir import RunDir
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group
+from tests.integration.megatron.fork_rig import Outcome, group, same
 from tests.integration.megatron.tiny_models import TEMPERATURE, exported, figures, microbatches
 from tests.launch_rig import ROOT, run_cli
 from tests.waiting import LIMIT_S
@@ -32,7 +32,7 @@ import json, os, sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 from common.process.lifecycle import leave
 from vllm import LLM, SamplingParams
-model, documents, temperature = sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3])
+model, documents = sys.argv[1], json.loads(sys.argv[2])
 engine = LLM(model=model, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64,
              kv_cache_memory_bytes=16 << 20, max_num_seqs=8, logprobs_mode="raw_logits", max_logprobs=-1)
 wanted = SamplingParams(max_tokens=1, prompt_logprobs=-1, detokenize=False)
@@ -73,8 +73,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folders, and next to them what `slipstream export` made of their checkpoints."""
     place = fork_rig.run(
         tmp_path_factory,
-        group(1, tiny_models.job_models, [{"kinds": ["served", "moe"]}]),
-        group(2, job_train, RUNS),
+        group(tiny_models.job_models, [{"kinds": ["served", "moe"]}]),
+        group(job_train, RUNS),
     )
     for spec in RUNS:
         done = run_cli("export", str(place / spec["name"]), str(place / f"{spec['name']}-exported"), "--step", "2")
@@ -89,11 +89,7 @@ def test_the_folder_holds_the_weights_of_the_checkpoint_and_the_sources_other_fi
 ) -> None:
     exported, source = folder / f"{spec['name']}-exported", folder / "models" / spec["kind"]
     assert {f.name for f in exported.iterdir()} == {f.name for f in source.iterdir()}
-    weights = load_file(exported / "model.safetensors")
-    trained = Outcome(folder / "found" / spec["name"]).section("weight")
-    assert weights.keys() == trained.keys()
-    for name, weight in trained.items():
-        assert torch.equal(weights[name], weight), name
+    same(load_file(exported / "model.safetensors"), Outcome(folder / "found" / spec["name"]).section("weight"))
 
 
 @fork_rig.named(RUNS)
@@ -102,19 +98,15 @@ def test_transformers_computes_what_the_learner_computed(folder: Path, spec: dic
 
     model = AutoModelForCausalLM.from_pretrained(folder / f"{spec['name']}-exported", dtype=torch.float32)
     found = Outcome(folder / "found" / spec["name"]).section("logprobs")
-    tolerance = 2e-5 if spec.get("dtype") is None else 0.3
-    for i, batch in enumerate(microbatches(0)):
-        expected = tiny_models.hugging_face(model, batch)[0].detach()
-        torch.testing.assert_close(found[str(i)], expected, rtol=0, atol=tolerance)
+    expected = {str(i): tiny_models.hugging_face(model, batch)[0].detach() for i, batch in enumerate(microbatches(0))}
+    same(found, expected, atol=2e-5 if spec.get("dtype") is None else 0.3)
 
 
 def test_vllm_computes_what_the_learner_computed(folder: Path) -> None:
     batch = microbatches(0)[0]
-    documents, at = [], 0
-    for n in batch.document_lengths:
-        documents.append([*batch.tokens[at : at + n].tolist(), int(batch.targets[at + n - 1])])
-        at += n
-    words = [str(folder / "tp2-exported"), json.dumps(documents), "1.0"]
+    rows = zip(batch.tokens.split(batch.document_lengths), batch.targets.split(batch.document_lengths), strict=True)
+    documents = [[*tokens.tolist(), int(targets[-1])] for tokens, targets in rows]
+    words = [str(folder / "tp2-exported"), json.dumps(documents)]
     command = [sys.executable, "-c", VLLM, *words]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

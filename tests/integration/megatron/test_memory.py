@@ -2,35 +2,29 @@
 
 import ctypes
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group
+from tests.integration.megatron.fork_rig import Outcome, group, same, worst
 from tests.integration.megatron.tiny_models import TEMPERATURE, exported, figures, microbatches, policy_loss, share
 
 HOW = ("none", "selective", "full")
 KINDS = ("optimizer", "gradients", "parameters")
 
 
-def recomputed(name: str, **more: Any) -> list[dict[str, Any]]:
-    return [{"name": f"{name}-{how}", "memory": {"recompute": how}, **more} for how in HOW]
-
-
-RECOMPUTE = {
-    1: [("dense", {}), ("moe", {"kind": "moe"})],
-    2: [
-        ("tp2", {"parallel": {"tensor": 2}}),
-        ("cp2", {"parallel": {"context": 2}}),
-        ("vpp2", {"parallel": {"pipeline": 2, "virtual_pipeline": 2}}),
-        ("ep2-tp2", {"kind": "moe", "parallel": {"tensor": 2, "expert": 2}}),
-    ],
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "moe": {"kind": "moe"},
+    "cp2": {"parallel": {"context": 2}},
+    "vpp2": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}},
+    "ep2-tp2": {"kind": "moe", "parallel": {"tensor": 2, "expert": 2}},
 }
-NAMES = [name for specs in RECOMPUTE.values() for name, _ in specs]
-NOTHING = dict.fromkeys(KINDS, False)
 
 
 def offloaded(base: str, *kinds: str, **more: Any) -> dict[str, Any]:
@@ -38,17 +32,14 @@ def offloaded(base: str, *kinds: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "base": base, "kinds": kinds, "memory": {f"offload_{k}": True for k in kinds}, **more}
 
 
-ONE = [
-    *(offloaded("fp32", *kinds) for kinds in [(), *((k,) for k in KINDS), KINDS]),
-    *(offloaded("bf16", *kinds, dtype="bfloat16") for kinds in [(), *((k,) for k in KINDS), KINDS]),
-]
-TWO = [
-    *(offloaded("dp2", *kinds) for kinds in [(), KINDS]),
+EACH: list[tuple[str, ...]] = [(), *((kind,) for kind in KINDS), KINDS]
+OFFLOAD = [
+    *(offloaded("fp32", *kinds) for kinds in EACH),
+    *(offloaded("bf16", *kinds, dtype="bfloat16") for kinds in EACH),
     *(offloaded("tp2-bf16", *kinds, dtype="bfloat16", parallel={"tensor": 2}) for kinds in [(), KINDS]),
     *(offloaded("pp2", *kinds, parallel={"pipeline": 2}) for kinds in [(), KINDS]),
-    *(offloaded("ep2", *kinds, kind="moe", parallel={"expert": 2}) for kinds in [(), KINDS]),
+    *(offloaded("ep2-dp2", *kinds, kind="moe", parallel={"expert": 2}) for kinds in [(), KINDS]),
 ]
-OFFLOADED = [spec for spec in ONE + TWO if spec["kinds"]]
 
 
 def job_recompute(folder: Path, spec: dict[str, Any]) -> None:
@@ -56,16 +47,13 @@ def job_recompute(folder: Path, spec: dict[str, Any]) -> None:
     backend = tiny_models.backend(folder, spec)
     calls = {"layer": 0, "attention": 0}
 
-    def count(name: str) -> Any:
-        def hook(*_: Any) -> None:
-            calls[name] += 1
-
-        return hook
+    def count(name: str, *_: Any) -> None:
+        calls[name] += 1
 
     for chunk in backend.chunks:
         for layer in chunk.module.decoder.layers:
-            layer.register_forward_pre_hook(count("layer"))
-            layer.self_attention.core_attention.register_forward_pre_hook(count("attention"))
+            layer.register_forward_pre_hook(partial(count, "layer"))
+            layer.self_attention.core_attention.register_forward_pre_hook(partial(count, "attention"))
     totals = backend.schedule.train(share(backend, microbatches(0)), policy_loss, TEMPERATURE, entropy=True)
     tensors = {}
     for i, chunk in enumerate(backend.chunks):
@@ -107,17 +95,13 @@ def job_resident(folder: Path, spec: dict[str, Any]) -> None:
     for number in range(2):
         figures(backend, number)
     gc.collect()
-    resident = [resident_bytes()]
+    process = psutil.Process()
+    resident = [process.memory_info().rss]
     with backend.offload.gradients():
-        resident.append(resident_bytes())
-    resident.append(resident_bytes())
+        resident.append(process.memory_info().rss)
+    resident.append(process.memory_info().rss)
     gradients = sum(b.grad_data.numel() * 4 for chunk in backend.chunks for b in chunk.buffers)
     fork_rig.write(folder / spec["name"], backend.rank, {}, {"resident": resident, "gradients": gradients})
-
-
-def resident_bytes() -> int:
-    words = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
-    return next(int(word[1]) * 1024 for word in words if word[0] == "VmRSS:")
 
 
 def on_device(backend: Any) -> dict[str, list[int]]:
@@ -126,79 +110,53 @@ def on_device(backend: Any) -> dict[str, list[int]]:
     buffers = [b for chunk in backend.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     models = {p.untyped_storage()._cdata for p in parameters}
     stepped = [(p.data, *state.values()) for p, state in tiny_models.main_parameters(backend)]
-    own = [t for tensors in stepped for t in tensors if t.dim()]
-    own = [t for t in own if t.untyped_storage()._cdata not in models]
-
-    def sizes(tensors: list[torch.Tensor]) -> list[int]:
-        return [t.untyped_storage().nbytes() for t in tensors]
-
-    return {
-        "parameters": sizes(parameters),
-        "gradients": sizes([b.grad_data for b in buffers]),
-        "optimizer": sizes(own),
-    }
+    own = [t for tensors in stepped for t in tensors if t.dim() and t.untyped_storage()._cdata not in models]
+    kinds = {"parameters": parameters, "gradients": [b.grad_data for b in buffers], "optimizer": own}
+    return {kind: [t.untyped_storage().nbytes() for t in tensors] for kind, tensors in kinds.items()}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    recompute = [
-        group(ranks, job_recompute, [spec for name, more in specs for spec in recomputed(name, **more)])
-        for ranks, specs in RECOMPUTE.items()
-    ]
+    layouts = [(f"{name}-{how}", how, more) for name, more in RECOMPUTE.items() for how in HOW]
     return fork_rig.run(
         tmp_path_factory,
-        group(1, tiny_models.job_models, [{"kinds": ["tied", "moe", "wide"]}]),
-        *recompute,
-        group(1, job_offload, ONE),
-        group(2, job_offload, TWO),
-        group(1, job_resident, [{"name": "wide", "kind": "wide", "memory": {"offload_gradients": True}}]),
+        group(tiny_models.job_models, [{"kinds": ["tied", "moe", "wide"]}]),
+        group(job_recompute, [{"name": name, "memory": {"recompute": how}, **more} for name, how, more in layouts]),
+        group(job_offload, OFFLOAD),
+        group(job_resident, [{"name": "wide", "kind": "wide", "memory": {"offload_gradients": True}}]),
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("how", HOW[1:])
-def test_recomputation_changes_no_gradient(folder: Path, name: str, how: str) -> None:
-    kept, computed = Outcome(folder / f"{name}-none"), Outcome(folder / f"{name}-{how}")
-    assert [rank["loss"] for rank in computed.ranks] == [rank["loss"] for rank in kept.ranks]
-    assert kept.tensors and computed.tensors.keys() == kept.tensors.keys()
-    for key, gradient in kept.tensors.items():
-        assert gradient.norm() > 0
-        assert (computed.tensors[key] - gradient).norm() <= 1e-6 * gradient.norm(), key
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_full_recomputation_runs_layers_twice_and_selective_their_attention(folder: Path, name: str) -> None:
-    def calls(how: str) -> tuple[int, int]:
-        ranks = Outcome(folder / f"{name}-{how}").ranks
-        return sum(rank["calls"]["layer"] for rank in ranks), sum(rank["calls"]["attention"] for rank in ranks)
-
-    layers, attentions = calls("none")
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_recomputation_changes_no_gradient_and_runs_layers_or_their_attention_twice(folder: Path, name: str) -> None:
+    kept, selective, full = (Outcome(folder / f"{name}-{how}") for how in HOW)
+    for computed in (selective, full):
+        assert [rank["loss"] for rank in computed.ranks] == [rank["loss"] for rank in kept.ranks]
+        assert computed.tensors.keys() == kept.tensors.keys()
+        assert worst(computed.tensors, kept.tensors) < (1e-6, "")
+    assert all(gradient.any() for gradient in kept.tensors.values())
+    layers, attentions = (sum(rank["calls"][what] for rank in kept.ranks) for what in ("layer", "attention"))
     assert layers == attentions > 0
-    assert calls("selective") == (layers, 2 * layers)
-    assert calls("full") == (2 * layers, 2 * layers)
+    for computed, expected in ((selective, [layers, 2 * layers]), (full, [2 * layers, 2 * layers])):
+        assert [sum(rank["calls"][what] for rank in computed.ranks) for what in ("layer", "attention")] == expected
 
 
-@fork_rig.named(OFFLOADED)
+@fork_rig.named([spec for spec in OFFLOAD if spec["kinds"]])
 def test_training_is_bitwise_the_same_with_offloading(folder: Path, spec: dict[str, Any]) -> None:
     plain, found = Outcome(folder / f"{spec['base']}-nothing"), Outcome(folder / spec["name"])
     assert [rank["steps"] for rank in found.ranks] == [rank["steps"] for rank in plain.ranks]
-    assert found.tensors.keys() == plain.tensors.keys()
-    for name, tensor in plain.tensors.items():
-        assert torch.equal(found.tensors[name], tensor), name
+    same(found.tensors, plain.tensors)
 
 
-@fork_rig.named(ONE + TWO)
+@fork_rig.named(OFFLOAD)
 def test_a_checkpoint_brings_the_step_back_bitwise_whatever_is_offloaded(folder: Path, spec: dict[str, Any]) -> None:
     found = Outcome(folder / spec["name"])
     for rank in found.ranks:
         assert rank["steps"][3] == rank["steps"][4]
-    went, came = found.section("went"), found.section("came")
-    assert went and went.keys() == came.keys()
-    for name, tensor in went.items():
-        assert torch.equal(came[name], tensor), name
+    same(found.section("came"), found.section("went"))
 
 
-@fork_rig.named(ONE + TWO)
+@fork_rig.named(OFFLOAD)
 def test_what_is_offloaded_has_no_storage_between_phases_and_the_rest_has(folder: Path, spec: dict[str, Any]) -> None:
     for rank in Outcome(folder / spec["name"]).ranks:
         for number, idle in enumerate(rank["idle"]):

@@ -42,29 +42,20 @@ MEASURED = [
     *measured("deepseek-v3-plain", 2, tensor=2, dtypes=("float32",)),
     *measured("glm", 2, expert=2, dtypes=("bfloat16",)),
 ]
-DENSE_TOKENS = {
-    **{"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"},
-    "data x context": "dp-cp",
-}
+DENSE_TOKENS = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp", "data x context": "dp-cp"}
 SPARSE_TOKENS = {"expert_tensor": "tp", "expert": "ep", "expert_data": "dp"}
+DEEPSEEK = {"pipeline": 16, "expert": 2, "expert_tensor": 2, "first_stage_layers": 3, "last_stage_layers": 2}
+CUTS: list[tuple[int, int, dict[str, int]]] = [  # ranks, layers, layout
+    (16, 80, {"tensor": 8, "pipeline": 2}),
+    (64, 12, {"tensor": 2, "context": 2, "pipeline": 4, "expert": 4}),
+    (64, 61, DEEPSEEK),
+    (16, 24, {"tensor": 2, "pipeline": 4, "virtual_pipeline": 3}),
+    (8, 14, {"pipeline": 4, "virtual_pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 4}),
+    (12, 5, {"tensor": 2, "pipeline": 2, "last_stage_layers": 2}),
+]
 GROUPS = [
-    {"name": "groups-0", "world": 16, "layers": 80, "parallel": {"tensor": 8, "pipeline": 2}},
-    {
-        "name": "groups-1",
-        "world": 64,
-        "layers": 12,
-        "parallel": {"tensor": 2, "context": 2, "pipeline": 4, "expert": 4},
-    },
-    {
-        **{"name": "groups-2", "world": 64, "layers": 61},
-        "parallel": {"pipeline": 16, "expert": 2, "expert_tensor": 2, "first_stage_layers": 3, "last_stage_layers": 2},
-    },
-    {"name": "groups-3", "world": 16, "layers": 24, "parallel": {"tensor": 2, "pipeline": 4, "virtual_pipeline": 3}},
-    {
-        **{"name": "groups-4", "world": 8, "layers": 14},
-        "parallel": {"pipeline": 4, "virtual_pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 4},
-    },
-    {"name": "groups-5", "world": 12, "layers": 5, "parallel": {"tensor": 2, "pipeline": 2, "last_stage_layers": 2}},
+    {"name": f"groups-{i}", "ranks": 1, "world": world, "layers": layers, "parallel": parallel}
+    for i, (world, layers, parallel) in enumerate(CUTS)
 ]
 
 
@@ -113,14 +104,11 @@ def job_groups(folder: Path, spec: dict[str, Any]) -> None:
     groups |= {name: sparse.get_ranks(token) for name, token in SPARSE_TOKENS.items()}
     virtual = p.virtual_pipeline if p.virtual_pipeline > 1 else None
     config = SimpleNamespace(
-        num_layers=spec["layers"],
-        pipeline_model_parallel_size=p.pipeline,
-        virtual_pipeline_model_parallel_size=virtual,
-        pipeline_model_parallel_layout=None,
-        num_layers_in_first_pipeline_stage=p.first_stage_layers,
-        num_layers_in_last_pipeline_stage=p.last_stage_layers,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
+        **dict(num_layers=spec["layers"], pipeline_model_parallel_layout=None),
+        **dict(pipeline_model_parallel_size=p.pipeline, virtual_pipeline_model_parallel_size=virtual),
+        **dict(num_layers_in_first_pipeline_stage=p.first_stage_layers),
+        **dict(num_layers_in_last_pipeline_stage=p.last_stage_layers),
+        **dict(account_for_embedding_in_pipeline_split=False, account_for_loss_in_pipeline_split=False),
     )
     chunks = []
     for stage in range(p.pipeline):
@@ -136,9 +124,9 @@ def job_groups(folder: Path, spec: dict[str, Any]) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fork_rig.run(
         tmp_path_factory,
-        group(1, tiny_models.job_models, [{"kinds": sorted({spec["kind"] for spec in MEASURED})}]),
-        group(1, job_groups, GROUPS),
-        *(group(n, job_measure, [s for s in MEASURED if s["ranks"] == n]) for n in (1, 2, 4)),
+        group(tiny_models.job_models, [{"kinds": sorted({spec["kind"] for spec in MEASURED})}]),
+        group(job_groups, GROUPS),
+        group(job_measure, MEASURED),
     )
 
 
@@ -147,20 +135,15 @@ def model_of(folder: Path, spec: dict[str, Any]) -> Any:
 
 
 @fork_rig.named(GROUPS)
-def test_groups_are_those_of_megatrons_rank_generator(folder: Path, spec: dict[str, Any]) -> None:
-    sizes = Sizes.of(spec["world"], ParallelConfig(**spec["parallel"]))
-    found = Outcome(folder / spec["name"]).ranks[0]["groups"]
+def test_groups_and_the_layers_of_stages_are_those_of_megatron(folder: Path, spec: dict[str, Any]) -> None:
+    parallel = ParallelConfig(**spec["parallel"])
+    sizes, (found,) = Sizes.of(spec["world"], parallel), Outcome(folder / spec["name"]).ranks
     for names, order in ((DENSE_TOKENS, DENSE), (SPARSE_TOKENS, SPARSE)):
         for name in names:
             ours = [list(group) for group in rank_groups(sizes, tuple(name.split(" x ")), order)]
-            assert sorted(ours) == sorted(map(sorted, found[name])), name
-
-
-@fork_rig.named(GROUPS)
-def test_stages_have_the_layers_that_megatron_gives_them(folder: Path, spec: dict[str, Any]) -> None:
-    chunks = stage_chunks(spec["layers"], ParallelConfig(**spec["parallel"]))
-    found = Outcome(folder / spec["name"]).ranks[0]["chunks"]
-    assert [[[r.start, r.stop] for r in stage] for stage in chunks] == found
+            assert sorted(ours) == sorted(map(sorted, found["groups"][name])), name
+    chunks = stage_chunks(spec["layers"], parallel)
+    assert [[[r.start, r.stop] for r in stage] for stage in chunks] == found["chunks"]
 
 
 @fork_rig.named(MEASURED)

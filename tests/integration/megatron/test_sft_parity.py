@@ -11,17 +11,14 @@ from learner.loss.losses import cross_entropy
 from learner.sft.rows import SftDataset, load_tokenizer
 from tests.integration.learner import sft_assets
 from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group, relative
+from tests.integration.megatron.fork_rig import Outcome, group, worst
 
 ROWS, PACK = 16, 128
 LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {
     "tied": ("tied", 1, {}),
     "tied-dp2": ("tied", 2, {}),
-    "tied-tp2": ("tied", 2, {"tensor": 2}),
     "tied-pp2": ("tied", 2, {"pipeline": 2}),
     "tied-cp2": ("tied", 2, {"context": 2}),
-    "moe": ("moe", 1, {}),
-    "moe-ep2": ("moe", 2, {"expert": 2}),
     "moe-tp2-ep2": ("moe", 2, {"tensor": 2, "expert": 2}),
 }
 
@@ -67,8 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     specs = [{"name": n, "kind": k, "ranks": ranks, "parallel": p} for n, (k, ranks, p) in LAYOUTS.items()]
     return fork_rig.run(
         tmp_path_factory,
-        group(1, job_reference, [{"kind": "tied"}, {"kind": "moe"}]),
-        *(group(ranks, job_sft, [s for s in specs if s["ranks"] == ranks]) for ranks in (1, 2)),
+        group(job_reference, [{"kind": "tied"}, {"kind": "moe"}]),
+        group(job_sft, specs),
     )
 
 
@@ -80,6 +77,4 @@ def test_loss_and_gradients_are_those_of_hugging_face_on_the_same_masked_rows(fo
         assert rank["tokens"] == expected["tokens"]
         assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert rank["packs"] > 1, "several microbatches, each of several conversations"
-    assert set(reference.tensors) <= set(found.tensors)
-    for tensor, gradient in reference.tensors.items():
-        assert relative(found.tensors[tensor], gradient) < 1e-5, tensor
+    assert worst(found.tensors, reference.tensors) < (1e-5, "")

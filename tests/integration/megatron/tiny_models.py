@@ -6,6 +6,7 @@ Initial values are large, and no norm or bias is trivial, so that an error shows
 import copy
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from common.config.schema import (
     OptimizerConfig,
     ParallelConfig,
 )
+from common.errors import SlipstreamError
 from learner.backend_protocol import LossOutput, Microbatch
 
 VOCABULARY, TEMPERATURE, STEPS = 128, 0.7, 3
@@ -182,6 +184,31 @@ def hugging_face(model: Any, batch: Microbatch) -> tuple[Tensor, Tensor]:
     return log_p.gather(1, batch.targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 
+def reference(model: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Log-probabilities and gradients of step 0, under the files' names, and its figures; of plain autograd."""
+    tensors: dict[str, Tensor] = {}
+    loss_sum, tokens, entropy_sum, highest = torch.zeros(()), 0.0, 0.0, float("-inf")
+    for i, batch in enumerate(microbatches(0)):
+        logprobs, entropy = hugging_face(model, batch)
+        output = policy_loss(logprobs, entropy, batch)
+        tensors[f"logprobs.{i}"] = logprobs.detach()
+        loss_sum = loss_sum + output.loss_sum
+        tokens += batch.loss_mask.sum().item()
+        entropy_sum += output.sums["entropy"].item()
+        highest = max(highest, output.maxima["highest"].item())
+    loss = loss_sum / tokens
+    gradients, norm = backward(model, loss)
+    figures = dict(loss=loss.item(), tokens=tokens, norm=norm, entropy=entropy_sum, highest=highest)
+    return tensors | gradients, figures
+
+
+def backward(model: Any, loss: Tensor) -> tuple[dict[str, Tensor], float]:
+    """(gradients as gradient.NAME under the names in the model's files, their norm)."""
+    loss.backward()
+    gradients = {f"gradient.{n}": g for n, g in gradients_in_files(model).items()}
+    return gradients, torch.stack([g.double().norm() for g in gradients.values()]).norm().item()
+
+
 def adamw_steps(model: Any) -> None:
     """STEPS of `policy_loss` with torch's AdamW; norms are not decayed."""
     groups = [
@@ -199,6 +226,14 @@ def adamw_steps(model: Any) -> None:
         for group in optimizer.param_groups:
             group["lr"] = OPTIMIZER.lr * (0.5, 1.0, 1.0)[step]  # two warmup steps, then the top of the cosine
         optimizer.step()
+
+
+def check_update(before: dict[str, Tensor], found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Assert that trained weights differ by less than a hundredth of the update."""
+    assert expected
+    for name, reference in expected.items():
+        moved, error = ((reference - x).double().norm() for x in (before[name], found[name]))
+        assert error <= 1e-2 * moved, f"{name}: {error / moved:.1e} of the update"
 
 
 # ---------------------------------------------------------------- Megatron
@@ -222,6 +257,15 @@ def backend(folder: Path, spec: dict[str, Any]) -> Any:
         optimizer=OPTIMIZER,
     )
     return MegatronBackend(model, learner, total_steps=10, seed=spec.get("seed", 1))
+
+
+def refusal(act: Callable[..., Any], *arguments: Any) -> str:
+    """The message of the error that `act` ends with; '' if it works."""
+    try:
+        act(*arguments)
+    except SlipstreamError as error:
+        return str(error)
+    return ""
 
 
 def save_checkpoint(backend: Any, path: Path) -> None:

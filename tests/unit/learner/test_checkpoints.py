@@ -149,14 +149,26 @@ def saving(every: int = 2, keep: int = 9, asynchronous: bool = True) -> dict[str
     return {"checkpoint": {"every": every, "keep": keep, "asynchronous": asynchronous}}
 
 
-def test_a_step_is_committed_when_its_checkpoint_is_on_the_disk_not_when_it_was_begun(make_world: MakeWorld) -> None:
-    world = make_world(run={"steps": 6}, learner=saving())
-    world.backend.polls_to_write = 1
+@pytest.mark.parametrize(
+    ("steps", "options", "polls", "expected"),
+    [
+        (6, saving(), 1, [(1, 3), (3, 5), (5, 6)]),
+        (4, saving(every=1), 1000, [(0, 2), (1, 3), (2, 4), (3, 4)]),
+        (4, saving(asynchronous=False), 1000, [(1, 2), (3, 4)]),
+    ],
+    ids=["a step behind and all at the end", "before the next checkpoint", "before the next step"],
+)
+def test_a_step_is_committed_when_its_checkpoint_is_on_the_disk_not_when_it_was_begun(
+    make_world: MakeWorld, steps: int, options: dict[str, object], polls: int, expected: list[tuple[int, int]]
+) -> None:
+    """`expected`: (last step committed, version reached); `polls`: times that the disk is not ready."""
+    world = make_world(run={"steps": steps}, learner=options)
+    world.backend.polls_to_write = polls
     commits: list[tuple[int, int]] = []
     commit = world.broker.commit
     world.broker.commit = lambda step: (commits.append((step, world.trainer.version)), commit(step))
     world.run()
-    assert commits == [(1, 3), (3, 5), (5, 6)]  # (last step committed, version reached): a step behind, all at the end
+    assert commits == expected
 
 
 def test_a_checkpoint_holds_what_was_there_when_it_was_begun(make_world: MakeWorld) -> None:
@@ -166,23 +178,6 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_begun(make_world: MakeWor
     saved = np.load(world.run_dir.checkpoints / "step-000002" / "model" / "table.npy")
     np.testing.assert_array_equal(saved, world.publisher.tables[2].numpy())
     assert not np.array_equal(saved, world.publisher.tables[3].numpy())
-
-
-def test_the_next_checkpoint_waits_for_the_one_that_is_being_written(make_world: MakeWorld) -> None:
-    world = make_world(run={"steps": 4}, learner=saving(every=1))
-    world.backend.polls_to_write = 1000
-    world.run()
-    assert [step for step, _ in world.broker.commits] == [0, 1, 2, 3]
-
-
-def test_a_synchronous_checkpoint_is_committed_before_the_next_step(make_world: MakeWorld) -> None:
-    world = make_world(run={"steps": 4}, learner=saving(asynchronous=False))
-    world.backend.polls_to_write = 1000
-    versions: list[int] = []
-    commit = world.broker.commit
-    world.broker.commit = lambda step: (versions.append(world.trainer.version), commit(step))
-    world.run()
-    assert versions == [2, 4]
 
 
 def test_a_kill_while_a_checkpoint_is_written_resumes_from_the_one_before(make_world: MakeWorld) -> None:
