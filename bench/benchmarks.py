@@ -9,11 +9,7 @@ from bench.figures import COLUMNS, Row, filled, flat, provenance, ratios, result
 
 SIZES = {"1k": "8 x 1,280 tokens", "8k": "8 x 8,448 tokens"}
 PEERS = {"redis_pickled_lists": "a Redis stream of pickled lists", "msgspec_lists_zeromq": "msgspec lists over ZeroMQ"}
-DURABILITIES = {
-    "memory": "in memory",
-    "everysec": "synced every second",
-    "fsync": "synced before it is acknowledged",
-}
+DURABILITIES = {"memory": "in memory", "everysec": "synced every second", "fsync": "synced before it is acknowledged"}
 
 
 def async_tail() -> list[Row]:
@@ -51,15 +47,9 @@ def packing() -> list[Row]:
     found = [r for r in result("packing")["rows"] if r["attention_weighed"]]
     dense = [r for r in found if r["layout"] == "dense"]
     rows = [Row("real over computed tokens, all layouts", [r["real_over_computed_tokens"] for r in found], ".3f")]
-    rows += [
-        Row(
-            f"most loaded rank over the mean, `{r['workload']}`, {r['data_parallel']} data-parallel ranks",
-            [100 * r["imbalance_mean"]],
-            ".2f",
-            "% more",
-        )
-        for r in dense
-    ]
+    for r in dense:
+        what = f"most loaded rank over the mean, `{r['workload']}`, {r['data_parallel']} data-parallel ranks"
+        rows.append(Row(what, [100 * r["imbalance_mean"]], ".2f", "% more"))
     return rows
 
 
@@ -80,11 +70,8 @@ def broker_overhead() -> list[Row]:
 
 
 def broker_ray() -> list[Row]:
-    sizes = result("broker_ray")["sizes"]
-    return [
-        Row(f"CPU of a Ray actor queue over raw ZeroMQ, groups of {SIZES[size]}", [found["times_raw_zeromq"]], ".1f")
-        for size, found in sizes.items()
-    ]
+    what, sizes = "CPU of a Ray actor queue over raw ZeroMQ, groups of", result("broker_ray")["sizes"]
+    return [Row(f"{what} {SIZES[size]}", [found["times_raw_zeromq"]], ".1f") for size, found in sizes.items()]
 
 
 def broker_redis() -> list[Row]:
@@ -161,7 +148,6 @@ def rows(name: str) -> list[Row]:
 def rows_of(
     found: dict[str, Any], what: str, value: str, of: str | None = None, each: bool = False, **looks: Any
 ) -> list[Row]:
-    """The rows of one figure of sections.yaml."""
     measured = found[of] if of else found
     fields = [flat(one) for one in (measured if isinstance(measured, list) else [measured])]
     shown = [[one] for one in fields] if each else [fields]

@@ -19,17 +19,10 @@ from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, Lease, NodeReport
 from broker.main import run_broker
 from broker.messaging.client_methods import LearnerBroker
-from common.config.schema import (
-    BrokerConfig,
-    Config,
-    LearnerConfig,
-    ModelConfig,
-    RunConfig,
-    StalenessConfig,
-    TasksConfig,
-)
+from common.config.schema import Config
 from common.process.malloc_tuning import keep_freed_memory
 from common.rollouts import GroupMeta, Task, decode_group, encode_group
+from tests.waiting import until
 
 GROUPS_PER_STEP = 16
 STALENESS = 4
@@ -150,10 +143,17 @@ def run_learner(
 def broker_process(
     folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP, redis: str | None = None
 ) -> Iterator[int]:
-    """The process id of a broker with run folder `folder`, which ends with the context."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=serve_broker, args=(folder, durability, groups_per_step, redis)
-    )
+    """The process id of a broker with run folder `folder` and a free port, which ends with the context."""
+    store = {} if redis is None else {"store": "redis", "redis": redis}
+    document = {
+        "run": {"name": "bench", "dir": folder, "steps": 1},
+        "model": {"path": "none"},
+        "tasks": {"environment": "none", "dataset": "none"},
+        "learner": {"groups_per_step": groups_per_step},
+        "broker": {"durability": durability, **store},
+        "staleness": {"max": STALENESS},
+    }
+    process = multiprocessing.get_context("spawn").Process(target=serve_broker, args=(document,))
     process.start()
     try:
         assert process.pid is not None
@@ -163,27 +163,12 @@ def broker_process(
         process.join(PATIENCE_S)
 
 
-def serve_broker(
-    folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP, redis: str | None = None
-) -> None:
-    """A broker process of run folder `folder`, on a free port."""
-    store = {} if redis is None else {"store": "redis", "redis": redis}
-    config = Config(
-        run=RunConfig(name="bench", dir=folder, steps=1),
-        model=ModelConfig(path="none"),
-        tasks=TasksConfig(environment="none", dataset="none"),
-        learner=LearnerConfig(groups_per_step=groups_per_step),
-        broker=BrokerConfig(address="tcp://127.0.0.1:0", durability=durability, **store),
-        staleness=StalenessConfig(max=STALENESS),
-    )
+def serve_broker(document: dict[str, object]) -> None:
+    config = msgspec.convert(document, Config)
     run_broker(config, msgspec.json.encode(config))
 
 
 def wait_for_address(folder: Path) -> str:
     """Where the broker of a run folder listens."""
-    end = time.monotonic() + PATIENCE_S
-    while not (folder / "broker.json").exists():
-        if time.monotonic() > end:
-            raise RuntimeError(f"no broker in {folder} after {PATIENCE_S} s")
-        time.sleep(0.05)
+    until((folder / "broker.json").exists, "the broker's address", PATIENCE_S)
     return json.loads((folder / "broker.json").read_text())["address"]

@@ -66,7 +66,8 @@ def structs(size: str) -> Iterator[tuple[Group, GroupMeta]]:
 
 def lists(size: str) -> Iterator[ListGroup]:
     """Endless groups with lists of numbers."""
-    samples = [[_list_sample(episode) for episode in make_episodes(seed, size)] for seed in range(DISTINCT_GROUPS)]
+    groups = [make_episodes(seed, size) for seed in range(DISTINCT_GROUPS)]
+    samples = [[ListSample(*(x.tolist() for x in one), 3, 1.0, "stop") for one in group] for group in groups]
     for serial in itertools.count():
         yield ListGroup(serial, samples[serial % DISTINCT_GROUPS])
 
@@ -77,15 +78,8 @@ def arrays_of_structs(group: Group) -> list[Episode]:
 
 
 def arrays_of_lists(samples: list[ListSample]) -> list[Episode]:
-    """The same, from lists."""
-    return [
-        Episode(
-            np.asarray(s.tokens, np.int32),
-            np.asarray(s.loss_mask, np.uint8),
-            np.asarray(s.behavior_logprobs, np.float32),
-        )
-        for s in samples
-    ]
+    kinds = (np.int32, np.uint8, np.float32)
+    return [Episode(*map(np.asarray, (s.tokens, s.loss_mask, s.behavior_logprobs), kinds)) for s in samples]
 
 
 def _sample(episode: Episode) -> Sample:
@@ -94,17 +88,6 @@ def _sample(episode: Episode) -> Sample:
         loss_mask=Array.of(episode.loss_mask, "uint8"),
         behavior_logprobs=Array.of(episode.behavior_logprobs, "float32"),
         version_runs=[VersionRun(0, 3), VersionRun(len(episode.tokens) // 2, 4)],
-        reward=1.0,
-        stop_reason="stop",
-    )
-
-
-def _list_sample(episode: Episode) -> ListSample:
-    return ListSample(
-        tokens=episode.tokens.tolist(),
-        loss_mask=episode.loss_mask.tolist(),
-        behavior_logprobs=episode.behavior_logprobs.tolist(),
-        version=3,
         reward=1.0,
         stop_reason="stop",
     )

@@ -26,7 +26,7 @@ class RedisPickledLists:
 
     @contextlib.contextmanager
     def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
-        with redis_server(folder, "--appendonly", "no") as (address, pid):
+        with redis_server(folder) as (address, pid):
             yield address, [pid]
 
     def produce(self, address: str, load: Load) -> Iterator[None]:

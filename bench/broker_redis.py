@@ -19,10 +19,11 @@ from pathlib import Path
 import harness
 from broker_embedded import GROUPS_PER_STEP, Embedded, broker_process, wait_for_address
 from broker_overhead import GROUPS
-from broker_ways import Load, compared, encoded, redis_program, redis_server
+from broker_ways import Load, compared, encoded, redis_server
 from redis import Redis
 
 from common.rollouts import GroupMeta
+from tests.redis_server import server_binary
 
 BATCH = 16
 WINDOW = 64  # groups that a producer is ahead
@@ -33,8 +34,7 @@ META = GroupMeta(0, 0, 0.5, 8192, 0, 1.0)
 def private_server(folder: str, appendfsync: str) -> Iterator[tuple[str, int]]:
     """A server for one round; `appendfsync` no means no AOF at all."""
     aof = "no" if appendfsync == "no" else "yes"
-    words = ["--appendonly", aof, "--appendfsync", appendfsync, "--auto-aof-rewrite-percentage", "0"]
-    with redis_server(folder, *words, "--maxmemory-policy", "noeviction") as found:
+    with redis_server(folder, appendonly=aof, appendfsync=appendfsync, auto_aof_rewrite_percentage="0") as found:
         yield found
 
 
@@ -122,7 +122,7 @@ def main() -> None:
             measured = compared([RawStreams(fsync), Slipstream(fsync)], options.rounds, load, options.scratch)
             results[f"{size}_{fsync}"] = {"groups": load.groups, "ways": measured}
     packages = ("redis", "msgspec", "numpy")
-    version = harness.command(redis_program(), "--version").strip()
+    version = harness.command(server_binary(), "--version").strip()
     harness.save("broker_redis", options, {"rounds": options.rounds, "server": version, "results": results}, packages)
 
 

@@ -119,7 +119,6 @@ class Fleet:
 
 
 def play(plan: Plan, pipe: Connection) -> None:
-    """A process of nodes."""
     fleet = Fleet(plan)
     asyncio.run(fleet.run(pipe))
     pipe.send(fleet.measured)
@@ -151,7 +150,6 @@ class Learner:
 
 
 def measure(nodes: int, options: argparse.Namespace) -> dict[str, object]:
-    """Figures of one broker under `nodes` nodes."""
     with tempfile.TemporaryDirectory() as folder, broker_process(folder, "memory", GROUPS_PER_STEP) as pid:
         address, broker = wait_for_address(Path(folder)), psutil.Process(pid)
         rss_before = broker.memory_info().rss
@@ -213,18 +211,14 @@ def cpu_of(process: psutil.Process, work: Callable[[], int | None]) -> tuple[flo
 def quantiles(seconds: list[float]) -> dict[str, float]:
     """Milliseconds."""
     ordered = sorted(1e3 * s for s in seconds)
-    return {
-        "p50": round(statistics.median(ordered), 2),
-        "p99": round(ordered[int(0.99 * (len(ordered) - 1))], 2),
-        "max": round(ordered[-1], 2),
-        "calls": len(ordered),
-    }
+    p99 = ordered[int(0.99 * (len(ordered) - 1))]
+    found = {"p50": statistics.median(ordered), "p99": p99, "max": ordered[-1]}
+    return {**{name: round(value, 2) for name, value in found.items()}, "calls": len(ordered)}
 
 
 def main() -> None:
-    options = harness.parser(
-        __doc__, nodes=[1, 100, 1000], leases=1000, think=5.0, seconds=20.0, size="1k"
-    ).parse_args()
+    parser = harness.parser(__doc__, nodes=[1, 100, 1000], leases=1000, think=5.0, seconds=20.0, size="1k")
+    options = parser.parse_args()
     figures = {
         "rounds": 1,
         "think_s": options.think,

@@ -27,11 +27,7 @@ SETTLED = 0.2  # part of the groups after which memory has to be flat
 
 
 class Soak(Embedded):
-    """The broker, whose memory is watched.
-
-    Attributes:
-        seen: groups that it has committed, and MiB.
-    """
+    """The broker, whose memory is watched: `seen` has the groups that it has committed, and MiB."""
 
     ahead = 20 * GROUPS_PER_STEP
 

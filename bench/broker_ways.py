@@ -7,11 +7,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import shutil
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -25,6 +21,7 @@ import psutil
 import zmq
 
 from common.rollouts import encode_group
+from tests.redis_server import RedisServer, free_port
 
 PATIENCE_S = 120
 
@@ -86,20 +83,15 @@ class RawZeroMQ:
 Measure = Callable[[Any, Load, str | None], dict[str, float]]
 
 
-class Played(NamedTuple):
-    """One run of a way: its figures, and the value that its producer returned."""
-
-    figures: dict[str, float]
-    produced: Any
-
-
 def measure(way: Way, load: Load, scratch: str | None = None) -> dict[str, float]:
     """Microseconds of CPU per group by process, and groups per second; raises RuntimeError when a process fails."""
-    return play(way, load, scratch).figures
+    return play(way, load, scratch)[0]
 
 
-def play(way: Way, load: Load, scratch: str | None = None, patience_s: float = PATIENCE_S) -> Played:
-    """`measure`, with the value that the producer returned."""
+def play(
+    way: Way, load: Load, scratch: str | None = None, patience_s: float = PATIENCE_S
+) -> tuple[dict[str, float], Any]:
+    """The figures of `measure`, and the value that the producer returned."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder, way.serve(folder) as (address, pids):
         servers = [psutil.Process(number) for number in pids]
         with _started(way, "consume", address, load) as consumer, _started(way, "produce", address, load) as producer:
@@ -114,7 +106,7 @@ def play(way: Way, load: Load, scratch: str | None = None, patience_s: float = P
     each = {"producer_us": producer_s, "server_us": server_s, "consumer_us": consumer_s}
     figures = {name: seconds / load.groups * 1e6 for name, seconds in each.items()}
     figures = {"cpu_us_per_group": sum(figures.values()), **figures, "groups_per_s": load.groups / wall_s}
-    return Played(figures, produced)
+    return figures, produced
 
 
 def compared(
@@ -140,57 +132,18 @@ def compared(
 
 
 def encoded(size: str) -> list[bytes]:
-    """Groups as bytes."""
     source = broker_groups.structs(size)
     return [encode_group(next(source)[0]) for _ in range(broker_groups.DISTINCT_GROUPS)]
 
 
 @contextlib.contextmanager
-def redis_server(folder: str, *words: str) -> Iterator[tuple[str, int]]:
-    """Address and process id of a private Redis server; raises RuntimeError when there is no redis-server program."""
-    port, program = free_port(), redis_program()
-    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", "", *words]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+def redis_server(folder: str, **options: str) -> Iterator[tuple[str, int]]:
+    """Address and process id of a private Redis server; `options` are lines of its configuration."""
+    server = RedisServer(Path(folder), {name.replace("_", "-"): value for name, value in options.items()})
     try:
-        address = f"redis://127.0.0.1:{port}/0"
-        wait_for_redis(address)
-        yield address, process.pid
+        yield server.address, server.process.pid
     finally:
-        process.kill()
-        process.wait(PATIENCE_S)
-
-
-def redis_program() -> str:
-    """SLIPSTREAM_REDIS_SERVER, else redis-server of this environment, else of the machine."""
-    own = Path(sys.executable).with_name("redis-server")
-    found = os.environ.get("SLIPSTREAM_REDIS_SERVER") or shutil.which(own) or shutil.which("redis-server")
-    if found is None:
-        raise RuntimeError("redis-server is missing; install Redis 6.2 or later, or leave out the Redis ways")
-    return found
-
-
-def wait_for_redis(address: str) -> None:
-    """Until the server answers."""
-    import redis
-
-    end = time.monotonic() + PATIENCE_S
-    with redis.Redis.from_url(address) as client:
-        while True:
-            try:
-                client.ping()
-            except redis.ConnectionError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.05)
-            else:
-                return
-
-
-def free_port() -> int:
-    """A tcp port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        server.kill()
 
 
 @contextlib.contextmanager
@@ -227,6 +180,5 @@ def _received(pipe: Connection, patience_s: float = PATIENCE_S) -> Any:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """User and system seconds of a process."""
     times = process.cpu_times()
     return times.user + times.system

@@ -71,9 +71,8 @@ def plot(found: dict[str, dict[int, list[dict]]], path: Path) -> None:
         for variant, by_lag in found.items():
             if lag not in by_lag:
                 continue
-            rewards = np.array([[p["reward"] for p in r["curve"]] for r in by_lag[lag]])
-            kernel = np.ones(5) / 5
-            smooth = np.array([np.convolve(row, kernel, mode="valid") for row in rewards])
+            rewards = [[p["reward"] for p in r["curve"]] for r in by_lag[lag]]
+            smooth = np.array([np.convolve(row, np.ones(5) / 5, mode="valid") for row in rewards])
             steps = np.arange(smooth.shape[1]) + 5
             panel.plot(steps, smooth.mean(0), label=variant)
             panel.fill_between(steps, smooth.min(0), smooth.max(0), alpha=0.15)
@@ -117,14 +116,9 @@ def main() -> None:
     for (variant, lag, _), one in zip(keys, results, strict=True):
         found.setdefault(variant, {}).setdefault(lag, []).append(one)
     table = {v: {str(lag): summary(r) for lag, r in by_lag.items()} for v, by_lag in found.items()}
-    figures = {
-        "rounds": len(words.seeds),
-        "task": "configs/quickstart.yaml, constant lag in place of the job's varying staleness",
-        "overrides": words.set,
-        "seeds": words.seeds,
-        "variants": MEANING,
-        "figures": table,
-    }
+    task = "configs/quickstart.yaml, constant lag in place of the job's varying staleness"
+    figures = {"rounds": len(words.seeds), "task": task, "overrides": words.set, "seeds": words.seeds}
+    figures |= {"variants": MEANING, "figures": table}
     harness.save("correction_study", words, figures)
     plot(found, harness.ROOT / "docs" / "img" / "correction_study.png")
 

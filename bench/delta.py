@@ -62,7 +62,6 @@ def timed(work) -> tuple:
 
 
 def compared(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> dict:
-    """One pair of versions."""
     stream, encode_s = timed(lambda: delta.encode(old, new, delta.BUCKET_BYTES))
     result = old.clone()
     _, apply_s = timed(lambda: delta.apply(stream, result, delta.BUCKET_BYTES))

@@ -20,7 +20,6 @@ def result(name: str) -> Any:
 
 
 def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """Rows as Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 

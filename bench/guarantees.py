@@ -5,12 +5,9 @@ the other scenarios, and their commits, are kept.
 """
 
 import statistics
-import sys
 from typing import Any
 
 import harness
-
-sys.path.insert(0, str(harness.ROOT))
 
 from tests.faults.options import GROUPS_PER_STEP, HEARTBEAT_S, LEASE_S, RETRY_S
 from tests.faults.scenario import Scenario, load_all, play

@@ -29,7 +29,6 @@ def run(seed: int) -> dict:
 
 
 def figures(seed: int, job: harness.Job) -> dict:
-    """The figures of one run."""
     mixed = [round(line["mixed_version_fraction"] * (line["samples"] - line["samples_failed"])) for line in job.lines]
     return {
         "seed": seed,

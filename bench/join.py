@@ -8,15 +8,9 @@ bench/results/join.json.
 """
 
 import argparse
-import contextlib
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import harness
 
@@ -25,44 +19,11 @@ from common.errors import SlipstreamError
 from common.json_lines import read_jsonl
 from common.process.run_dir import RunDir
 from launch.observe.observation import observe
-from launch.quickstart.assets import main as build_assets
+from tests.integration.jobs.job_rig import Command, make_assets, until
 
-T = TypeVar("T")
-WAIT_S = 120.0
-STAGES = {  # field of JoinTimes: its name in the result
-    "registered": "registered",
-    "engine": "engine",
-    "staged": "staged",
-    "active": "active",
-    "leased": "lease",
-    "delivered": "first_group",
-}
+STAGES = ("registered", "engine", "staged", "active", "leased", "delivered")
+NAMES = {"leased": "lease", "delivered": "first_group"}  # of stages in the result, where they differ
 WARM_STEPS = 5  # trained before the first node is added
-
-
-@contextlib.contextmanager
-def slipstream(log: Path, *words: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """A `slipstream` command in the background, which is told to stop at the end."""
-    environment = {**os.environ, "PYTHONPATH": str(harness.ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "launch.cli", *words]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, cwd=harness.ROOT, stdout=file, stderr=file, env=environment)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(WAIT_S)
-
-
-def until(what: str, found: Callable[[], T | None], process: "subprocess.Popen[bytes]", log: Path) -> T:
-    """Wait for something while a command runs; raises RuntimeError with its output when it ends or takes too long."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        value = found()
-        if value is not None:
-            return value
-        time.sleep(0.25)
-    raise RuntimeError(f"no {what}; the end of {log}:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 def times_of(run: RunDir, node_id: str) -> JoinTimes | None:
@@ -77,7 +38,8 @@ def times_of(run: RunDir, node_id: str) -> JoinTimes | None:
 def stages(times: JoinTimes) -> dict[str, float]:
     """Seconds of each stage, and of the two ways that people ask for."""
     ends = [getattr(times, stage) for stage in STAGES]
-    figures = {f"{name}_s": end - begin for name, begin, end in zip(STAGES.values(), [0.0, *ends], ends, strict=False)}
+    spent = zip(STAGES, [0.0, *ends], ends, strict=False)
+    figures = {f"{NAMES.get(stage, stage)}_s": end - begin for stage, begin, end in spent}
     figures["engine_to_first_group_s"] = times.delivered - times.engine
     figures["process_to_first_group_s"] = times.delivered
     return {name: round(value, 3) for name, value in figures.items()}
@@ -86,15 +48,15 @@ def stages(times: JoinTimes) -> dict[str, float]:
 def join(run: RunDir, node_id: str) -> dict[str, float]:
     """Add one node, wait for its first group, let it leave."""
     address = observe(run).status.address
-    log = run.path / f"{node_id}.out"
-    with slipstream(log, "rollout", "--join", address, "--node-id", node_id) as node:
-        return stages(until("first group", lambda: times_of(run, node_id), node, log))
+    with Command(run.path, node_id, "rollout", "--join", address, "--node-id", node_id) as node:
+        times = until("the first group", lambda: times_of(run, node_id), node)
+        node.drain()
+    return stages(times)
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
-    """One job, all its joins."""
-    build_assets(["--out", str(folder / "assets"), "--seed", "1"])
-    run, log = RunDir(folder / "run"), folder / "up.out"
+    make_assets(folder / "assets")
+    run = RunDir(folder / "run")
     settings = {
         "run.dir": run.path,
         "run.steps": 1_000_000,
@@ -104,19 +66,19 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float
     }
     words = [*(f"{key}={value}" for key, value in settings.items()), *arguments.overrides]
     rows: list[dict[str, float]] = []
-    with slipstream(log, "up", arguments.config, *words, "--plain") as job:
-        until("training", lambda: trained(run) >= WARM_STEPS or None, job, log)
+    with Command(folder, "up", "up", arguments.config, *words, "--plain") as job:
+        until("training", lambda: trained(run) >= WARM_STEPS, job)
         for i in range(arguments.joins):
             before = trained(run), time.monotonic()
             row = join(run, f"newcomer-{i}")
             row["step_s"] = round((time.monotonic() - before[1]) / max(1, trained(run) - before[0]), 3)
             rows.append(row)
             print(row, flush=True)
+        job.drain()
     return rows
 
 
 def trained(run: RunDir) -> int:
-    """Steps so far."""
     return sum(1 for _ in read_jsonl(run.metrics))
 
 

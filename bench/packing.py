@@ -21,10 +21,7 @@ STEPS = 20
 DOCUMENTS = 512  # in one step
 HIDDEN = 1024
 # name, median, spread of the logarithm, longest, micro_batch_tokens
-WORKLOADS = (
-    ("answers", 350, 0.9, 4096, 16384),
-    ("reasoning", 3000, 1.0, 32768, 65536),
-)
+WORKLOADS = (("answers", 350, 0.9, 4096, 16384), ("reasoning", 3000, 1.0, 32768, 65536))
 LAYOUTS = {"dense": {}, "tp2_sp": {"tensor": 2}, "cp2": {"context": 2}, "tp4_sp_cp4": {"tensor": 4, "context": 4}}
 
 

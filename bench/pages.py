@@ -73,7 +73,6 @@ def readme_reasons() -> str:
 
 
 def readme_table() -> str:
-    """Five figures against named alternatives."""
     rows = [
         ("TRL 1.16, long answers", "our samples per second", first_row("trl_comparison_long_tail", "samples")),
         ("TRL 1.16, short answers", "its seconds to reward 0.9", first_row("trl_comparison_tiny", "seconds")),
@@ -86,7 +85,6 @@ def readme_table() -> str:
 
 
 def readme_machine() -> str:
-    """Machines and commits of the five figures."""
     names = ("trl_comparison_long_tail", "trl_comparison_tiny", "step_overhead", "broker_overhead", "node_throughput")
     machines = sorted({machine_of(result(name)) for name in names})
     commits = sorted({result(name).get("commit", "not recorded") for name in names})
@@ -103,7 +101,6 @@ OTHER_MACHINE = {  # its figure, ours in words, and the words of our row
 
 
 def other_machine() -> str:
-    """The same ratios on two machines."""
     other, rows = result("other_machine"), []
     for name, (words, *ours) in OTHER_MACHINE.items():
         row, theirs = first_row(*ours), other["figures"][name]
@@ -111,12 +108,7 @@ def other_machine() -> str:
     return table(["ratio", "committed", other["machine"]["processor"]], rows)
 
 
-def sized(size: str) -> str:
-    return f"groups of {benchmarks.SIZES[size]}"
-
-
 def broker_overhead() -> str:
-    """One table a size."""
     head = ["way", "CPU us a group", "node", "in the middle", "learner", "times the floor", "times ours", "groups/s"]
     parts = [provenance("broker_overhead")]
     for size, measured in result("broker_overhead")["sizes"].items():
@@ -126,7 +118,7 @@ def broker_overhead() -> str:
             cells = [WAYS[name], cpu, way["producer_us"], way["server_us"], way["consumer_us"]]
             rows.append([*cells, way["times_raw_zeromq"], f"{cpu / ours:.1f}", f"{way['groups_per_s']:,.0f}"])
         rounds = len(measured["ways"]["raw_zeromq"]["rounds_us"])
-        parts.append(f"{sized(size).capitalize()}, {measured['groups']:,} a round, medians of {rounds} rounds:")
+        parts.append(f"Groups of {benchmarks.SIZES[size]}, {measured['groups']:,} a round, medians of {rounds} rounds:")
         parts.append(table(head, rows))
     return "\n\n".join(parts)
 
@@ -206,9 +198,8 @@ def stores() -> str:
     for name in next(iter(sizes)):
         found_here = [size[name][figure] for size in sizes for figure in ("cpu_us_per_group", "batch_ms_median")]
         rows.append([name.replace("_", " "), *(f"{x:,.1f}" for x in found_here)])
-    head = [
-        f"{int(size):,} bytes: {what}" for size in found["payload_bytes"] for what in ("CPU us a group", "batch ms")
-    ]
+    what = ("CPU us a group", "batch ms")
+    head = [f"{int(size):,} bytes: {word}" for size in found["payload_bytes"] for word in what]
     text = f"A batch has {found['batch_groups']} groups; medians of {found['median_of']}."
     return f"{provenance('broker_store', '../../bench/results')}\n{text}\n\n{table(['store', *head], rows)}"
 
@@ -236,14 +227,10 @@ def packing() -> str:
         found.setdefault((r["workload"], r["layout"], cost), []).append(r)
     head = ["workload", "layout", "cost", "real / computed tokens"]
     head += [f"imbalance at DP {r['data_parallel']}" for r in next(iter(found.values()))]
-    rows = [
-        [
-            *key,
-            f"{min(r['real_over_computed_tokens'] for r in rows):.4f}",
-            *(f"{100 * r['imbalance_mean']:.2f} %" for r in rows),
-        ]
-        for key, rows in found.items()
-    ]
+    rows = []
+    for key, group in found.items():
+        filled_tokens = min(r["real_over_computed_tokens"] for r in group)
+        rows.append([*key, f"{filled_tokens:.4f}", *(f"{100 * r['imbalance_mean']:.2f} %" for r in group)])
     return f"{provenance('packing')}\n\n{table(head, rows)}"
 
 

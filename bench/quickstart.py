@@ -10,7 +10,6 @@ import harness
 
 
 def run(seed: int) -> dict:
-    """The figures of one seed, set-up included."""
     run_dir = harness.ROOT / "runs" / f"quickstart{'' if seed == 1 else f'-seed{seed}'}"
     if run_dir.exists():
         raise RuntimeError(f"{run_dir} exists; the quickstart would not run again")

@@ -47,18 +47,11 @@ class Setup:
 
 @dataclass
 class Outcome:
-    """Result of a simulation.
+    """Result of a simulation."""
 
-    Attributes:
-        wall_s: from the end of the first step to the end of the last one.
-        step_ends: time of each.
-        learner_idle: share of the wall-clock.
-        staleness_max: the largest of any group: step that trains on it minus the version at its lease.
-    """
-
-    wall_s: float = 0.0
-    learner_idle: float = 0.0
-    staleness_max: int = 0
+    wall_s: float = 0.0  # from the end of the first step to the end of the last one
+    learner_idle: float = 0.0  # share of the wall-clock
+    staleness_max: int = 0  # the largest of any group: step that trains on it minus the version at its lease
     tokens: int = 0
     step_ends: list[float] = field(default_factory=list)
 
@@ -245,15 +238,7 @@ class Simulation:
 
 
 def simulate(setup: Setup, speeds: Speeds, lengths: Lengths) -> Outcome:
-    """Run it."""
     return Simulation(setup, speeds, lengths).run()
-
-
-def gain(setup: Setup, speeds: Speeds, lengths: Lengths) -> tuple[float, Outcome, Outcome]:
-    """(how many times faster than with staleness 0, synchronous, asynchronous)."""
-    synchronous = simulate(replace(setup, staleness=0), speeds, lengths)
-    asynchronous = simulate(setup, speeds, lengths)
-    return synchronous.wall_s / asynchronous.wall_s, synchronous, asynchronous
 
 
 def pareto(group_size: int, shape: float, scale: float, longest: int, seed: int = 0) -> Lengths:

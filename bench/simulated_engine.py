@@ -15,13 +15,9 @@ NEARLY = 1e-6  # tokens
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds, as in bench/simulate.py; `*_shared`: how many times longer work takes while the other side works.
+    """Seconds, as in bench/simulate.py; `*_shared`: how many times longer work takes while the other side works."""
 
-    Attributes:
-        step_s: (requests, seconds) of an engine step, by requests; linear between these, and beyond.
-    """
-
-    step_s: Curve
+    step_s: Curve  # (requests, seconds) of an engine step, by requests; linear between these, and beyond
     call_s: float
     train_s: float
     train_token_s: float
@@ -46,7 +42,6 @@ def straight(step_s: float, request_s: float) -> Curve:
 
 @lru_cache(4096)
 def seconds_at(curve: Curve, requests: int) -> float:
-    """Seconds of an engine step with `requests`."""
     above = min(max(bisect_left(curve, (requests,)), 1), len(curve) - 1)
     (low, low_s), (high, high_s) = curve[above - 1], curve[above]
     return low_s + (high_s - low_s) * (requests - low) / (high - low)
@@ -73,7 +68,6 @@ class Node:
 
     @property
     def busy(self) -> bool:
-        """Whether a call runs."""
         return bool(self._calls)
 
     def _pace(self) -> tuple[float, float]:
@@ -83,7 +77,6 @@ class Node:
         return seconds_at(speeds.step_s, requests) + speeds.context_s * context, speeds.context_s * requests
 
     def advance(self, now: float) -> None:
-        """Let time pass."""
         passed, self._at = now - self._at, now
         worked = passed / self._slower
         paid = min(worked, self._debt_s)
@@ -105,7 +98,6 @@ class Node:
         heapq.heappush(self._calls, (self._tokens + tokens, next(self._ties), call, behind))
 
     def stand_still(self, seconds: float) -> None:
-        """Nothing is generated for a while."""
         self._debt_s += seconds
 
     def next_end(self) -> float | None:
@@ -117,7 +109,6 @@ class Node:
         return self._at + self._slower * (self._debt_s + tokens * (step_s + growth_s * tokens / 2))
 
     def ended(self) -> list[list[int]]:
-        """Calls that are through by now."""
         out: list[list[int]] = []
         while self._calls and self._calls[0][0] <= self._tokens + NEARLY:
             _, _, call, behind = heapq.heappop(self._calls)

@@ -159,11 +159,8 @@ def summary(found: dict, shape: dict[str, int]) -> dict:
 
     def ratio(way: str) -> dict:
         pairs = sorted(a / b for a, b in zip(seconds["learner"], seconds[way], strict=True))
-        return {
-            "median": round(statistics.median(pairs), 3),
-            "lowest": round(pairs[0], 3),
-            "highest": round(pairs[-1], 3),
-        }
+        found = {"median": statistics.median(pairs), "lowest": pairs[0], "highest": pairs[-1]}
+        return {name: round(value, 3) for name, value in found.items()}
 
     return {
         **shape,

@@ -28,11 +28,9 @@ class Tailed:
         self._reward = float(random.Random(f"{problem['number']} {seed}").random() < 0.5)
 
     async def reset(self) -> str:
-        """The prompt."""
         return PROMPT
 
     async def step(self, action: Action) -> StepResult:
-        """The end."""
         return StepResult(reward=self._reward)
 
 

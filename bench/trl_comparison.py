@@ -46,14 +46,8 @@ def pair(seed: int, ours: dict, trl: dict) -> dict:
     ratio = ours["samples_per_s"] / trl["samples_per_s"]
     reached = trl["seconds_to_0.9"], ours["seconds_to_0.9"]
     print(f"seed {seed}: samples/s ours/trl {ratio:.2f}, seconds to 0.9 trl, ours {reached}", flush=True)
-    time_ratio = round(reached[0] / reached[1], 3) if all(reached) else None
-    return {
-        "seed": seed,
-        "ours": ours,
-        "trl": trl,
-        "throughput_ratio": round(ratio, 3),
-        "time_to_0.9_ratio": time_ratio,
-    }
+    times = round(reached[0] / reached[1], 3) if all(reached) else None
+    return {"seed": seed, "ours": ours, "trl": trl, "throughput_ratio": round(ratio, 3), "time_to_0.9_ratio": times}
 
 
 def main() -> None:

@@ -39,6 +39,7 @@ from common.weights.transports.registry import open_group, receivable
 from learner.publish.publisher import WeightPublisher
 from rollout_fleet.weights.engine_weights import Flip, until_staged
 from rollout_fleet.weights.weight_client import WeightClient
+from tests.waiting import until
 
 TIMEOUT_S = 20.0  # the default of weights.timeout_s
 BUCKET = 8 << 20  # and of weights.bucket_mib
@@ -165,7 +166,6 @@ class Node:
 
 
 def model(tensors: int, total_bytes: int) -> list[tuple[str, torch.Tensor]]:
-    """Named bfloat16 tensors of equal size."""
     size = total_bytes // tensors // 2
     return [(f"layers.{i}.weight", torch.randn(size).bfloat16()) for i in range(tensors)]
 
@@ -178,14 +178,6 @@ def plane(nodes: list[Node]) -> Iterator[tuple[WeightPublisher, str, list[Node]]
     ours.close()
     for one in nodes:
         one.end()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        if time.monotonic() > end:
-            raise SystemExit("the weight plane did not get there within 120 s")
-        time.sleep(0.002)
 
 
 class Plain:
@@ -219,7 +211,7 @@ def broadcast(name: str, named: list[tuple[str, torch.Tensor]], nodes: int, roun
     with plane(fleet) as (ours, address, _):
         for one in fleet:
             one.order("follow", address)
-        until(lambda: ours.stats().nodes == nodes)
+        until(lambda: ours.stats().nodes == nodes, every_s=0.002)
         layout = Layout.of([(n, "bfloat16", tuple(t.shape)) for n, t in named])
         flat = packing.pack(named, layout)
         each = [flat[e.offset : e.offset + e.size_bytes] for e in layout.entries]
@@ -229,7 +221,7 @@ def broadcast(name: str, named: list[tuple[str, torch.Tensor]], nodes: int, roun
             ours.publish(version, named, None)
             for one in fleet:
                 one.hear("active", version)
-            until(lambda: ours.stats().version_sent == version)  # noqa: B023
+            until(lambda: ours.stats().version_sent == version, every_s=0.002)  # noqa: B023
             packing.pack(named, layout, flat)  # the learner does so before a broadcast of ours, and nodes wait for it
             packing.all_checksums(flat, BUCKET)
             took = [ours.stats().broadcast_s, plain.seconds([flat]), plain.seconds(each)]
@@ -261,12 +253,12 @@ def join(named: list[tuple[str, torch.Tensor]], rounds: int) -> dict[str, Any]:
         # the first is served by the learner's relay, as a newcomer is
         with plane([Node("first", transport="relay"), Node("late")]) as (ours, address, (first, late)):
             ours.publish(1, named, None)
-            until(lambda: ours.stats().published == 1)
+            until(lambda: ours.stats().published == 1, every_s=0.002)
             for kind, one in (("learner", first), ("peer", late)):
                 began = time.time()
                 one.order("follow", address)
                 found[kind].append(one.hear("active", 1) - began)
-                until(lambda: ours.stats().version_active == 1)
+                until(lambda: ours.stats().version_active == 1, every_s=0.002)
     return {f"from_{kind}_s": round(statistics.median(values), 4) for kind, values in found.items()}
 
 
@@ -277,19 +269,16 @@ def death(named: list[tuple[str, torch.Tensor]], harm: signal.Signals, rounds: i
         with plane([Node("a"), Node("b"), Node("victim", int(harm))]) as (ours, address, (*fine, victim)):
             for one in (*fine, victim):
                 one.order("follow", address)
-            until(lambda: ours.stats().nodes == 3)
+            until(lambda: ours.stats().nodes == 3, every_s=0.002)
             ours.publish(1, named, None)
             for one in (*fine, victim):
                 one.hear("active", 1)
             ours.publish(2, named, None)
             harmed = victim.hear("harmed")
             found.append(max(one.hear("active", 2) for one in fine) - harmed)
-            until(lambda: ours.stats().ejections == 1)
-    return {
-        "signal": harm.name,
-        "others_have_it_s": round(statistics.median(found), 3),
-        "worst_s": round(max(found), 3),
-    }
+            until(lambda: ours.stats().ejections == 1, every_s=0.002)
+    median, worst = round(statistics.median(found), 3), round(max(found), 3)
+    return {"signal": harm.name, "others_have_it_s": median, "worst_s": worst}
 
 
 def main() -> None:
