@@ -22,7 +22,7 @@ from launch.observe.observation import observe
 from tests.integration.jobs.job_rig import Command, make_assets, until
 
 STAGES = ("registered", "engine", "staged", "active", "leased", "delivered")
-NAMES = {"leased": "lease", "delivered": "first_group"}  # of stages in the result, where they differ
+NAMES = {"leased": "lease", "delivered": "first_group"}  # stages that have other names in the result
 WARM_STEPS = 5  # trained before the first node is added
 
 
