@@ -60,22 +60,18 @@ class Heartbeat:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         async with self._connect() as broker:
             while not self._stopping:
-                await self._beat(broker)
+                try:
+                    reply = await broker.heartbeat(self._status.report(), self._status.leases)
+                    self._timeout.answered()
+                    self._tell(self._on_reply, reply)
+                except BrokerError:
+                    raise
+                except SlipstreamError as error:
+                    logger.warning("heartbeat failed: %s", error)
+                    self._timeout.failed(error)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._every_s)
                 self._wake.clear()
-
-    async def _beat(self, broker: NodeBroker) -> None:
-        try:
-            reply = await broker.heartbeat(self._status.report(), self._status.leases)
-        except BrokerError:
-            raise
-        except SlipstreamError as error:
-            logger.warning("heartbeat failed: %s", error)
-            self._timeout.failed(error)
-            return
-        self._timeout.answered()
-        self._tell(self._on_reply, reply)
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
         if not self._owner.is_closed():

@@ -49,7 +49,7 @@ class WeightClient:
         self._transports, self._credential = transports, credential
         self._handshakes: Handshakes | None = None
         self._node_id, self._target = node_id, target
-        self._state = WeightsState()
+        self.state = WeightsState()  # replaced as a whole; for reading
         self._changed = asyncio.Condition()
         self._address, self._incarnation = "", -1  # those of the learner that this node follows
         self._socket: zmq.asyncio.Socket | None = None
@@ -59,13 +59,9 @@ class WeightClient:
         self._staged: Publish | None = None
         self._closed = False
 
-    @property
-    def state(self) -> WeightsState:
-        return self._state
-
     def follow(self, address: str, incarnation: int) -> None:
         """The learner's control endpoint, from every heartbeat reply; '' while no learner is attached. Idempotent."""
-        if self._closed or self._state.excluded is not None or not address or incarnation < self._incarnation:
+        if self._closed or self.state.excluded is not None or not address or incarnation < self._incarnation:
             return
         if (address, incarnation) == (self._address, self._incarnation):
             return
@@ -76,11 +72,11 @@ class WeightClient:
 
     async def wait_change(self, timeout_s: float) -> WeightsState:
         """Return when `state` differs from what it was at the call, or after `timeout_s`."""
-        before = self._state
+        before = self.state
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self._state != before)
-        return self._state
+                await self._changed.wait_for(lambda: self.state != before)
+        return self.state
 
     async def close(self) -> None:
         """Leave the group and end the tasks."""
@@ -121,7 +117,7 @@ class WeightClient:
             await self._socket.send(messages.encode(message))
 
     async def _join(self) -> None:
-        now = self._state
+        now = self.state
         if now.excluded is None:
             await self._send(messages.Join(self._node_id, os.getpid(), now.incarnation, now.version, self._transports))
 
@@ -161,7 +157,7 @@ class WeightClient:
                 await self._exclude(message, f"{type(error).__name__}: {error}")
 
     async def _do(self, message: messages.LearnerMessage, data: bytes) -> None:
-        if self._state.excluded is not None:
+        if self.state.excluded is not None:
             return
         if isinstance(message, messages.Welcome | messages.Epoch):
             self._cancel_staging()
@@ -210,7 +206,7 @@ class WeightClient:
         except ProofFailed as error:
             await self._exclude(message, str(error))
             return
-        state = self._state
+        state = self.state
         self._joining.reached("active")
         await self._change(
             version=publish.version,
@@ -247,5 +243,5 @@ class WeightClient:
 
     async def _change(self, **changes: object) -> None:
         async with self._changed:
-            self._state = replace(self._state, **changes)  # type: ignore[arg-type]
+            self.state = replace(self.state, **changes)  # type: ignore[arg-type]
             self._changed.notify_all()

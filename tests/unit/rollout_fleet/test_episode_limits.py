@@ -1,4 +1,4 @@
-"""The limits of an environment, the record of its turns, and the seed that a group shares."""
+"""The limits of an environment, and the record of its turns."""
 
 import asyncio
 import time
@@ -10,8 +10,7 @@ from common.config.schema import LimitsConfig, TasksConfig
 from common.rollouts import Sample
 from rollout_fleet.environments.description import check_environment
 from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
-from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner
-from tests.unit.rollout_fleet.fleet_fakes import EOS, Base, ScriptedSampler, addition_task, in_turn, make_driver, say
+from tests.unit.rollout_fleet.fleet_fakes import EOS, Base, ScriptedSampler, in_turn, make_driver, say
 
 
 def play(environment: type, limits: Limits | None = None, turns: int = 3, **more: Any) -> Sample:
@@ -76,18 +75,6 @@ async def test_no_more_episodes_of_a_class_run_than_it_allows_and_waiting_does_n
     driver = make_driver(sampler, Base, limits=Limits(max_concurrent=2), timeout_s=2.0)
     samples = await asyncio.gather(*(driver.run({}, n) for n in range(22)))
     assert [s.stop_reason for s in samples] == ["stop"] * 22 and sampler.most_at_once == 2
-
-
-async def test_samples_of_a_group_share_the_group_seed_and_differ_in_their_own() -> None:
-    seen: list[tuple[int, int]] = []
-
-    class World(Base):
-        def __init__(self, problem: dict[str, Any], *, seed: int, group_seed: int) -> None:
-            seen.append((seed, group_seed))
-
-    runner = GroupRunner(make_driver(ScriptedSampler(lambda _: say("x")), World), 8)
-    await runner.run(GroupProgress(addition_task(3, group_size=3)))
-    assert sorted(seen) == [(300, 300), (301, 300), (302, 300)]
 
 
 @pytest.mark.parametrize("ending", ["done", "raised", "slow"])

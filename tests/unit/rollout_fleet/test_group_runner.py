@@ -23,17 +23,17 @@ def roll(runner: GroupRunner, *tasks: Task) -> list[RolledOut]:
 
 
 def test_a_group_has_one_sample_per_seed_and_its_figures() -> None:
-    seeds: list[int] = []
+    seeds: list[tuple[int, int]] = []  # a sample's own, and the one that it shares with its group
 
     class Seeded(Addition):
-        def __init__(self, problem: dict[str, Any], *, seed: int) -> None:
+        def __init__(self, problem: dict[str, Any], *, seed: int, group_seed: int) -> None:
             super().__init__(problem, seed=seed)
-            seeds.append(seed)
+            seeds.append((seed, group_seed))
 
     answers = iter([say(" =4", 6), say(" =9", 7), say(" =4", runs=[VersionRun(0, 7), VersionRun(2, 8)])])
     sampler = ScriptedSampler(lambda _: next(answers))
     (done,) = roll(GroupRunner(make_driver(sampler, Seeded), 8), addition_task(3, group_size=3))
-    assert (done.group.serial, sorted(seeds)) == (3, [300, 301, 302])
+    assert (done.group.serial, sorted(seeds)) == (3, [(300, 300), (301, 300), (302, 300)])
     meta = done.meta
     assert (meta.version_min, meta.version_max, meta.sampled_tokens, meta.failed_samples) == (6, 8, 12, 0)
     assert meta.reward_mean == pytest.approx(2 / 3)
