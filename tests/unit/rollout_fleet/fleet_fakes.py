@@ -106,8 +106,15 @@ class Base:
 
 
 def play(driver: EpisodeDriver, problem: dict[str, Any], seed: int = 7, group_seed: int | None = None) -> Sample:
-    """One episode in an event loop of its own."""
-    return asyncio.run(driver.run(problem, seed, group_seed=group_seed))
+    """One episode in an event loop of its own, after which the driver is closed."""
+
+    async def once() -> Sample:
+        try:
+            return await driver.run(problem, seed, group_seed=group_seed)
+        finally:
+            await driver.close()
+
+    return asyncio.run(once())
 
 
 def text_of(sample: Sample, trained: int) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -31,6 +30,7 @@ from rollout_fleet.episode.rendering import Renderer
 from tests.redis_server import free_port
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, prompts_of, say
+from tests.unit.rollout_fleet.fleet_fakes import play as episode
 from tests.waiting import LIMIT_S, until
 
 HERE = Path(__file__).parent
@@ -66,7 +66,7 @@ def openenv() -> Iterator[str]:
 def play(url: str, said: list[str], **options: str) -> tuple[Sample, list[str]]:
     sampler = ScriptedSampler(in_turn(*map(say, said)))
     driver = make_driver(sampler, OpenEnv, {"url": url, "action": "guess", "observation": "hint", **options})
-    return asyncio.run(driver.run({}, 12, group_seed=7)), prompts_of(sampler)
+    return episode(driver, {}, 12, 7), prompts_of(sampler)
 
 
 def test_a_session_of_openenv_is_an_episode_whose_samples_share_a_seed(openenv: str) -> None:
@@ -121,7 +121,7 @@ def test_an_environment_of_verifiers_is_played_through_the_endpoint_and_judged_b
     with contextlib.closing(ProcessHost((path, "verifiers"), python)) as processes:
         stage = ProcessStage(f"{path}:agent", options, limits, LIMIT_S, processes, False)
         rules = EpisodeRules(Budget(4, 200, 2000), timeout_s=LIMIT_S, limits=limits)
-        sample = asyncio.run(once(AgentDriver(sampler, Renderer(tokenizer), stage, rules), problem))
+        sample = episode(AgentDriver(sampler, Renderer(tokenizer), stage, rules), problem)
     assert (sample.error, sample.reward, sample.turns) == (None, 1.5, 2)
     assert sample.metrics["right"] == 1.5
     first, second = (call.prompt for call in sampler.calls)
@@ -138,10 +138,3 @@ def test_a_verifiers_without_load_environment_is_refused_with_the_versions_that_
     played = agent({}, base_url="", api_key="", model="policy", seed=0, env_id="my-env")
     with pytest.raises(RuntimeError, match=r"verifiers 0\.4\.0 has no load_environment: expected 0\.1 to 0\.3"):
         asyncio.run(played)
-
-
-async def once(driver: AgentDriver, problem: dict[str, Any]) -> Sample:
-    try:
-        return await driver.run(problem, 0)
-    finally:
-        await driver.close()

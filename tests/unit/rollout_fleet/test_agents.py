@@ -21,6 +21,7 @@ from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, new_host
+from tests.unit.rollout_fleet.fleet_fakes import play as episode
 from tests.waiting import LIMIT_S, until_async
 
 Agent = Callable[..., Awaitable[Any]]
@@ -41,14 +42,7 @@ def driver_of(
 
 
 def play(agent: Agent | ProcessStage, sampler: ScriptedSampler, **more: Any) -> Sample:
-    async def once() -> Sample:
-        driver = driver_of(agent, sampler, **more)
-        try:
-            return await driver.run({"question": "1+2?"}, 7)
-        finally:
-            await driver.close()
-
-    return asyncio.run(once())
+    return episode(driver_of(agent, sampler, **more), {"question": "1+2?"})
 
 
 def with_client(talk: Callable[[AsyncOpenAI, str], Awaitable[Any]]) -> Agent:

@@ -12,6 +12,7 @@ from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.environments.tools import OUTPUT_CHARS, Tool, ToolEnvironment
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import make_driver
+from tests.unit.rollout_fleet.fleet_fakes import play as episode
 from tests.waiting import LIMIT_S
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -42,7 +43,7 @@ def play(
     tokenizer = qwen()
     sampler = speaker(tokenizer, *said)
     driver = make_driver(sampler, environment, tokenizer=tokenizer, budget=budget)
-    sample = asyncio.run(driver.run(problem or {}, 0))
+    sample = episode(driver, problem or {})
     prompts = [call.prompt for call in sampler.calls]
     between = [tokenizer.decode(prompts[0])]
     for turn in range(1, len(prompts)):
