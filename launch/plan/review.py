@@ -23,7 +23,7 @@ GPUS_PER_NODE = 8
 TOO_FEW_TURNS = "rollout.max_turns is 1, and the environment plays several turns"
 TOO_FEW_TURNS_WHY = "every episode ends after its first turn, and later rewards are never seen"
 
-# the checks of a config describe a model's folder without these files with such a beginning
+# The config checks say with these words that only files of the model are missing.
 MISSING_FROM_MODEL = ("a Hugging Face model folder with a tokenizer", "a Hugging Face model folder with weights")
 
 
