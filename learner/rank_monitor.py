@@ -53,7 +53,13 @@ class RankMonitor:
 
     def __enter__(self) -> "RankMonitor":
         if self._world_size > 1:
-            self._store = _connect(self._timeout_s)
+            host, port, limit = (
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                timedelta(seconds=self._timeout_s),
+            )
+            # a connection of its own to the store of torch.distributed's world
+            self._store = dist.PrefixStore("rank-monitor", dist.TCPStore(host, port, is_master=False, timeout=limit))
             self._heard = dict.fromkeys(self._peers, time.monotonic())
             for work in (self._exchange, self._watch):
                 threading.Thread(target=work, name=f"monitor{work.__name__}", daemon=True).start()
@@ -135,10 +141,3 @@ class RankMonitor:
         told = threading.Thread(target=tell, daemon=True)
         told.start()
         told.join(GOODBYE_S)
-
-
-def _connect(timeout_s: float) -> dist.Store:
-    """A connection of its own to the store of torch.distributed's world."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    return dist.PrefixStore("rank-monitor", store)

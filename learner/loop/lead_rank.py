@@ -17,7 +17,9 @@ from common.metrics import StepMetrics
 from common.process.broker_address import find_broker
 from common.process.run_dir import RunDir
 from common.rollouts import Group
+from common.security.credentials import curve_credentials
 from common.weights.messages import Canary
+from common.weights.transports.registry import require
 from learner.backend_protocol import Backend
 from learner.batch.batch import BadGroup, expired_groups
 from learner.batch.dynamic_sampling import carries_signal, most_replaced
@@ -28,7 +30,7 @@ from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import Reporter
 from learner.loop.step_metrics import Step, step_metrics
 from learner.loop.tasks import TaskSource, TaskStream
-from learner.publish.publisher import WeightPublisher, create_publisher
+from learner.publish.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +290,9 @@ def prepare_lead(
     reporter = Reporter(lambda: connect(access))
     state = files.start(source.digest, reporter.take_over)
     reporter.set("starting", "loading the model", policy_version=state.policy_version)
-    publisher = create_publisher(config, state.incarnation)
+    require(config.weights.transport)
+    credentials = curve_credentials(config.broker.credentials)
+    publisher = WeightPublisher(state.incarnation, config.model.dtype, config.weights, credentials)
     tasks = TaskStream(source, state.tasks)
     return Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested), state
 

@@ -75,8 +75,8 @@ class RunFiles:
         if path and state.config_digest != digest:
             logger.warning("the config changed since %s was written", path)
         write_record(self._run_dir, self.incarnation, "running", state.policy_version)
-        detail = {"incarnation": self.incarnation, "step": state.policy_version, "checkpoint": str(path)}
-        self.events.add("learner_started", **detail)
+        step = state.policy_version
+        self.events.add("learner_started", incarnation=self.incarnation, step=step, checkpoint=str(path))
         return msgspec.structs.replace(state, incarnation=self.incarnation, config_digest=digest)
 
     def _newest(self, dataset_digest: str) -> TrainerState:

@@ -65,7 +65,6 @@ class Trainer:
         self._checkpoints = Checkpointer(backend, config.learner.checkpoint.asynchronous, files, self.version)
         self._untrained = 0
         self._times = Times()
-        self._began_s = self._line_s = time.monotonic()
         source.attach(backend, self.version)
 
     def run(self) -> str:

@@ -43,9 +43,8 @@ def tis(log_weights: Tensor, documents: Documents, config: LossConfig) -> Correc
     Brings You Off-Policy RL Training (2025), apply it to the mismatch between sampler and trainer.
     """
     low, cap = correction_bounds(config)
-    raw = bounded_exp(at_level(log_weights, documents, config.correction_level))
-    weights = raw.clamp(low, cap)
-    return Corrected(weights, weights != raw, torch.zeros_like(documents.mask), documents.mask)
+    ratio, outside = _bounded(log_weights, documents, config)
+    return Corrected(ratio.clamp(low, cap), outside, torch.zeros_like(outside), documents.mask)
 
 
 def icepop(log_weights: Tensor, documents: Documents, config: LossConfig) -> Corrected:
@@ -73,17 +72,12 @@ def mis(log_weights: Tensor, documents: Documents, config: LossConfig) -> Correc
 
 def _bounded(log_weights: Tensor, documents: Documents, config: LossConfig) -> tuple[Tensor, Tensor]:
     """([T] the level's ratio, [T] bool where it is out of bounds)."""
+    if config.correction_level != "token":
+        reduce = documents.sums if config.correction_level == "sequence" else documents.means
+        log_weights = documents.spread(reduce(log_weights))
     low, cap = correction_bounds(config)
-    ratio = bounded_exp(at_level(log_weights, documents, config.correction_level))
+    ratio = bounded_exp(log_weights)
     return ratio, (ratio < low) | (ratio > cap)
-
-
-def at_level(log_weights: Tensor, documents: Documents, level: str) -> Tensor:
-    """[T] logarithm of the ratio that the level compares with its bounds."""
-    if level == "token":
-        return log_weights
-    per_document = documents.sums(log_weights) if level == "sequence" else documents.means(log_weights)
-    return documents.spread(per_document)
 
 
 def veto(corrected: Corrected, log_weights: Tensor, documents: Documents, least: float) -> tuple[Corrected, Tensor]:

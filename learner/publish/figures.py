@@ -42,34 +42,29 @@ class PublishStats:
 
 
 class Figures:
-    """The PublishStats so far. The control thread changes them, any thread reads them."""
+    """The PublishStats so far, `now`. The control thread changes them, any thread reads them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._stats = PublishStats()
+        self.now = PublishStats()
         self._canary_version = -1  # newest version with a canary
-
-    @property
-    def now(self) -> PublishStats:
-        with self._changed:
-            return self._stats
 
     def change(self, **changes: Any) -> None:
         with self._changed:
-            self._stats = replace(self._stats, **changes)
+            self.now = replace(self.now, **changes)
             self._changed.notify_all()
 
     def offered(self, snapshot: Snapshot) -> None:
         """Count a version that was handed over for sending."""
         if snapshot.canary is not None:
             self._canary_version = snapshot.version
-        self.change(published=self._stats.published + 1)
+        self.change(published=self.now.published + 1)
 
     def describe(self, receivers: Collection[Receiver], current: Snapshot | None) -> None:
         """Derive from the receivers how far the versions have come."""
         live = [r for r in receivers if r.state is not State.EXCLUDED]
         excluded = [r.reason for r in receivers if r.state is State.EXCLUDED]
-        before, active = self._stats, min((r.version for r in live), default=-1)
+        before, active = self.now, min((r.version for r in live), default=-1)
         # An excluded node leaves within a second. Its reason stays until some other node may generate.
         fatal = None if live else (excluded[0] if excluded else before.fatal)
         self.change(
@@ -85,7 +80,7 @@ class Figures:
         """Wait until the `published`th offer, `version`, is active on every live node; False when time ran out."""
 
         def settled() -> bool:
-            stats = self._stats
+            stats = self.now
             through = stats.published >= published and (stats.nodes == 0 or stats.version_active >= version)
             return through or stats.crashed
 

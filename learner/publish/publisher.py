@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.config.schema import Config, WeightsConfig
-from common.security.credentials import curve_credentials
+from common.config.schema import WeightsConfig
 from common.weights.collectives import GroupFactory
 from common.weights.messages import Canary
-from common.weights.transports.registry import open_group, require
+from common.weights.transports.registry import open_group
 from learner.publish.control import PublishControl
 from learner.publish.figures import PublishStats
 from learner.publish.snapshot import Deltas, Snapshot, SnapshotMaker
@@ -104,10 +103,3 @@ class WeightPublisher:
         snapshot.seal(self._bucket_bytes)
         self._deltas.encode(snapshot, self._bucket_bytes)
         control.offer(snapshot)
-
-
-def create_publisher(config: Config, incarnation: int) -> WeightPublisher:
-    """The config's publisher, for the lead rank; raises UsageError when `weights.transport` cannot be used here."""
-    require(config.weights.transport)
-    credentials = curve_credentials(config.broker.credentials)
-    return WeightPublisher(incarnation, config.model.dtype, config.weights, credentials)

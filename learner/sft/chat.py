@@ -7,7 +7,7 @@ but the last. The pieces are tokenised one by one, as in an episode.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -85,21 +85,19 @@ class ChatTemplate:
         tokens: list[int] = []
         mask: list[int] = []
         for (_, trained), piece in zip(segments, pieces, strict=True):
-            said = self._end_of_turn(piece, name) if trained else 0
+            said = 0
+            if trained:  # all up to the last special token, which ends the assistant's turn
+                ends = [at for at, token in enumerate(piece) if token == self._tokenizer.eos_token_id]
+                ends = ends or [at for at, token in enumerate(piece) if token in self._special]
+                if not ends:
+                    raise UsageError(
+                        f"{name}: the chat template ends the assistant's turn with no special token. The model would "
+                        "never learn to stop; give model.path a template that does"
+                    )
+                said = ends[-1] + 1
             tokens += piece
             mask += [1] * said + [0] * (len(piece) - said)
         return tokens, mask
-
-    def _end_of_turn(self, piece: Sequence[int], name: str) -> int:
-        """How many tokens of what the assistant added it says: all up to the last special one, which ends its turn."""
-        ends = [at for at, token in enumerate(piece) if token == self._tokenizer.eos_token_id]
-        ends = ends or [at for at, token in enumerate(piece) if token in self._special]
-        if not ends:
-            raise UsageError(
-                f"{name}: the chat template ends the assistant's turn with no special token. The model would never "
-                "learn to stop; give model.path a template that does"
-            )
-        return ends[-1] + 1
 
     def _segments(self, chat: Chat, name: str) -> list[tuple[str, Literal[0, 1]]]:
         """The conversation's text in pieces, 1 where the assistant adds it."""

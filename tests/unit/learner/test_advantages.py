@@ -1,5 +1,6 @@
 """Advantages against values computed by hand, sample by sample."""
 
+import itertools
 import math
 from typing import get_args, get_type_hints
 
@@ -37,13 +38,9 @@ def test_reinforce_pp_normalises_over_the_rewards_of_all_groups() -> None:
     mean = sum(rewards) / 5
     deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 4)
     expected = [(r - mean) / (deviation + STD_EPS) for r in rewards]
-    first, second = reinforce_pp([group(rewards[:3]), group(rewards[3:])])
-    np.testing.assert_allclose([*first, *second], expected, rtol=1e-14)
-
-
-def test_reinforce_pp_needs_no_second_sample_of_a_prompt() -> None:
-    found = reinforce_pp([group([1.0]), group([0.0])])
-    np.testing.assert_allclose(np.concatenate(found), np.array([0.5, -0.5]) / (math.sqrt(0.5) + STD_EPS), rtol=1e-14)
+    for ends in ([0, 3, 5], range(6)):  # it needs no second sample of a prompt
+        found = reinforce_pp([group(rewards[start:end]) for start, end in itertools.pairwise(ends)])
+        np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize("estimator", WITHIN_GROUPS)

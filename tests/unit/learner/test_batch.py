@@ -37,8 +37,8 @@ def sample(
     return msgspec.structs.replace(made, **changes)
 
 
-def stored(group: Group) -> StoredGroup:
-    return StoredGroup(group.serial, "node-a", GroupMeta(0, 0, 0.0, 0), encode_group(group))
+def stored(group: Group, serial: int = 5, payload: bytes | None = None) -> StoredGroup:
+    return StoredGroup(serial, "node-a", GroupMeta(0, 0, 0.0, 0), payload or encode_group(group))
 
 
 SHAPE = RoutingShape(layers=2, chosen=1, experts=4)
@@ -82,14 +82,12 @@ def test_what_would_poison_training_is_refused_with_the_reason(group: Group, rea
         decode(stored(group), vocab_size=10, group_size=2)
 
 
-def test_bytes_that_are_no_group_are_refused() -> None:
-    with pytest.raises(BadGroup, match="group 3 from node n"):
-        decode(StoredGroup(3, "n", GroupMeta(0, 0, 0.0, 0), b"\xc1 garbage"), 10, 2)
-
-
-def test_a_group_of_another_task_is_refused() -> None:
+def test_bytes_that_are_no_group_and_a_group_of_another_task_are_refused() -> None:
+    group = Group(6, [sample()])
+    with pytest.raises(BadGroup, match="group 5 from node node-a"):
+        decode(stored(group, payload=b"\xc1 garbage"), 10, 1)
     with pytest.raises(BadGroup, match="payload belongs to task 6"):
-        decode(StoredGroup(5, "n", GroupMeta(0, 0, 0.0, 0), encode_group(Group(6, [sample()]))), 10, 1)
+        decode(stored(group), 10, 1)
 
 
 def test_a_failed_sample_may_hold_anything() -> None:
@@ -100,23 +98,17 @@ def test_a_failed_sample_may_hold_anything() -> None:
 # ---------------------------------------------------------------- staleness and expiry
 
 
-def test_staleness_is_counted_per_token_also_within_a_sample(make_config: Callable[..., Config]) -> None:
-    config = make_config(staleness={"max": 3})
-    group = Group(0, [sample(2, [(2, 4), (3, 6)]), sample(2, [(1, 6)])])
-    batch = assemble([group], step=6, config=config)
-    assert batch.documents[0].staleness[2:].tolist() == [2, 2, 0, 0, 0]
-    assert batch.statistics.staleness_max == 2
-    assert batch.statistics.staleness_mean == pytest.approx(4 / 6)
-    assert batch.statistics.tokens_expired == 0
-
-
-def test_exactly_the_tokens_beyond_the_bound_leave_the_loss(make_config: Callable[..., Config]) -> None:
-    config = make_config(staleness={"max": 1})
+@pytest.mark.parametrize(("maximum", "mask", "mean"), [(3, [1, 1, 1, 1, 1, 1], 7 / 7), (1, [0, 0, 1, 1, 1, 1], 3 / 5)])
+def test_staleness_counts_per_token_and_exactly_those_beyond_the_bound_leave_the_loss(
+    make_config: Callable[..., Config], maximum: int, mask: list[int], mean: float
+) -> None:
+    config = make_config(staleness={"max": maximum})
     batch = assemble([Group(0, [sample(2, [(2, 4), (3, 5), (1, 6)]), sample(2, [(1, 6)])])], 6, config)
-    assert batch.documents[0].loss_mask.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert batch.statistics.tokens_expired == 2
-    assert batch.statistics.tokens_trained == 5
-    assert batch.statistics.staleness_max == 1
+    document, figures = batch.documents[0], batch.statistics
+    assert document.staleness[2:].tolist() == [2, 2, 1, 1, 1, 0]
+    assert document.loss_mask.tolist() == [0, 0, *mask]
+    assert (figures.tokens_expired, figures.tokens_trained) == (mask.count(0), mask.count(1) + 1)
+    assert (figures.staleness_max, figures.staleness_mean) == (min(maximum, 2), pytest.approx(mean))
 
 
 def test_a_sample_without_any_fresh_token_is_not_processed_but_counts_in_the_baseline(
@@ -319,11 +311,6 @@ def test_ages_are_those_of_an_entry_by_entry_count(turns: list[tuple[int, list[i
     assert largest.tolist() == expected[1]
 
 
-def test_one_version_has_a_fresh_cache() -> None:
-    mean, largest = cache_ages(episode([(3, [4, 4, 4]), (2, [4])]))
-    assert not mean.any() and not largest.any()
-
-
 def test_a_call_that_begins_after_the_flip_has_a_fresh_cache_and_one_in_flight_an_old_one() -> None:
     mean, largest = cache_ages(episode([(2, [5, 7, 7]), (3, [7, 7])]))
     # The token after the flip is sampled over two entries of version 5 and one that is computed with it.
@@ -332,11 +319,11 @@ def test_a_call_that_begins_after_the_flip_has_a_fresh_cache_and_one_in_flight_a
     assert not mean[5:].any()
 
 
-def test_a_sample_without_prompt_or_without_tokens_has_no_age() -> None:
-    assert cache_ages(episode([(0, [1, 2])]))[0].tolist() == [0.0, 0.0]
-    assert len(cache_ages(episode([]))[0]) == 0
-
-
-def test_a_learner_that_starts_again_at_a_lower_version_gives_no_negative_age() -> None:
-    mean, largest = cache_ages(episode([(2, [9, 3, 3])]))
-    assert not mean.any() and not largest.any()
+@pytest.mark.parametrize(
+    ("turns", "ages"),
+    [([(0, [1, 2])], [0, 1]), ([], []), ([(3, [4, 4, 4]), (2, [4])], [0] * 9), ([(2, [9, 3, 3])], [0] * 5)],
+    ids=["no prompt", "no tokens", "one version", "a learner that started again at a lower version"],
+)
+def test_a_fresh_cache_has_no_age(turns: list[tuple[int, list[int]]], ages: list[int]) -> None:
+    mean, largest = cache_ages(episode(turns))
+    assert (mean.tolist(), largest.tolist()) == ([0.0] * len(ages), ages)

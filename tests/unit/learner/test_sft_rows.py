@@ -51,13 +51,10 @@ def test_rows_keep_their_own_segments(tmp_path: Path) -> None:
     assert [d.tokens.tolist() for d in rows.documents([1, 0])] == [[99, 100, 101, EOS], [97, 98, EOS]]
 
 
-def test_steps_walk_through_the_epochs(tmp_path: Path) -> None:
+def test_steps_walk_through_the_epochs_and_shuffled_ones_have_every_row_once(tmp_path: Path) -> None:
     rows = dataset(tmp_path, *(f'{{"prompt": "{c}", "completion": "x"}}' for c in "abc"))
     first = [chr(d.tokens[0]) for step in range(3) for d in rows.step(step, 2)]
     assert first == list("abcabc")
-
-
-def test_shuffled_epochs_hold_every_row_once(tmp_path: Path) -> None:
     rows = dataset(tmp_path, *(f'{{"prompt": "{chr(c)}", "completion": "x"}}' for c in range(97, 117)), shuffle=True)
     epochs = [[int(d.tokens[0]) for d in rows.step(step, 20)] for step in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(97, 117))
@@ -200,13 +197,10 @@ def test_chat_rows_and_others_may_be_mixed(tmp_path: Path) -> None:
     assert tokenizer.decode(chat.tokens.tolist()).startswith("<|im_start|>system\nBe brief.")
 
 
-def test_a_row_nested_too_deeply_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_a_row_nested_too_deeply_and_one_with_nothing_to_predict_are_named_by_their_line(tmp_path: Path) -> None:
     deep = '{"messages": [{"role": "user", "content": "a", "extra": ' + "[" * 100_000 + "]" * 100_000 + "}]}"
     with pytest.raises(UsageError, match=r"tasks.dataset: .*rows.jsonl line 2 .*nested"):
         dataset(tmp_path, '{"prompt": "a", "completion": "b"}', deep)
-
-
-def test_a_row_found_to_hold_nothing_is_named_by_its_line(tmp_path: Path) -> None:
     rows = dataset(tmp_path, '{"prompt": "a", "completion": "b"}', "", '{"prompt": "", "completion": ""}')
     with pytest.raises(UsageError, match=r"tasks.dataset: .*rows.jsonl line 3 has 1 tokens, nothing to predict"):
         rows.documents([1])

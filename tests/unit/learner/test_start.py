@@ -1,6 +1,7 @@
 """How a learner finds its broker, its incarnation and its dataset again."""
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -24,39 +25,23 @@ from tests.waiting import LIMIT_S
 MakeConfig = Callable[..., Config]
 
 
-def test_the_address_of_the_config_is_taken(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config(broker={"address": "tcp://127.0.0.1:7000"})
-    assert find_broker(config, RunDir(tmp_path), 0.0) == "tcp://127.0.0.1:7000"
-    assert find_broker(make_config(broker={"address": "ipc:///x"}), RunDir(tmp_path), 0.0) == "ipc:///x"
-
-
-def test_the_file_of_a_living_broker_is_waited_for(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_broker_is_found_by_the_config_or_once_it_wrote_its_file(make_config: MakeConfig, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    write_json(run_dir.broker_json, BrokerFile(_dead_pid(), "tcp://127.0.0.1:1", 0.0))
-
-    def appear() -> None:
-        time.sleep(0.3)
-        write_json(run_dir.broker_json, BrokerFile(os.getpid(), "tcp://127.0.0.1:2", 0.0))
-
-    thread = threading.Thread(target=appear)
-    thread.start()
-    assert find_broker(make_config(), run_dir, wait_s=LIMIT_S) == "tcp://127.0.0.1:2"
-    thread.join(LIMIT_S)
-
-
-def test_no_broker_is_an_error_after_a_bounded_wait(make_config: MakeConfig, tmp_path: Path) -> None:
+    for address in ("tcp://127.0.0.1:7000", "ipc:///x"):
+        assert find_broker(make_config(broker={"address": address}), run_dir, 0.0) == address
+    config = make_config()
     began = time.monotonic()
     with pytest.raises(BrokerUnreachable, match=r"no broker wrote .*broker\.json within 0 s"):
-        find_broker(make_config(), RunDir(tmp_path), wait_s=0.2)
+        find_broker(config, run_dir, wait_s=0.2)
     assert time.monotonic() - began < 50
-
-
-def _dead_pid() -> int:
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    return child
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    write_json(run_dir.broker_json, BrokerFile(ended.pid, "tcp://127.0.0.1:1", 0.0))
+    living = BrokerFile(os.getpid(), "tcp://127.0.0.1:2", 0.0)
+    appears = threading.Timer(0.3, write_json, (run_dir.broker_json, living))
+    appears.start()
+    assert find_broker(config, run_dir, wait_s=LIMIT_S) == "tcp://127.0.0.1:2"
+    appears.join(LIMIT_S)
 
 
 def test_incarnations_count_over_records_and_checkpoints(make_config: MakeConfig) -> None:
@@ -71,9 +56,7 @@ def test_incarnations_count_over_records_and_checkpoints(make_config: MakeConfig
         return state.incarnation
 
     assert [next_incarnation(), next_incarnation()] == [0, 1]
-    folder = CheckpointFolder(run_dir.checkpoints, 2)
-    folder.begin(2).mkdir()
-    folder.finish(TrainerState(policy_version=2, incarnation=4, tasks=StreamState(), dataset_digest="digest"))
+    complete(CheckpointFolder(run_dir.checkpoints, 2), 2, "digest", incarnation=4)
     assert next_incarnation() == 5
     run_dir.learner_json.write_text("{torn")
     assert read_record(run_dir) is None
@@ -86,12 +69,18 @@ def prepare(config: Config) -> tuple[Lead, TrainerState]:
     return prepare_lead(config, run_dir, RunFiles(config, run_dir), "tcp://127.0.0.1:9", lambda: None)
 
 
+def complete(folder: CheckpointFolder, version: int, dataset_digest: str, incarnation: int = 0) -> None:
+    """Write a checkpoint of `version`."""
+    folder.begin(version).mkdir()
+    state = TrainerState(
+        policy_version=version, incarnation=incarnation, tasks=StreamState(), dataset_digest=dataset_digest
+    )
+    folder.finish(state)
+
+
 def test_another_dataset_is_refused_at_resume(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
-    run_dir = RunDir(config.run.dir)
-    folder = CheckpointFolder(run_dir.checkpoints, 2)
-    folder.begin(2).mkdir()
-    folder.finish(TrainerState(policy_version=2, incarnation=0, tasks=StreamState(), dataset_digest="other"))
+    complete(CheckpointFolder(RunDir(config.run.dir).checkpoints, 2), 2, "other")
     with pytest.raises(UsageError, match=r"tasks\.dataset: .* changed since .*step-000002"):
         prepare(config)
 
@@ -123,10 +112,7 @@ def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_r
     digest = state.dataset_digest
 
     def complete_and_commit(version: int) -> None:
-        first.files.checkpoints.begin(version).mkdir()
-        first.files.checkpoints.finish(
-            TrainerState(policy_version=version, incarnation=0, tasks=StreamState(), dataset_digest=digest)
-        )
+        complete(first.files.checkpoints, version, digest)
         first.broker.commit(version - 1)
 
     complete_and_commit(1)

@@ -45,15 +45,16 @@ def test_a_change_of_state_is_sent_at_once_and_the_last_one_always() -> None:
     assert sink.closed
 
 
-def test_since_starts_over_only_with_another_state() -> None:
+def test_since_starts_over_only_with_another_state_and_groups_are_missing_only_while_they_are_waited_for() -> None:
     reporter = Reporter(Sink)
-    reporter.set("waiting", "groups: 1 of 4")
+    reporter.set("waiting", "groups: 1 of 4", groups_missing=3)
     time.sleep(0.05)
-    reporter.set("waiting", "groups: 2 of 4")
-    assert reporter.snapshot().since_s >= 0.05
-    assert reporter.snapshot().waiting_on == "groups: 2 of 4"
+    reporter.set("waiting", "groups: 2 of 4", groups_missing=2)
+    report = reporter.snapshot()
+    assert (report.waiting_on, report.groups_missing) == ("groups: 2 of 4", 2) and report.since_s >= 0.05
     reporter.set("training")
-    assert reporter.snapshot().since_s < 0.05
+    report = reporter.snapshot()
+    assert report.since_s < 0.05 and report.groups_missing == 0
 
 
 def test_a_broker_that_is_away_is_tried_again() -> None:
@@ -79,14 +80,6 @@ def test_a_report_names_the_nodes_that_a_version_has_not_reached() -> None:
     assert report.deliveries_waiting == SHOWN_DELIVERIES + 4
 
 
-def test_how_many_groups_are_missing_is_said_only_while_they_are_waited_for() -> None:
-    reporter = Reporter(Sink)
-    reporter.set("waiting", "groups", groups_missing=3)
-    assert reporter.snapshot().groups_missing == 3
-    reporter.set("training")
-    assert reporter.snapshot().groups_missing == 0
-
-
 def test_silent_ranks_are_reported_in_place_of_what_the_loop_does_until_they_answer() -> None:
     reporter = Reporter(Sink)
     reporter.set("training", "the optimizer step 3")
@@ -110,19 +103,14 @@ def status(*nodes: tuple[str, int, float]) -> BrokerStatus:
     return status_of(*(node_status(name, pid=pid, generation_stall_s=stall) for name, pid, stall in nodes))
 
 
-def test_stalls_are_differences_of_running_totals() -> None:
+def test_stalls_are_differences_of_running_totals_of_nodes_that_come_go_and_restart() -> None:
     meter = StallMeter()
     assert meter.advance(status(("a", 1, 5.0))) == 0.0
     assert meter.advance(status(("a", 1, 5.25), ("b", 2, 0.5))) == 0.75
     assert meter.advance(status(("a", 1, 5.25), ("b", 2, 0.5))) == 0.0
-
-
-def test_a_node_that_restarts_counts_from_zero_and_one_that_is_away_loses_nothing() -> None:
-    meter = StallMeter()
-    meter.advance(status(("a", 1, 5.0)))
     assert meter.advance(status()) == 0.0
-    assert meter.advance(status(("a", 1, 5.5))) == 0.5
-    assert meter.advance(status(("a", 9, 0.25))) == 0.25
+    assert meter.advance(status(("a", 1, 5.5))) == 0.25, "a node that was away loses nothing"
+    assert meter.advance(status(("a", 9, 0.25))) == 0.25, "one that restarts counts from zero"
 
 
 def test_the_wait_names_who_unblocks_it(make_world: MakeWorld) -> None:

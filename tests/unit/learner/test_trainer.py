@@ -19,24 +19,26 @@ from tests.unit.learner.loop_fakes import Killed, MakeWorld, World, make_group
 # ---------------------------------------------------------------- a whole run
 
 
-def test_a_run_trains_every_step_and_leaves_everything(make_world: MakeWorld) -> None:
-    world = make_world(run={"steps": 5})
-    assert world.run() == "done"
-    found = world.lines()
-    assert [line.step for line in found] == [0, 1, 2, 3, 4]
-    assert [line.policy_version for line in found] == [1, 2, 3, 4, 5]
-    assert all(line.groups == 2 and line.tokens_trained > 0 and line.nodes_live == 1 for line in found)
-    assert found[-1].tokens_trained_total == sum(line.tokens_trained for line in found)
-    np.testing.assert_array_equal(world.final_table(), world.backend.table.detach().numpy())
-
-
-def test_the_broker_is_asked_for_its_status_once_per_step(make_world: MakeWorld) -> None:
-    world = make_world(run={"steps": 5})
+def test_a_run_trains_and_commits_every_group_once_and_leaves_everything(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 5}, learner={"checkpoint": {"every": 2, "keep": 2}})
     asked: list[int] = []
     status = world.broker.status
     world.broker.status = lambda: (asked.append(world.trainer.version), status())[1]
-    world.run()
-    assert asked == [0, 1, 2, 3, 4, 5]  # before the first step, then with every metrics line
+    assert world.run() == "done"
+    assert asked == [0, 1, 2, 3, 4, 5], "the broker's status, before the first step and with every metrics line"
+    found = world.lines()
+    assert [(line.step, line.policy_version) for line in found] == [(n, n + 1) for n in range(5)]
+    assert all(line.groups == 2 and line.tokens_trained > 0 and line.nodes_live == 1 for line in found)
+    assert found[-1].tokens_trained_total == sum(line.tokens_trained for line in found)
+    np.testing.assert_array_equal(world.final_table(), world.backend.table.detach().numpy())
+    ledger = world.broker.ledger()
+    assert [(entry.serial, entry.state) for entry in ledger] == [(n, "committed") for n in range(10)]
+    assert sorted(entry.step for entry in ledger) == sorted([0, 1, 2, 3, 4] * 2)
+    assert world.broker.commits == [  # each after its durable checkpoint
+        (1, ["step-000002"]),
+        (3, ["step-000002", "step-000004"]),
+        (4, ["step-000004", "step-000005"]),
+    ]
 
 
 def test_a_penalty_on_the_divergence_keeps_the_policy_near_the_reference(make_world: MakeWorld, tmp_path: Path) -> None:
@@ -63,25 +65,6 @@ def test_the_metrics_tell_how_far_off_policy_a_step_was(make_world: MakeWorld) -
     assert 0 < last.effective_sample_fraction <= 1
 
 
-def test_every_offered_group_is_committed_to_exactly_one_step(make_world: MakeWorld) -> None:
-    world = make_world(run={"steps": 5})
-    world.run()
-    ledger = world.broker.ledger()
-    assert [entry.serial for entry in ledger] == list(range(10))
-    assert {entry.state for entry in ledger} == {"committed"}
-    assert sorted(entry.step for entry in ledger) == sorted([0, 1, 2, 3, 4] * 2)
-
-
-def test_commits_follow_their_durable_checkpoint(make_world: MakeWorld) -> None:
-    world = make_world(run={"steps": 5}, learner={"checkpoint": {"every": 2, "keep": 2}})
-    world.run()
-    assert world.broker.commits == [
-        (1, ["step-000002"]),
-        (3, ["step-000002", "step-000004"]),
-        (4, ["step-000004", "step-000005"]),
-    ]
-
-
 def test_every_version_but_the_last_is_published_and_the_canary_is_the_published_policy(make_world: MakeWorld) -> None:
     world = make_world(run={"steps": 5}, weights={"canary_every": 2})
     world.run()
@@ -106,19 +89,15 @@ def test_a_node_that_missed_the_canary_gets_one_with_the_next_publish(
 
 
 @pytest.mark.parametrize(("maximum", "lag"), [(0, 0), (1, 1), (2, 2), (3, 1)])
-def test_staleness_stays_within_the_bound(make_world: MakeWorld, maximum: int, lag: int) -> None:
+def test_staleness_stays_within_the_bound_and_0_is_synchronous(make_world: MakeWorld, maximum: int, lag: int) -> None:
     world = make_world(run={"steps": 8}, staleness={"max": maximum}, lag=lag)
     world.run()
-    assert all(line.staleness_max <= maximum for line in world.lines())
-    assert all(line.tokens_expired == 0 for line in world.lines())
-
-
-def test_zero_staleness_is_synchronous(make_world: MakeWorld) -> None:
-    world = make_world(run={"steps": 6}, staleness={"max": 0})
-    world.run()
-    for entry in world.broker.ledger():
-        assert entry.version_min == entry.version_max == entry.step == entry.serial // 2
-    assert all(line.ratio_max > 0 and line.staleness_mean == 0 for line in world.lines())
+    found = world.lines()
+    assert all(line.staleness_max <= maximum and line.tokens_expired == 0 for line in found)
+    if maximum == 0:
+        assert all(line.ratio_max > 0 and line.staleness_mean == 0 for line in found)
+        for entry in world.broker.ledger():
+            assert entry.version_min == entry.version_max == entry.step == entry.serial // 2
 
 
 def straggling(make_world: MakeWorld, until_step: int, **staleness: object) -> World:
@@ -165,8 +144,10 @@ def test_wait_lets_no_group_overtake(make_world: MakeWorld) -> None:
 # ---------------------------------------------------------------- drains, kills, replays
 
 
-def test_a_drain_finishes_the_step_checkpoints_and_commits(make_world: MakeWorld) -> None:
-    world = make_world(run={"steps": 9}, learner={"checkpoint": {"every": 100}})
+def test_a_drained_run_has_committed_a_checkpoint_and_continues_to_the_same_weights(make_world: MakeWorld) -> None:
+    sections = {"run": {"steps": 9}, "learner": {"checkpoint": {"every": 100}}}
+    expected = make_world(**sections).unbroken()
+    world = make_world(**sections)
     world.fleet.hold_back = lambda serial, turn: world.stop.append("SIGTERM") if serial == 6 else False
     assert world.run() == "drained"
     version = world.trainer.version
@@ -174,24 +155,21 @@ def test_a_drain_finishes_the_step_checkpoints_and_commits(make_world: MakeWorld
     assert [line.step for line in world.lines()] == list(range(version))
     assert world.broker.commits == [(version - 1, [f"step-{version:06d}"])]
     assert not world.run_dir.model.exists()
-
-
-def test_a_drained_run_goes_on_to_the_same_weights(make_world: MakeWorld) -> None:
-    expected = make_world(run={"steps": 6}).unbroken()
-    world = make_world(run={"steps": 6})
-    world.fleet.hold_back = lambda serial, turn: world.stop.append("SIGTERM") if serial == 6 else False
-    assert world.run() == "drained"
     again = world.restart()
     assert again.trainer.state.incarnation == 1
     assert again.run() == "done"
     np.testing.assert_array_equal(world.final_table(), expected)
-    assert [line.step for line in world.lines()] == list(range(6))
+    assert [line.step for line in world.lines()] == list(range(9))
 
 
+@pytest.mark.parametrize("learner", [{}, {"dynamic_sampling": True}], ids=["all groups", "filtered"])
 @pytest.mark.parametrize("killed_at", [0, 1, 3, 4])
-def test_a_killed_run_replays_and_ends_bitwise_equal(make_world: MakeWorld, killed_at: int) -> None:
-    expected = make_world(run={"steps": 6}).unbroken()
-    world = make_world(run={"steps": 6})
+def test_a_killed_run_replays_and_ends_bitwise_equal(
+    make_world: MakeWorld, killed_at: int, learner: dict[str, bool]
+) -> None:
+    whole = make_world(run={"steps": 6}, learner=learner)
+    expected, ledger = whole.unbroken(), whole.broker.ledger()
+    world = whole.with_new_broker()
     world.backend.fail_at = killed_at
     world.run_killed()
     assert len(world.lines()) == killed_at
@@ -202,17 +180,19 @@ def test_a_killed_run_replays_and_ends_bitwise_equal(make_world: MakeWorld, kill
     found = world.lines()
     assert [line.step for line in found] == list(range(6))
     assert found[-1].tokens_trained_total == sum(line.tokens_trained for line in found)
-    assert [entry.state for entry in again.broker.ledger()] == ["committed"] * 12
+    assert [(e.serial, e.step, e.filtered, e.state) for e in again.broker.ledger()] == [
+        (e.serial, e.step, e.filtered, "committed") for e in ledger
+    ]
     assert "replay" in world.event_kinds()
+
+
+def die(*arguments: object) -> None:
+    raise Killed
 
 
 def test_a_kill_between_checkpoint_and_commit_is_made_good_at_the_next_start(make_world: MakeWorld) -> None:
     world = make_world(run={"steps": 6})
-
-    def killed(step: int) -> None:
-        raise Killed
-
-    world.broker.commit = killed
+    world.broker.commit = die
     world.run_killed()
     assert world.broker.status().groups_committed == 0
     again = world.restart()
@@ -240,12 +220,12 @@ def test_a_checkpoint_behind_what_the_broker_committed_is_refused_before_anythin
 def test_a_half_written_checkpoint_is_ignored(make_world: MakeWorld) -> None:
     world = make_world(run={"steps": 6})
 
-    def killed(path: Path) -> None:
+    def half(path: Path) -> None:
         path.mkdir()
         (path / "table.npy").write_bytes(b"half")
-        raise Killed
+        die()
 
-    world.backend.start_checkpoint = killed
+    world.backend.start_checkpoint = half
     world.run_killed()
     again = world.restart()
     assert again.trainer.version == 0
