@@ -53,13 +53,10 @@ class RankMonitor:
 
     def __enter__(self) -> "RankMonitor":
         if self._world_size > 1:
-            host, port, limit = (
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                timedelta(seconds=self._timeout_s),
-            )
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             # a connection of its own to the store of torch.distributed's world
-            self._store = dist.PrefixStore("rank-monitor", dist.TCPStore(host, port, is_master=False, timeout=limit))
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self._timeout_s))
+            self._store = dist.PrefixStore("rank-monitor", store)
             self._heard = dict.fromkeys(self._peers, time.monotonic())
             for work in (self._exchange, self._watch):
                 threading.Thread(target=work, name=f"monitor{work.__name__}", daemon=True).start()
