@@ -1,5 +1,6 @@
 """Tokenizers with the chat templates of well-known families, cut down to what matters for token in, token out."""
 
+import itertools
 from typing import Any
 
 from common.rollouts import VersionRun
@@ -52,15 +53,17 @@ def qwen() -> Any:
     return with_template(QWEN, "<eos>")
 
 
-def speaker(tokenizer: Any, *said: str | list[int] | Exception, version: int = 0) -> ScriptedSampler:
-    """A policy that says one text, or one list of tokens, after the other, each with an end token."""
-    left = iter(said)
+def speaker(tokenizer: Any, *said: str | list[int] | Exception, ended: bool = True) -> ScriptedSampler:
+    """Says one text, or list of tokens, after the other, with an end token if `ended`; each turn is a new version's."""
+    left, versions = iter(said), itertools.count()
 
     def answer(_: str) -> Generation | Exception:
         turn = next(left)
         if isinstance(turn, Exception):
             return turn
         ids = [*(tokenizer.encode(turn) if isinstance(turn, str) else turn), tokenizer.eos_token_id]
-        return Generation(ids, [-0.5] * len(ids), [VersionRun(0, version)], "stop")
+        ids = ids if ended else ids[:-1]
+        runs = [VersionRun(0, next(versions))]
+        return Generation(ids, [-0.5 - i for i in range(len(ids))], runs, "stop" if ended else "length")
 
     return ScriptedSampler(answer)

@@ -30,7 +30,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 
 def policy(*said: str | Exception) -> ScriptedSampler:
-    return speaker(qwen(), *said, version=3)
+    return speaker(qwen(), *said)
 
 
 def driver_of(
@@ -80,7 +80,8 @@ def test_an_agent_s_conversation_becomes_the_sample_with_its_tokens_and_its_rewa
     assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "I think 3<eos>3<eos>"
     assert tokens == sampler.calls[1].prompt + tokenizer.encode("3") + [tokenizer.eos_token_id]
     assert tokens[: len(sampler.calls[0].prompt)] == sampler.calls[0].prompt
-    assert sum(sample.behavior_logprobs.numpy().tolist()) == -0.5 * 12
+    logprobs = sample.behavior_logprobs.numpy()[sample.loss_mask.numpy() == 1].tolist()
+    assert logprobs == [-0.5 - i for length in (10, 2) for i in range(length)]
     assert decode_group(encode_group(Group(0, [sample]))).samples[0] == sample
 
 
@@ -94,10 +95,11 @@ def test_a_stream_says_the_same_and_what_it_took_and_its_log_probabilities_when_
             model=model, messages=HI, stream=True, stream_options={"include_usage": True}, logprobs=True
         )
         chunks = [chunk async for chunk in stream]
-        logprobs = chunks[1].choices[0].logprobs
-        assert logprobs is not None and logprobs.content is not None and not chunks[-1].choices
-        assert chunks[-1].usage is not None and [entry.logprob for entry in logprobs.content] == [-0.5] * 6
-        return float(chunks[-1].usage.completion_tokens)
+        logprobs, usage = chunks[1].choices[0].logprobs, chunks[-1].usage
+        assert logprobs is not None and logprobs.content is not None and usage is not None and not chunks[-1].choices
+        pieces = [(entry.token, entry.logprob) for entry in logprobs.content]
+        assert pieces == [(piece, -0.5 - i) for i, piece in enumerate([*"three", "<eos>"])]
+        return float(usage.completion_tokens)
 
     sample = play(with_client(streams), policy("three", "three"))
     assert (sample.error, sample.reward) == (None, 6.0)

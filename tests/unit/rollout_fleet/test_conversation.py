@@ -9,7 +9,6 @@ import pytest
 from openai.resources.chat.completions import Completions as Chats
 from openai.resources.completions import Completions
 
-from common.rollouts import VersionRun
 from rollout_fleet.agents import api
 from rollout_fleet.agents.api import ChatRequest, CompletionRequest, read
 from rollout_fleet.agents.conversation import Conversation
@@ -17,9 +16,7 @@ from rollout_fleet.agents.parameters import NEUTRAL, UNKNOWN, BadRequest
 from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import EpisodeFailed, EpisodeRules, Progress, Sampling
 from rollout_fleet.episode.rendering import Renderer
-from rollout_fleet.episode.sampler_protocol import Generation
-from tests.unit.rollout_fleet.chat_tokenizers import QWEN, with_template
-from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler
+from tests.unit.rollout_fleet.chat_tokenizers import QWEN, speaker, with_template
 
 ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
@@ -29,15 +26,7 @@ class Talk:
 
     def __init__(self, *said: str, template: str = QWEN, ended: bool = True) -> None:
         self.tokenizer = with_template(template, "<eos>")
-        left = iter(said)
-        self.versions = iter(range(100))
-
-        def answer(_: str) -> Generation:
-            ids = self.tokenizer.encode(next(left)) + ([self.tokenizer.eos_token_id] if ended else [])
-            runs = [VersionRun(0, next(self.versions))]
-            return Generation(ids, [-0.5 - i for i in range(len(ids))], runs, "stop" if ended else "length")
-
-        self.sampler = ScriptedSampler(answer)
+        self.sampler = speaker(self.tokenizer, *said, ended=ended)
         rules = EpisodeRules(Budget(8, 1000, 5000))
         self.talk = Conversation(self.sampler, Renderer(self.tokenizer), rules, Progress())
 
@@ -166,11 +155,6 @@ def test_completions_continue_texts_and_token_ids_exactly() -> None:
     assert third.prompt_tokens == second.prompt_tokens + second.tokens + [40, 41]
     kept = talk.talk.longest()
     assert kept is not None and kept.path().turns == 3
-
-
-def test_log_probabilities_are_those_that_were_sampled() -> None:
-    answer = Talk("ab").say([user("hi")], logprobs=True)
-    assert (answer.pieces, answer.logprobs) == (["a", "b", "<eos>"], [-0.5, -1.5, -2.5])
 
 
 NO_IDS = ([-1], [1, -5], [True], [1.5], [[1]], {"a": 1}, ["a", "b"])
