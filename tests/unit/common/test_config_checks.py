@@ -136,11 +136,11 @@ def test_settings_that_fit_together_pass(folder, sections):
     assert list(problems(job(folder, **yaml.safe_load(sections)))) == []
 
 
-@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_experts_are_found_under_every_name(folder, name):
-    write_shape(folder / "model", **{name: 4})
-    passes(folder, learner={"moe": {"balance": "bias"}})
-    passes(folder, learner={"world_size": 2, "parallel": {"expert": 2}})
+def test_experts_are_found_under_every_name(folder):
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        write_shape(folder / "model", **{name: 4})
+        passes(folder, learner={"moe": {"balance": "bias"}})
+        passes(folder, learner={"world_size": 2, "parallel": {"expert": 2}})
 
 
 def test_the_routing_of_a_group_must_fit_into_a_message(folder):
@@ -174,26 +174,16 @@ def test_a_model_folder_that_cannot_be_trained_from_is_refused(folder, damage, w
     refused(job(folder), "model.path", word)
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "not json\n", "[1, 2]\n"])
-def test_dataset_that_is_no_jsonl_is_refused(folder, text):
-    (folder / "train.jsonl").write_text(text)
-    refused(job(folder), "tasks.dataset", "a JSON object on every line")
+def test_dataset_that_is_no_jsonl_is_refused(folder):
+    for text in ("", "\n\n", "not json\n", "[1, 2]\n"):
+        (folder / "train.jsonl").write_text(text)
+        refused(job(folder), "tasks.dataset", "a JSON object on every line")
 
 
-@pytest.mark.parametrize(
-    ("section", "value", "key"),
-    [
-        ("learner", {"micro_batch_tokens": 510}, "learner.micro_batch_tokens"),
-        ("weights", {"canary_tokens": 512}, "weights.canary_tokens"),
-    ],
-)
-def test_the_longest_sequence_must_fit_where_it_goes(folder, section, value, key):
-    refused(job(folder, **{section: value}), key, "max_model_len - 1 (511)")
-    (name,) = value
-    passes(folder, **{section: {name: 511}})
-
-
-def test_context_parallelism_pads_the_longest_sequence(folder):
+def test_the_longest_sequence_must_fit_where_it_goes_padded_for_context_parallelism(folder):
+    for section, name, wrong in (("learner", "micro_batch_tokens", 510), ("weights", "canary_tokens", 512)):
+        refused(job(folder, **{section: {name: wrong}}), f"{section}.{name}", "max_model_len - 1 (511)")
+        passes(folder, **{section: {name: 511}})
     layout = {"world_size": 2, "parallel": {"context": 2}}
     key = "learner.micro_batch_tokens"
     refused(job(folder, learner={**layout, "micro_batch_tokens": 511}), key, "rounded up to a multiple of 4", "(512)")
@@ -254,7 +244,11 @@ def test_redis_beyond_this_machine_needs_tls_besides_credentials(folder):
     passes(folder, broker={**broker, "redis": "rediss://10.0.0.4:6379/0"})
 
 
-def test_only_addresses_that_say_where_to_connect_to_are_fixed(folder):
+def test_addresses_are_split_and_only_those_that_say_where_to_connect_to_are_fixed(folder):
+    assert split_address("tcp://[::1]:7") == ("::1", 7)
+    assert split_address("ipc:///tmp/x") == ("", None)
+    assert is_loopback("127.8.0.1")
+    assert not is_loopback("example.org")
     for address, fixed in (
         ("tcp://127.0.0.1:0", None),
         ("tcp://0.0.0.0:5555", None),
@@ -262,13 +256,6 @@ def test_only_addresses_that_say_where_to_connect_to_are_fixed(folder):
         ("ipc:///tmp/b", "ipc:///tmp/b"),
     ):
         assert fixed_address(job(folder, broker={"address": address})) == fixed
-
-
-def test_addresses_are_split():
-    assert split_address("tcp://[::1]:7") == ("::1", 7)
-    assert split_address("ipc:///tmp/x") == ("", None)
-    assert is_loopback("127.8.0.1")
-    assert not is_loopback("example.org")
 
 
 def test_warm_start_is_checked_too(folder):

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from common.errors import EXIT_USAGE
-from launch import cli
-from launch.cli import HANDLERS, main, missing_package_hint, parse
+from launch.cli import HANDLERS, main, parse
 from tests.launch_rig import HEAVY, imported_by, refusal, run_cli
 from tests.redis_server import free_port
 from tests.waiting import LIMIT_S
@@ -39,13 +38,10 @@ def test_without_redis_py_a_job_on_redis_is_refused_before_its_folder_is_made(jo
     assert not (job.parent / "run").exists()
 
 
-@pytest.mark.parametrize("command", ["up", "learner", "rollout"])
-def test_a_model_that_is_not_there_is_refused_by_those_who_read_it(job, capsys, command):
-    assert "model.path: expected" in (said := refusal(capsys, command, str(job), "model.path=nowhere"))
-    assert "does not exist" in said
-
-
-def test_the_broker_starts_where_neither_model_nor_dataset_is(job):
+def test_a_model_that_is_not_there_is_refused_by_those_who_read_it_and_no_matter_for_the_broker(job, capsys):
+    for command in ("up", "learner", "rollout"):
+        said = refusal(capsys, command, str(job), "model.path=nowhere")
+        assert "model.path: expected" in said and "does not exist" in said
     words = ["broker", str(job), "model.path=nowhere", "tasks.dataset=nowhere.jsonl"]
     broker = subprocess.Popen([sys.executable, "-m", "launch.cli", *words], stderr=subprocess.PIPE)
     try:
@@ -97,29 +93,21 @@ def test_a_node_without_a_job_waits_a_bounded_time_and_says_why(job, capsys):
 
 
 @pytest.mark.parametrize(
-    ("address", "word"),
+    ("words", "reason"),
     [
-        ("somewhere", "tcp://HOST:PORT"),
-        ("redis://127.0.0.1:6379/0?run=x", "broker.store: redis, not its Redis server"),
-        ("tcp://127.0.0.1:0", "no port"),
+        (["somewhere"], "tcp://HOST:PORT"),
+        (["redis://127.0.0.1:6379/0?run=x"], "broker.store: redis, not its Redis server"),
+        (["tcp://127.0.0.1:0"], "no port"),
+        (["tcp://127.0.0.1:1", "--credentials", "/no/keys"], "found /no/keys, which does not exist"),
     ],
 )
-def test_join_to_nonsense_is_refused(capsys, address, word):
-    assert word in refusal(capsys, "rollout", "--join", address)
+def test_join_to_nonsense_is_refused(capsys, words, reason):
+    assert reason in refusal(capsys, "rollout", "--join", *words)
 
 
-def test_join_with_keys_that_are_not_there_names_the_folder(capsys, tmp_path):
-    words = ["--join", "tcp://127.0.0.1:1", "--credentials", str(tmp_path / "keys")]
-    err = refusal(capsys, "rollout", *words)
-    assert f"expected a key folder or a credential's file, found {tmp_path}/keys, which does not exist" in err
-
-
-@pytest.mark.parametrize("command", ["status", "ledger", "report", "top"])
-def test_run_that_does_not_exist_is_refused(capsys, command, tmp_path):
-    assert "neither the folder of a run nor a config" in refusal(capsys, command, str(tmp_path / "nothing"))
-
-
-def test_folder_that_is_no_run_and_config_whose_run_has_not_started_are_refused(job, capsys):
+def test_what_names_no_run_is_refused(job, capsys, tmp_path):
+    for command in ("status", "ledger", "report", "top"):
+        assert "neither the folder of a run nor a config" in refusal(capsys, command, str(tmp_path / "nothing"))
     assert "not the folder of a run" in refusal(capsys, "status", str(job.parent))
     assert "does not exist yet" in refusal(capsys, "status", str(job))
 
@@ -170,12 +158,13 @@ def test_commands_that_train_nothing_import_nothing_heavy(code, heavy):
 
 
 def test_missing_package_is_explained(monkeypatch, job, capsys):
-    assert missing_package_hint("torch.distributed") is not None
-    assert missing_package_hint("launch.nothing") is None
+    missing = ["launch.nothing", "torch.distributed", "vllm"]
 
     def fail(_args):
-        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+        raise ModuleNotFoundError("No module", name=missing.pop())
 
-    monkeypatch.setitem(cli.HANDLERS, "up", "launch.up.up:command")
     monkeypatch.setattr("launch.up.up.command", fail)
-    assert "launch/setup.sh" in refusal(capsys, "up", str(job))
+    assert "run launch/setup.sh cpu|rollout" in refusal(capsys, "up", str(job))
+    assert "run launch/setup.sh cpu|learner|rollout" in refusal(capsys, "up", str(job))
+    with pytest.raises(ModuleNotFoundError):
+        main(["up", str(job)])

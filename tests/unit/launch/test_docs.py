@@ -18,7 +18,7 @@ FOLDERS = "bench|broker|common|configs|docs|launch|learner|requirements|rollout_
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_link_and_every_file_that_a_page_names_is_there(page: Path) -> None:
+def test_every_link_file_and_command_that_a_page_names_is_there(page: Path) -> None:
     text = page.read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if not link.startswith("http")]
     assert [link for link in links if not (page.parent / link).exists()] == []
@@ -26,24 +26,17 @@ def test_every_link_and_every_file_that_a_page_names_is_there(page: Path) -> Non
     assert [name for name in files if not list(ROOT.glob(name))] == []
     scripts = re.findall(r"python (bench/\w+\.py)", text)
     assert [name for name in scripts if not (ROOT / name).exists()] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_command_that_a_page_names_exists(page: Path) -> None:
-    named = re.findall(r"`slipstream (\w+)|^\s*slipstream (\w+)", page.read_text(), re.MULTILINE)
+    named = re.findall(r"`slipstream (\w+)|^\s*slipstream (\w+)", text, re.MULTILINE)
     assert {a or b for a, b in named} - set(HANDLERS) == set()
 
 
-def test_the_index_has_every_page_and_the_page_of_commands_every_command() -> None:
+def test_the_index_has_every_page_and_the_pages_of_commands_and_configs_every_one() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")}
     assert {page for page in pages if f"({page})" not in index} == {"README.md"}
     lines = (ROOT / "docs" / "commands.md").read_text().splitlines()
     table = "".join(line for line in lines if line.startswith("| `slipstream"))
     assert [name for name in HANDLERS if not re.search(rf"\b{name}\b", table)] == []
-
-
-def test_the_page_of_configs_has_every_config() -> None:
     text = (ROOT / "configs" / "README.md").read_text()
     assert [path.stem for path in (ROOT / "configs").glob("*.yaml") if f"`{path.stem}`" not in text] == []
 
@@ -72,12 +65,9 @@ def test_ranges_choices_and_defaults_are_told(rows: dict[str, list[str]]) -> Non
     assert rows["tasks.limits.process"][:2] == ["true or false", "unset"]
 
 
-def test_pages_that_a_meaning_names_are_links(rows: dict[str, list[str]]) -> None:
+def test_pages_that_a_meaning_names_are_links_and_a_bar_does_not_end_a_cell(rows: dict[str, list[str]]) -> None:
     assert "[delta.md](delta.md)" in rows["weights.encoding"][2]
     assert "[waste.md](waste.md)" in metrics_page()
-
-
-def test_a_bar_in_a_meaning_does_not_end_the_cell() -> None:
     assert "| `canary_max_difference` | nat | max | newest canary: largest \\|learner - engine\\| |" in metrics_page()
 
 

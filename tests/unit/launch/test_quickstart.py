@@ -26,15 +26,7 @@ from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 from rollout_fleet.environments.protocol import Action
 from tests.launch_rig import ROOT
 
-TEXTS = [
-    string.printable[:95] + "\n",
-    " a",
-    "a ",
-    "  two  spaces ",
-    "\n\n x",
-    "Q: 384+519=? A:",
-    " 4+9=13, 8+1+1=10 =903",
-]
+TEXTS = [string.printable[:95] + "\n", " a", "a ", "  two  spaces ", "\n\n x", "Q: 384+519=? A:", " 8+1+1=10 =903"]
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +40,14 @@ def rows(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("text", [*TEXTS, *(chr(c) for c in range(32, 127)), "\n"])
-def test_text_survives_the_tokenizer_character_by_character(folder: Path, text: str) -> None:
+def test_text_survives_the_tokenizer_character_by_character_and_special_tokens_have_their_ids(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert len(ids) == len(text)
-    assert tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
-
-
-def test_every_id_decodes_and_special_tokens_have_their_ids(folder: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    for text in (*TEXTS, *map(chr, range(32, 127)), "\n"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
     assert (len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (128, 0, 1, 2)
     assert len({tokenizer.decode([i]) for i in range(128)}) == 128
 
@@ -84,6 +70,7 @@ def test_datasets_have_the_planned_rows_and_are_disjoint(folder: Path) -> None:
     assert (len(train), len(held_out), len(demonstrations)) == (4096, 512, plan.clean + plan.sloppy)
     asked = {f"Q: {row['question']}=? A:" for row in train}
     kept = {f"Q: {row['question']}=? A:" for row in held_out}
+    assert (len(asked), len(kept)) == (4096, 512)
     assert not asked & kept
     assert not (asked | kept) & {row["prompt"] for row in demonstrations}
     assert len(rows(folder / "number_guessing/sft.jsonl")) == assets.PRESETS["tiny"].guessing.games
@@ -137,19 +124,11 @@ def test_the_scratchpad_is_the_documented_one() -> None:
     assert row == {"prompt": "Q: 384+519=? A:", "completion": " 4+9=13, 8+1+1=10, 3+5+1=9 =903"}
 
 
-@pytest.mark.parametrize("pair", [(0, 0), (7, 5), (999, 999), (95, 378), (378, 95), (1, 999), (100, 0)])
-def test_clean_demonstrations_are_right_for_the_environment(pair: tuple[int, int]) -> None:
-    row = addition_demonstration(pair, random.Random(0))
-    assert row["prompt"] == asyncio.run(Addition(addition_problem(pair), seed=0).reset())
-    assert reward(pair, row["completion"]) == 1.0
-
-
-def test_training_held_out_and_demonstrations_share_no_problem() -> None:
-    held_out, train, others = addition_pairs(SMALL, random.Random(1))
-    demonstrated = set(islice(others, 2000))
-    assert (len(set(held_out)), len(set(train))) == (100, 300)
-    assert not set(held_out) & set(train)
-    assert not (set(held_out) | set(train)) & demonstrated
+def test_clean_demonstrations_are_right_for_the_environment() -> None:
+    for pair in ((0, 0), (7, 5), (999, 999), (95, 378), (378, 95), (1, 999), (100, 0)):
+        row = addition_demonstration(pair, random.Random(0))
+        assert row["prompt"] == asyncio.run(Addition(addition_problem(pair), seed=0).reset())
+        assert reward(pair, row["completion"]) == 1.0
 
 
 def test_the_curriculum_is_clean_first_and_then_sloppy() -> None:
@@ -213,9 +192,9 @@ def config(tmp_path: Path) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("words", [[], ["staleness.max=0", "run.seed=2"]])
-def test_what_is_made_later_may_be_missing(config: str, words: list[str]) -> None:
-    assert check_overrides([config, *words]) == EXIT_DONE
+def test_what_is_made_later_may_be_missing(config: str) -> None:
+    assert check_overrides([config]) == EXIT_DONE
+    assert check_overrides([config, "staleness.max=0", "run.seed=2"]) == EXIT_DONE
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,6 @@ def run(run: RunDir) -> RunDir:
 # ---------------------------------------------------------------- the plan
 
 
-def test_a_torn_checkpoint_is_refused(run: RunDir, config: Config) -> None:
-    (run.checkpoints / "step-000003" / "trainer.json").unlink()
-    with pytest.raises(SlipstreamError, match=r"step-000003 is not complete: .*No such file .*trainer\.json"):
-        plan_replay(run, config, recording(3, 4), 3, None, None, [])
-
-
 def test_from_a_checkpoint_to_the_last_step_that_follows_without_a_gap(run: RunDir, config: Config) -> None:
     plan = plan_replay(run, config, recording(2, 3, 4, 5, 7), 3, None, None, [])
     assert (list(plan.steps), plan.checkpoint) == ([3, 4, 5], run.checkpoints / "step-000003")
@@ -90,11 +84,18 @@ def test_the_config_computes_the_same_and_serves_nobody(run: RunDir, config: Con
     assert load_config(plan.run.config) == found
 
 
-def test_a_missing_checkpoint_names_those_there_are(run: RunDir, config: Config, tmp_path: Path) -> None:
+def test_a_missing_or_a_torn_checkpoint_and_a_folder_in_use_are_refused(
+    run: RunDir, config: Config, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=r"--from 4: .*has no checkpoint of step 4; it has those of steps 3, 6"):
         plan_replay(run, config, recording(3, 4, 5), 4, None, None, [])
     with pytest.raises(UsageError, match=r"--from 4: .*it has none"):
         plan_replay(RunDir(tmp_path / "other"), config, recording(4), 4, None, None, [])
+    with pytest.raises(UsageError, match=r"--out .*: expected a new or empty folder"):
+        plan_replay(run, config, recording(0), 0, None, str(run.path), [])
+    (run.checkpoints / "step-000003" / "trainer.json").unlink()
+    with pytest.raises(SlipstreamError, match=r"step-000003 is not complete: .*No such file .*trainer\.json"):
+        plan_replay(run, config, recording(3, 4), 3, None, None, [])
 
 
 def test_steps_that_are_not_retained_are_named_with_those_that_are(run: RunDir, config: Config) -> None:
@@ -110,11 +111,6 @@ def test_steps_that_are_not_retained_are_named_with_those_that_are(run: RunDir, 
         plan_replay(run, config, kept, 6, 5, None, [])
     with pytest.raises(UsageError, match=r"the run's store has those of no step"):
         plan_replay(run, config, recording(), 0, None, None, [])
-
-
-def test_a_folder_in_use_is_refused(run: RunDir, config: Config) -> None:
-    with pytest.raises(UsageError, match=r"--out .*: expected a new or empty folder"):
-        plan_replay(run, config, recording(0), 0, None, str(run.path), [])
 
 
 @pytest.mark.parametrize(

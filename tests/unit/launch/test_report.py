@@ -90,17 +90,15 @@ def test_the_line_of_the_same_version_leaves_out_steps_without_such_tokens():
     before = {name: value for name, value in line(2).items() if name != "tokens_by_age"}
     assert points_of("mismatch", [line(0), stale, before])["same version"] == [(0, 1e-6), (2, 1e-6)]
 
-
-def test_the_half_way_ratio_is_called_the_median():
-    assert "median" in points_of("ratio", [line(0)])
+    assert "median" in points_of("ratio", [line(0)]), "the half-way ratio"
 
 
-@pytest.mark.parametrize("count", range(1, 12))
-def test_the_overview_has_no_empty_cell(count: int):
+def test_the_overview_has_no_empty_cell():
     from launch.results.plots import cells
 
-    taken = sorted((row, column) for row, columns in cells(count) for column in range(columns.start, columns.stop))
-    assert taken == [(row, column) for row in range(-(-count // 3)) for column in range(6)]
+    for count in range(1, 12):
+        taken = sorted((row, column) for row, columns in cells(count) for column in range(columns.start, columns.stop))
+        assert taken == [(row, column) for row in range(-(-count // 3)) for column in range(6)]
 
 
 def test_report_works_while_the_first_step_is_the_only_one(run):
@@ -116,9 +114,6 @@ def test_metrics_without_steps_or_of_another_program_fail_with_the_reason(run, c
     run.metrics.write_text('{"step": 0, "time_s": 1.0}\n')
     assert main(["report", str(run.path)]) == EXIT_FAILED
     assert "metrics.jsonl is not that of an RL job" in capsys.readouterr().err
-
-
-def test_metrics_that_are_a_folder_are_named(run, capsys):
     run.metrics.unlink()
     run.metrics.mkdir()
     assert main(["report", str(run.path)]) == EXIT_USAGE
@@ -132,12 +127,9 @@ def test_report_without_matplotlib_says_what_to_install(run, capsys, monkeypatch
     assert "matplotlib" in capsys.readouterr().err
 
 
-def test_steps_until_a_reward_is_kept():
+def test_figures_are_readable_and_steps_count_until_a_reward_is_kept():
     assert first_above([0.0, 1.0, 0.0, 0.9, 0.9, 0.9], 0.9) == 6
     assert first_above([0.5] * 9, 0.9) is None
-
-
-def test_figures_are_readable():
     assert format_figure(None) == "-"
     assert format_figure(1234567) == "1,234,567"
     assert format_figure(0.25) == "0.250"

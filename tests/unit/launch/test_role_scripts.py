@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-LAUNCH = Path(__file__).parents[3] / "launch"
+ROOT = Path(__file__).resolve().parents[3]
 BASH = shutil.which("bash") or "/bin/bash"
 
 
@@ -18,7 +18,7 @@ def checkout(folder: Path, *environments: str) -> Path:
     """A checkout's scripts beside environments whose `slipstream` says where it lies and what it was given."""
     (folder / "launch").mkdir()
     for name in ("role.sh", "broker.sh", "learner.sh", "rollout.sh"):
-        shutil.copy(LAUNCH / name, folder / "launch")
+        shutil.copy(ROOT / "launch" / name, folder / "launch")
     for name in environments:
         command = folder / name / "bin" / "slipstream"
         command.parent.mkdir(parents=True)
@@ -57,20 +57,13 @@ def test_without_an_environment_the_command_on_path_is_taken_and_without_both_it
     assert (missing.returncode, missing.stderr) == (2, "no environment found; run launch/setup.sh first\n")
 
 
-ROOT = Path(__file__).resolve().parents[3]
 OLDEST = {"python_version": "3.11", "python_full_version": "3.11.0", "extra": ""}
 
 
-def pinned(name: str) -> dict[str, Requirement]:
-    """Requirements of a file by name."""
-    lines = (ROOT / "requirements" / name).read_text().splitlines()
+def test_what_only_older_pythons_need_is_pinned_too() -> None:
+    lines = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
     found = [Requirement(line) for line in lines if line.strip() and not line.startswith(("#", "-"))]
-    return {canonicalize_name(requirement.name): requirement for requirement in found}
-
-
-@pytest.mark.parametrize("name", ["cpu.txt"])
-def test_what_only_older_pythons_need_is_pinned_too(name: str) -> None:
-    pins = pinned(name)
+    pins = {canonicalize_name(requirement.name): requirement for requirement in found}
     needed: dict[str, str] = {}
     for package in pins:
         try:
@@ -83,4 +76,4 @@ def test_what_only_older_pythons_need_is_pinned_too(name: str) -> None:
             if marker is not None and marker.evaluate(OLDEST) and not marker.evaluate({"extra": ""}):
                 needed[canonicalize_name(requirement.name)] = package
     missing = {dependency: package for dependency, package in needed.items() if dependency not in pins}
-    assert not missing, f"requirements/{name} lacks {missing}"
+    assert not missing, f"requirements/cpu.txt lacks {missing}"
