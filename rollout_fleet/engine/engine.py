@@ -68,7 +68,10 @@ class Engine:
         return config.cache_config.num_gpu_blocks * config.cache_config.block_size // config.model_config.max_model_len
 
     async def start(self) -> None:
-        """Bring the engine up (seconds to minutes) beside the event loop; raises SlipstreamError with the reason."""
+        """Bring the engine up (seconds to minutes) beside the event loop.
+
+        Raises UsageError for a model that it cannot serve, SlipstreamError for any other reason.
+        """
         # The engine process dies with the *thread* that made it, so this one must live as long as the engine.
         self._creator = ThreadPoolExecutor(1, "vllm-parent")
         try:
@@ -77,6 +80,8 @@ class Engine:
                 raise UsageError(f"{self._config.model.path} is no model that generates text; see its config.json")
         except Exception as error:
             await self.shutdown()
+            if isinstance(error, UsageError):
+                raise
             raise SlipstreamError(f"the vLLM engine did not start: {error}") from error
         if self._config.learner.moe.replay_routing:
             self._moe_layers = (await self._llm.collective_rpc("slipstream_moe_layers"))[0]

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
 from common.errors import UsageError
 from common.rollouts import Sample
+from rollout_fleet.engine.engine import Engine
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.episode.sampler_protocol import Generation
@@ -53,6 +55,17 @@ def test_each_problem_is_played_once_in_order_and_bounded_and_a_failed_one_count
 def test_greedy_is_temperature_zero_and_sampling_is_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert evaluated(monkeypatch, ScriptedSampler(add), greedy=True)[1] == Sampling(temperature=0.0)
     assert evaluated(monkeypatch, ScriptedSampler(add), greedy=False)[1] is None
+
+
+async def test_a_model_that_the_engine_cannot_serve_is_a_usage_error(tmp_path: Path) -> None:
+    class Refusing(Engine):
+        def _create(self) -> Any:
+            raise UsageError("no model that generates text")
+
+    (tmp_path / "config.json").write_text("{}")
+    engine = Refusing(structs.replace(config(), model=ModelConfig(path=str(tmp_path))))
+    with pytest.raises(UsageError, match="no model that generates text"):
+        await engine.start()
 
 
 def test_evaluation_needs_held_out_problems_and_a_model(tmp_path: Path) -> None:
