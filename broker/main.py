@@ -34,8 +34,7 @@ QUARANTINE = "quarantine"
 def run_broker(config: Config, config_json: bytes) -> int:
     """Serve the run until SIGTERM or SIGINT; returns the exit code. With broker.store: redis first stand by.
 
-    The broker continues the store's state (docs/delivery.md). Without a store, the ledger of the run's earlier broker
-    is kept beside the new one. A broker that loses the lead stands by again.
+    The broker continues the store's state (docs/delivery.md). A broker that loses the lead stands by again.
 
     Raises:
         UsageError: the address is refused or in use, this run has a living broker, or its store is damaged.
@@ -74,11 +73,9 @@ def stand_by_and_lead(config: Config, run: RunInfo) -> bool:
 
 
 def lead(config: Config, run: RunInfo, addresses: Sequence[str], leading: Leading | None = None) -> None:
-    """Serve until a signal, and write the run folder; raises as `run_broker`.
+    """Serve until a signal, and write the run folder.
 
-    Raises:
-        StoreFenced: another broker leads by now.
-        StoreUnavailable: Redis went away before the state was read.
+    Raises as `run_broker`; also StoreFenced when another broker leads by now, and StoreUnavailable when Redis is away.
     """
     with ExitStack() as at_end:
         files = RunFolder(Path(config.run.dir), leading)

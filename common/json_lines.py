@@ -1,6 +1,7 @@
 """Files with one JSON object per line: datasets, metrics and events. A killed writer may leave a torn last line."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,27 @@ class LineFile:
 
     def close(self) -> None:
         os.close(self._file)
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A line of RUN/events.jsonl; the broker's lines have an index besides."""
+
+    time_s: float
+    kind: str
+    detail: dict[str, object]
+    source: str
+
+
+class EventFile(LineFile):
+    """RUN/events.jsonl, which broker, learner and supervisor share; `source` is the one that writes here."""
+
+    def __init__(self, path: Path, source: str) -> None:
+        super().__init__(path)
+        self._source = source
+
+    def add(self, kind: str, **detail: object) -> None:
+        """Record that `kind` happened now; raises OSError, for example on a full disk."""
+        self.write(Event(time.time(), kind, detail, self._source))
 
 
 def lines_of(data: bytes, kind: type[T]) -> Iterator[T]:

@@ -19,21 +19,13 @@ MIB = 1 << 20
 
 
 class Stall(msgspec.Struct, frozen=True):
-    """One wait.
+    """One wait."""
 
-    Attributes:
-        kind: a name for programs; docs/stalls.md lists all of them.
-        who: the one that waits.
-        waits_for: the other side, and its progress.
-        since_s: duration so far; None where it is unknown.
-        release: the event that would end the wait.
-    """
-
-    kind: str
-    who: str
-    waits_for: str
-    since_s: float | None
-    release: str
+    kind: str  # a name for programs; docs/stalls.md lists all of them
+    who: str  # the one that waits
+    waits_for: str  # the other side, and its progress
+    since_s: float | None  # duration so far; None where it is unknown
+    release: str  # the event that would end the wait
 
 
 def explain(status: BrokerStatus) -> list[Stall]:

@@ -17,9 +17,8 @@ PERMITTED: dict[str, tuple[type[wire.Request[Any]], ...]] = {
 def refusal(state: DeliveryState, sender: Identity | None, request: wire.AnyRequest) -> str:
     """The reason for which `sender` may not send this request; '' when it may.
 
-    The first credential that names a node id owns it while that node is alive. Another credential may take the id over
-    only by registering after the node died. So no node can read or end the leases of another one. Owners are part of
-    the delivery state, so they survive a restart of the broker.
+    The first credential that names a node id owns it, so no node can read or end the leases of another one. Another
+    credential takes the id over only by registering after the node died. A restart of the broker keeps the owners.
     """
     if sender is None:
         return "this key was revoked"

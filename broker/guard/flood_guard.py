@@ -38,9 +38,7 @@ _ACKED_AT, _RECEIVED_AT = 120, 128  # tcpi_bytes_acked, tcpi_bytes_received in L
 class FloodGuard:
     """Watches the connections of one bound socket, in the socket's thread.
 
-    Args:
-        allowed_bytes: growth of this process's own memory that needs no explanation.
-        resident: returns the bytes of this process's own memory.
+    `resident` returns the bytes of this process's own memory; growth by `allowed_bytes` needs no explanation.
     """
 
     def __init__(

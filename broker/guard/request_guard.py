@@ -25,14 +25,8 @@ LEDGER_ENTRY_BYTES, NODE_BYTES, EVENTS_BYTES = 128, 1024, 1 << 20
 class Gate:
     """The checks of one broker. Without credentials every sender may send everything, on a loopback address.
 
-    Args:
-        context: the context of the broker's socket.
-        state: knows which nodes live; counts refusals.
-        credentials: key folder, or None.
-        quarantine: folder for refused messages; None keeps nothing.
-
-    Raises:
-        UsageError: the broker's keys or the list of allowed ones cannot be read.
+    `context` is that of the broker's socket, `credentials` a key folder, `quarantine` a folder for refused messages.
+    Raises UsageError when the broker's keys or the list of allowed ones cannot be read.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from broker.delivery.state import DeliveryState
 from broker.journal.recovery import Memory
 from broker.journal.redis_store.leading import Leading
 from broker.journal.store import StoreFenced
-from common.process.event_file import EventFile
+from common.json_lines import EventFile
 from common.process.files import move_aside
 from common.process.run_dir import AtomicFile, BrokerFile, RunDir, write_atomic
 

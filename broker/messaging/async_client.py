@@ -38,9 +38,7 @@ class ConnectionOptions(TypedDict, total=False):
 class Connection:
     """Carries requests to the broker that leads. Belongs to the event loop that makes the first call.
 
-    Args:
-        address: tcp://HOST:PORT or ipc://PATH; several with commas between them. Afterwards the one in use.
-        options: see ConnectionOptions.
+    It takes one address or several with commas between them; the attribute `address` is the one in use.
     """
 
     def __init__(self, address: str, **options: Unpack[ConnectionOptions]) -> None:
@@ -75,10 +73,8 @@ class Connection:
     async def ask(self, request: wire.Request[R], wait_s: float = 0.0, payload: bytes | None = None) -> R:
         """The answer to a request, which `payload` follows and for which the broker may wait `wait_s`.
 
-        Raises:
-            BrokerUnreachable: no answer came within the deadline.
-            BrokerError: the broker refuses the request, or the payload is too large.
-            UsageError: the broker refuses the credential.
+        Raises BrokerUnreachable, or BrokerError when the broker refuses the request or the payload is too large, or
+        UsageError when it refuses the credential.
         """
         if payload is not None and len(payload) > self._max_message_bytes:
             raise BrokerError(

@@ -13,9 +13,7 @@ ELSEWHERE = ("192.0.2.1", 9)  # documentation's own network: asking the routing 
 def bindable(address: str, authenticated: bool) -> str:
     """The same address with an IP in place of a host name, which ZeroMQ does not look up when it binds.
 
-    Raises:
-        UsageError: it is no address, or reaches beyond loopback and clients are not `authenticated`; or nothing is
-            known under the name.
+    Raises UsageError when it is no address or no known name; also beyond loopback unless clients are `authenticated`.
     """
     try:
         host, port = split_address(address)
@@ -51,8 +49,7 @@ def candidates(addresses: Sequence[str], former: str) -> list[str]:
 def reachable(endpoint: str) -> str:
     """The address that others connect to. For one bound to every interface, it has this machine's outgoing IP.
 
-    Other machines may not know this one's name, so an IP is used. With several networks it may belong to the wrong one:
-    then broker.address should name the right interface instead.
+    With several networks that may belong to the wrong one: then broker.address should name the right interface.
     """
     host, port = split_address(endpoint)
     if not is_wildcard(host):

@@ -154,8 +154,7 @@ class NodeBroker(ABC):
     async def complete(self, node_id: str, token: str, meta: GroupMeta, payload: bytes) -> bool:
         """Hand in a group; False when the token is no longer current (the group is discarded and counted).
 
-        Raises:
-            BrokerError: also when the payload is larger than the broker takes; `fail` the lease then.
+        Raises BrokerError also when the payload is larger than the broker takes; `fail` the lease then.
         """
         return await self.ask(wire.Complete(node_id=node_id, token=token, meta=meta), payload=payload)
 

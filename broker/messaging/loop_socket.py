@@ -1,7 +1,6 @@
 """One client socket that the running event loop reads.
 
-ZeroMQ's file descriptor signals edges only, so the socket is read until it is empty after every signal and after every
-send.
+ZeroMQ's file descriptor signals edges only, so the socket is read until it is empty after every signal and every send.
 """
 
 import asyncio

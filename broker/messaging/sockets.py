@@ -28,11 +28,8 @@ def bind_router(
 ) -> zmq.Socket[bytes]:
     """A ROUTER socket bound to the first of `addresses` that can be had; its real address is in LAST_ENDPOINT.
 
-    Args:
-        claim: called with an address that was bound; raises UsageError when it is another process's all the same.
-
-    Raises:
-        UsageError: each is not allowed (beyond loopback without `curve`), in use or cannot be bound.
+    Raises UsageError when each is not allowed (beyond loopback without `curve`), in use or cannot be bound. `claim`
+    raises it too, called with an address that was bound, when it is another process's all the same.
     """
     refused: list[str] = []
     for address in addresses:
@@ -84,10 +81,7 @@ def connect_dealer(
     max_frame_bytes: int,
     credential: Credential | None = None,
 ) -> tuple[zmq.Socket[bytes], Handshakes]:
-    """A DEALER socket to the broker that queues nothing while there is no connection, and how connecting goes.
-
-    Close the second before the first.
-    """
+    """A DEALER socket to the broker that queues nothing while there is no connection, and how connecting goes."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.ROUTING_ID, identity)

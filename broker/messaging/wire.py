@@ -5,8 +5,7 @@ broker neither decodes nor copies. Every request has an id that its reply repeat
 same request again with the same id, so requests are idempotent or remembered. Replies without payloads that a client
 gets at the same time come in one message, a Batch.
 
-A request's class says everything that the transports need to know about it: `Request[R]` is answered with an R.
-Its tag is the name of the rule in the delivery state that it asks for (broker/server/answers.py).
+`Request[R]` is answered with an R; its tag is the name of a rule in the delivery state (broker/server/answers.py).
 Structs are keyed; fields are only appended and have defaults. SCHEMA changes when an old reader would misread one.
 """
 

@@ -32,7 +32,6 @@ class DelayedReplies:
         self._delayed: OrderedDict[tuple[bytes, int], tuple[int, Delayed]] = OrderedDict()
 
     def add(self, delayed: Delayed) -> None:
-        """Keep a reply until its promise is durable."""
         key = (delayed.client, delayed.reply.id)
         if key not in self._delayed:
             self._this_turn[key] = delayed
@@ -44,7 +43,13 @@ class DelayedReplies:
         """
         self._journal.noticed()
         self._delay()
-        return [*self._released(), *self._waiting(now)]
+        out = self._released()
+        if (stuck := self._journal.stuck) and now >= self._next_waiting:
+            self._next_waiting = now + WAITING_EVERY_S
+            reason = f"{stuck}; nothing is acknowledged until there is room"
+            for _, d in self._delayed.values():
+                out.append(Delayed(d.client, wire.Waiting(id=d.reply.id, reason=reason), []))
+        return out
 
     def close(self) -> list[Delayed]:
         """Close the journal; returns the replies whose promise is durable at the end."""
@@ -65,11 +70,3 @@ class DelayedReplies:
         while self._delayed and next(iter(self._delayed.values()))[0] <= acknowledged:
             released.append(self._delayed.popitem(last=False)[1][1])
         return released
-
-    def _waiting(self, now: float) -> list[Delayed]:
-        stuck = self._journal.stuck
-        if not stuck or now < self._next_waiting:
-            return []
-        self._next_waiting = now + WAITING_EVERY_S
-        reason = f"{stuck}; nothing is acknowledged until there is room"
-        return [Delayed(d.client, wire.Waiting(id=d.reply.id, reason=reason), []) for _, d in self._delayed.values()]

@@ -58,8 +58,7 @@ class Handlers:
     def _serve_leases(self) -> list[tuple[AnyParked, wire.Reply]]:
         """Serve the oldest request first, and stop when no task can be leased any more.
 
-        When a node is refused, every node with the same or older weights would be refused too. So a task that becomes
-        free needs a look at only a few of a thousand waiting nodes.
+        When a node is refused, every node with the same or older weights would be refused too.
         """
         served: dict[Key, tuple[AnyParked, wire.Reply]] = {}
         refused_version = -1
@@ -101,10 +100,9 @@ class Handlers:
         return itertools.chain(dead, self.parked.leases)
 
     def split(self, reply: wire.Reply) -> tuple[wire.Reply, list[Payload]]:
-        """A reply without its payloads, and these as frames.
+        """A reply without its payloads, and these as frames. Raises BrokerError when one cannot be read.
 
-        When the store has lost some, the step gives these groups up and the take waits for others. Raises BrokerError
-        when a payload cannot be read.
+        When the store has lost some, the step gives these groups up and the take waits for others.
         """
         groups = _all_of(StoredGroup, reply)
         if not groups:

@@ -14,12 +14,7 @@ FLAGS, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # plain numbers:
 
 
 class Outbox:
-    """Sends without ever waiting.
-
-    Args:
-        router: bound; raises for clients that are gone (ROUTER_MANDATORY).
-        undelivered: told of every reply that could not be sent.
-    """
+    """Sends without ever waiting. `undelivered` is told of every reply whose client is gone (ROUTER_MANDATORY)."""
 
     def __init__(self, router: "zmq.Socket[bytes]", undelivered: Callable[[bytes, wire.Reply], None]) -> None:
         self._router, self._undelivered = router, undelivered
@@ -33,10 +28,8 @@ class Outbox:
             self._waiting.setdefault(client, []).append(reply)
 
     def flush(self) -> None:
-        """Send what waits."""
         while self._waiting:
-            client, replies = self._waiting.popitem()
-            self._send(client, replies, [])
+            self._send(*self._waiting.popitem(), [])
 
     def _send(self, client: bytes, replies: list[wire.Reply], payloads: "list[bytes | zmq.Frame]") -> None:
         batch = wire.Batch(id=-1, replies=cast(list[wire.SingleReply], replies))

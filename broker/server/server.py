@@ -45,16 +45,14 @@ class BrokerServer:
 
     Args:
         state: the delivery state; only the thread in `run` touches it from then on.
-        addresses: tcp://HOST:PORT (0: a free one) or ipc://PATH; beyond loopback only with credentials. The first
-            one that can be had is bound.
+        addresses: the first one that can be had is bound; beyond loopback only with credentials.
         max_message_bytes: largest header or payload that is accepted.
         on_tick: called in every turn of the loop, at least about once a second.
         credentials: key folder; clients must then prove a key of it.
         quarantine: folder for the first messages that do not decode.
         journal: the state's journal; None: nothing outlives this process, and no reply waits.
 
-    Raises:
-        UsageError: all addresses are refused or in use, or the keys cannot be used.
+    Raises UsageError when all addresses are refused or in use, or the keys cannot be used.
     """
 
     def __init__(

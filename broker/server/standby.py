@@ -27,16 +27,10 @@ FLUSH_MS = 100
 
 
 class Standby:
-    """Binds on construction the first entry of broker.address that is an address of this machine and free.
+    """Binds on construction the first of `addresses` that is an address of this machine and free; raises UsageError.
 
-    Args:
-        run_dir: the run's folder; it shows two brokers on one machine which address the other has.
-        addresses: the addresses to try.
-
-    `address` is what clients connect to, `bound` what the leading broker must bind.
-
-    Raises:
-        UsageError: no entry can be listened on.
+    Clients connect to `address`; the leading broker must bind `bound`. Locks in the run folder show two brokers on one
+    machine which address the other has.
     """
 
     def __init__(self, config: BrokerConfig, run_dir: Path, addresses: Sequence[str]) -> None:
@@ -70,10 +64,7 @@ class Standby:
         self._stopping = True
 
     def run(self, take: Callable[[], Leader | None]) -> bool:
-        """Stand by until `take` returns no leader, because this broker leads; False when it was stopped.
-
-        Closes the socket, so that the leading broker can bind the address again.
-        """
+        """Stand by until `take` returns no leader, because this broker leads; False when it was stopped. Closes."""
         known, away = "", ""
         try:
             while not self._stopping:

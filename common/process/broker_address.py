@@ -15,9 +15,7 @@ def find_broker(config: Config, run: RunDir, wait_s: float) -> str:
     """The configured address, or the one in RUN/broker.json once a living broker wrote it: roles start in any order.
 
     After `wait_s` it takes the address of a process that is not alive here, which may run on another machine.
-
-    Raises:
-        BrokerUnreachable: there is no RUN/broker.json within `wait_s`.
+    Raises BrokerUnreachable when there is no RUN/broker.json by then.
     """
     fixed = fixed_address(config)
     if fixed is not None:
@@ -25,14 +23,14 @@ def find_broker(config: Config, run: RunDir, wait_s: float) -> str:
     end = time.monotonic() + wait_s
     while (found := running_broker(run)) is None and time.monotonic() < end:
         time.sleep(POLL_S)
-    if found is None and (file := run.broker()) is not None:
-        found = file.address
-    if found is None:
-        raise BrokerUnreachable(
-            f"no broker wrote {run.broker_json} within {wait_s:.0f} s; is `slipstream broker CONFIG` running? "
-            "A node reaches the broker of another machine with --join tcp://HOST:PORT"
-        )
-    return found
+    if found is not None:
+        return found
+    if (file := run.broker()) is not None:
+        return file.address
+    raise BrokerUnreachable(
+        f"no broker wrote {run.broker_json} within {wait_s:.0f} s; is `slipstream broker CONFIG` running? "
+        "A node reaches the broker of another machine with --join tcp://HOST:PORT"
+    )
 
 
 def running_broker(run: RunDir) -> str | None:

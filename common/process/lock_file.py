@@ -18,9 +18,7 @@ class AlreadyLocked(Exception):
 def take_lock(path: Path) -> IO[str]:
     """Lock `path` until the returned file is closed, and write this process's pid into it.
 
-    Raises:
-        AlreadyLocked: another process has it.
-        OSError: the file cannot be opened, or its file system has no locks.
+    Raises AlreadyLocked when another process has it; OSError when there is no file, or its file system has no locks.
     """
     file = path.open("a+")
     try:

@@ -114,13 +114,10 @@ def load_allowed(path: str | Path) -> dict[str, Identity]:
 
 
 def load_credential(path: str | Path, role: Role, name: str = "") -> Credential:
-    """A client's keys, from a key folder or from the file of one credential.
+    """A client's keys, from a key folder or from the file of one credential. Raises UsageError, naming the file.
 
     An observer may use any credential, because every role may ask for the status. A broker that asks another broker
     uses the server's key pair. A node uses the file of its `name` if there is one, else the first.
-
-    Raises:
-        UsageError: nothing there serves the role; the message names the file.
     """
     if role == "broker":
         keys = load_server(path)

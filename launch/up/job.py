@@ -13,8 +13,8 @@ from typing import Any
 
 from common.config.schema import Config
 from common.errors import EXIT_DONE, EXIT_FAILED, SlipstreamError
+from common.json_lines import EventFile
 from common.process.broker_address import running_broker
-from common.process.event_file import EventFile
 from common.process.lifecycle import DrainFlag
 from common.process.logs import log_path
 from common.process.run_dir import RunDir

@@ -10,8 +10,8 @@ import msgspec
 
 from common.config.schema import Config, SftConfig
 from common.errors import UsageError
+from common.json_lines import EventFile
 from common.metrics import MetricsWriter, SftMetrics, StepMetrics
-from common.process.event_file import EventFile
 from common.process.run_dir import RunDir, write_json
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 
