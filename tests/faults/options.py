@@ -17,54 +17,36 @@ RETRY_S = 0.5  # clients repeat a request after it; in the product 2 s
 
 
 class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The behaviour of one node.
-
-    Attributes:
-        think_s: mean time of an episode.
-        concurrency: episodes at once.
-        padding_tokens: added to every sample, to make groups large.
-        hang_after: from this episode on the node's loop stands still; its heartbeats continue.
-        repeats: hand in every group three times.
-    """
+    """The behaviour of one node."""
 
     address: str
     name: str
     seed: int = 0
-    think_s: float = 0.05
-    concurrency: int = 6
+    think_s: float = 0.05  # mean time of an episode
+    concurrency: int = 6  # episodes at once
     heartbeat_s: float = HEARTBEAT_S
-    padding_tokens: int = 0
-    hang_after: int | None = None
-    repeats: bool = False
+    padding_tokens: int = 0  # added to every sample, to make groups large
+    hang_after: int | None = None  # from this episode on the node's loop stands still; its heartbeats continue
+    repeats: bool = False  # hand in every group three times
 
 
 class LearnerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Attributes:
-    deadline_s: how long the learner waits for an answer of the broker.
-    """
-
     address: str
     run_dir: str
     incarnation: int
     step_s: float = 0.03
     in_order: bool = False
-    deadline_s: float = 30.0
+    deadline_s: float = 30.0  # how long it waits for an answer of the broker
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """A line of learner.jsonl: a step was trained, or trained again.
+    """A line of learner.jsonl: a step was trained, or trained again."""
 
-    Attributes:
-        at_s: monotonic seconds, the same clock for every process of the machine.
-        groups: [serial, position in the dataset, marks of the samples...] of each group, in order.
-        weights: hash over the payloads of all steps up to this one.
-    """
-
-    at_s: float
+    at_s: float  # monotonic seconds, the same clock for every process of the machine
     incarnation: int
     step: int
-    groups: list[list[Any]]
-    weights: str
+    groups: list[list[Any]]  # [serial, position in the dataset, marks of the samples...] of each, in order
+    weights: str  # hash over the payloads of all steps up to this one
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):

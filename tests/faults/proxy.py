@@ -25,20 +25,14 @@ class Link:
 
 
 class Proxy:
-    """Forwards connections to a broker on a thread of its own; every method may be called from any thread.
-
-    Attributes:
-        address: to connect to: the broker's, with the proxy's host and port.
-        delay_s: from a byte's arrival to its departure, in each direction.
-        bytes_per_s: rate of every connection, in each direction; None: as fast as it goes.
-    """
+    """Forwards connections to a broker on a thread of its own; every method may be called from any thread."""
 
     def __init__(self, target: str) -> None:
         parts = urlsplit(target)
         assert parts.hostname is not None and parts.port is not None
         self._host, self._port = parts.hostname, parts.port
-        self.delay_s = 0.0
-        self.bytes_per_s: float | None = None
+        self.delay_s = 0.0  # from a byte's arrival to its departure, in each direction
+        self.bytes_per_s: float | None = None  # of every connection, in each direction; None: as fast as it goes
         self._holding = self._ending = False
         self._links: set[Link] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -47,11 +41,6 @@ class Proxy:
         self._thread.start()
         self._server = self._call(self._listen())
         self.address = parts._replace(netloc=f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}").geturl()
-
-    @property
-    def connections(self) -> int:
-        """Connections that are open now."""
-        return len(self._links)
 
     def cut(self) -> None:
         """Reset every connection; new ones are welcome."""
@@ -65,23 +54,23 @@ class Proxy:
     def hold(self) -> None:
         """A black hole: nothing passes on any connection, nothing is closed, until `release`."""
 
-        def hold() -> None:
-            self._holding = True
-            for link in self._links:
-                link.open.clear()
-
-        self._do(hold)
+        self._hold(True)
 
     def release(self) -> None:
         """Delayed bytes pass; connections that were lost stay so."""
 
-        def release() -> None:
-            self._holding = False
+        self._hold(False)
+
+    def _hold(self, holding: bool) -> None:
+        def hold() -> None:
+            self._holding = holding
             for link in self._links:
-                if not link.lost:
+                if holding or link.lost:
+                    link.open.clear()
+                else:
                     link.open.set()
 
-        self._do(release)
+        self._do(hold)
 
     def lose(self) -> None:
         """Present connections never carry another byte and are never closed, as when a NAT forgets them."""

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 from tests.faults.proxy import Proxy
 from tests.redis_server import RedisServer
@@ -9,14 +10,9 @@ from tests.waiting import until
 
 
 class RedisUnderTest:
-    """A private server, all of whose data is in its append-only file.
+    """A private server, all of whose data is in its append-only file; the broker connects to `address`.
 
-    Args:
-        folder: made; its files.
-        fsync: the server's appendfsync.
-        replica: a second server follows the first; the broker connects through `proxy`, which leads to the primary.
-
-    `address` is what the broker connects to.
+    With `replica` a second server follows the first; the broker connects through `proxy`, which leads to the primary.
     """
 
     def __init__(self, folder: Path, fsync: str, replica: bool) -> None:
@@ -71,10 +67,10 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _replication(server: RedisServer) -> dict[str, str]:
+def _replication(server: RedisServer) -> dict[Any, Any]:
     found = server.ask("INFO", "replication")
     assert isinstance(found, dict)
-    return {name: str(value) for name, value in found.items()}
+    return found
 
 
 def _offset(server: RedisServer) -> int:

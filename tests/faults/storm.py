@@ -13,12 +13,8 @@ FAULTS = 8
 def rage(rig: Rig, proxy: Proxy, kinds: Sequence[str]) -> float:
     """Several faults, one after another; returns when the last one was over, monotonic seconds.
 
-    Args:
-        rig: the rig of a run behind `proxy`.
-        proxy: whose connections are cut.
-        kinds: to choose from. Broker, node, learner and, on Redis, server are killed and started again. Each of them
-            but the learner may be stopped for a while ('stop node'). 'cut' resets connections. A kind that is listed
-            twice comes more often.
+    Broker, node, learner and, on Redis, server are killed and started again. Each of them but the learner may be
+    stopped for a while ('stop node'). 'cut' resets the proxy's connections. A kind listed twice comes more often.
     """
     at_s = 0.0
     for _ in range(FAULTS):

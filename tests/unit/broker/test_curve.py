@@ -54,21 +54,6 @@ def as_node(server: BrokerServer, keys: Path, name: str, work: Callable[[Any], A
     return asyncio.run(scenario())
 
 
-def test_learner_node_and_observer_do_their_work_with_their_keys(keys: Path) -> None:
-    async def roll_out(node: Any) -> bool:
-        await node.register(node_report())
-        [lease] = await node.lease("n0", 0, 1, 5)
-        return await node.complete("n0", lease.token, META, b"group")
-
-    with secured(keys) as server:
-        offer(server, keys)
-        assert as_node(server, keys, "a", roll_out) is True
-        with connect(access(server, "observer", keys)) as observer:
-            assert observer.status().groups_ready == 1
-            assert [e.state for e in observer.ledger()] == ["ready", "pending", "pending", "pending"]
-            assert observer.status().denied_requests == 0
-
-
 OTHER = "are both from one key folder"
 
 
@@ -124,7 +109,9 @@ def test_no_broker_at_all_is_still_unreachable_and_not_a_wrong_key(keys: Path) -
         observer.status()
 
 
-def test_a_node_id_belongs_to_the_credential_that_took_it_first(keys: Path) -> None:
+def test_every_role_works_with_its_key_and_a_node_id_belongs_to_the_credential_that_took_it_first(
+    keys: Path,
+) -> None:
     async def honest(node: Any) -> Any:
         await node.register(node_report())
         return await node.lease("n0", 0, 1, 5)
@@ -132,6 +119,8 @@ def test_a_node_id_belongs_to_the_credential_that_took_it_first(keys: Path) -> N
     with secured(keys) as server:
         offer(server, keys)
         [lease] = as_node(server, keys, "a", honest)
+        with connect(access(server, "observer", keys)) as observer:
+            assert observer.status().denied_requests == 0
         for attack in (
             lambda node: node.register(node_report(pid=2)),
             lambda node: node.lease("n0", 0, 4, 0),
@@ -147,6 +136,8 @@ def test_a_node_id_belongs_to_the_credential_that_took_it_first(keys: Path) -> N
             assert (observer.status().groups_leased, observer.status().denied_requests) == (1, 7)
         done = as_node(server, keys, "a", lambda node: node.complete("n0", lease.token, META, b"group"))
         assert done is True
+        with connect(access(server, "observer", keys)) as observer:
+            assert [e.state for e in observer.ledger()] == ["ready", "pending", "pending", "pending"]
 
 
 def test_a_credential_made_while_the_broker_runs_gets_in_and_a_revoked_one_is_out_at_once(tmp_path: Path) -> None:

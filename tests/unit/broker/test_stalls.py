@@ -248,18 +248,12 @@ def test_a_job_that_moves_has_no_stall() -> None:
         state="training", groups_missing=0, deliveries=[delivery("n0", "receiving", 0.4)], deliveries_waiting=1
     )
     assert explain(status_of(node(state="flipping", since_s=0.1), learner=brief)) == []
+    assert explain(status_of(msgspec.structs.replace(WAITING, groups=[WORK]), learner=TRAINING)) == [], "groups run"
 
 
-def test_a_node_that_waits_for_the_window_is_full_handed_while_its_groups_run() -> None:
-    assert explain(status_of(msgspec.structs.replace(WAITING, groups=[WORK]), learner=TRAINING)) == []
-
-
-def test_what_stops_everything_comes_first() -> None:
+def test_every_kind_has_a_case_here_and_what_stops_everything_comes_first() -> None:
     stuck = status_of(WAITING, learner=None, store=StoreStatus(0, stuck="No space left on device"))
     assert [s.kind for s in explain(stuck)] == ["store", "no_learner", "node_waits"]
-
-
-def test_every_kind_has_a_case_here() -> None:
     covered = {kind for _, kind, *_ in CASES.values()}
     assert covered == {s.kind for status, *_ in CASES.values() for s in explain(status)}
     page = (ROOT / "docs" / "stalls.md").read_text()

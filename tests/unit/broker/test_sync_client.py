@@ -53,7 +53,12 @@ def test_a_call_that_a_signal_interrupts_leaves_the_client_usable() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_forked_process_hears_that_the_connection_is_not_its_own() -> None:
+def test_a_forked_process_hears_that_the_connection_is_not_its_own_and_an_unforeseen_error_reaches_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> bool:
+        raise zmq.ZMQError(errno.ENOTSUP)
+
     with serving() as server, BrokerClient(server.address, deadline_s=LIMIT_S) as client:
         assert client.status().groups_ready == 0
         child = os.fork()
@@ -65,6 +70,10 @@ def test_a_forked_process_hears_that_the_connection_is_not_its_own() -> None:
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with monkeypatch.context() as patched:
+            patched.setattr(LoopSocket, "send", broken)
+            with pytest.raises(zmq.ZMQError):
+                client.status()
         assert client.status().groups_ready == 0
 
 
@@ -75,15 +84,3 @@ def test_a_damaged_key_is_an_error_of_every_call_and_close_does_not_wait_for_a_s
         for _ in range(2):
             with pytest.raises(UsageError, match="credential 'learner' has a damaged key"):
                 client.status()
-
-
-def test_an_unforeseen_error_of_the_connection_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> bool:
-        raise zmq.ZMQError(errno.ENOTSUP)
-
-    with serving() as server, BrokerClient(server.address, deadline_s=LIMIT_S) as client:
-        with monkeypatch.context() as patched:
-            patched.setattr(LoopSocket, "send", broken)
-            with pytest.raises(zmq.ZMQError):
-                client.status()
-        assert client.status().groups_ready == 0

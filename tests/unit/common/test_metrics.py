@@ -30,10 +30,7 @@ def test_every_metric_says_unit_reduction_and_meaning(kind: type[msgspec.Struct]
     for declaration in found:
         assert declaration.description
         assert declaration.reduction in ("mean", "sum", "max", "last")
-
-
-def test_the_documented_metrics_are_there() -> None:
-    assert set(REQUIRED.split()) <= {d.name for d in declarations(StepMetrics)}
+    assert kind is SftMetrics or set(REQUIRED.split()) <= {d.name for d in found}
 
 
 def test_lines_come_back_as_written_and_resuming_removes_a_torn_one_and_those_that_are_trained_again(

@@ -42,10 +42,7 @@ def test_golden_bytes_of_a_group_with_routing_do_not_change() -> None:
         b"\xa7metrics\x80", b"\xa7metrics\x80" + ROUTING, 1
     )
     assert data == golden
-
-
-def test_a_group_of_the_release_before_routing_decodes_without_it() -> None:
-    assert decode_group(WITHOUT_ROUTING) == Group(3, [sample()])
+    assert decode_group(WITHOUT_ROUTING) == Group(3, [sample()]), "as the release before sent it"
 
 
 def test_routing_comes_back_as_it_was_sent_unless_it_does_not_divide_by_the_tokens() -> None:
