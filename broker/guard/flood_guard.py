@@ -69,7 +69,10 @@ class FloodGuard:
 
     def tick(self, explained_bytes: int) -> None:
         """Check the memory, about once a second; `explained_bytes` is the size of all stored groups."""
-        self._follow()
+        while self._events.poll(0):
+            message = cast("dict[str, Any]", recv_monitor_message(self._events, zmq.NOBLOCK))
+            note = self.connections.add if message["event"] == zmq.EVENT_ACCEPTED else self.connections.discard
+            note(int(message["value"]))
         if self._resident() - explained_bytes > self._limit:
             with contextlib.suppress(OSError, AttributeError):  # not every C library can
                 ctypes.CDLL(None).malloc_trim(0)  # freed memory of an earlier flood still counts as resident
@@ -87,12 +90,6 @@ class FloodGuard:
     def close(self) -> None:
         """Call it after the socket was closed."""
         self._events.close(linger=0)
-
-    def _follow(self) -> None:
-        while self._events.poll(0):
-            message = cast("dict[str, Any]", recv_monitor_message(self._events, zmq.NOBLOCK))
-            note = self.connections.add if message["event"] == zmq.EVENT_ACCEPTED else self.connections.discard
-            note(int(message["value"]))
 
     def _cut(self) -> None:
         counts = {fd: tcp_bytes(fd) for fd in self.connections}

@@ -52,10 +52,7 @@ class Refusals:
             self._state.denied_requests += 1
         else:
             self._keep(who, str(error), header, payloads)
-        self._log(who, str(error)[:500])
-
-    def _log(self, who: str, reason: str) -> None:
-        now = time.monotonic()
+        now, reason = time.monotonic(), str(error)[:500]
         if now - self._minute > 60:
             if self._silent:
                 logger.warning("%d more refused messages were not logged one by one", self._silent)

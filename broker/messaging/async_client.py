@@ -152,7 +152,7 @@ class Connection:
             call.future.set_exception(error)
 
     def _unreachable(self, call: Call, socket: LoopSocket) -> SlipstreamError:
-        if not call.connected and (suspicion := socket.suspicion()):
+        if not call.connected and (suspicion := socket.handshakes.suspicion()):
             return UsageError(suspicion)
         why = "is connected but does not answer" if call.connected else "cannot be connected to; is it running?"
         where = ",".join(self._addresses)

@@ -32,7 +32,7 @@ class LoopSocket:
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         identity = b"c" + secrets.token_bytes(12)  # a routing id that no other client has
-        self._socket, self._handshakes = connect_dealer(context, address, identity, max_frame_bytes, credential)
+        self._socket, self.handshakes = connect_dealer(context, address, identity, max_frame_bytes, credential)
         self._fileno = cast(int, self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fileno, self.read)
         self._reading = False  # a read is due in this turn of the loop
@@ -40,7 +40,7 @@ class LoopSocket:
     def close(self) -> None:
         """No more messages."""
         self._loop.remove_reader(self._fileno)
-        self._handshakes.close()
+        self.handshakes.close()
         self._socket.close(linger=0)
 
     def send(self, frames: list[bytes]) -> bool:
@@ -48,19 +48,15 @@ class LoopSocket:
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            if refusal := self._handshakes.refusal():
+            if refusal := self.handshakes.refusal():
                 raise UsageError(refusal) from None
             return False
         finally:
             if not self._reading:  # one read for all that is sent in this turn of the loop
                 self._reading = True
                 self._loop.call_soon(self.read)
-        self._handshakes.proven()
+        self.handshakes.proven()
         return True
-
-    def suspicion(self) -> str:
-        """The likely reason for which there is no connection; '' when none is known."""
-        return self._handshakes.suspicion()
 
     def read(self) -> None:
         """Deliver what has arrived."""

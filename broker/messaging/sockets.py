@@ -4,7 +4,6 @@ import errno
 import logging
 import socket as posix_socket
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import zmq
 
@@ -122,13 +121,10 @@ def _set_heartbeats(socket: zmq.Socket[bytes]) -> None:
 
 
 def _ipc_in_use(path: str) -> bool:
-    target = "\0" + path[1:] if path.startswith("@") else path
-    if not path.startswith("@") and not Path(path).exists():
-        return False
     with posix_socket.socket(posix_socket.AF_UNIX, posix_socket.SOCK_STREAM) as probe:
         probe.settimeout(2.0)
         try:
-            probe.connect(target)
+            probe.connect("\0" + path[1:] if path.startswith("@") else path)
         except (ConnectionRefusedError, FileNotFoundError):
             return False
         except OSError as error:

@@ -107,22 +107,19 @@ class Handlers:
         groups = _all_of(StoredGroup, reply)
         if not groups:
             return reply, []
-        try:
-            payloads = [_read(group) for group in groups]
-        except PayloadLost:
-            self._give_up_lost(groups)
-            return wire.Answer(id=reply.id, value=None), []
-        bare = [StoredGroup(group.serial, group.node_id, group.meta) for group in groups]
-        return wire.Answer(id=reply.id, value=bare), payloads
-
-    def _give_up_lost(self, groups: list[StoredGroup]) -> None:
+        payloads: list[Payload] = []
         for group in groups:
+            stored = cast(Payload | StoredPayload, group.payload)
             try:
-                _read(group)
+                payloads.append(stored.read() if isinstance(stored, StoredPayload) else stored)
             except PayloadLost:
                 step = self._state.tasks.living[group.serial].step
                 assert step is not None
                 self._state.regenerate(step, [group.serial])
+        if len(payloads) < len(groups):
+            return wire.Answer(id=reply.id, value=None), []
+        bare = [StoredGroup(group.serial, group.node_id, group.meta) for group in groups]
+        return wire.Answer(id=reply.id, value=bare), payloads
 
     def undo(self, reply: wire.Reply) -> None:
         """Take back the leases of a reply that never arrived."""
@@ -137,8 +134,3 @@ def _all_of(kind: type[T], reply: wire.Reply) -> list[T]:
     value = wire.value_of(reply)
     found = cast(list[T], value) if isinstance(value, list) else []
     return found if found and isinstance(found[0], kind) else []
-
-
-def _read(group: StoredGroup) -> Payload:
-    stored = cast(Payload | StoredPayload, group.payload)
-    return stored.read() if isinstance(stored, StoredPayload) else stored

@@ -10,11 +10,9 @@ TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # names of mallopt(3)
 def keep_freed_memory(one_heap: bool = False) -> bool:
     """Let this process reuse what large messages leave behind; returns whether the C library took it.
 
-    Call it before threads are started. `one_heap` makes all threads share one heap, because other heaps than the first
-    give memory back in pieces of 64 MB. Do not set it where threads compute.
-
-    By default glibc gives the memory of a freed message back to the kernel, which maps it again page by page. For
-    groups of 0.6 MB that costs more than everything else that is done to them.
+    By default glibc gives that memory back to the kernel, which maps it again page by page. For groups of 0.6 MB this
+    costs more than everything else that is done to them. Call it before threads are started. `one_heap` makes all
+    threads share one heap, because other heaps give memory back in pieces of 64 MB. Never where threads compute.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -74,11 +74,9 @@ class KeyFolder:
         self.nodes = self.path / "nodes"
 
     def node_files(self) -> list[Path]:
-        """Credential files of nodes, by name."""
         return sorted(self.nodes.glob("*.json"))
 
     def client_files(self) -> list[Path]:
-        """Every credential file that is here."""
         return [file for file in (self.learner, self.observer, *self.node_files()) if file.exists()]
 
 

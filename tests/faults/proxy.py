@@ -32,7 +32,7 @@ class Proxy:
         assert parts.hostname is not None and parts.port is not None
         self._host, self._port = parts.hostname, parts.port
         self.delay_s = 0.0  # from a byte's arrival to its departure, in each direction
-        self.bytes_per_s: float | None = None  # of every connection, in each direction; None: as fast as it goes
+        self.bytes_per_s: float | None = None  # rate of every connection in each direction; None: as fast as it goes
         self._holding = self._ending = False
         self._links: set[Link] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
