@@ -197,7 +197,7 @@ class Handshakes:
     def _another_key(self) -> str:
         assert self._credential is not None
         return (
-            f"{self._server} refused this key: it does not have the server key that the credential of "
+            f"{self._server} refused this key: it has no keys, or another one than the credential of "
             f"{self._credential.role} {self._credential.name!r} names (are both from one key folder?), or it only "
             "forwards connections to something that is down"
         )
