@@ -38,6 +38,8 @@ HANDLERS = {
     "replay": "launch.results.replay:command",
     "keys": "launch.keys:command",
 }
+# packages that not every role has, and the environments of launch/setup.sh that have them
+PACKAGES = {"torch": "cpu|learner|rollout", "megatron": "cpu|learner", "vllm": "cpu|rollout", "transformers": "cpu"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,9 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:
-        hint = missing_package_hint(error.name or "")
-        if hint is None:
+        roles = PACKAGES.get((error.name or "").partition(".")[0])
+        if roles is None:
             raise
+        hint = f"the package '{error.name}' is not installed here; run launch/setup.sh {roles}"
         print(f"slipstream {args.command}: {hint}", file=sys.stderr)
         return EXIT_USAGE
 
@@ -69,20 +72,12 @@ def run() -> NoReturn:
     leave(main())
 
 
-def missing_package_hint(name: str) -> str | None:
-    """Advice for a missing package of a role; None for modules that no role installs."""
-    roles = {"torch": "cpu|learner|rollout", "megatron": "cpu|learner", "vllm": "cpu|rollout", "transformers": "cpu"}
-    role = roles.get(name.partition(".")[0])
-    return None if role is None else f"the package '{name}' is not installed here; run launch/setup.sh {role}"
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; overrides may stand before and after options. Exits with code 2 on bad usage."""
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     if rest:
-        takes_overrides = hasattr(args, "overrides")
-        if not takes_overrides or any(word.startswith("-") or "=" not in word for word in rest):
+        if not hasattr(args, "overrides") or any(word.startswith("-") or "=" not in word for word in rest):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         args.overrides = [*args.overrides, *rest]
     if args.command == "rollout" and args.config and "=" in args.config and not os.path.exists(args.config):

@@ -6,10 +6,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-seed=1
+seed=1 run=""
 for word in "$@"; do
   case "$word" in
     run.seed=*) seed="${word#run.seed=}" ;;
+    run.dir=*) run="${word#run.dir=}" ;;
     -h|--help) sed -n '2,5s/^# \{0,1\}//p' launch/quickstart.sh; exit 0 ;;
     *=*) ;;
     *) echo "quickstart: expected key=value, found '$word'" >&2; exit 2 ;;
@@ -18,11 +19,9 @@ done
 case "$seed" in ''|*[!0-9]*) echo "quickstart: run.seed: expected an integer >= 0, found '$seed'" >&2; exit 2 ;; esac
 suffix=""
 [ "$seed" = 1 ] || suffix="-seed$seed"
-assets="runs/assets$suffix" sft="runs/quickstart-sft$suffix"
-overrides=("model.path=$sft/model" "run.dir=runs/quickstart$suffix" "tasks.dataset=$assets/addition/train.jsonl"
+assets="runs/assets$suffix" sft="runs/quickstart-sft$suffix" run="${run:-runs/quickstart$suffix}"
+overrides=("model.path=$sft/model" "run.dir=$run" "tasks.dataset=$assets/addition/train.jsonl"
            "tasks.eval_dataset=$assets/addition/held_out.jsonl" "$@")
-run="runs/quickstart$suffix"
-for word in "$@"; do case "$word" in run.dir=*) run="${word#run.dir=}" ;; esac; done
 
 number=0 started=$SECONDS
 step() {  # step TITLE COMMAND...

@@ -5,8 +5,10 @@ found. `key.path=value` overrides are typed as YAML, applied before the check an
 """
 
 import difflib
+import operator
 import re
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
 
@@ -232,10 +234,7 @@ def _unknown_key(file: str, key: str, section: Any, schema: type[msgspec.Struct]
 
 
 def _value_at(document: Document, key: str) -> object:
-    value: Any = document
-    for part in key.split(".") if key else ():
-        value = value[part]
-    return value
+    return reduce(operator.getitem, key.split(".") if key else (), cast("Any", document))
 
 
 def _converts(value: object, kind: Any) -> bool:

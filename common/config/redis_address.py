@@ -14,12 +14,7 @@ DEFAULT_PORT = 6379
 
 
 class RedisAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed address.
-
-    Attributes:
-        host, port: '' and 0 of a socket file.
-        path: path of the socket file, '' over TCP.
-    """
+    """A parsed address: `host` and `port` of a server over TCP, or `path` of a socket file."""
 
     scheme: Literal["redis", "rediss", "unix"]
     host: str = ""
