@@ -26,8 +26,6 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts that checks judge by."""
-
     python: tuple[int, ...]
     cores: int
     memory_bytes: int  # the host's, or the limit of this container
@@ -42,7 +40,6 @@ class Machine:
 
 
 def look() -> Machine:
-    """This machine."""
     memory = psutil.virtual_memory()
     limit = min([memory.total, *(int(text) for path in CGROUP_LIMITS if (text := _text(path)).isdigit())])
     found = [(d.metadata["Name"], d.version) for d in metadata.distributions()]

@@ -54,8 +54,6 @@ class Rates:
 
 @dataclass(frozen=True)
 class Advice:
-    """One line."""
-
     change: str  # more_nodes, fewer_nodes, larger_window or none
     text: str  # the change and its gain
     nodes: int  # that would be right; 0 where it is not about them

@@ -8,7 +8,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from broker.contract import NodeStatus
 from broker.diagnosis.join_times import newest
 from common.config.schema import Config
 from common.process.run_dir import RunDir
@@ -99,15 +98,19 @@ def processes(seen: Observation) -> RenderableType:
     if learner is None:
         table.add_row("learner", "-", _state(state), "-", "", "a learner to start" if seen.live else "")
     else:
-        since = status.learner_last_seen_s if state == "silent" else learner.since_s
-        row = ["learner", str(learner.pid), _state(state), str(learner.policy_version), duration(since)]
-        table.add_row(*row, learner.waiting_on)
+        since = duration(status.learner_last_seen_s if state == "silent" else learner.since_s)
+        version = str(learner.policy_version)
+        table.add_row("learner", str(learner.pid), _state(state), version, since, learner.waiting_on)
     groups = f"{status.groups_ready} groups ready, {status.groups_leased} leased, {status.groups_pending} pending"
     stuck = status.store.stuck if status.store is not None else ""
     state = "serving" if seen.live else "unreachable" if seen.unreachable else "ended"
     table.add_row("broker", str(status.pid), _state(state), "", "", stuck or groups)
     for node in status.nodes:
-        table.add_row(*_node_row(node))
+        report, state = node.report, node.report.state if node.alive else "gone"
+        since = duration(report.since_s + node.last_seen_s if node.alive else node.last_seen_s)
+        work = f"{node.leases} leases, {report.tokens_per_s:,.0f} tokens/s"
+        detail = f"{report.waiting_on}  ({work})" if report.waiting_on else work
+        table.add_row(report.node_id, str(report.pid), _state(state), str(report.policy_version), since, detail)
     return table
 
 
@@ -154,15 +157,6 @@ def step_times(tail: MetricsTail) -> str:
 def _rate(seen: Observation) -> float:
     """Tokens per second of the living nodes."""
     return sum(node.report.tokens_per_s for node in seen.status.nodes if node.alive)
-
-
-def _node_row(node: NodeStatus) -> list[str | Text]:
-    report = node.report
-    state = report.state if node.alive else "gone"
-    since = duration(report.since_s + node.last_seen_s if node.alive else node.last_seen_s)
-    work = f"{node.leases} leases, {report.tokens_per_s:,.0f} tokens/s"
-    detail = f"{report.waiting_on}  ({work})" if report.waiting_on else work
-    return [report.node_id, str(report.pid), _state(state), str(report.policy_version), since, detail]
 
 
 def _state(state: str) -> Text:

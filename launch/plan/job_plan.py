@@ -41,8 +41,6 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class RlPart(msgspec.Struct, frozen=True):
-    """The parts that only an RL job has."""
-
     window: Window
     publish: Publish
     engine: Engine
@@ -50,8 +48,6 @@ class RlPart(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A planned job."""
-
     name: str
     dtype: str
     model: Architecture
