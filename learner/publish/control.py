@@ -40,10 +40,10 @@ from learner.publish.receiver_state import (
     Send,
     State,
     Tick,
+    split,
     step,
 )
 from learner.publish.relay import Relays
-from learner.publish.routes import split
 from learner.publish.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,10 @@ from common.weights.messages import Canary
 from learner.publish.attempt import Attempt
 from learner.publish.figures import Figures, Undelivered, undelivered
 from learner.publish.receiver_state import (
+    MAX_ATTEMPTS,
     PEER_WAIT_S,
     READY,
+    RETURN_AFTER,
     Action,
     Answer,
     AttemptFailed,
@@ -27,12 +29,13 @@ from learner.publish.receiver_state import (
     NoteStaged,
     Receiver,
     Release,
+    Route,
     Send,
     State,
     Tick,
+    split,
     step,
 )
-from learner.publish.routes import MAX_ATTEMPTS, RETURN_AFTER, Route, split
 from learner.publish.snapshot import Snapshot
 from tests.unit.learner.receivers import attempt_at, newcomer, settled, snapshot_of
 
