@@ -61,7 +61,10 @@ def _policy_loss(
     worth = weights if config.correction_normalize else counted
     values = weights * surrogate.values
     if config.kl_coefficient:
-        kl = _divergence(config, logprobs, mask, batch.reference_logprobs)
+        if batch.reference_logprobs is None:
+            raise ValueError("kl_coefficient is positive, but the microbatch has no reference_logprobs")
+        reference = _within(mask, batch.reference_logprobs.to(logprobs.dtype))
+        kl = KL_ESTIMATORS[config.kl_estimator](reference - logprobs)
         values = values - config.kl_coefficient * worth * kl
         sums["kl"] = kl.detach().sum()
     if entropy is not None:
@@ -76,13 +79,6 @@ def _policy_loss(
     return LossOutput(
         -_within(mask, values).sum(), sums, {"ratio": _within(mask, bounded_exp(drift)).max()}, denominator
     )
-
-
-def _divergence(config: LossConfig, logprobs: Tensor, mask: Tensor, reference: Tensor | None) -> Tensor:
-    """[T] estimates of the divergence from the reference model, 0 outside the loss."""
-    if reference is None:
-        raise ValueError("kl_coefficient is positive, but the microbatch has no reference_logprobs")
-    return KL_ESTIMATORS[config.kl_estimator](_within(mask, reference.to(logprobs.dtype)) - logprobs)
 
 
 def _within(mask: Tensor, values: Tensor) -> Tensor:

@@ -120,7 +120,8 @@ class Deltas:
         """Give a sealed `snapshot` its deltas, and keep it as a base of those to come."""
         if not self._enabled:
             return
-        bases = self._bases()
+        sent = [s for s in self._kept if s.sent][-1:]
+        bases = sent + [s for s in self._kept[-1:] if s not in sent]
         anchor = self._anchor_every > 0 and self._versions % self._anchor_every == 0
         self._versions += 1
         for base in bases if not anchor else ():
@@ -132,8 +133,3 @@ class Deltas:
             took, share = time.perf_counter() - started, stream.numel() / snapshot.flat.numel()
             logger.info("version %d from %d: %.1f %% in %.3f s", snapshot.version, base.version, 100 * share, took)
         self._kept = [*bases[:1], snapshot] if bases and bases[0].sent else [snapshot]
-
-    def _bases(self) -> list[Snapshot]:
-        """The newest that began to travel, then the newest of all if that is another one."""
-        sent = [s for s in self._kept if s.sent][-1:]
-        return sent + [s for s in self._kept[-1:] if s not in sent]

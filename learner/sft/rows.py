@@ -7,7 +7,7 @@ tokenised one by one without special tokens, as in an episode. Or a row is {"mes
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -82,32 +82,26 @@ class SftDataset:
     def documents(self, rows: Sequence[int]) -> list[Document]:
         """Token documents of these rows, all segments tokenised in one call; raises UsageError naming a bad row."""
         segments = [segment for row in rows if not isinstance(found := self._rows[row], Chat) for segment in found]
-        texts = [text for text, _ in segments]
+        texts, eos = [text for text, _ in segments], self._tokenizer.eos_token_id
+        assert eos is not None
         pieces = iter(self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
         documents: list[Document] = []
         for row in rows:
             found = self._rows[row]
+            tokens: list[int] = []
+            mask: list[int] = []
             if isinstance(found, Chat):
                 tokens, mask = self._chats.tokens(found, self._names[row])
             else:
-                tokens, mask = self._joined(found, pieces)
+                for _, trained in found:
+                    tokens += [*next(pieces), eos] if trained else next(pieces)
+                    mask += [trained] * (len(tokens) - len(mask))
             if len(tokens) < 2:
                 raise UsageError(f"{self._names[row]} has {len(tokens)} tokens, nothing to predict")
             mask[0] = 0
             trained = np.array(mask, dtype=np.uint8)
             documents.append(Document(np.array(tokens, dtype=np.int32), trained, name=self._names[row]))
         return documents
-
-    def _joined(self, segments: list[Segment], pieces: Iterator[list[int]]) -> tuple[list[int], list[int]]:
-        """(tokens, mask) of one row, from the tokens of each of its segments."""
-        eos = self._tokenizer.eos_token_id
-        assert eos is not None
-        tokens: list[int] = []
-        mask: list[int] = []
-        for _, trained in segments:
-            tokens += [*next(pieces), eos] if trained else next(pieces)
-            mask += [trained] * (len(tokens) - len(mask))
-        return tokens, mask
 
 
 def parse_row(row: bytes, path: Path, number: int) -> Row:

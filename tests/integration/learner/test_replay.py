@@ -62,6 +62,8 @@ def test_a_learner_and_a_broker_killed_with_9_end_bitwise_as_if_neither_was(
             with job.client() as client:
                 assert client.status().learner.incarnation == 1
             until("the end of the node", lambda: generating.process.poll() is not None, second)
+    job.assert_every_step_once()
+    assert {line.incarnation for line in job.lines()} == {0, 1}
     assert ledger(job) == ledger(unbroken), "every group in exactly one step, the same one"
     assert job.weights() == unbroken.weights()
     assert figures(job.lines()) == figures(unbroken.lines())

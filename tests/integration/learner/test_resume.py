@@ -11,14 +11,7 @@ import pytest
 
 from learner.batch.dynamic_sampling import carries_signal
 from tests.integration.jobs.job_rig import until
-from tests.integration.learner.learner_rig import (
-    GROUP_SIZE,
-    GROUPS,
-    STEPS,
-    VOCABULARY,
-    Job,
-    assert_delivered_once,
-)
+from tests.integration.learner.learner_rig import GROUP_SIZE, GROUPS, STEPS, VOCABULARY, Job, assert_delivered_once
 from tests.integration.learner.recorded_node import recorded_group
 
 
@@ -30,23 +23,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, model: Path) -> str:
         assert_delivered_once(client.ledger())
     job.assert_every_step_once()
     return job.weights()
-
-
-def test_killed_with_9_between_checkpoints_it_replays_and_ends_bitwise_equal(
-    tmp_path: Path, model: Path, unbroken: str
-) -> None:
-    job = Job(tmp_path / "job", model, checkpoint={"every": 3, "asynchronous": False})
-    with job.served() as client:
-        job.start()
-        job.until(lambda: len(job.lines()) >= 5)
-        job.kill()
-        assert not job.run.model.exists()
-        job.finish()
-        assert_delivered_once(client.ledger())
-        assert client.status().learner.incarnation == 1
-    job.assert_every_step_once()
-    assert {line.incarnation for line in job.lines()} == {0, 1}
-    assert job.weights() == unbroken
 
 
 def made(job: Job, pattern: str) -> set[tuple[str, int, int]]:
