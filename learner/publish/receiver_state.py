@@ -27,9 +27,9 @@ class State(Enum):
     ASKING = "asking"  # a peer was asked to serve it and has not answered yet
     STAGING = "staging"  # it receives a version into its staging buffer
     DOUBTED = "doubted"  # its attempt failed; it has given no sign of life since
-    ANSWERED = "answered"  # its attempt failed; it is alive and waits for the attempt's other receivers
-    FLIPPING = "flipping"  # it staged the version and was told to use it
-    EXCLUDED = "excluded"  # its proof failed; it gets nothing more
+    ANSWERED = "answered"  # its attempt failed; it is alive and waits for the attempt's other receivers.
+    FLIPPING = "flipping"  # It staged the version and was told to use it.
+    EXCLUDED = "excluded"  # Its proof failed; it gets nothing more.
     GONE = "gone"
 
 

@@ -134,9 +134,8 @@ def test_the_game_is_learned_over_several_versions() -> None:
 
 
 def test_the_deadlines_on_the_page_of_weights_are_those_of_the_code() -> None:
-    from learner.publish.receiver_state import PEER_WAIT_S
+    from learner.publish.receiver_state import MAX_ATTEMPTS, PEER_WAIT_S
     from learner.publish.relay import PEER_FETCHES
-    from learner.publish.routes import MAX_ATTEMPTS
     from rollout_fleet.weights.weight_client import REJOIN_AFTER_S
 
     text = (ROOT / "docs" / "weights.md").read_text()
