@@ -47,17 +47,6 @@ class ReplayedStep(msgspec.Struct, frozen=True):
         return self.original is not None and all(_same(self.original[n], x) for n, x in self.replayed.items())
 
 
-class ReplayReport(msgspec.Struct, frozen=True):
-    """OUT/replay.json."""
-
-    run: str
-    first: int
-    last: int
-    checkpoint: str | None
-    overrides: list[str]
-    steps: list[ReplayedStep]
-
-
 def compare(original: StepMetrics | None, replayed: StepMetrics) -> ReplayedStep:
     now = {name: float(getattr(replayed, name)) for name in COMPARED}
     then = original and {name: float(getattr(original, name)) for name in COMPARED}
@@ -105,8 +94,8 @@ def command(args: argparse.Namespace) -> int:
         try:
             run_replay(plan, recording, steps)
         finally:  # also of a learner that failed, as one does that replays the step in which the run failed
-            run, checkpoint = str(original.path.resolve()), plan.checkpoint and str(plan.checkpoint)
-            report = ReplayReport(run, plan.first, plan.last, checkpoint, list(args.overrides), steps)
+            report = {"run": str(original.path.resolve()), "first": plan.first, "last": plan.last, "steps": steps}
+            report |= {"checkpoint": plan.checkpoint and str(plan.checkpoint), "overrides": list(args.overrides)}
             write_json(plan.run.path / "replay.json", report)
     print(f"{summary(steps)}; model, metrics and replay.json are in {plan.run.path}")
     return EXIT_DONE
