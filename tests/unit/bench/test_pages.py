@@ -32,6 +32,9 @@ def test_every_block_is_on_a_page_and_every_mark_has_a_block() -> None:
     assert set(marked) == set(BLOCKS)
     with pytest.raises(KeyError):
         written("<!-- figures: missing -->\n<!-- end of figures -->")
+    page = written("before\n<!-- figures: machine -->\nold\n<!-- end of figures -->\nafter\n")
+    assert page.startswith("before\n<!-- figures: machine -->\n\nMeasured on"), "what is outside the marks stays"
+    assert page.endswith("\n<!-- end of figures -->\nafter\n")
 
 
 def test_every_result_is_used_by_a_page_or_by_a_record_of_a_decision() -> None:
@@ -40,17 +43,8 @@ def test_every_result_is_used_by_a_page_or_by_a_record_of_a_decision() -> None:
     assert unused <= {"layouts", "other_machine"}, "their tables name no file"
 
 
-def test_what_stands_outside_the_marks_stays() -> None:
-    page = "before\n<!-- figures: machine -->\nold\n<!-- end of figures -->\nafter\n"
-    assert written(page).startswith("before\n<!-- figures: machine -->\n\nMeasured on")
-    assert written(page).endswith("\n<!-- end of figures -->\nafter\n")
-
-
-def test_a_table_has_a_line_for_the_head_the_rule_and_every_row() -> None:
+def test_a_table_has_a_line_for_head_rule_and_every_row_and_figures_that_round_to_the_same_are_given_once() -> None:
     assert table(["a", "b"], [[1, "x"], [2.5, "y"]]) == "| a | b |\n| --- | --- |\n| 1 | x |\n| 2.5 | y |"
-
-
-def test_figures_that_round_to_the_same_are_given_once() -> None:
     assert span([3.1, 4.9], ".0f") == "3 to 5"
     assert span([3.1, 2.9], ".0f") == "3"
 
@@ -89,15 +83,12 @@ def test_the_results_have_the_floor_ours_and_the_ways_of_others_at_both_sizes() 
         assert set(pages.WAYS) <= set(measured["ways"])
 
 
-def test_auto_is_compared_with_the_best_fixed_number_by_medians() -> None:
+def test_auto_is_compared_with_the_best_fixed_number_by_medians_and_is_close_to_it_in_every_case() -> None:
     def turn(few: float, many: float, auto: float) -> dict[str, Any]:
         return {"8": {"tokens_per_s": few}, "128": {"tokens_per_s": many}, "auto": {"tokens_per_s": auto}}
 
     assert over_best({"0": turn(100, 50, 90)}) == pytest.approx(0.9)
     assert over_best({"0": turn(90, 50, 95), "1": turn(100, 200, 90), "2": turn(110, 60, 100)}) == pytest.approx(0.95)
-
-
-def test_auto_comes_close_to_the_best_fixed_number_in_every_measured_case() -> None:
     cases = result("adaptive_concurrency")["cases"]
     assert {"tail-8", "tail-64", "long-64"} <= cases.keys()
     assert all(over_best(case) >= 0.95 for case in cases.values())

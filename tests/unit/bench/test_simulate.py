@@ -62,21 +62,18 @@ def test_the_generation_of_one_step_takes(
     assert found.wall_s == pytest.approx(seconds)
 
 
-def test_training_by_tokens_is_counted() -> None:
+def test_training_is_counted_by_tokens_and_by_their_pairs() -> None:
     speeds = replace(EVEN, train_s=0.5, train_token_s=0.001)
     found = simulate(replace(SETUP, steps=3), speeds, equal(100))
     assert found.wall_s == pytest.approx(2 * (1.0 + 0.5 + 0.001 * 800))
     assert found.tokens == 3 * 800
+    # long episodes take longer than as many tokens in short ones
+    assert replace(speeds, train_pair_s=1e-6).train_seconds([100, 300]) == pytest.approx(0.5 + 0.4 + 0.1)
 
 
 def test_an_engine_step_follows_its_curve() -> None:
     curve = ((1, 0.01), (5, 0.03), (6, 0.05))
     assert [seconds_at(curve, n) for n in (1, 3, 5, 6, 8)] == pytest.approx([0.01, 0.02, 0.03, 0.05, 0.09])
-
-
-def test_long_episodes_take_longer_to_train_on_than_as_many_tokens_in_short_ones() -> None:
-    speeds = replace(EVEN, train_s=0.5, train_token_s=0.001, train_pair_s=1e-6)
-    assert speeds.train_seconds([100, 300]) == pytest.approx(0.5 + 0.4 + 0.1)
 
 
 def test_each_side_of_a_shared_machine_is_slower_while_the_other_works() -> None:
@@ -90,10 +87,7 @@ def test_each_side_of_a_shared_machine_is_slower_while_the_other_works() -> None
     assert alone == pytest.approx(19 * 1.0, rel=0.1)
     # 0.5 s at a third of the pace make a sixth of the groups, and the rest takes 5/6 s
     assert engine == pytest.approx(19 * (0.5 + 5 / 6), rel=0.1)
-
-
-def test_a_synchronous_job_shares_nothing() -> None:
-    alone = simulate(SETUP, EVEN, equal(100)).wall_s
+    alone = simulate(SETUP, EVEN, equal(100)).wall_s  # a synchronous job shares nothing
     assert simulate(SETUP, replace(EVEN, learner_shared=3.0, engine_shared=3.0), equal(100)).wall_s == alone
 
 

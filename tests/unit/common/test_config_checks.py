@@ -18,11 +18,8 @@ from tests.launch_rig import SHAPE, document_of
 
 REFUSED = """
 learner: {world_size: 3, parallel: {tensor: 2}} | learner.world_size | a multiple of 2
-learner: {world_size: 2, parallel: {pipeline: 2, context: 2}} | learner.world_size | a multiple of 4
-learner: {world_size: 2, parallel: {expert: 4}} | learner.world_size | a multiple of 4
 learner: {world_size: 8, parallel: {tensor: 8}} | learner.parallel.tensor | 4 attention heads
 learner: {world_size: 2, parallel: {expert: 2}} | learner.parallel.expert | no experts
-learner: {moe: {freeze_router: true}} | learner.moe.freeze_router | no experts
 learner: {moe: {balance: aux_loss}} | learner.moe.balance | no experts
 learner: {moe: {balance: bias}} | learner.moe.balance | no experts
 learner: {moe: {replay_routing: true}} | learner.moe.replay_routing | no experts
@@ -209,7 +206,7 @@ def test_groups_of_equal_rewards_are_not_left_out_where_they_carry_signal(folder
         refused(config, "learner.dynamic_sampling", "false", "reinforce_pp")
 
 
-def test_weights_leave_the_machine_by_relay_with_keys_alone(folder, tmp_path):
+def test_weights_leave_the_machine_by_relay_with_keys_alone_and_redis_with_tls_besides(folder, tmp_path):
     make(KeyFolder(tmp_path / "keys"), ["n0"])
     keys = {"credentials": str(tmp_path / "keys")}
     for weights, broker in (
@@ -220,6 +217,9 @@ def test_weights_leave_the_machine_by_relay_with_keys_alone(folder, tmp_path):
         refused(job(folder, weights=weights, broker=broker), "weights.address", "relay")
     refused(job(folder, weights={"address": "0.0.0.0", "transport": "relay"}, broker=keys), "weights.address", "reach")
     passes(folder, weights={"address": "10.0.0.4", "transport": "relay"}, broker=keys)
+    redis = {"store": "redis", **keys}
+    refused(job(folder, broker={**redis, "redis": "redis://10.0.0.4:6379/0"}), "broker.redis", "TLS")
+    passes(folder, broker={**redis, "redis": "rediss://10.0.0.4:6379/0"})
 
 
 @pytest.mark.parametrize("address", ["redis://127.0.0.1:6379/0", "rediss://localhost", "unix:///run/redis.sock?db=1"])
@@ -235,13 +235,6 @@ def test_the_former_key_is_refused_with_the_new_ones(folder):
     config.write_text(dump_yaml(job(folder)).replace("  store: file\n", "  backend: redis\n"))
     with pytest.raises(ConfigError, match=r"broker\.backend: .*broker\.store: file or redis .*broker\.redis"):
         load_config(config)
-
-
-def test_redis_beyond_this_machine_needs_tls_besides_credentials(folder):
-    make(KeyFolder(folder / "keys"), ["node-0"])
-    broker = {"store": "redis", "credentials": str(folder / "keys")}
-    refused(job(folder, broker={**broker, "redis": "redis://10.0.0.4:6379/0"}), "broker.redis", "TLS")
-    passes(folder, broker={**broker, "redis": "rediss://10.0.0.4:6379/0"})
 
 
 def test_addresses_are_split_and_only_those_that_say_where_to_connect_to_are_fixed(folder):
