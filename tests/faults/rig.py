@@ -148,7 +148,7 @@ class Rig:
         return at_s
 
     def stop_for(self, process: Process, seconds: float) -> float:
-        """SIGSTOP, SIGCONT after `seconds`; returns when it went on."""
+        """SIGSTOP, SIGCONT after `seconds`; returns when it continued, monotonic seconds."""
         process.send_signal(signal.SIGSTOP)
         time.sleep(seconds)
         process.send_signal(signal.SIGCONT)

@@ -64,11 +64,11 @@ def node_hangs(rig: Rig) -> float:
     rig.start_node("hangs", hang_after=8)
     rig.eventually(lambda: "hangs now" in rig.log_of("node"), "the node does not hang")
     at_s = time.monotonic()
-    held = rig.leased_by("hangs")
-    assert held, "it hangs with leases"
-    recovery_s = rig.done_elsewhere_s(held, at_s, "hangs")
+    leased = rig.leased_by("hangs")
+    assert leased, "it hangs with leases"
+    recovery_s = rig.done_elsewhere_s(leased, at_s, "hangs")
     assert {e["node"] for e in rig.events("lease_overdue")} == {"hangs"}
-    assert rig.observer.status().nodes[0].alive, "its heartbeats went on"
+    assert rig.observer.status().nodes[0].alive, "its heartbeats continued"
     rig.kill(rig.nodes.pop("hangs"))
     return recovery_s
 
