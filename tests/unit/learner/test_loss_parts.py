@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.config.loss import CLIP_BOUNDS, CORRECTION_BOUNDS
 from common.config.schema import LossConfig
+from learner.loss.advantages import ADVANTAGES
 from learner.loss.corrections import CORRECTIONS, Corrected, veto
 from learner.loss.kl_estimators import KL_ESTIMATORS, k1, k2, k3
 from learner.loss.objectives import OBJECTIVES, PolicyTokens
@@ -41,11 +42,8 @@ def test_documents_count_loss_tokens_only() -> None:
     assert found.sums(values).tolist() == [3, 8]
     assert found.means(values).tolist() == [1.5, 4]
     assert found.spread(tensor(7.0, 8.0)).tolist() == [7, 7, 7, 8, 8]
-
-
-def test_a_document_without_loss_tokens_has_mean_zero() -> None:
     found = Documents((2, 1), torch.tensor([False, False, True]))
-    assert found.means(tensor(4.0, 5.0, 6.0)).tolist() == [0, 6]
+    assert found.means(tensor(4.0, 5.0, 6.0)).tolist() == [0, 6], "without loss tokens the mean is 0"
 
 
 TABLE = {
@@ -90,11 +88,9 @@ def test_one_impossible_token_vetoes_its_sample() -> None:
     assert vetoed.tolist() == [True, True, True, False, False]
     torch.testing.assert_close(found.weights, tensor(0.0, 0.0, 0.0, 0.9, 1.0))
     assert found.counted.tolist() == [False, False, False, True, True]
-
-
-def test_a_token_outside_the_loss_vetoes_nothing() -> None:
     weights = tensor(1.0, 1.0, 1e-9, 1.0, 1.0)
-    assert not veto(correct("none", "token", *weights), weights.log(), documents(), 1e-4)[1].any()
+    outside = veto(correct("none", "token", *weights), weights.log(), documents(), 1e-4)[1]
+    assert not outside.any(), "a token outside the loss vetoes nothing"
 
 
 def test_loglinear_is_the_policy_one_version_back() -> None:
@@ -121,6 +117,8 @@ def test_the_estimators_are_unbiased(name: str) -> None:
 
 def test_every_part_is_in_the_config_and_has_bounds() -> None:
     hints = get_type_hints(LossConfig)
+    assert set(get_args(hints["advantage"])) == set(ADVANTAGES)
+    assert set(get_args(hints["objective"])) == set(OBJECTIVES) == set(CLIP_BOUNDS)
     assert set(get_args(hints["correction"])) == set(CORRECTIONS)
     assert set(get_args(hints["proximal"])) == set(PROXIMALS)
     assert set(get_args(hints["kl_estimator"])) == set(KL_ESTIMATORS)
@@ -188,7 +186,3 @@ def test_values_marks_and_gradients_are_those_of_the_objective(row: tuple[Any, .
     if gradient is not None:
         found.values.sum().backward()
         torch.testing.assert_close(inputs[0].grad, torch.tensor(gradient, dtype=torch.float64))
-
-
-def test_every_objective_is_in_the_config_and_has_bounds() -> None:
-    assert set(get_args(get_type_hints(LossConfig)["objective"])) == set(OBJECTIVES) == set(CLIP_BOUNDS)

@@ -44,10 +44,6 @@ def test_supervised_documents_get_zeros_for_what_they_lack() -> None:
     assert batch.behavior_logprobs.tolist() == batch.advantages.tolist() == [0.0] * 4
 
 
-def test_no_documents_still_give_one_microbatch_per_rank() -> None:
-    assert plan([], 3, 100) == [[[]], [[]], [[]]]
-
-
 def test_a_document_longer_than_the_bound_names_the_key_and_says_when_padding_is_why() -> None:
     documents = [document(5), document(12)]
     with pytest.raises(UsageError, match=r"document of 12 needs 11 tokens .* learner\.micro_batch_tokens is 10"):
@@ -82,6 +78,6 @@ def test_the_number_of_microbatches_is_near_the_least_possible() -> None:
     assert count <= 1.1 * sum(d.places for d in documents) / 4096 + 1
 
 
-def test_the_order_of_documents_is_kept_within_a_microbatch() -> None:
-    plans = plan([document(n) for n in (5, 30, 6, 20, 7)], 1, 1000)
-    assert plans == [[[0, 1, 2, 3, 4]]]
+def test_the_order_of_documents_is_kept_and_a_rank_without_any_has_one_microbatch() -> None:
+    assert plan([document(n) for n in (5, 30, 6, 20, 7)], 1, 1000) == [[[0, 1, 2, 3, 4]]]
+    assert plan([], 3, 100) == [[[]], [[]], [[]]]

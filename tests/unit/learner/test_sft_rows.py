@@ -189,9 +189,8 @@ def test_a_conversation_that_cannot_be_learnt_from_is_refused_by_name(
 
 
 def test_chat_rows_and_others_may_be_mixed(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
+    path, tokenizer = tmp_path / "rows.jsonl", tokenizer_with(CHATML)
     path.write_text(chat_row(TALK[:3]) + '\n{"prompt": "a", "completion": "b"}\n')
-    tokenizer = tokenizer_with(CHATML)
     plain, chat = SftDataset(path, tokenizer, seed=0, shuffle=False).documents([1, 0])
     assert tokenizer.decode(plain.tokens.tolist()) == "ab<|im_end|>"
     assert tokenizer.decode(chat.tokens.tolist()).startswith("<|im_start|>system\nBe brief.")

@@ -118,10 +118,6 @@ def test_sums_are_what_they_are_called() -> None:
     assert found["weight_squared"].item() == 1 + 0.25 + 4
     names = ("correction_clipped", "correction_masked", "vetoed", "objective_clipped")
     assert [found[name].item() for name in names] == [1, 1, 2, 3]
-
-
-def test_without_a_veto_no_token_is_vetoed() -> None:
-    corrected = Corrected(torch.ones(5).double(), flags(0, 0, 0, 0, 0), flags(0, 0, 0, 0, 0), MASK)
     assert token_sums(MASK, DRIFT, corrected, None, flags(0, 0, 0, 0, 0))["vetoed"].item() == 0
 
 
@@ -131,10 +127,8 @@ def test_mismatch_is_told_apart_by_age() -> None:
     found = token_counts(torch.ones(10, dtype=torch.bool), drift, torch.tensor(ages, dtype=torch.int32))
     assert found["tokens_by_age"].tolist() == [2, 1, 1, 2, 2, 2]
     assert found["mismatch_by_age"].tolist() == [3, 3, 4, 11, 15, 19]
-
-
-def test_tokens_without_an_age_count_as_fresh() -> None:
-    assert token_counts(MASK, DRIFT, None)["tokens_by_age"].tolist() == [4, 0, 0, 0, 0, 0]
+    unknown = token_counts(MASK, DRIFT, None)["tokens_by_age"]
+    assert unknown.tolist() == [4, 0, 0, 0, 0, 0], "tokens without an age count as fresh"
 
 
 @pytest.mark.parametrize("spread", [1e-6, 1e-3, 0.1, 3.0])
@@ -149,15 +143,11 @@ def test_quantiles_are_right_to_the_documented_resolution(spread: float) -> None
         assert abs(math.log(ratio_quantile(bins, share)) - exact) <= 4.2e-5 + 0.042 * abs(exact)
 
 
-def test_ratios_beyond_the_bins_are_counted_in_the_outermost() -> None:
+def test_ratios_beyond_the_bins_are_counted_in_the_outermost_and_no_tokens_have_no_quantile() -> None:
     counts = token_counts(torch.ones(2, dtype=torch.bool), torch.tensor([80.0, -80.0]), None)["ratio_bins"]
     assert counts[0].item() == counts[-1].item() == 1
     assert ratio_quantile(counts.tolist(), 0.99) == pytest.approx(math.exp(20))
-
-
-def test_no_tokens_have_no_quantile() -> None:
-    assert ratio_quantile([0.0] * 241, 0.5) == 0.0
-    assert ratio_quantile([], 0.5) == 0.0
+    assert ratio_quantile([0.0] * 241, 0.5) == ratio_quantile([], 0.5) == 0.0
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
