@@ -195,13 +195,10 @@ def test_an_estimator_sees_all_groups_of_the_step(make_config: Callable[..., Con
     assert found == pytest.approx([0.5 / (3**-0.5 + 1e-6)] * 2 + [-0.5 / (3**-0.5 + 1e-6)] * 2)
 
 
-def test_the_first_token_is_never_a_target(make_config: Callable[..., Config]) -> None:
+def test_a_first_token_is_never_a_target_and_environment_text_stays_masked(make_config: Callable[..., Config]) -> None:
     batch = assemble([Group(0, [sample(0, [(4, 0)]), sample(0, [(1, 0)])])], 0, make_config())
     assert [d.loss_mask.tolist() for d in batch.documents] == [[0, 1, 1, 1]]
     assert batch.statistics.tokens_trained == 3
-
-
-def test_environment_text_between_turns_stays_masked(make_config: Callable[..., Config]) -> None:
     turns = sample(1, [(5, 0)], loss_mask=Array.of([0, 1, 1, 0, 0, 1], "uint8"), turns=2, stop_reason="turn_limit")
     batch = assemble([Group(0, [turns, sample()])], 0, make_config())
     assert batch.documents[0].loss_mask.tolist() == [0, 1, 1, 0, 0, 1]

@@ -81,18 +81,11 @@ def test_an_answer_counts_once_from_whom_it_was_asked_and_never_below_the_fleets
     downgraded = msgspec.structs.replace(good, public="" if secured else KEY)
     for unusable in (downgraded, *(msgspec.structs.replace(good, address=a) for a in ("", "ipc:///somewhere"))):
         assert relays.answered(b"peer", unusable) == (b"late", None)
-    relays.own_source(attempt)
+    assert relays.own_source(attempt).address.startswith("tcp://127.0.0.1:")
     assert relays.answered(b"peer", good) is None, "the learner serves it by now"
-
-
-def test_a_peer_that_refused_is_asked_again(relays: Relays, snapshot: Snapshot) -> None:
-    refused, peer = fetch_of(snapshot), settled("refusing")
-    snapshot.sha256 = "known"
-    relays.ask(refused, peer)
-    assert relays.own_source(refused).address.startswith("tcp://127.0.0.1:")
-    refused.failed = True
-    relays.over(refused)
-    assert relays.peer_for(newcomer("late"), [peer], snapshot) is peer
+    attempt.failed, snapshot.sha256 = True, "known"
+    relays.over(attempt)
+    assert relays.peer_for(newcomer("late"), [peer], snapshot) is peer, "a peer that refused is asked again"
 
 
 class Formed:

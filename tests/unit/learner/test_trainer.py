@@ -30,6 +30,8 @@ def test_a_run_trains_and_commits_every_group_once_and_leaves_everything(make_wo
     assert [(line.step, line.policy_version) for line in found] == [(n, n + 1) for n in range(5)]
     assert all(line.groups == 2 and line.tokens_trained > 0 and line.nodes_live == 1 for line in found)
     assert found[-1].tokens_trained_total == sum(line.tokens_trained for line in found)
+    assert any(line.advantage_zero_fraction > 0 for line in found), "groups without signal are trained on"
+    assert all(line.groups_filtered == 0 for line in found)
     np.testing.assert_array_equal(world.final_table(), world.backend.table.detach().numpy())
     ledger = world.broker.ledger()
     assert [(entry.serial, entry.state) for entry in ledger] == [(n, "committed") for n in range(10)]
@@ -65,24 +67,20 @@ def test_the_metrics_tell_how_far_off_policy_a_step_was(make_world: MakeWorld) -
     assert 0 < last.effective_sample_fraction <= 1
 
 
-def test_every_version_but_the_last_is_published_and_the_canary_is_the_published_policy(make_world: MakeWorld) -> None:
-    world = make_world(run={"steps": 5}, weights={"canary_every": 2})
-    world.run()
-    assert world.publisher.versions == [0, 1, 2, 3, 4]
-    assert sorted(world.publisher.canaries) == [0, 2, 4]
-    canary, table = world.publisher.canaries[4], world.publisher.tables[4]
-    expected = table.log_softmax(-1)[canary.tokens[:-1], canary.tokens[1:]]
-    np.testing.assert_allclose(canary.logprobs, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("owed", "versions"), [(False, [0]), (True, [0, 1, 2, 3])])
-def test_a_node_that_missed_the_canary_gets_one_with_the_next_publish(
-    make_world: MakeWorld, owed: bool, versions: list[int]
+@pytest.mark.parametrize(
+    ("every", "owed", "canaries"), [(2, False, [0, 2, 4]), (0, False, [0]), (0, True, [0, 1, 2, 3, 4])]
+)
+def test_every_version_but_the_last_is_published_with_a_canary_when_one_is_due_or_a_node_missed_it(
+    make_world: MakeWorld, every: int, owed: bool, canaries: list[int]
 ) -> None:
-    world = make_world(weights={"canary_every": 0})
+    world = make_world(run={"steps": 5}, weights={"canary_every": every})
     world.publisher.canary_owed = owed
     world.run()
-    assert sorted(world.publisher.canaries) == versions
+    assert world.publisher.versions == [0, 1, 2, 3, 4]
+    assert sorted(world.publisher.canaries) == canaries
+    canary, table = world.publisher.canaries[canaries[-1]], world.publisher.tables[canaries[-1]]
+    expected = table.log_softmax(-1)[canary.tokens[:-1], canary.tokens[1:]]
+    np.testing.assert_allclose(canary.logprobs, expected, rtol=1e-6)
 
 
 # ---------------------------------------------------------------- staleness
