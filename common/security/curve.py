@@ -134,7 +134,7 @@ def _set_keys(socket: "zmq.Socket[Any]", keys: KeyPair) -> None:
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
 
 
-_PROVEN: set[tuple[str, str]] = set()  # (server, public key) of all clients of this process that ever got in
+_PROVEN: set[tuple[str, str]] = set()  # (server, public key or "") of the clients here that ever got in
 
 
 class Handshakes:
@@ -150,7 +150,8 @@ class Handshakes:
         self._events.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's own thread
         self._events.connect(endpoint)
         self._broken: list[float] = []  # when connections broke since the last that did not, monotonic seconds
-        self._proven = (server, credential.public) in _PROVEN if credential is not None else False
+        self._us = (server, credential.public if credential is not None else "")
+        self._proven = self._us in _PROVEN
         self._refusal = ""
 
     def refusal(self) -> str:
@@ -162,13 +163,12 @@ class Handshakes:
 
     def suspicion(self) -> str:
         """The reason that `refusal` would give if connections kept breaking; '' when none broke. Never waits."""
-        return self.refusal() or (self._another_key() if self._broken else "")
+        return self.refusal() or (self._broken_off() if self._broken else "")
 
     def proven(self) -> None:
         """Note that both sides know each other: connections that break later have other reasons than keys."""
-        if not self._proven and self._credential is not None:
-            self._proven = True
-            _PROVEN.add((self._server, self._credential.public))
+        self._proven = True
+        _PROVEN.add(self._us)
 
     def close(self) -> None:
         """Stop watching. Call it before the socket is closed."""
@@ -189,17 +189,20 @@ class Handshakes:
             )
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # ZeroMQ does not try again after this
             self._refusal = self._mismatch(value)
-        elif event == _FAILED and who is not None and not self._proven:
+        elif event == _FAILED and not self._proven:
             self._broken.append(time.monotonic())
-            if len(self._broken) >= BROKEN_HANDSHAKES and self._broken[-1] - self._broken[0] >= BROKEN_S:
-                self._refusal = self._another_key()
+            often = len(self._broken) >= BROKEN_HANDSHAKES and self._broken[-1] - self._broken[0] >= BROKEN_S
+            if often and who is not None:  # without a key only a forwarder's other side may be missing for a while
+                self._refusal = self._broken_off()
 
-    def _another_key(self) -> str:
-        assert self._credential is not None
+    def _broken_off(self) -> str:
+        """Why handshakes break; also a side with other keys, whose reset overtakes its greeting."""
+        who, forwards = self._credential, "or it only forwards connections to something that is down"
+        if who is None:
+            return f"{self._mismatch(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)}, {forwards}"
         return (
-            f"{self._server} refused this key: it has no keys, or another one than the credential of "
-            f"{self._credential.role} {self._credential.name!r} names (are both from one key folder?), or it only "
-            "forwards connections to something that is down"
+            f"{self._server} refused this key: it has no keys, or another one than the credential of {who.role} "
+            f"{who.name!r} names (are both from one key folder?), {forwards}"
         )
 
     def _mismatch(self, value: int) -> str:

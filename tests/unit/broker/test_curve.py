@@ -1,7 +1,9 @@
 """A broker with keys: who gets in, whose node an id is, and what one is told who does not get in."""
 
 import asyncio
+import contextlib
 import socket
+import struct
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -85,6 +87,28 @@ def test_a_side_without_a_key_is_not_talked_to_and_the_other_says_what_to_set(ke
         told = pytest.raises(UsageError, match=said)
         with secured(here) as server, connect(access(server, "observer", there)) as observer, told:
             observer.status()
+
+
+@pytest.mark.parametrize(("mine", "said"), [(False, "asks for a key and this client has none"), (True, "has no keys")])
+def test_a_side_that_resets_before_its_greeting_arrives_may_be_one_with_other_keys(
+    keys: Path, mine: bool, said: str
+) -> None:
+    """ZeroMQ tells a client nothing then; a broker that takes silence for death would take a living one's place."""
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as at_end:
+        pool.submit(_reset_every_connection, listener)
+        at_end.callback(listener.shutdown, socket.SHUT_RDWR)
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        reached = Access(address=address, role="observer", deadline_s=3.0, credentials=str(keys) if mine else None)
+        with connect(reached) as observer, pytest.raises(UsageError, match=said):
+            observer.status()
+
+
+def _reset_every_connection(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the listener was shut down
+        while True:
+            accepted = listener.accept()[0]
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            accepted.close()
 
 
 def test_a_connection_that_was_good_once_is_not_given_up_when_a_forwarder_has_nobody_to_forward_to(keys: Path) -> None:
