@@ -29,66 +29,65 @@ class Looker:
         return self.limit.look(seen, self._at_s, taken)
 
 
-async def hold(slots: Slots, name: str, order: list[str], until: asyncio.Event) -> None:
-    async with slots:
-        order.append(name)
-        await until.wait()
+class Holders:
+    """Tasks that take a slot each and keep it until `done`; `order` is that in which they got one."""
+
+    def __init__(self, limit: int) -> None:
+        self.slots, self.order, self.done = Slots(limit), list[str](), asyncio.Event()
+
+    async def hold(self, name: str) -> None:
+        async with self.slots:
+            self.order.append(name)
+            await self.done.wait()
+
+    async def begin(self, names: str) -> list[asyncio.Task[None]]:
+        tasks = [asyncio.create_task(self.hold(name)) for name in names]
+        await asyncio.sleep(0.01)
+        return tasks
 
 
 async def test_slots_are_given_in_the_order_of_asking() -> None:
-    slots, order, done = Slots(2), [], asyncio.Event()
-    tasks = [asyncio.create_task(hold(slots, name, order, done)) for name in "abcd"]
-    await asyncio.sleep(0.01)
-    assert (order, slots.taken) == (["a", "b"], 2)
-    done.set()
+    holders = Holders(2)
+    tasks = await holders.begin("abcd")
+    assert (holders.order, holders.slots.taken) == (["a", "b"], 2)
+    holders.done.set()
     await asyncio.gather(*tasks)
-    assert (order, slots.taken) == (["a", "b", "c", "d"], 0)
+    assert (holders.order, holders.slots.taken) == (["a", "b", "c", "d"], 0)
 
 
 async def test_a_higher_limit_lets_in_those_who_wait_and_a_lower_one_stops_nobody() -> None:
-    slots, order, done = Slots(1), [], asyncio.Event()
-    tasks = [asyncio.create_task(hold(slots, name, order, done)) for name in "abc"]
+    holders = Holders(1)
+    first, second, third = await holders.begin("abc")
+    holders.slots.resize(3)
     await asyncio.sleep(0.01)
-    slots.resize(3)
-    await asyncio.sleep(0.01)
-    assert order == ["a", "b", "c"]
-    slots.resize(1)
-    assert slots.taken == 3
-    late = asyncio.create_task(hold(slots, "d", order, done))
-    tasks[0].cancel()
-    tasks[1].cancel()
-    await asyncio.sleep(0.01)
-    assert (order, slots.taken) == (["a", "b", "c"], 1)
-    done.set()
-    await asyncio.gather(tasks[2], late)
-    assert order[-1] == "d"
+    assert holders.order == ["a", "b", "c"]
+    holders.slots.resize(1)
+    assert holders.slots.taken == 3
+    first.cancel()
+    second.cancel()
+    (late,) = await holders.begin("d")
+    assert (holders.order, holders.slots.taken) == (["a", "b", "c"], 1)
+    holders.done.set()
+    await asyncio.gather(third, late)
+    assert holders.order[-1] == "d"
 
 
-async def test_an_asker_that_gives_up_loses_no_place() -> None:
-    slots, order, done = Slots(1), [], asyncio.Event()
-    first = asyncio.create_task(hold(slots, "a", order, done))
-    await asyncio.sleep(0.01)
-    second = asyncio.create_task(hold(slots, "b", order, done))
-    third = asyncio.create_task(hold(slots, "c", order, done))
-    await asyncio.sleep(0.01)
+async def test_an_asker_that_gives_up_loses_no_place_also_when_it_was_given_a_slot_at_that_moment() -> None:
+    holders = Holders(1)
+    first, second, third = await holders.begin("abc")
     second.cancel()
     first.cancel()  # its slot goes to `second`, or past it, in the same turn of the loop
     await asyncio.sleep(0.01)
-    done.set()
+    holders.done.set()
     await third
-    assert (order, slots.taken) == (["a", "c"], 0)
-
-
-async def test_a_slot_given_to_an_asker_that_is_cancelled_at_that_moment_goes_on_to_the_next() -> None:
-    slots, order, done = Slots(0), [], asyncio.Event()
-    second = asyncio.create_task(hold(slots, "b", order, done))
-    third = asyncio.create_task(hold(slots, "c", order, done))
-    await asyncio.sleep(0.01)
-    slots.resize(1)  # given to `b`, which has not run since
+    assert (holders.order, holders.slots.taken) == (["a", "c"], 0)
+    holders = Holders(0)
+    second, third = await holders.begin("bc")
+    holders.slots.resize(1)  # given to `b`, which has not run since
     second.cancel()
     await asyncio.sleep(0.01)
-    assert (order, slots.taken) == (["c"], 1)
-    done.set()
+    assert (holders.order, holders.slots.taken) == (["c"], 1)
+    holders.done.set()
     await third
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -112,9 +111,10 @@ def test_options_and_seed_reach_the_constructor_and_an_observation_of_token_ids_
 
 @pytest.mark.parametrize("where", ["__init__", "reset", "step"])
 @pytest.mark.parametrize(
-    "error", [RuntimeError("boom"), TimeoutError("boom"), SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()]
+    "error",
+    [RuntimeError("x" * 10**6), TimeoutError(), SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()],
 )
-def test_an_environment_that_raises_fails_its_sample_with_a_reason(where: str, error: BaseException) -> None:
+def test_an_environment_that_raises_fails_its_sample_with_a_short_reason(where: str, error: BaseException) -> None:
     async def bad(self: Any, *_: Any) -> Any:
         raise error
 
@@ -126,6 +126,7 @@ def test_an_environment_that_raises_fails_its_sample_with_a_reason(where: str, e
     sample = play(driver, {})
     assert sample.stop_reason == "environment_error"
     assert (sample.error is not None and "raise" in sample.error) or "cancelled itself" in str(sample.error)
+    assert len(str(sample.error)) < 600
     assert play(make_driver(ScriptedSampler(lambda _: say(" =3")), Addition), SUM).reward == 1.0
 
 
@@ -148,19 +149,6 @@ def test_an_answer_that_makes_no_sense_fails_the_sample(result: Any, reason: str
 
     sample = play(make_driver(ScriptedSampler(lambda _: say("x")), Nonsense), {})
     assert sample.stop_reason == "environment_error" and reason in str(sample.error)
-
-
-def test_a_hanging_environment_times_out_and_keeps_what_was_sampled() -> None:
-    class Hangs(Base):
-        async def step(self, action: Action) -> StepResult:
-            await asyncio.sleep(60)
-            return StepResult()
-
-    started = time.monotonic()
-    sample = play(make_driver(ScriptedSampler(in_turn(say("x"))), Hangs, timeout_s=0.1), {})
-    assert time.monotonic() - started < 50
-    assert (sample.stop_reason, text_of(sample, 1)) == ("timeout", "x" + chr(EOS))
-    assert "within 0.1 s" in str(sample.error)
 
 
 async def test_a_blocking_environment_does_not_stop_the_event_loop() -> None:

@@ -10,7 +10,8 @@ from common.config.schema import LimitsConfig, TasksConfig
 from common.rollouts import Sample
 from rollout_fleet.environments.description import check_environment
 from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
-from tests.unit.rollout_fleet.fleet_fakes import EOS, Base, ScriptedSampler, in_turn, make_driver, say
+from tests.unit.rollout_fleet.fleet_fakes import EOS, Base, ScriptedSampler, in_turn, make_driver, say, text_of
+from tests.waiting import LIMIT_S
 
 
 def play(environment: type, limits: Limits | None = None, turns: int = 3, **more: Any) -> Sample:
@@ -18,15 +19,25 @@ def play(environment: type, limits: Limits | None = None, turns: int = 3, **more
     return asyncio.run(make_driver(ScriptedSampler(answers), environment, limits=limits, **more).run({}, 7))
 
 
-@pytest.mark.parametrize("where", ["reset", "step"])
-def test_a_reset_or_a_step_that_takes_too_long_fails_the_sample_with_its_own_reason(where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "limits", "reason", "why", "sampled"),
+    [
+        ("reset", Limits(reset_s=0.1), "environment_timeout", "reset took longer than 0.1 s", ""),
+        ("step", Limits(step_s=0.1), "environment_timeout", "step took longer than 0.1 s", "ab" + chr(EOS)),
+        ("step", None, "timeout", "within 0.1 s", "ab" + chr(EOS)),
+    ],
+    ids=["reset", "step", "episode"],
+)
+def test_what_takes_too_long_fails_the_sample_with_its_own_reason_and_keeps_what_was_sampled(
+    where: str, limits: Limits | None, reason: str, why: str, sampled: str
+) -> None:
     async def slow(self: Any, *_: Any) -> Any:
         await asyncio.sleep(60)
 
     started = time.monotonic()
-    sample = play(type("Slow", (Base,), {where: slow}), Limits(reset_s=0.1, step_s=0.1))
+    sample = play(type("Slow", (Base,), {where: slow}), limits, timeout_s=LIMIT_S if limits else 0.1)
     assert time.monotonic() - started < 50
-    assert (sample.stop_reason, sample.error) == ("environment_timeout", f"{where} took longer than 0.1 s")
+    assert (sample.stop_reason, text_of(sample, 1)) == (reason, sampled) and why in str(sample.error)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +71,6 @@ def test_a_turn_that_the_environment_does_not_want_trained_is_out_of_the_loss_an
     assert sample.behavior_logprobs.numpy()[6:9].tolist() == [0.0, 0.0, 0.0]
     assert sample.turn_rewards == [1.0, 2.0, 3.0]
     assert sample.token_versions()[[2, 10]].tolist() == [0, 2]
-
-
-def test_an_endless_error_message_is_cut() -> None:
-    class Complains(Base):
-        async def step(self, action: Action) -> StepResult:
-            raise RuntimeError("x" * 1_000_000)
-
-    assert len(str(play(Complains).error)) < 600
 
 
 async def test_no_more_episodes_of_a_class_run_than_it_allows_and_waiting_does_not_count_against_their_time() -> None:

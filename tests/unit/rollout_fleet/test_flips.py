@@ -142,29 +142,28 @@ class Steps:
         return self.clock.step(running, recomputed)
 
 
-@pytest.mark.parametrize("took_s", [(0.05, 0.01), (0.01, 0.05)], ids=["at once", "batches in flight"])
-def test_what_a_step_or_the_one_after_takes_longer_for_preempted_requests_is_lost(took_s: tuple[float, float]) -> None:
+Part = tuple[tuple[float, ...], dict[str, int], Any]
+PREEMPTED, LOST, NOTHING = {"recomputed": 400}, pytest.approx(0.04), pytest.approx(0.0, abs=1e-6)
+LOSSES: dict[str, list[Part]] = {
+    "at once": [((0.05, 0.01), PREEMPTED, LOST), ((0.02,), {}, 0.0)],
+    "batches in flight": [((0.01, 0.05), PREEMPTED, LOST), ((0.02,), {}, 0.0)],
+    "a larger batch is no loss and a pause is no step": [
+        ((0.02,) * 200, {}, NOTHING), ((0.06,), PREEMPTED, pytest.approx(0.04, rel=0.01)),
+        ((0.02, 5.0), {}, NOTHING), ((0.06,), PREEMPTED, pytest.approx(0.04, rel=0.1)),
+    ],
+    "more tokens than a step takes are computed again in the steps after": [
+        ((0.05,) * 4, {"recomputed": 3500}, pytest.approx(0.16)), ((0.01,), {}, NOTHING), ((0.05,), {}, 0.0),
+    ],
+    "an idle engine loses nothing": [((0.01,), {"running": 0}, 0.0), ((60.0,), PREEMPTED, 0.0), ((0.01,), {}, NOTHING)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", LOSSES.values(), ids=LOSSES)
+def test_what_steps_take_longer_for_preempted_requests_is_lost(parts: list[Part]) -> None:
+    """A part: the times of its steps, what its first one reports, and what is lost in all of them."""
     steps = Steps()
-    assert steps.step(took_s[0], recomputed=400) + steps.step(took_s[1]) == pytest.approx(0.04)
-    assert steps.step(0.02) == 0.0  # an ordinary one again
-
-
-def test_a_larger_batch_is_no_loss_and_a_pause_is_no_step() -> None:
-    steps = Steps()
-    for _ in range(200):
-        steps.step(0.02)
-    assert steps.step(0.06, recomputed=400) == pytest.approx(0.04, rel=0.01)
-    steps.step(0.02)
-    steps.step(5.0)  # a pause
-    assert steps.step(0.06, recomputed=400) == pytest.approx(0.04, rel=0.1)
-
-
-def test_more_tokens_than_a_step_takes_are_computed_again_in_the_steps_after() -> None:
-    steps = Steps()
-    lost = steps.step(0.05, recomputed=3500) + sum(steps.step(0.05) for _ in range(3))
-    assert lost == pytest.approx(0.16)
-    assert steps.step(0.01) == pytest.approx(0.0)  # the one after, in case that batches are in flight
-    assert steps.step(0.05) == 0.0  # an ordinary one again
+    for (first, *later), told, lost in parts:
+        assert steps.step(first, **told) + sum(map(steps.step, later)) == lost, (first, *later)
 
 
 @pytest.mark.parametrize("marks", [(2, 2), (1, 2), (1, 1)])
@@ -178,10 +177,3 @@ def test_a_step_with_a_flip_in_it_is_no_loss(marks: tuple[int, int]) -> None:
     steps.half_flips = 2
     steps.step(0.01)
     assert steps.step(0.05, recomputed=400) == pytest.approx(0.04), "it is not taken for the usual either"
-
-
-def test_an_idle_engine_loses_nothing() -> None:
-    steps = Steps()
-    steps.step(0.01, running=0)
-    assert steps.step(60.0, recomputed=400) == 0.0
-    assert steps.step(0.01) == pytest.approx(0.0)

@@ -24,6 +24,16 @@ class Clock:
         return self.now
 
 
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def status(clock: Clock) -> OwnStatus:
+    return OwnStatus("n", clock)
+
+
 @pytest.mark.parametrize(
     ("weights", "learner", "episodes", "starting", "leased", "state", "waiting_on"),
     [
@@ -46,21 +56,15 @@ def test_the_explanation_names_who_unblocks_the_node(
     assert explain(weights, learner, episodes, starting, leased, run) == (state, waiting_on)
 
 
-def test_since_counts_from_the_change_of_state_not_of_reason() -> None:
-    clock = Clock()
-    status = OwnStatus("n", clock)
-    clock.now = 5.0
-    status.show("waiting", "a")
-    clock.now = 7.0
-    status.show("waiting", "b")
+def test_since_counts_from_the_change_of_state_not_of_reason(clock: Clock, status: OwnStatus) -> None:
+    for clock.now, reason in ((5.0, "a"), (7.0, "b")):
+        status.show("waiting", reason)
     clock.now = 9.0
     report = status.report()
     assert (report.state, report.waiting_on, report.since_s) == ("waiting", "b", 4.0)
 
 
-def test_a_report_carries_engine_weights_groups_and_waste() -> None:
-    clock = Clock()
-    status = OwnStatus("n", clock)
+def test_a_report_carries_engine_weights_groups_and_waste(clock: Clock, status: OwnStatus) -> None:
     weights = WeightsState(version=3, incarnation=1, flips=4, stall_s=0.5, canary_max_difference=0.01)
     counters = EngineCounters(100, kv_cache_usage=0.75, preemptions=3, prompt_tokens=200, cached_tokens=150)
     status.measure(weights, counters, ["a", "b"])
@@ -79,11 +83,14 @@ def test_a_report_carries_engine_weights_groups_and_waste() -> None:
     assert (report.groups, report.concurrency) == ([GroupWork(4, 8, finished=2)], 24)
 
 
-def test_waiting_counts_the_time_without_work_also_while_it_lasts() -> None:
-    clock = Clock()
-    status = OwnStatus("n", clock)
-    for now, state in ((1.0, "joining"), (3.0, "waiting"), (3.5, "generating"), (7.0, "flipping"), (8.0, "waiting")):
-        clock.now = now
+def test_waiting_counts_the_time_without_work_also_while_it_lasts(clock: Clock, status: OwnStatus) -> None:
+    for clock.now, state in (
+        (1.0, "joining"),
+        (3.0, "waiting"),
+        (3.5, "generating"),
+        (7.0, "flipping"),
+        (8.0, "waiting"),
+    ):
         status.show(state)
     clock.now = 8.25
     for _ in range(2):
@@ -93,17 +100,13 @@ def test_waiting_counts_the_time_without_work_also_while_it_lasts() -> None:
     assert status.report().waste["waiting"] == Waste(0, 2.75)
 
 
-def test_the_rate_covers_the_time_since_the_last_report() -> None:
-    clock = Clock()
-    status = OwnStatus("n", clock)
-    for now, tokens, rate in ((1.0, 100, 100.0), (3.0, 120, 10.0), (3.1, 500, 10.0), (4.0, 500, 380.0)):
-        clock.now = now
+def test_the_rate_covers_the_time_since_the_last_report(clock: Clock, status: OwnStatus) -> None:
+    for clock.now, tokens, rate in ((1.0, 100, 100.0), (3.0, 120, 10.0), (3.1, 500, 10.0), (4.0, 500, 380.0)):
         status.measure(HELD, EngineCounters(tokens_generated=tokens), [])
         assert status.report().tokens_per_s == pytest.approx(rate)
 
 
-def test_patience_ends_after_the_limit_and_any_answer_renews_it() -> None:
-    clock = Clock()
+def test_patience_ends_after_the_limit_and_any_answer_renews_it(clock: Clock) -> None:
     patience = BrokerTimeout(60.0, "tcp://x", clock)
     patience.failed(RuntimeError("silent"))
     clock.now = 59.0
@@ -116,15 +119,12 @@ def test_patience_ends_after_the_limit_and_any_answer_renews_it() -> None:
         patience.failed(RuntimeError("silent"))
 
 
-def test_stages_count_from_the_start_of_the_process_and_only_once() -> None:
-    now = [100.0]
-    before = time.time()
-    timer = JoinTimer(3.0, lambda: now[0])
+def test_stages_count_from_the_start_of_the_process_and_only_once(clock: Clock) -> None:
+    clock.now, before = 100.0, time.time()
+    timer = JoinTimer(3.0, clock)
     assert before - 3.0 <= timer.times.started_s <= time.time() - 3.0
-    now[0] = 101.5
-    assert timer.reached("registered")
-    now[0] = 110.0
-    assert timer.reached("engine")
+    for clock.now, stage in ((101.5, "registered"), (110.0, "engine")):
+        assert timer.reached(stage)
     assert not timer.reached("registered")
     assert (timer.times.registered, timer.times.engine, timer.times.staged) == (4.5, 13.0, 0.0)
 

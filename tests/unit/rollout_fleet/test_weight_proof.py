@@ -47,24 +47,6 @@ def published(model: Model) -> tuple[Layout, torch.Tensor]:
     return layout, packing.pack(named, layout)
 
 
-def test_what_the_parameters_hold_has_the_published_checksum_and_padded_rows_do_not_matter() -> None:
-    model = Model()
-    layout, flat = published(model)
-    assert weight_proof.checksum(model, layout) == packing.checksum(flat)
-    with torch.no_grad():
-        model.embed.weight[50:] = float("nan")
-    assert weight_proof.checksum(model, layout) == packing.checksum(flat)
-
-
-@pytest.mark.parametrize("row", [0, 8, 11])
-def test_one_changed_element_of_any_part_changes_it(row: int) -> None:
-    model = Model()
-    layout, flat = published(model)
-    with torch.no_grad():
-        model.attn.qkv_proj.weight[row, 3] += 1e-6
-    assert weight_proof.checksum(model, layout) != packing.checksum(flat)
-
-
 class Experts(nn.Module):
     """Stacked experts as an engine has them: 3 of hidden size 4 and intermediate size 5, padded to 6."""
 
@@ -94,24 +76,34 @@ def published_experts(model: Sparse) -> tuple[Layout, torch.Tensor]:
     return layout, packing.pack([(n, t.contiguous()) for n, t in named], layout)
 
 
-def test_every_expert_is_read_out_of_the_stacked_and_padded_ones() -> None:
-    model = Sparse()
-    layout, flat = published_experts(model)
-    with torch.no_grad():
-        model.experts.routed_experts.w13_weight[:, [5, 11]] = float("nan")
-        model.experts.routed_experts.w2_weight[:, :, 5] = float("nan")
+W13, W2 = "experts.routed_experts.w13_weight", "experts.routed_experts.w2_weight"
+CASES: dict[str, tuple[Any, ...]] = {  # model, what it publishes, its padding, elements of each published part
+    "fused": (
+        Model, published, [("embed.weight", slice(50, None))], [("attn.qkv_proj.weight", (n, 3)) for n in (0, 8, 11)],
+    ),
+    "experts": (
+        Sparse, published_experts, [(W13, (slice(None), [5, 11])), (W2, (slice(None), slice(None), 5))],
+        [(W13, (1, 0, 0)), (W13, (2, 10, 3)), (W2, (0, 3, 4))],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "publish", "padding", "elements"), CASES.values(), ids=CASES)
+def test_parameters_have_the_published_checksum_which_any_element_changes_but_padding_does_not(
+    make: Any, publish: Any, padding: list[tuple[str, Any]], elements: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    model = make()
+    layout, flat = publish(model)
     assert weight_proof.checksum(model, layout) == packing.checksum(flat)
-
-
-@pytest.mark.parametrize(
-    ("name", "place"), [("w13_weight", (1, 0, 0)), ("w13_weight", (2, 10, 3)), ("w2_weight", (0, 3, 4))]
-)
-def test_one_changed_element_of_any_expert_changes_it(name: str, place: tuple[int, int, int]) -> None:
-    model = Sparse()
-    layout, flat = published_experts(model)
-    with torch.no_grad():
-        getattr(model.experts.routed_experts, name)[place] += 1e-6
-    assert weight_proof.checksum(model, layout) != packing.checksum(flat)
+    for name, place in padding:
+        model.get_parameter(name).data[place] = float("nan")
+    assert weight_proof.checksum(model, layout) == packing.checksum(flat)
+    for name, place in elements:
+        weight = model.get_parameter(name).data
+        before = weight[place].item()
+        weight[place] += 1e-6
+        assert weight_proof.checksum(model, layout) != packing.checksum(flat), (name, place)
+        weight[place] = before
 
 
 @pytest.mark.parametrize(
