@@ -14,7 +14,7 @@ import pytest
 from common.errors import SlipstreamError
 from learner.checkpoint import folder as checkpointing
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState, read_checkpoint
-from tests.unit.learner.loop_fakes import MakeWorld
+from tests.unit.learner.loop_fakes import Killed, MakeWorld, World
 
 
 def state(version: int) -> TrainerState:
@@ -42,23 +42,13 @@ def test_the_newest_complete_checkpoint_comes_back_with_its_state(tmp_path: Path
     assert [p.name for p in folder.steps().values()] == ["step-000009", "step-000020", "step-1000000"]
 
 
-def test_an_unfinished_checkpoint_is_never_found_and_is_removed(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path, keep=5)
-    write(folder, 2)
-    (folder.begin(4)).mkdir()
-    assert folder.newest()[1].policy_version == 2
-    assert folder.remove_incomplete() == [folder.scratch(4).name]
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000002"]
-
-
 def test_what_a_replaced_learner_completed_late_gives_way(tmp_path: Path) -> None:
     """It finished version 4 after its successor had looked; the successor's own version 4 is the one that counts."""
     folder = CheckpointFolder(tmp_path, keep=5)
     (write(folder, 4) / "model" / "weights").write_bytes(b"late")
     path = write(folder, 4)
     assert (path / "model" / "weights").read_bytes() == b"wwww"
-    assert [p.name for p in folder.steps().values()] == ["step-000004"]
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
+    assert [p.name for p in folder.steps().values()] == [p.name for p in tmp_path.iterdir()] == ["step-000004"]
 
 
 def test_a_replaced_learner_that_wakes_up_names_no_half_written_checkpoint_of_its_successor(tmp_path: Path) -> None:
@@ -75,13 +65,16 @@ def test_a_replaced_learner_that_wakes_up_names_no_half_written_checkpoint_of_it
     assert read_checkpoint(successor.finish(state(4))).files == {"weights": 4}
 
 
-def test_the_newest_are_kept_and_other_files_left_alone(tmp_path: Path) -> None:
+def test_the_newest_are_kept_an_unfinished_one_is_never_found_and_removed_and_other_files_stay(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     folder = CheckpointFolder(tmp_path, keep=2)
     for version in (1, 2, 3):
         folder.begin(version).mkdir()  # the remains of a killed learner are overwritten
         write(folder, version)
     assert folder.remove_incomplete() == []
+    folder.begin(4).mkdir()
+    assert folder.newest()[1].policy_version == 3
+    assert folder.remove_incomplete() == [folder.scratch(4).name]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "step-000002", "step-000003"]
 
 
@@ -180,28 +173,44 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_begun(make_world: MakeWor
     assert not np.array_equal(saved, world.publisher.tables[3].numpy())
 
 
-def test_a_kill_while_a_checkpoint_is_written_resumes_from_the_one_before(make_world: MakeWorld) -> None:
-    world = make_world(run={"steps": 6}, learner=saving())
+def kill_while_it_is_written(world: World) -> None:
     world.backend.fail_at = 5
     world.backend.polls_to_write = 2  # the checkpoint of version 4 is never asked about again
     world.run_killed()
+
+
+def kill_half_way(world: World) -> None:
+    start = world.backend.start_checkpoint
+
+    def half(path: Path) -> None:
+        if not world.broker.commits:
+            return start(path)
+        path.mkdir()
+        (path / "table.npy").write_bytes(b"half")
+        raise Killed
+
+    world.backend.start_checkpoint = half
+    world.run_killed()
+
+
+def fill_the_disk(world: World) -> None:
+    finish = world.lead.files.finish_checkpoint
+    world.lead.files.finish_checkpoint = lambda state: (finish(state), setattr(world.backend, "disk_full", True))
+    with pytest.raises(SlipstreamError, match="no space left"):
+        world.run()
+
+
+@pytest.mark.parametrize("end", [kill_while_it_is_written, kill_half_way, fill_the_disk])
+def test_a_run_whose_checkpoint_is_not_finished_resumes_from_the_one_before(
+    make_world: MakeWorld, end: Callable[[World], None]
+) -> None:
+    world = make_world(run={"steps": 6}, learner=saving())
+    end(world)
     assert [step for step, _ in world.broker.commits] == [1]
     again = world.restart()
     assert again.trainer.version == 2
     assert again.run() == "done"
     assert {entry.state for entry in again.broker.ledger()} == {"committed"}
-
-
-def test_a_full_disk_stops_the_run_and_keeps_the_checkpoint_before(make_world: MakeWorld) -> None:
-    world = make_world(run={"steps": 6}, learner=saving())
-    finish = world.lead.files.finish_checkpoint
-    world.lead.files.finish_checkpoint = lambda state: (finish(state), setattr(world.backend, "disk_full", True))
-    with pytest.raises(SlipstreamError, match="no space left"):
-        world.run()
-    assert [step for step, _ in world.broker.commits] == [1]
-    again = world.restart()
-    assert again.trainer.version == 2
-    assert again.run() == "done"
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_its_reason(make_world: MakeWorld) -> None:

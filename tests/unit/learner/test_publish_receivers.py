@@ -118,7 +118,7 @@ def test_in_every_state_a_message_counts_a_node_can_leave_and_one_whose_proof_fa
     assert (excluded.state, excluded.reason, excluded.attempt, actions) == (S.EXCLUDED, "the proof failed", None, ())
 
 
-def test_a_broadcast_begins_with_what_the_node_still_has_to_know() -> None:
+def test_a_broadcast_begins_with_what_the_node_lacks_and_a_fetch_at_the_learner_unless_a_peer_was_asked() -> None:
     fresh, actions = step(newcomer("a"), Begin(BROADCAST, SNAPSHOT.layout, rank=2), NOW)
     assert (fresh.state, fresh.welcomed, fresh.attempt) == (S.STAGING, True, BROADCAST)
     told = [action.message for action in actions if isinstance(action, Send)]
@@ -127,25 +127,17 @@ def test_a_broadcast_begins_with_what_the_node_still_has_to_know() -> None:
     again, actions = step(at(S.IDLE), Begin(BROADCAST, SNAPSHOT.layout), NOW)
     assert actions == (Send(BROADCAST.publish),), "it knows the layout and the group"
     assert (again.version, again.base) == (3, -1), "its staging buffer may be half written from here on"
+    for asks, state, expected in ((True, S.ASKING, ()), (False, S.STAGING, (Fetch(None),))):
+        after, actions = step(at(S.IDLE), Begin(FETCH, SNAPSHOT.layout, asks=asks), NOW)
+        assert (after.state, actions) == (state, expected)
 
 
-@pytest.mark.parametrize(("asks", "state", "actions"), [(True, S.ASKING, ()), (False, S.STAGING, (Fetch(None),))])
-def test_a_fetch_begins_at_the_learner_unless_a_peer_was_asked(
-    asks: bool, state: State, actions: tuple[Action, ...]
-) -> None:
-    after, found = step(at(S.IDLE), Begin(FETCH, SNAPSHOT.layout, asks=asks), NOW)
-    assert (after.state, found) == (state, actions)
-
-
-def test_an_active_node_is_settled_and_its_buffer_is_a_base() -> None:
+def test_an_active_node_is_settled_with_a_base_and_excluded_if_it_runs_other_weights_than_were_sent() -> None:
     flipping = replace(newcomer("a"), state=S.FLIPPING, attempt=BROADCAST, route=Route(2, 4))
     after, actions = step(flipping, msgspec.structs.replace(ACTIVE, canary_max_difference=0.25), NOW)
     assert (after.settled, after.version, after.base, after.canary_version) == (True, 4, 4, 4)
     assert after.route.failures == 0 and actions == (NoteActive(0.25),)
-
-
-def test_a_node_that_runs_other_weights_than_were_sent_is_excluded() -> None:
-    after, _ = step(at(S.FLIPPING), messages.Active("a", 0, 4, 0.1, "other"), NOW)
+    after, _ = step(flipping, messages.Active("a", 0, 4, 0.1, "other"), NOW)
     assert after.state is S.EXCLUDED and "other weights" in after.reason
     assert step(after, TICK, 1.0) == (after, ())
 

@@ -24,10 +24,10 @@ class Characters:
         return {"input_ids": [[ord(c) for c in part] for part in text]}
 
 
-def dataset(folder: Path, *rows: str, shuffle: bool = False) -> SftDataset:
+def dataset(folder: Path, *rows: str, tokenizer: Any = None, shuffle: bool = False) -> SftDataset:
     path = folder / "rows.jsonl"
     path.write_text("\n".join(rows) + "\n")
-    return SftDataset(path, Characters(), seed=0, shuffle=shuffle)
+    return SftDataset(path, tokenizer or Characters(), seed=0, shuffle=shuffle)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,6 @@ def test_every_trained_segment_ends_with_the_end_token_and_others_do_not(
 ) -> None:
     (document,) = dataset(tmp_path, row).documents([0])
     assert (document.tokens.tolist(), document.loss_mask.tolist()) == (tokens, mask)
-
-
-def test_rows_keep_their_own_segments(tmp_path: Path) -> None:
-    rows = dataset(tmp_path, '{"prompt": "a", "completion": "b"}', '{"segments": [["c", 0], ["d", 0], ["e", 1]]}')
-    assert [d.tokens.tolist() for d in rows.documents([1, 0])] == [[99, 100, 101, EOS], [97, 98, EOS]]
 
 
 def test_steps_walk_through_the_epochs_and_shuffled_ones_have_every_row_once(tmp_path: Path) -> None:
@@ -124,11 +119,10 @@ def chat_row(talk: list[tuple[str, str]] = TALK, **more: object) -> str:
     return json.dumps({"messages": [{"role": role, "content": content} for role, content in talk], **more})
 
 
-def said(template: str, folder: Path, row: str, **options: Any) -> tuple[str, list[str]]:
+def said(template: str | None, folder: Path, row: str) -> tuple[str, list[str]]:
     """(whole text, runs of trained text) of one row."""
-    path, tokenizer = folder / "rows.jsonl", tokenizer_with(template, **options)
-    path.write_text(row + "\n")
-    (document,) = SftDataset(path, tokenizer, seed=0, shuffle=False).documents([0])
+    tokenizer = tokenizer_with(template)
+    (document,) = dataset(folder, row, tokenizer=tokenizer).documents([0])
     runs: list[list[int]] = [[]]
     for token, trained in zip(document.tokens.tolist(), document.loss_mask.tolist(), strict=True):
         if trained:
@@ -156,9 +150,7 @@ def test_tools_and_their_answers_pass_through_untrained(tmp_path: Path) -> None:
 def test_the_prompt_has_the_tokens_that_the_model_sees_when_it_is_asked(tmp_path: Path) -> None:
     talk = [("user", "a"), ("assistant", "Hi")]
     tokenizer = tokenizer_with(CHATML, merges=("\nH",))  # would join the header with the answer
-    path = tmp_path / "rows.jsonl"
-    path.write_text(chat_row(talk) + "\n")
-    (document,) = SftDataset(path, tokenizer, seed=0, shuffle=False).documents([0])
+    (document,) = dataset(tmp_path, chat_row(talk), tokenizer=tokenizer).documents([0])
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)["input_ids"]
     assert document.tokens[: len(asked)].tolist() == asked
     assert not document.loss_mask[: len(asked)].any() and document.loss_mask[len(asked)]
@@ -185,15 +177,16 @@ def test_a_conversation_that_cannot_be_learnt_from_is_refused_by_name(
     tmp_path: Path, template: str | None, row: str, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        said(template, tmp_path, row)  # type: ignore[arg-type]
+        said(template, tmp_path, row)
 
 
-def test_chat_rows_and_others_may_be_mixed(tmp_path: Path) -> None:
-    path, tokenizer = tmp_path / "rows.jsonl", tokenizer_with(CHATML)
-    path.write_text(chat_row(TALK[:3]) + '\n{"prompt": "a", "completion": "b"}\n')
-    plain, chat = SftDataset(path, tokenizer, seed=0, shuffle=False).documents([1, 0])
-    assert tokenizer.decode(plain.tokens.tolist()) == "ab<|im_end|>"
-    assert tokenizer.decode(chat.tokens.tolist()).startswith("<|im_start|>system\nBe brief.")
+def test_rows_of_all_kinds_may_be_mixed_and_keep_their_own_segments(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(CHATML)
+    others = ('{"prompt": "a", "completion": "b"}', '{"segments": [["c", 0], ["d", 0], ["e", 1]]}')
+    found = dataset(tmp_path, chat_row(TALK[:3]), *others, tokenizer=tokenizer).documents([2, 1, 0])
+    *plain, chat = (tokenizer.decode(document.tokens.tolist()) for document in found)
+    assert plain == ["cde<|im_end|>", "ab<|im_end|>"]
+    assert chat.startswith("<|im_start|>system\nBe brief.")
 
 
 def test_a_row_nested_too_deeply_and_one_with_nothing_to_predict_are_named_by_their_line(tmp_path: Path) -> None:

@@ -215,21 +215,6 @@ def test_a_checkpoint_behind_what_the_broker_committed_is_refused_before_anythin
         world.restart()
 
 
-def test_a_half_written_checkpoint_is_ignored(make_world: MakeWorld) -> None:
-    world = make_world(run={"steps": 6})
-
-    def half(path: Path) -> None:
-        path.mkdir()
-        (path / "table.npy").write_bytes(b"half")
-        die()
-
-    world.backend.start_checkpoint = half
-    world.run_killed()
-    again = world.restart()
-    assert again.trainer.version == 0
-    assert again.run() == "done"
-
-
 def test_a_run_that_is_done_exports_its_model_again_without_training(make_world: MakeWorld) -> None:
     world = make_world()
     world.run()

@@ -148,18 +148,6 @@ async def test_without_weights_it_leases_nothing_and_says_so() -> None:
         assert site.states() == ["pending"] * 4
 
 
-async def test_weights_of_an_earlier_incarnation_lease_nothing() -> None:
-    async with Site() as site:
-        site.learner.attach(learner_report(incarnation=3))
-        site.learner.offer([addition_task(0)])
-        await until_async(lambda: bool(site.feed.followed))
-        site.feed.set(version=5, incarnation=2)
-        await until_async(lambda: "restarted as incarnation 3" in site.status.report().waiting_on)
-        assert site.states() == ["pending"]
-        site.feed.set(version=0, incarnation=3)
-        await until_async(lambda: site.states() == ["ready"])
-
-
 async def test_it_leases_ahead_but_no_further_than_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "REPORTED", 3)
     async with Site(concurrency=4, gated=True) as site:
