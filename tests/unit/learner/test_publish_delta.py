@@ -94,13 +94,10 @@ def test_at_most_two_earlier_versions_are_kept() -> None:
     assert len(buffers) <= 3, "buffers are used again"
 
 
-def test_every_nth_version_travels_whole_and_one_whose_delta_is_no_smaller() -> None:
+def test_every_nth_version_travels_whole_and_one_whose_delta_is_no_smaller_and_with_full_all() -> None:
     versions = Versions(anchor_every=3)
     made = [versions.next(v, others=v == 5) for v in range(7)]
     assert [bool(s.deltas) for s in made] == [False, True, True, False, True, False, False]
-
-
-def test_full_keeps_and_encodes_nothing() -> None:
     versions = Versions("full", 3)
     assert not any(versions.next(v).deltas for v in range(3)) and not versions.alive
 

@@ -83,7 +83,7 @@ async def test_a_dead_engine_ends_the_group_and_its_other_episodes() -> None:
     assert runner.episodes_running == 0
 
 
-async def test_cancelling_a_group_frees_its_slots_and_keeps_its_progress() -> None:
+async def test_progress_says_where_every_episode_is_and_a_cancelled_group_frees_its_slots() -> None:
     sampler = ScriptedSampler(add)
     sampler.gate.clear()
     runner = GroupRunner(make_driver(sampler, Addition), 2)
@@ -92,6 +92,8 @@ async def test_cancelling_a_group_frees_its_slots_and_keeps_its_progress() -> No
     waiting = asyncio.create_task(runner.run(second))
     await until_async(lambda: len(sampler.calls) == 2)
     assert first.started_at is not None and second.started_at is None
+    assert [(e.state, e.turns, e.sampled_tokens) for e in first.episodes] == [("engine", 1, 0)] * 2
+    assert first.finished == 0 and [e.state for e in second.episodes] == ["queued"] * 2
     group.cancel()
     with pytest.raises(asyncio.CancelledError):
         await group
@@ -99,22 +101,8 @@ async def test_cancelling_a_group_frees_its_slots_and_keeps_its_progress() -> No
     sampler.gate.set()
     assert (await waiting).meta.reward_mean == 1.0
     assert second.started_at is not None
-
-
-async def test_progress_says_where_every_episode_is() -> None:
-    sampler = ScriptedSampler(add)
-    sampler.gate.clear()
-    runner = GroupRunner(make_driver(sampler, Addition), 1)
-    progress = GroupProgress(addition_task(0))
-    group = asyncio.create_task(runner.run(progress))
-    await until_async(lambda: sampler.calls)
-    assert [(e.state, e.turns, e.sampled_tokens) for e in progress.episodes] == [("engine", 1, 0), ("queued", 0, 0)]
-    assert progress.finished == 0
-    sampler.gate.set()
-    await group
-    assert [(e.state, e.turns) for e in progress.episodes] == [("done", 1), ("done", 1)]
-    assert progress.finished == 2
-    assert progress.sampled_tokens == sampler.counters.tokens_generated
+    assert [(e.state, e.turns) for e in second.episodes] == [("done", 1)] * 2 and second.finished == 2
+    assert second.sampled_tokens == sampler.counters.tokens_generated
 
 
 def working(serial: int, leased_at: float, *episodes: Progress) -> GroupProgress:

@@ -138,14 +138,19 @@ async def test_a_new_version_opens_the_window_at_once_and_the_node_asks_for_what
         assert site.states()[12] == "pending"
 
 
-async def test_without_weights_it_leases_nothing_and_says_so() -> None:
+async def test_without_weights_of_this_incarnation_it_leases_nothing_and_says_so() -> None:
     async with Site() as site:
         await until_async(lambda: site.status.report().waiting_on == "learner (none is attached)")
         site.attach(tasks=4, version=None)
         await until_async(lambda: site.status.report().waiting_on == "weights from learner")
         assert site.status.report().state == "joining"
         assert site.feed.followed[-1] == ("tcp://127.0.0.1:1", 0)
+        site.learner.attach(learner_report(incarnation=3))
+        site.feed.set(version=5, incarnation=2)
+        await until_async(lambda: "restarted as incarnation 3" in site.status.report().waiting_on)
         assert site.states() == ["pending"] * 4
+        site.feed.set(version=0, incarnation=3)
+        await until_async(lambda: site.states() == ["ready"] * 4)
 
 
 async def test_it_leases_ahead_but_no_further_than_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,10 +168,12 @@ async def test_it_leases_ahead_but_no_further_than_two_groups(monkeypatch: pytes
         assert site.sampler.most_at_once == 4
 
 
-async def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engine_from_being_full() -> None:
-    first = asyncio.Event()
+async def test_one_long_episode_of_a_group_keeps_no_slot_empty_and_the_start_of_environments_is_told() -> None:
+    answer, first = asyncio.Event(), asyncio.Event()
 
     async def one_long(problem: dict[str, Any], seed: int, progress: Any, *more: Any) -> Any:
+        progress.at("environment")
+        await answer.wait()
         if seed % 100 == 0:  # the first sample of every group does not end
             progress.at("engine")
             await first.wait()
@@ -174,6 +181,10 @@ async def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engin
 
     async with Site(concurrency=4, play=one_long) as site:
         site.attach(tasks=8)
+        await until_async(lambda: site.status.report().waiting_on == "the start of 4 environments")
+        assert site.status.report().state == "environments"
+        answer.set()
+        await until_async(lambda: site.status.report().state == "generating")
         await until_async(lambda: site.runner.episodes_running == 4 and len(site.status.leases) >= 4)
         # four groups with one long episode each use the four slots; counted by groups, two would have filled it
         await until_async(lambda: [g.finished for g in site.status.report().groups][:4] == [1, 1, 1, 0])
@@ -181,24 +192,6 @@ async def test_a_group_of_which_one_long_episode_is_left_does_not_keep_the_engin
         assert (work.serial, work.samples, work.state) == (0, 2, "engine")
         first.set()
         await until_async(lambda: site.states() == ["ready"] * 8)
-
-
-async def test_a_node_whose_environments_start_says_so_until_the_first_of_them_answers() -> None:
-    answer = asyncio.Event()
-
-    async def slow_start(problem: dict[str, Any], seed: int, progress: Any, *more: Any) -> Any:
-        progress.at("environment")
-        await answer.wait()
-        return await site.driver.run(problem, seed, progress, *more)
-
-    async with Site(play=slow_start, gated=True) as site:
-        site.attach(tasks=1)
-        await until_async(lambda: site.status.report().state == "environments")
-        assert site.status.report().waiting_on == "the start of 2 environments"
-        answer.set()
-        await until_async(lambda: site.status.report().state == "generating")
-        site.sampler.gate.set()
-        await until_async(lambda: site.states() == ["ready"])
 
 
 async def test_the_limit_follows_what_the_kv_cache_carries(monkeypatch: pytest.MonkeyPatch) -> None:

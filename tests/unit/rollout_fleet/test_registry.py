@@ -54,7 +54,8 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_built_in_names_resolve_and_find_their_libraries_here() -> None:
+def test_a_class_beside_the_job_is_found_and_built_in_names_resolve_and_find_their_libraries(user_folder: Path) -> None:
+    assert resolve("my_environments:Fine", {"level": 3}).__name__ == "Fine"
     assert resolve("addition") is Addition
     needed = {"openenv": {"url": "http://127.0.0.1:1"}, "verifiers": {"env_id": "some"}}
     for name in BUILT_IN:
@@ -66,10 +67,6 @@ def test_libraries_that_an_environment_needs_and_that_are_missing_are_named() ->
     with pytest.raises(ConfigError, match="'game', which needs no_such_library") as caught:
         check_libraries(game, "game")
     assert caught.value.hint == "pip install 'slipstream-rl[environments]'"
-
-
-def test_a_class_beside_the_job_is_found_by_import_path(user_folder: Path) -> None:
-    assert resolve("my_environments:Fine", {"level": 3}).__name__ == "Fine"
 
 
 @pytest.mark.parametrize(
