@@ -76,11 +76,19 @@ def test_a_source_names_what_the_result_has_and_says_what_it_lacks(
     assert " ".join(provenance("new").split()).endswith("2 cores of P; commit abc; arguments `size=1k`; 3 rounds.")
 
 
-def test_the_results_have_the_floor_ours_and_the_ways_of_others_at_both_sizes() -> None:
+def test_the_results_were_measured_completely_with_the_defaults_and_with_enough_rounds() -> None:
     sizes = result("broker_overhead")["sizes"]
     assert set(sizes) == {"1k", "8k"}
     for measured in sizes.values():
-        assert set(pages.WAYS) <= set(measured["ways"])
+        assert set(pages.WAYS) <= set(measured["ways"]), "the floor, ours and the ways of others"
+    found = result("weight_broadcast")
+    assert found["timeout_s"] == WeightsConfig().timeout_s
+    assert all(r["rounds"] >= 4 for r in found["broadcast"])
+    assert all(death["worst_s"] < found["timeout_s"] for death in found["death"])
+    for run in result("guessing")["runs"]:
+        assert run["success_first_5"] < 0.4 and run["success_last_10"] >= 0.85
+        assert run["episodes_of_several_versions"] > 0
+    assert all(benchmarks.rows(section["result"]) for section in benchmarks.SECTIONS)
 
 
 def test_auto_is_compared_with_the_best_fixed_number_by_medians_and_is_close_to_it_in_every_case() -> None:
@@ -111,19 +119,6 @@ def test_the_layouts_on_the_page_are_those_that_the_suite_proves() -> None:
     assert len({layout.name for layout in LAYOUTS}) == len(LAYOUTS)
 
 
-def test_broadcasts_were_measured_with_the_defaults_and_with_enough_rounds() -> None:
-    found = result("weight_broadcast")
-    assert found["timeout_s"] == WeightsConfig().timeout_s
-    assert all(r["rounds"] >= 4 for r in found["broadcast"])
-    assert all(death["worst_s"] < found["timeout_s"] for death in found["death"])
-
-
-def test_the_game_is_learned_over_several_versions() -> None:
-    for run in result("guessing")["runs"]:
-        assert run["success_first_5"] < 0.4 and run["success_last_10"] >= 0.85
-        assert run["episodes_of_several_versions"] > 0
-
-
 def test_the_deadlines_on_the_page_of_weights_are_those_of_the_code() -> None:
     from learner.publish.receiver_state import MAX_ATTEMPTS, PEER_WAIT_S
     from learner.publish.relay import PEER_FETCHES
@@ -138,7 +133,3 @@ def test_the_deadlines_on_the_page_of_weights_are_those_of_the_code() -> None:
 
 def test_the_readme_can_be_read_in_two_minutes() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 900
-
-
-def test_every_section_of_the_benchmarks_has_rows() -> None:
-    assert all(benchmarks.rows(section["result"]) for section in benchmarks.SECTIONS)

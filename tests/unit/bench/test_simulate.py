@@ -5,17 +5,7 @@ from typing import Any
 
 import pytest
 from fitting import fit_positive
-from simulate import (
-    Episode,
-    Lengths,
-    Outcome,
-    Setup,
-    Simulation,
-    pareto,
-    predict,
-    simulate,
-    steady_s,
-)
+from simulate import Episode, Lengths, Outcome, Setup, Simulation, pareto, predict, simulate, steady_s
 from simulated_engine import Speeds, seconds_at, straight
 
 EVEN = Speeds(step_s=straight(0.01, 0.0), call_s=0.0, train_s=1.0, train_token_s=0.0, deliver_s=0.0)
@@ -26,14 +16,11 @@ def equal(tokens: int, size: int = 2) -> Lengths:
     return lambda serial: [(tokens,)] * size
 
 
-def test_a_synchronous_step_is_generation_training_and_delivery() -> None:
+def test_a_synchronous_step_is_the_sum_of_its_parts_and_an_asynchronous_one_as_long_as_its_slower_side() -> None:
     found = simulate(SETUP, replace(EVEN, deliver_s=0.25), equal(100))
     assert found.wall_s == pytest.approx(4 * (100 * 0.01 + 1.0 + 0.25))
     assert found.learner_idle == pytest.approx(1.25 / 2.25)
     assert found.staleness_max == 0
-
-
-def test_an_asynchronous_step_takes_as_long_as_its_slower_side() -> None:
     found = simulate(replace(SETUP, staleness=2, steps=20), replace(EVEN, train_s=3.0), equal(100))
     assert found.wall_s == pytest.approx(19 * 3.0)
     assert found.learner_idle == pytest.approx(0.0)
@@ -71,9 +58,10 @@ def test_training_is_counted_by_tokens_and_by_their_pairs() -> None:
     assert replace(speeds, train_pair_s=1e-6).train_seconds([100, 300]) == pytest.approx(0.5 + 0.4 + 0.1)
 
 
-def test_an_engine_step_follows_its_curve() -> None:
+def test_an_engine_step_follows_its_curve_and_the_steady_pace_leaves_out_start_and_end() -> None:
     curve = ((1, 0.01), (5, 0.03), (6, 0.05))
     assert [seconds_at(curve, n) for n in (1, 3, 5, 6, 8)] == pytest.approx([0.01, 0.02, 0.03, 0.05, 0.09])
+    assert steady_s(Outcome(step_ends=[100.0, 101, 102, 104, 106, 108, 110, 150, 190])) == pytest.approx(2.0)
 
 
 def test_each_side_of_a_shared_machine_is_slower_while_the_other_works() -> None:
@@ -154,7 +142,3 @@ def test_a_prediction_names_its_assumptions() -> None:
     narrow, wide = predict(2, [1, 4], 9)
     assert narrow["setup"]["nodes"] == 2 and narrow["speeds"]["step_s"]  # type: ignore[index]
     assert 1 < narrow["gain"] < wide["gain"]  # type: ignore[operator]
-
-
-def test_the_steady_pace_leaves_out_start_and_end() -> None:
-    assert steady_s(Outcome(step_ends=[100.0, 101, 102, 104, 106, 108, 110, 150, 190])) == pytest.approx(2.0)

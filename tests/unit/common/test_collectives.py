@@ -56,14 +56,10 @@ def test_the_first_failure_is_the_callers_and_nothing_is_posted_or_under_way_aft
     assert group.events[group.events.index(("wait", 1)) + 1 :] == [("close", 0), ("wait", 2)]
 
 
-def test_a_caller_that_leaves_leaves_nothing_under_way() -> None:
+def test_a_caller_that_leaves_leaves_nothing_under_way_and_one_bucket_and_none_at_all_go_through() -> None:
     group = Noted()
     buckets = in_turn(group, PAYLOAD, 2, 1.0)
     next(buckets)
     buckets.close()  # type: ignore[attr-defined]
     assert group.events[-2:] == [("close", 0), ("wait", 1)]
-
-
-def test_one_bucket_and_none_at_all_go_through() -> None:
-    assert len(list(in_turn(Noted(), PAYLOAD[:1], 2, 1.0))) == 1
-    assert list(in_turn(Noted(), PAYLOAD[:0], 2, 1.0)) == []
+    assert [len(list(in_turn(Noted(), PAYLOAD[:n], 2, 1.0))) for n in (1, 0)] == [1, 0]

@@ -39,13 +39,6 @@ def test_child_dies_when_its_parent_is_killed(how):
     until(lambda: not alive(pid))
 
 
-def test_child_of_a_parent_that_is_gone_ends_at_once():
-    code = CHILD.format(call="die_with_parent", arguments="2147483000")
-    done = subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False, capture_output=True)
-    assert done.returncode == 1
-    assert done.stdout == b""
-
-
 def test_zombie_and_unknown_process_are_not_alive():
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     until(lambda: not alive(process.pid))  # ended, not waited for
@@ -72,18 +65,21 @@ def test_signal_sets_the_flag_and_wakes_the_waiter(handlers, number):
     assert flag.is_set and flag.wait(0.0)
 
 
-def test_second_signal_ends_the_process_after_the_hook():
-    code = (
-        "import os, signal, sys, time; from common.process.lifecycle import DrainFlag\n"
-        "flag = DrainFlag.install(on_second=lambda: os.write(1, b'hook'))\n"
-        "os.kill(os.getpid(), signal.SIGTERM); flag.wait(5); os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)"
-    )
+SECOND = (
+    "import os, signal, sys, time; from common.process.lifecycle import DrainFlag\n"
+    "flag = DrainFlag.install(on_second=lambda: os.write(1, b'hook'))\n"
+    "os.kill(os.getpid(), signal.SIGTERM); flag.wait(5); os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)"
+)
+ORPHAN = CHILD.format(call="die_with_parent", arguments="2147483000")
+
+
+@pytest.mark.parametrize(("code", "ended"), [(SECOND, (-signal.SIGTERM, b"hook")), (ORPHAN, (1, b""))])
+def test_a_process_ends_after_the_hook_of_a_second_signal_and_at_once_when_its_parent_is_gone(code, ended):
     done = subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False, capture_output=True)
-    assert done.returncode == -signal.SIGTERM
-    assert done.stdout == b"hook"
+    assert (done.returncode, done.stdout) == ended
 
 
-def test_a_lock_keeps_others_out_and_names_its_process(tmp_path: Path) -> None:
+def test_a_lock_keeps_others_out_names_its_process_and_ends_with_it(tmp_path: Path) -> None:
     path = tmp_path / "up.lock"
     assert not is_locked(path)
     with take_lock(path):
@@ -92,11 +88,7 @@ def test_a_lock_keeps_others_out_and_names_its_process(tmp_path: Path) -> None:
             take_lock(path)
         assert caught.value.holder == str(os.getpid())
     assert not is_locked(path)
-    take_lock(path).close()
-
-
-def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
-    path, (ready, done) = tmp_path / "up.lock", os.pipe()
+    ready, done = os.pipe()
     child = os.fork()
     if child == 0:
         taken = take_lock(path)

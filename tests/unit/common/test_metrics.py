@@ -52,19 +52,16 @@ def test_lines_come_back_as_written_and_resuming_removes_a_torn_one_and_those_th
     assert read_metrics(path, SftMetrics) == [line(0), line(1), line(2, loss=0.1)]
 
 
-def test_a_torn_last_line_is_left_out_a_damaged_one_is_named_and_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_left_out_and_a_damaged_one_or_a_folder_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert read_metrics(path, SftMetrics) == []
     path.write_bytes(msgspec.json.encode(line(0)) + b'\n{"step": 1')
     assert read_metrics(path, SftMetrics) == [line(0)]
     MetricsWriter(path).close()
-    assert read_metrics(path, SftMetrics) == []
+    assert read_metrics(path, SftMetrics) == [], "a new run starts an empty file"
     path.write_bytes(b'{"step": "x"}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl line 1"):
         read_metrics(path, SftMetrics)
-
-
-def test_a_folder_in_the_place_of_the_file_is_named_by_reader_and_writer(tmp_path: Path) -> None:
     for use in (MetricsWriter, lambda path: read_metrics(path, SftMetrics)):
         with pytest.raises(UsageError, match="expected a file with one JSON line per step, found Is a directory"):
             use(tmp_path)

@@ -22,8 +22,6 @@ def test_every_form_is_parsed(address, parsed):
 NONE = (
     "tcp://h:7 redis:// redis://h:high redis://h:99999 redis://h/zero redis://h?timeout=3 redis://h#x unix://h/r.sock"
 )
-
-
 REFUSED = [(address, "redis://HOST:PORT") for address in (*NONE.split(), "unix:///", "unix:///r?db=x")]
 REFUSED += [(a, r"broker\.credentials") for a in ("redis://u:p@h/0", "redis://:p@h", "redis://h?password=p")]
 

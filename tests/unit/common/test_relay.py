@@ -11,16 +11,7 @@ import zmq
 
 from common.weights.messages import Epoch, Source
 from common.weights.transports import relay
-from common.weights.transports.relay import (
-    CREDIT,
-    PIECE_BYTES,
-    Get,
-    Gone,
-    Piece,
-    RelayGroup,
-    RelayServer,
-    decode_answer,
-)
+from common.weights.transports.relay import CREDIT, PIECE_BYTES, Get, Gone, Piece, RelayGroup, RelayServer
 from tests.waiting import LIMIT_S
 
 FLAT = torch.randint(0, 256, (3 * PIECE_BYTES + 11,), dtype=torch.uint8)
@@ -92,10 +83,10 @@ def test_requests_that_ask_for_too_much_or_make_no_sense_are_refused(server: Rel
         for request in [*(relay.encode(w) for w in wrong), b"\xc1", b""]:
             socket.send(request)
             answer = socket.recv_multipart()
-            assert len(answer) == 1 and isinstance(decode_answer(answer[0]), Gone)
+            assert len(answer) == 1 and isinstance(relay.decode_answer(answer[0]), Gone)
         socket.send(relay.encode(Get("k", 5, 8)))
         header, data = socket.recv_multipart()
-        assert (decode_answer(header), data) == (Piece(5, 8), bytes(FLAT[5:8].tolist()))
+        assert (relay.decode_answer(header), data) == (Piece(5, 8), bytes(FLAT[5:8].tolist()))
 
 
 def test_a_client_that_asks_and_does_not_read_has_few_pieces_under_way(server: RelayServer) -> None:
@@ -107,7 +98,7 @@ def test_a_client_that_asks_and_does_not_read_has_few_pieces_under_way(server: R
         for _ in range(2 * asked):  # the server takes turns, so it has answered the greedy one by then
             other.send(relay.encode(Get("k", 0, 0)))
             other.recv_multipart()
-        while isinstance(decode_answer(greedy.recv_multipart()[0]), Piece):
+        while isinstance(relay.decode_answer(greedy.recv_multipart()[0]), Piece):
             came += 1
             greedy.send(relay.encode(Get("absent", 0, 0)))
     assert CREDIT <= came < asked / 2

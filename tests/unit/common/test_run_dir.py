@@ -52,7 +52,7 @@ def test_run_of_another_config_is_refused_with_the_key(config, key, value):
     assert load_config(RunDir(config.run.dir).config) == config
 
 
-def test_a_run_may_be_continued_longer_or_with_more_nodes_but_not_as_a_warm_start(config):
+def test_a_run_may_be_continued_longer_or_with_more_nodes_but_not_as_a_warm_start_or_in_a_file(config, tmp_path):
     run = RunDir(config.run.dir)
     run.prepare(config)
     for key, value in (("run__steps", 9), ("rollout__nodes", 2), ("telemetry__refresh_s", 3.0)):
@@ -62,6 +62,9 @@ def test_a_run_may_be_continued_longer_or_with_more_nodes_but_not_as_a_warm_star
     warm = SftConfig(run=config.run, model=config.model, tasks=SftTasksConfig(dataset="d"))
     with pytest.raises(UsageError, match="already has an RL job"):
         RunDir(config.run.dir).prepare(warm)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"run\.dir: .*file/run cannot be written"):
+        RunDir(tmp_path / "file" / "run").prepare(config)
 
 
 def test_differences_are_found_at_every_depth():
@@ -69,22 +72,17 @@ def test_differences_are_found_at_every_depth():
     assert list(differences(old, new)) == [("a.c", 2, 4), ("d", 3, None), ("e", None, 5)]
 
 
-def test_broker_file_is_read_or_absent(tmp_path):
+def test_files_of_other_processes_are_read_as_far_as_they_are_whole(tmp_path):
     run = RunDir(tmp_path)
-    assert run.broker() is None
+    assert (run.broker(), read_jsonl(run.metrics)) == (None, [])
     run.broker_json.write_text("{")
     assert run.broker() is None
     write_json(run.broker_json, {"pid": 7, "address": "tcp://127.0.0.1:1", "started_s": 1.0})
     found = run.broker()
     assert found is not None
     assert (found.pid, found.address) == (7, "tcp://127.0.0.1:1")
-
-
-def test_torn_last_line_of_jsonl_is_left_out(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert read_jsonl(path) == []
-    path.write_text('{"step": 0}\n[1]\n{"step": 1}\n{"st')
-    assert read_jsonl(path) == [{"step": 0}, {"step": 1}]
+    run.metrics.write_text('{"step": 0}\n[1]\n{"step": 1}\n{"st')
+    assert read_jsonl(run.metrics) == [{"step": 0}, {"step": 1}]
 
 
 def test_an_atomic_write_lasts_its_name_is_synced_after_its_content_and_a_failed_one_keeps_the_old(
@@ -123,13 +121,6 @@ def test_a_run_of_the_former_redis_backend_is_refused_with_a_sentence(config: Co
     run.config.write_text(text.replace("  store: file\n", "  backend: redis\n"))
     with pytest.raises(UsageError, match=r"begun with broker\.backend: redis, which this release cannot continue"):
         run.prepare(config)
-
-
-def test_a_run_folder_that_cannot_be_made_is_bad_usage(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    config = config_of(tmp_path / "file" / "run")
-    with pytest.raises(UsageError, match=r"run\.dir: .*file/run cannot be written"):
-        RunDir(config.run.dir).prepare(config)
 
 
 def test_what_is_moved_aside_gets_the_first_free_number_before_its_suffix(tmp_path: Path) -> None:

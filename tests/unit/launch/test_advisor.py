@@ -1,5 +1,6 @@
 """The advisor: which change it names, and what it predicts, from the rates of steps."""
 
+import re
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ def test_rates_are_those_of_the_newest_steps_of_one_fleet() -> None:
     assert rates == Rates(2, 10.0, 4.0, pytest.approx(0.25))
     many = rates_of(lines(STEPS, step_s=99.0) + lines(STEPS + 1, step_s=5.0))
     assert many is not None and many.step_s == 5.0
+    taken = rates_of(lines(8, concurrency=128, episodes_running=32))
+    assert taken is not None and taken.taken == 0.25
 
 
 @pytest.mark.parametrize(
@@ -34,45 +37,31 @@ def test_too_few_steps_of_one_fleet_give_no_advice(few: list[dict[str, Any]]) ->
     assert advice_for(few, 2) is None
 
 
-def test_a_learner_that_waits_for_a_busy_fleet_asks_for_more_nodes() -> None:
-    found = advise(Rates(nodes=2, step_s=10.0, idle_s=4.1, waiting=0.0), 2)
-    assert (found.change, found.nodes) == ("more_nodes", 4)  # 20 node-seconds a step, 5.9 s of the learner
-    assert found.text == "2 more nodes: learner idle 41% -> about 0%, steps up to 1.7 times as fast"
-    assert found.speedup == pytest.approx(10 / 5.9)
+BUSY = Rates(nodes=2, step_s=10.0, idle_s=4.1, waiting=0.0)  # 20 node-seconds a step, 5.9 s of the learner
+WIDER = "staleness.max {} instead of {}: learner idle 50% -> about 0%, steps up to 2.0 times.*{}.*"
+ADVICE = [  # rates, staleness.max, change, text
+    (BUSY, 2, "more_nodes", "2 more nodes: learner idle 41% -> about 0%, steps up to 1.7 times as fast"),
+    (Rates(8, 10.0, 0.2, 0.6), 2, "fewer_nodes", "4 nodes fewer would do: nodes wait 60% of the time.*"),
+    (Rates(1, 10.0, 0.2, 0.6), 2, "none", ".*the learner is what is slow.*"),
+    (Rates(1, 10.0, 5.0, 0.5), 0, "larger_window", WIDER.format(1, 0, "generation and training take turns")),
+    (Rates(1, 10.0, 4.0, 0.3), 1, "larger_window", ".*wait for each other.*"),
+    (Rates(1, 10.0, 5.0, 0.0, taken=0.25), 2, "larger_window", WIDER.format(3, 2, "engines are 25% full")),
+    (Rates(3, 10.0, 0.5, 0.05), 2, "none", "learner and fleet keep pace: the learner is idle 5%, nodes 5% of the time"),
+]
+
+
+@pytest.mark.parametrize(("rates", "staleness", "change", "text"), ADVICE)
+def test_the_change_follows_from_who_waits_for_whom(rates: Rates, staleness: int, change: str, text: str) -> None:
+    found = advise(rates, staleness)
+    assert found.change == change
+    assert re.fullmatch(text, found.text), found.text
+
+
+def test_a_number_of_nodes_comes_with_its_speedup_and_stays_near_what_was_measured() -> None:
+    more, fewer = advise(BUSY, 2), advise(Rates(nodes=8, step_s=10.0, idle_s=0.2, waiting=0.6), 2)
+    assert (more.nodes, fewer.nodes, more.speedup) == (4, 4, pytest.approx(10 / 5.9))
     near = advise(Rates(nodes=1, step_s=100.0, idle_s=99.0, waiting=0.0), 2)
-    assert (near.nodes, round(near.idle_then, 2)) == (4, 0.96), "advice stays near what was measured"
-
-
-def test_nodes_that_wait_for_a_busy_learner_are_too_many_but_for_the_last_one() -> None:
-    found = advise(Rates(nodes=8, step_s=10.0, idle_s=0.2, waiting=0.6), 2)
-    assert (found.change, found.nodes) == ("fewer_nodes", 4)
-    assert found.text.startswith("4 nodes fewer would do: nodes wait 60% of the time")
-    last = advise(Rates(nodes=1, step_s=10.0, idle_s=0.2, waiting=0.6), 2)
-    assert last.change == "none" and "the learner is what is slow" in last.text
-
-
-def test_who_waits_for_each_other_needs_a_larger_window() -> None:
-    found = advise(Rates(nodes=1, step_s=10.0, idle_s=5.0, waiting=0.5), 0)
-    assert found.change == "larger_window"
-    assert found.text.startswith("staleness.max 1 instead of 0: learner idle 50% -> about 0%, steps up to 2.0 times")
-    assert "generation and training take turns" in found.text
-    wider = advise(Rates(nodes=1, step_s=10.0, idle_s=4.0, waiting=0.3), 1)
-    assert wider.change == "larger_window" and "wait for each other" in wider.text
-
-
-def test_engines_that_are_half_empty_need_a_larger_window_and_not_company() -> None:
-    found = advise(Rates(nodes=1, step_s=10.0, idle_s=5.0, waiting=0.0, taken=0.25), 2)
-    assert found.change == "larger_window"
-    assert found.text.startswith("staleness.max 3 instead of 2: learner idle 50% -> about 0%, steps up to 2.0 times")
-    assert "engines are 25% full" in found.text
-    taken = rates_of(lines(8, concurrency=128, episodes_running=32))
-    assert taken is not None and taken.taken == 0.25
-
-
-def test_a_balanced_run_is_left_alone() -> None:
-    found = advise(Rates(nodes=3, step_s=10.0, idle_s=0.5, waiting=0.05), 2)
-    assert found.change == "none"
-    assert found.text == "learner and fleet keep pace: the learner is idle 5%, nodes 5% of the time"
+    assert (near.nodes, round(near.idle_then, 2)) == (4, 0.96)
 
 
 def test_status_gives_no_advice_on_metrics_that_it_cannot_read() -> None:

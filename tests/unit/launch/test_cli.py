@@ -62,15 +62,6 @@ def test_environment_that_cannot_be_used_is_refused(job, capsys, command, name):
     assert str(job) in err
 
 
-def test_warm_start_config_is_refused_by_up_and_rl_config_by_sft(job, capsys, tmp_path):
-    sft = tmp_path / "sft.yaml"
-    document = yaml.safe_load(job.read_text())
-    del document["tasks"]["environment"], document["rollout"]
-    sft.write_text(yaml.safe_dump(document))
-    assert "slipstream sft" in refusal(capsys, "up", str(sft))
-    assert "slipstream up" in refusal(capsys, "sft", str(job))
-
-
 @pytest.mark.parametrize("command", ["broker", "up"])
 def test_address_in_use_is_refused(job, command):
     with socket.socket() as taken:
@@ -105,7 +96,12 @@ def test_join_to_nonsense_is_refused(capsys, words, reason):
     assert reason in refusal(capsys, "rollout", "--join", *words)
 
 
-def test_what_names_no_run_is_refused(job, capsys, tmp_path):
+def test_what_names_no_run_and_the_config_of_another_kind_of_job_are_refused(job, capsys, tmp_path):
+    document = yaml.safe_load(job.read_text())
+    del document["tasks"]["environment"], document["rollout"]
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(document))
+    assert "slipstream sft" in refusal(capsys, "up", str(tmp_path / "sft.yaml"))
+    assert "slipstream up" in refusal(capsys, "sft", str(job))
     for command in ("status", "ledger", "report", "top"):
         assert "neither the folder of a run nor a config" in refusal(capsys, command, str(tmp_path / "nothing"))
     assert "not the folder of a run" in refusal(capsys, "status", str(job.parent))

@@ -30,14 +30,6 @@ def served(tmp_path: Path, keys: Path) -> Iterator[RunDir]:
         yield run
 
 
-@pytest.fixture
-def joining(served: RunDir) -> list[str]:
-    """The words that join this broker's job."""
-    found = served.broker()
-    assert found is not None
-    return ["rollout", "--join", found.address]
-
-
 def test_status_and_ledger_find_the_keys_through_the_runs_config_or_say_that_they_are_missing(
     served, keys: Path, capsys
 ) -> None:
@@ -49,20 +41,18 @@ def test_status_and_ledger_find_the_keys_through_the_runs_config_or_say_that_the
     assert "keys, which does not exist" in capsys.readouterr().err
 
 
-def test_joining_needs_the_file_of_a_node_and_no_more_to_get_as_far_as_the_jobs_config(
-    joining: list[str], keys: Path, capsys, tmp_path: Path
+def test_joining_needs_the_file_of_a_node_of_this_job_and_no_more_to_get_as_far_as_its_config(
+    served: RunDir, keys: Path, capsys, tmp_path: Path
 ) -> None:
+    broker = served.broker()
+    assert broker is not None
+    joining = ["rollout", "--join", broker.address]
     assert "--credentials DIR" in refusal(capsys, *joining, "--join-timeout-s", "3000")
     alone = tmp_path / "far.json"
     (keys / "nodes" / "far.json").rename(alone)
     assert "has no readable config" in refusal(capsys, *joining, "--credentials", str(alone))
-
-
-def test_a_key_of_another_job_is_named_as_the_reason_however_short_the_wait(
-    joining: list[str], capsys, tmp_path: Path
-) -> None:
     make(KeyFolder(tmp_path / "other"), ["x"])
-    for patience in ([], ["--join-timeout-s", "2"]):
+    for patience in ([], ["--join-timeout-s", "2"]):  # the reason is named however short the wait
         said = refusal(capsys, *joining, "--credentials", str(tmp_path / "other"), *patience)
         assert "refused this key" in said and "are both from one key folder?" in said
 

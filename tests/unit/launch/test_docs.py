@@ -44,29 +44,18 @@ def test_the_index_has_every_page_and_the_pages_of_commands_and_configs_every_on
 # ---------------------------------------------------------------- written by a program
 
 
-@pytest.fixture(scope="module")
-def rows() -> dict[str, list[str]]:
-    """Key to the cells behind it."""
+def test_every_key_has_a_row_with_its_range_its_default_and_a_meaning() -> None:
     found = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", config_page(), re.MULTILINE)
-    return {key: cells.split(" | ") for key, cells in found}
-
-
-def test_every_key_has_a_row_with_a_meaning(rows: dict[str, list[str]]) -> None:
+    rows = {key: cells.split(" | ") for key, cells in found}
     sections = {key for key in key_paths(Config) if any(other.startswith(f"{key}.") for other in key_paths(Config))}
     assert set(key_paths(Config)) - sections - set(rows) == set()
     assert [key for key, (_, _, means) in rows.items() if not means.strip()] == []
-
-
-def test_ranges_choices_and_defaults_are_told(rows: dict[str, list[str]]) -> None:
     assert rows["run.steps"][:2] == ["an integer >= 1", "needed"]
     assert rows["rollout.top_p"][:2] == ["a number > 0 and <= 1", "`1.0`"]
     assert rows["rollout.concurrency"][:2] == ["an integer >= 1 or one of auto", "`128`"]
     assert rows["weights.transport"][:2] == ["one of gloo, nccl, relay", "`gloo`"]
     assert rows["tasks.limits.process"][:2] == ["true or false", "unset"]
-
-
-def test_pages_that_a_meaning_names_are_links_and_a_bar_does_not_end_a_cell(rows: dict[str, list[str]]) -> None:
-    assert "[delta.md](delta.md)" in rows["weights.encoding"][2]
+    assert "[delta.md](delta.md)" in rows["weights.encoding"][2], "pages that a meaning names are links"
     assert "[waste.md](waste.md)" in metrics_page()
     assert "| `canary_max_difference` | nat | max | newest canary: largest \\|learner - engine\\| |" in metrics_page()
 

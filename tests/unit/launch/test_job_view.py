@@ -88,9 +88,7 @@ def test_the_views_show_every_process_progress_and_waits(config, run, tail):
     fewer = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=2))
     view = text_of(render_live(fewer, None, tail, []))
     assert view.count("█") == BAR_WIDTH + 1, "a full bar, and the highest reward"
-
-
-def test_a_node_whose_environments_start_is_not_said_to_generate(config, tail):
+    # a node whose environments start is not said to generate
     node = node_status(state="environments", waiting_on="the start of 8 environments")
     seen = Observation(status_of(node), live=True)
     line = plain_line(config, seen, tail)
@@ -118,13 +116,16 @@ def test_tail_reads_only_whole_lines_and_starts_over_with_a_new_file(tmp_path: P
     assert series() == [5.0]
 
 
-def test_small_formats():
+def test_small_formats_and_sentences_that_agree_with_who_waits():
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" or sparkline([0.0, 0.5, 1.0]) == "▁▄█"
     assert sparkline([2.0, 2.0]) == "▁▁"
     assert len(sparkline([float(i) for i in range(500)], width=40)) == 40
     assert sparkline([]) == ""
     assert [duration(s) for s in (0.42, 12.0, 180.0, 7560.0)] == ["0.4 s", "12 s", "3 min", "2.1 h"]
     assert mean([]) is None
+    said = "node-0 waits for weights, since 3.0 s; until: they come"
+    assert stall_text.sentence(Stall("k", "node-0", "weights", 3.0, "they come")) == said
+    assert stall_text.sentence(Stall("k", "a and b", "room", None, "x")) == "a and b wait for room; until: x"
 
 
 # ---------------------------------------------------------------- stalls in words
@@ -137,11 +138,15 @@ def seen(status=WAITING, **changes) -> Observation:
     return Observation(status, **{"live": True, **changes})
 
 
-def test_a_broker_that_does_not_answer_is_what_everyone_waits_for(run):
+def test_a_broker_that_does_not_answer_is_not_called_ended_and_everyone_waits_for_it(run):
     write_json(run.status_json, WAITING)
     write_broker(run)
     os.utime(run.status_json, (1.0, 1.0))
-    (stall,) = stall_text.stalls_of(observe(run, timeout_s=0.2))
+    unanswered = observe(run, timeout_s=0.2)
+    assert unanswered.note.startswith("broker not reachable:")
+    shown = [line.split() for line in text_of(render_status(run, unanswered)).splitlines()]
+    assert ["broker", "10", "unreachable"] in [words[:3] for words in shown]
+    (stall,) = stall_text.stalls_of(unanswered)
     assert (stall.kind, stall.who) == ("broker_away", "everyone")
     assert stall.waits_for.startswith("the broker at tcp://127.0.0.1:5, which does not answer (broker not reachable: ")
     assert stall.since_s is not None and stall.since_s > 1e9
@@ -152,13 +157,6 @@ def test_a_broker_that_ended_is_a_stall_only_while_the_learner_has_work(state, k
     status = status_of(learner=msgspec.structs.replace(LEARNER, state=state))
     stalls = stall_text.stalls_of(seen(status, live=False, note="broker 10 has ended"))
     assert [(stall.kind, stall.since_s) for stall in stalls] == [(kind, None) for kind in kinds]
-
-
-def test_sentences_agree_with_who_waits():
-    assert stall_text.sentence(Stall("k", "node-0", "weights", 3.0, "they come")) == (
-        "node-0 waits for weights, since 3.0 s; until: they come"
-    )
-    assert stall_text.sentence(Stall("k", "a and b", "room", None, "x")) == "a and b wait for room; until: x"
 
 
 def test_status_and_the_live_view_show_who_waits_for_whom_or_that_the_job_moves(config, run, capsys):

@@ -39,13 +39,10 @@ def test_every_role_and_node_gets_a_file_and_a_line_in_the_list(folder: KeyFolde
     assert listed == {("learner", "learner"), ("observer", "observer"), ("broker", "broker"), *nodes}
     assert {stat.S_IMODE(f.stat().st_mode) for f in folder.path.rglob("*.json")} == {0o600}, "only for the owner"
     assert {stat.S_IMODE(place.stat().st_mode) for place in (folder.path, folder.nodes)} == {0o700}
-
-
-def test_a_nodes_file_has_its_own_secret_and_public_keys_only(folder: KeyFolder) -> None:
     text = (folder.nodes / "a.json").read_text()
     others = [load_server(folder.path).secret, load_credential(folder.path, "learner").secret]
     others += [load_credential(folder.path, "node", "b").secret, load_credential(folder.path, "observer").secret]
-    assert not any(secret in text for secret in others)
+    assert not any(secret in text for secret in others), "a node's file has its own secret and public keys only"
     assert load_credential(folder.nodes / "a.json", "node").server_public == load_server(folder.path).public
 
 
@@ -56,17 +53,14 @@ def test_a_second_call_changes_nothing_and_a_later_one_only_adds(folder: KeyFold
     assert make(folder, ["c"]) == [folder.nodes / "c.json"]
     del before["allowed.json"]
     assert before.items() <= contents(folder).items()
-    assert load_credential(folder.path, "node", "c").public in load_allowed(folder.path)
-
-
-def test_a_credential_that_was_handed_out_is_not_made_again(folder: KeyFolder) -> None:
     listed = load_allowed(folder.path)
+    assert load_credential(folder.path, "node", "c").public in listed
     (folder.nodes / "a.json").unlink()
     folder.learner.unlink()
-    assert make(folder, ["a", "c"]) == [folder.nodes / "c.json"]
+    assert make(folder, ["a", "d"]) == [folder.nodes / "d.json"], "what was handed out is not made again"
     assert load_allowed(folder.path).keys() > listed.keys()
     learner = next(i.public for i in listed.values() if i.role == "learner")
-    assert load_credential(folder.path, "node", "c").learner_public == learner
+    assert load_credential(folder.path, "node", "d").learner_public == learner
 
 
 def test_a_list_that_a_crash_kept_from_being_written_is_completed_and_a_lost_server_key_is_not_replaced(
@@ -154,23 +148,17 @@ def test_secrets_that_others_may_read_are_warned_about_and_an_error_never_shows_
     assert found.secret[:10] not in str(caught.value)
 
 
-def test_the_config_check_tells_a_usable_place_from_one_that_is_not(folder: KeyFolder, tmp_path: Path) -> None:
-    assert check_credentials(str(folder.path)) is None
-    assert check_credentials(str(folder.nodes / "a.json")) is None
-    assert "does not exist" in str(check_credentials(str(tmp_path / "nowhere")))
-    (tmp_path / "empty").mkdir()
-    assert "has no keys" in str(check_credentials(str(tmp_path / "empty")))
-    folder.observer.write_text("nonsense")
-    assert "observer.json" in str(check_credentials(str(folder.path)))
-
-
-def test_a_folder_of_redis_users_only_has_no_keys_for_a_socket_and_is_no_error_with_redis(
+def test_a_usable_place_is_told_from_one_that_is_not_and_one_of_redis_users_alone_has_no_keys_for_a_socket(
     folder: KeyFolder, tmp_path: Path
 ) -> None:
-    redis = tmp_path / "redis"
-    redis.mkdir()
-    (redis / "broker.password").write_text("secret")
-    assert check_credentials(str(redis)) is None
-    assert (curve_credentials(str(redis)), curve_credentials(None)) == (None, None)
-    assert curve_credentials(str(folder.path)) == str(folder.path)
-    assert curve_credentials(str(folder.nodes / "a.json")) == str(folder.nodes / "a.json")
+    for place in (str(folder.path), str(folder.nodes / "a.json")):
+        assert (check_credentials(place), curve_credentials(place)) == (None, place)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "has no keys" in str(check_credentials(str(empty)))
+    (empty / "broker.password").write_text("secret")
+    assert [use(str(empty)) for use in (check_credentials, curve_credentials)] == [None, None], "no error with Redis"
+    assert curve_credentials(None) is None
+    assert "does not exist" in str(check_credentials(str(tmp_path / "nowhere")))
+    folder.observer.write_text("nonsense")
+    assert "observer.json" in str(check_credentials(str(folder.path)))

@@ -11,7 +11,7 @@ from launch.cli import main
 from launch.observe import waste_view
 from launch.observe.job_view import render_status
 from launch.observe.ledger import observe_ledger, whole_ledger
-from launch.observe.observation import Observation, as_json, observe
+from launch.observe.observation import Observation, as_json
 from tests.launch_rig import LEARNER, json_of, living_broker, node_status, status_of, text_of, write_broker
 
 LEDGER = [
@@ -73,14 +73,6 @@ def test_run_without_a_broker_so_far_fails_with_the_reason(run, capsys, command)
     assert "no broker has run here yet" in capsys.readouterr().err
 
 
-def test_broker_that_does_not_answer_is_not_called_ended(ended):
-    write_broker(ended)
-    seen = observe(ended, timeout_s=0.2)
-    assert seen.note.startswith("broker not reachable:")
-    shown = [line.split() for line in text_of(render_status(ended, seen)).splitlines()]
-    assert ["broker", "10", "unreachable"] in [words[:3] for words in shown]
-
-
 def test_living_broker_is_asked(config, run, capsys):
     with living_broker(config) as server:
         found = json_of(capsys, "status", str(run.path))
@@ -138,7 +130,7 @@ def entry(serial: int, state: str, step: int | None) -> LedgerEntry:
 STOPPED = [entry(0, "committed", 0), entry(1, "taken", 1), entry(2, "taken", 2), entry(3, "ready", None)]
 
 
-def test_every_step_stands_once_with_the_groups_that_lasted() -> None:
+def test_every_step_stands_once_with_the_groups_that_lasted(tmp_path) -> None:
     assert whole_ledger([], STOPPED) == STOPPED, "one broker alone"
     newest = [entry(0, "committed", 2), entry(1, "pending", None)]
     found = whole_ledger([STOPPED], newest)
@@ -154,10 +146,7 @@ def test_every_step_stands_once_with_the_groups_that_lasted() -> None:
     # before a learner continues, former steps stay as they were left
     found = whole_ledger([STOPPED], [entry(0, "leased", None)])
     assert [(e.serial, e.state) for e in found] == [(0, "committed"), (1, "taken"), (2, "taken"), (4, "leased")]
-
-
-def test_the_ledger_of_a_run_has_the_parts_of_all_its_brokers(tmp_path) -> None:
     write_json(tmp_path / "ledger-1.json", STOPPED)
     write_json(tmp_path / "ledger.json", [entry(0, "committed", 2)])
     found = observe_ledger(RunDir(tmp_path))
-    assert [(e.serial, e.step) for e in found] == [(0, 0), (1, 1), (4, 2)]
+    assert [(e.serial, e.step) for e in found] == [(0, 0), (1, 1), (4, 2)], "the ledgers of all brokers of a run"

@@ -81,15 +81,12 @@ def test_the_window_is_that_of_the_staleness_rule_with_groups_as_large_as_on_the
     assert replayed.group_bytes - found.group_bytes == routing
 
 
-def test_a_publish_is_the_weights_in_their_dtype() -> None:
+def test_a_publish_is_the_weights_in_their_dtype_and_an_engine_has_its_share_of_them_and_of_the_cache() -> None:
     found = publish_of(job(weights={"bucket_mib": 256, "timeout_s": 10}), architecture("Qwen3-0.6B"))
     assert found.bytes == 596_049_920 * 2  # every tensor of this model is a multiple of the alignment
     assert found.buckets == 5
     assert found.tensors == 310
     assert found.bytes_per_s == found.bytes / 10
-
-
-def test_an_engine_holds_its_share_of_weights_and_cache() -> None:
     found = engine_of(job(engine_devices=2), architecture("Qwen3-0.6B"))
     assert found.weight_bytes == 596_049_920
     assert found.cache_bytes_per_token == 2 * 4 * 128 * 28 * 2  # keys and values, 4 of 8 heads, 28 layers, 2 bytes

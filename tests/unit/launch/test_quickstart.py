@@ -81,19 +81,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_the_same_request_again_does_nothing_and_elsewhere_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+def test_the_same_request_does_nothing_again_or_gives_the_same_bytes_and_another_seed_replaces_the_folder(
+    folder: Path, tmp_path: Path
+) -> None:
+    before, out = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}, tmp_path / "assets"
     assert not assets.build(folder, 1, "tiny")
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
-    assert assets.build(tmp_path / "again", 1, "tiny")
-    assert contents(tmp_path / "again") == contents(folder)
-
-
-def test_another_seed_replaces_the_folder_and_leaves_nothing_beside_it(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "assets"
     assert assets.main(["--out", str(out), "--seed", "1"]) == 0
+    assert contents(out) == contents(folder)
     assert assets.main(["--out", str(out), "--seed", "2"]) == 0
-    assert [p.name for p in tmp_path.iterdir()] == ["assets"]
+    assert [p.name for p in tmp_path.iterdir()] == ["assets"], "nothing is left beside it"
     changed = contents(out)
     for name in ("model/model.safetensors", "addition/train.jsonl", "addition/sft.jsonl", "number_guessing/sft.jsonl"):
         assert changed[name] != contents(folder)[name]
@@ -119,12 +116,9 @@ def reward(pair: tuple[int, int], completion: str) -> float:
     return asyncio.run(environment.step(Action(completion, (), True))).reward
 
 
-def test_the_scratchpad_is_the_documented_one() -> None:
+def test_clean_demonstrations_are_as_documented_and_right_for_the_environment() -> None:
     row = addition_demonstration((384, 519), random.Random(0))
     assert row == {"prompt": "Q: 384+519=? A:", "completion": " 4+9=13, 8+1+1=10, 3+5+1=9 =903"}
-
-
-def test_clean_demonstrations_are_right_for_the_environment() -> None:
     for pair in ((0, 0), (7, 5), (999, 999), (95, 378), (378, 95), (1, 999), (100, 0)):
         row = addition_demonstration(pair, random.Random(0))
         assert row["prompt"] == asyncio.run(Addition(addition_problem(pair), seed=0).reset())
@@ -192,7 +186,10 @@ def config(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_what_is_made_later_may_be_missing(config: str) -> None:
+def test_the_quickstart_asks_before_it_makes_anything_and_what_is_made_later_may_be_missing(config: str) -> None:
+    script = (ROOT / "launch" / "quickstart.sh").read_text()
+    asked = script.index("launch.quickstart.check_overrides configs/quickstart.yaml")
+    assert asked < script.index("launch.quickstart.assets --out")
     assert check_overrides([config]) == EXIT_DONE
     assert check_overrides([config, "staleness.max=0", "run.seed=2"]) == EXIT_DONE
 
@@ -211,9 +208,3 @@ def test_what_is_made_later_may_be_missing(config: str) -> None:
 def test_a_bad_override_is_refused(config: str, override: str, expected: str, capsys: pytest.CaptureFixture) -> None:
     assert check_overrides([config, override]) == EXIT_USAGE
     assert expected in capsys.readouterr().err
-
-
-def test_the_quickstart_asks_before_it_makes_anything() -> None:
-    script = (ROOT / "launch" / "quickstart.sh").read_text()
-    asked = script.index("launch.quickstart.check_overrides configs/quickstart.yaml")
-    assert asked < script.index("launch.quickstart.assets --out")

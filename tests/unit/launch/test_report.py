@@ -39,7 +39,7 @@ def line(step: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def test_summary_has_the_figures_of_the_run(run, capsys):
+def test_summary_has_the_figures_of_the_run_and_every_plot_shows_something(run, capsys):
     write_json(run.path / "eval.json", {"greedy_accuracy": 0.99, "problems": 10})
     assert main(["report", str(run.path)]) == 0
     summary = json.loads((run.report / "summary.json").read_text())
@@ -60,17 +60,12 @@ def test_summary_has_the_figures_of_the_run(run, capsys):
     out = capsys.readouterr().out
     for word in ("first 5 steps", "0.100", "greedy accuracy", "overview.png"):
         assert word in out
-
-
-def test_plots_are_png_files_that_show_something(run):
-    assert main(["report", str(run.path)]) == 0
     names = {path.name for path in run.report.glob("*.png")}
     assert "versions.png" not in names, "it has no points"
     assert {"overview.png", "reward.png", "staleness.png", "step_time.png", "tokens_per_s.png", "entropy.png"} <= names
     for path in run.report.glob("*.png"):
         data = path.read_bytes()
-        assert data.startswith(b"\x89PNG")
-        assert len(data) > 5_000, path.name
+        assert data.startswith(b"\x89PNG") and len(data) > 5_000, path.name
 
 
 def points_of(name: str, lines: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
@@ -79,17 +74,14 @@ def points_of(name: str, lines: list[dict[str, Any]]) -> dict[str, list[tuple[fl
     return dict(drawn_points(next(plot for plot in PLOTS if plot.name == name), lines))
 
 
-def test_the_first_step_of_a_learner_does_not_flatten_where_its_time_goes():
+def test_a_plot_leaves_out_first_steps_of_learners_and_steps_that_it_has_no_value_of():
     lines = [{**line(step), "incarnation": step // 3, "step_s": 2.0 if step % 3 else 90.0} for step in range(6)]
     assert points_of("step_time", lines)["whole step"] == [(1, 2.0), (2, 2.0), (4, 2.0), (5, 2.0)]
     assert points_of("step_time", lines[:1])["whole step"] == [(0, 90.0)]
-
-
-def test_the_line_of_the_same_version_leaves_out_steps_without_such_tokens():
+    # the line of the same version leaves out steps without such tokens
     stale = {**line(1), "tokens_by_age": [0, 80, 0, 0, 0, 0], "mismatch_abs_mean": 0.5}
     before = {name: value for name, value in line(2).items() if name != "tokens_by_age"}
     assert points_of("mismatch", [line(0), stale, before])["same version"] == [(0, 1e-6), (2, 1e-6)]
-
     assert "median" in points_of("ratio", [line(0)]), "the half-way ratio"
 
 

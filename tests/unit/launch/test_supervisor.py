@@ -95,7 +95,7 @@ def test_role_that_keeps_crashing_or_would_fail_again_is_given_up(supervisor, tm
         assert role.restarts == 0
 
 
-def test_stop_lets_roles_drain_in_the_order_asked_for(supervisor, tmp_path):
+def test_stop_lets_roles_drain_in_the_order_asked_for_and_kills_one_that_does_not(supervisor, tmp_path, events):
     record = tmp_path / "order"
     for name in ("broker", "learner", "node"):
         supervisor.start(spec(tmp_path, name, DRAINING, str(record), name))
@@ -106,14 +106,10 @@ def test_stop_lets_roles_drain_in_the_order_asked_for(supervisor, tmp_path):
     assert supervisor.stop(["broker"], WAIT_S) == []
     assert record.read_text().split()[-1] == "broker"
     assert [r.exit_code for r in supervisor.roles.values()] == [0, 0, 0]
-
-
-def test_role_that_does_not_drain_is_killed(supervisor, tmp_path, events):
-    role = supervisor.start(spec(tmp_path, "a", STUBBORN))
-    until(lambda: "ready" in printed(tmp_path / "a.log"))
-    assert supervisor.stop(["a"], 0.2) == ["a"]
-    assert role.exit_code == -signal.SIGKILL
-    assert kinds(events)[-1] == "killed"
+    stubborn = supervisor.start(spec(tmp_path, "stubborn", STUBBORN))
+    until(lambda: "ready" in printed(tmp_path / "stubborn.log"))
+    assert supervisor.stop(["stubborn"], 0.2) == ["stubborn"]
+    assert (stubborn.exit_code, kinds(events)[-1]) == (-signal.SIGKILL, "killed")
 
 
 def test_crash_while_stopping_is_not_restarted_and_a_terminals_interrupt_reaches_no_role(supervisor, tmp_path):
@@ -126,22 +122,16 @@ def test_crash_while_stopping_is_not_restarted_and_a_terminals_interrupt_reaches
     assert not role.running
 
 
-def test_children_of_a_killed_role_die_with_it(supervisor, tmp_path):
-    role = supervisor.start(spec(tmp_path, "a", PARENT))
-    child = int(until(lambda: printed(tmp_path / "a.log").strip()))
-    role.scan()
-    os.kill(role.pid, signal.SIGKILL)
-    until(lambda: not role.running, check=supervisor.poll)
-    until(lambda: not alive(child))
-
-
-def test_kill_all_leaves_nothing(supervisor, tmp_path):
-    roles = [supervisor.start(spec(tmp_path, name, PARENT)) for name in ("a", "b")]
-    children = [int(until(lambda n=n: printed(tmp_path / f"{n}.log").strip())) for n in ("a", "b")]
+def test_children_die_with_a_killed_role_and_kill_all_leaves_nothing(supervisor, tmp_path):
+    roles = [supervisor.start(spec(tmp_path, name, PARENT)) for name in ("a", "b", "c")]
+    children = [int(until(lambda r=role: printed(tmp_path / f"{r.spec.name}.log").strip())) for role in roles]
+    roles[0].scan()
+    os.kill(roles[0].pid, signal.SIGKILL)
+    until(lambda: not roles[0].running, check=supervisor.poll)
+    until(lambda: not alive(children[0]))
     supervisor.kill_all()
     assert not any(role.running for role in roles)
-    for child in children:
-        until(lambda child=child: not alive(child))
+    until(lambda: not any(alive(child) for child in children))
 
 
 def test_cores_bind_a_role_and_child_cores_its_children(supervisor, tmp_path):
