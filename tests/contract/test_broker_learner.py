@@ -1,11 +1,12 @@
 """The learner's side: what it offers, its incarnations, its end; and the events of a run."""
 
+import re
 from collections.abc import Callable
 
 import msgspec
 import pytest
 
-from broker.contract import Waste
+from broker.contract import LOST_AFTER_S, Waste
 from common.errors import BrokerError
 from tests.broker_rig import learner_report, node_report
 from tests.contract.backends import Backend, tasks
@@ -58,7 +59,9 @@ def test_a_replaced_learner_is_fenced(backend: Backend, same: bool) -> None:
     assert successor.offer(tasks(0)) == 1
 
 
-def test_of_two_learners_with_one_incarnation_the_second_is_refused_while_the_first_is_alive(backend: Backend) -> None:
+def test_of_two_learners_with_one_incarnation_the_second_is_refused_until_the_first_is_lost(backend: Backend) -> None:
+    status = backend.learner.status()
+    assert (status.learner, status.learner_last_seen_s) == (None, 0.0)
     backend.learner.attach(learner_report(instance="a"))
     second = backend.new_learner()
     for action in (second.attach, second.report):
@@ -69,6 +72,16 @@ def test_of_two_learners_with_one_incarnation_the_second_is_refused_while_the_fi
     learner = backend.learner.status().learner
     assert (learner.instance, learner.waste) == ("a", {"masked": Waste(9)})
     assert backend.wasted() == {}, "a learner's waste is shown with its report only"
+    for silent_s, state in ((LOST_AFTER_S / 2, "training"), (2 * LOST_AFTER_S, "lost")):
+        assert backend.learner.offer(tasks(0)) == 0, "a sign of life"
+        assert backend.learner.status().learner.state == "training"
+        backend.pass_time(silent_s)
+        assert (shown := backend.learner.status().learner).state == state
+    assert re.fullmatch(r"not seen for \d+ s, was training", shown.waiting_on)
+    second.attach(learner_report(instance="b"))
+    with pytest.raises(BrokerError, match="incarnation 1 was replaced by another process of the same incarnation"):
+        backend.learner.offer(tasks(0))
+    assert second.offer(tasks(1)) == 1
 
 
 def test_attach_tells_the_store_and_what_is_committed(make: Callable[..., Backend]) -> None:

@@ -188,16 +188,24 @@ def test_a_damaged_store_ends_the_command_with_its_place(tmp_path: Path, running
         main.run_broker(job(tmp_path), b"")  # still: and no lock was left behind
 
 
-def test_a_group_that_cannot_be_read_back_is_refused_to_the_learner(tmp_path: Path, running: Running) -> None:
+def test_a_damaged_group_is_refused_to_the_learner_with_file_and_offset_and_the_others_are_not(
+    tmp_path: Path, running: Running
+) -> None:
+    payload = b"\x01\x02" * 3000
     with running(job(tmp_path)) as broker, broker.client() as learner:
         learner.attach(REPORT)
-        learner.offer(tasks(1))
-        assert asyncio.run(hand_in(broker.address, 1, b"\x01\x02" * 3000)) == [True]
-    path = next(p for p in (tmp_path / "store").glob("0*.log") if b"\x01\x02" * 3000 in p.read_bytes())
-    path.write_bytes(path.read_bytes().replace(b"\x01\x02" * 3000, b"\x01\x02" * 2999 + b"\x01\x03"))
-    damaged = pytest.raises(BrokerError, match=rf"{path.name}: byte \d+: the stored group of 6000 bytes is damaged")
-    with running(job(tmp_path)) as broker, broker.client() as learner, damaged:
-        learner.take(0, 1, LIMIT_S)
+        learner.offer(tasks(2))
+        assert asyncio.run(hand_in(broker.address, 2, payload)) == [True, True]
+    path = next(p for p in (tmp_path / "store").glob("0*.log") if payload in p.read_bytes())
+    data = bytearray(path.read_bytes())
+    offset = data.rindex(payload)
+    data[offset + 777] ^= 0xFF
+    path.write_bytes(data)
+    with running(job(tmp_path)) as broker, broker.client() as learner:
+        assert [group.payload for group in learner.take(0, 1, LIMIT_S) or ()] == [payload]
+        said = f"{path.name}: byte {offset}: the stored group of 6000 bytes is damaged"
+        with pytest.raises(BrokerError, match=said):
+            learner.take(1, 1, LIMIT_S)
 
 
 def test_a_disk_that_fails_ends_the_broker_before_it_promises_anything(

@@ -95,7 +95,7 @@ def serials(leases: Sequence[Lease]) -> list[int]:
     return [lease.task.serial for lease in leases]
 
 
-async def test_a_cancelled_lease_leaks_nothing() -> None:
+async def test_a_lease_cancelled_while_it_waits_or_while_its_answer_is_under_way_leaks_nothing() -> None:
     async with joined() as (node, address):
         waiting = asyncio.create_task(node.lease("n0", 0, 4, 30))
         await asyncio.sleep(0.1)
@@ -103,12 +103,6 @@ async def test_a_cancelled_lease_leaks_nothing() -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await asyncio.to_thread(offer, address, 2)
-        assert serials(await node.lease("n0", 0, 4, 5)) == [0, 1]
-
-
-async def test_a_lease_cancelled_while_its_answer_is_under_way_is_handed_back() -> None:
-    async with joined() as (node, address):
-        offer(address, 2)
         for _ in range(20):  # the answer comes before, during or after the cancellation
             waiting = asyncio.create_task(node.lease("n0", 0, 4, 30))
             await asyncio.sleep(0)
@@ -171,6 +165,8 @@ def test_stopping_answers_what_is_parked() -> None:
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://localhost:0", "tcp://127.0.0.2:0", "ipc://{}/broker"])
 def test_two_brokers_at_one_address_is_a_usage_error_that_says_what_to_do(address: str, tmp_path: Path) -> None:
+    with posix_socket.socket(posix_socket.AF_UNIX) as dead:
+        dead.bind(f"{tmp_path}/broker")  # the path of a broker that died keeps nobody out
     with serving(address.format(tmp_path)) as server:
         with pytest.raises(UsageError, match="is in use; stop the process") as error:
             BrokerServer(new_state(), [server.address], MAX_MESSAGE_BYTES)
@@ -178,13 +174,6 @@ def test_two_brokers_at_one_address_is_a_usage_error_that_says_what_to_do(addres
         assert error.value.exit_code == 2
         with BrokerClient(server.address, deadline_s=LIMIT_S) as observer:
             assert observer.status().address == server.address
-
-
-def test_a_left_over_ipc_path_is_taken_over(tmp_path: Path) -> None:
-    with posix_socket.socket(posix_socket.AF_UNIX) as dead:
-        dead.bind(f"{tmp_path}/broker")
-    with serving(f"ipc://{tmp_path}/broker") as server, BrokerClient(server.address, deadline_s=LIMIT_S) as observer:
-        assert observer.status().groups_ready == 0
 
 
 BEYOND = ("tcp://0.0.0.0:0", "tcp://*:5555", "tcp://10.0.0.1:5555", "tcp://example.org:1")

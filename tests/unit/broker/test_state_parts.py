@@ -1,4 +1,4 @@
-"""The parts of the delivery state: history, deadlines, events, fleet, learner record."""
+"""The parts of the delivery state: history, deadlines, events, fleet."""
 
 import random
 import sys
@@ -7,18 +7,16 @@ import tracemalloc
 import msgspec
 import pytest
 
-from broker.contract import LOST_AFTER_S, BrokerEvent, LearnerReport, LedgerEntry
+from broker.contract import BrokerEvent, LedgerEntry
 from broker.delivery.deadlines import HEAP_SLACK, Deadlines
 from broker.delivery.event_log import RING_EVENTS, EventLog
-from broker.delivery.learner_fencing import LearnerRecord
 from broker.delivery.nodes import FORGET_AFTER_S, Fleet
 from broker.delivery.task_table import History
 from broker.journal import records
 from broker.messaging.wire import AskLease
 from broker.server.long_polls import ParkingLot
-from common.errors import BrokerError
 from common.rollouts import GroupMeta
-from tests.broker_rig import learner_report, node_report, numbered_state, run_info, tasks
+from tests.broker_rig import node_report, numbered_state, run_info, tasks
 
 
 def test_history_gives_back_what_it_was_given_in_any_order() -> None:
@@ -112,49 +110,6 @@ def test_a_silent_node_dies_once_revives_when_seen_and_is_forgotten_long_after()
     fleet.join(node_report("n", pid=2), 1000.0)
     assert fleet.expire(1004.5)[0] == []
     assert fleet.expire(1005.5)[0] == ["n"], "a node that joins again is watched again"
-
-
-def update(record: LearnerRecord, report: LearnerReport, now: float) -> None:
-    record.check_report(report, now)
-    record.accept(report)
-    record.seen_at = now
-
-
-def test_a_silent_learner_is_shown_as_lost_unless_it_ended() -> None:
-    record = LearnerRecord()
-    assert (record.status(100.0), record.silent_s(100.0)) == (None, 0.0)
-    update(record, LearnerReport(1, 1, "training", 4), 0.0)
-
-    def shown(now: float) -> LearnerReport:
-        status = record.status(now)
-        assert status is not None
-        return status
-
-    assert shown(LOST_AFTER_S).state == "training"
-    late = shown(LOST_AFTER_S + 2)
-    assert (late.state, late.policy_version, late.waiting_on) == ("lost", 4, "not seen for 12 s, was training")
-    record.seen_at = 20.0
-    assert shown(21.0).state == "training"
-    for state in ("done", "drained", "failed"):
-        update(record, LearnerReport(1, 1, state, 5), 30.0)
-        assert shown(1000.0).state == state
-
-
-def test_a_second_learner_of_an_incarnation_takes_the_place_of_a_silent_one_which_never_comes_back() -> None:
-    record = LearnerRecord()
-    update(record, learner_report(instance="a"), 0.0)
-    record.seen_at = 5.0
-    with pytest.raises(BrokerError, match=r"incarnation 1 is alive already: process 5, training, seen 9.0 s ago"):
-        update(record, learner_report(instance="b"), 14.0)
-    record.check(1, "a")
-    update(record, learner_report(instance="b"), 15.5)
-    for step in (lambda: record.check(1, "a"), lambda: update(record, learner_report(instance="a"), 100.0)):
-        with pytest.raises(BrokerError, match="incarnation 1 was replaced by another process of the same incarnation"):
-            step()
-    record.check(1, "b")
-    record.check(1, "")
-    update(record, learner_report(instance=""), 101.0)
-    update(record, learner_report(instance="c"), 102.0)  # at once: the process before did not say which one it is
 
 
 def test_freed_slots_are_counted_and_forgotten_once_no_older_task_is_unfinished() -> None:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from broker.contract import LEARNER_ENDED, BrokerStatus, Waste
 from broker.journal.file_store.frames import BLOCK
 from broker.journal.file_store.store import lock_store
-from broker.journal.store import PayloadUnreadable, StoreCorrupt, StoredPayload
+from broker.journal.journal import SEGMENT_BYTES
+from broker.journal.store import StoreCorrupt
 from common.errors import BrokerError, UsageError
 from common.rollouts import GroupMeta
 from tests.broker_rig import learner_report, node_report
@@ -62,11 +63,11 @@ def found_in(path: Path) -> tuple[Any, ...]:
         return what_is_known(rig)
 
 
-def after_a_step(home: Path, size: int = 100) -> Rig:
+def after_a_step(home: Path) -> Rig:
     """A broker that has taken step 0."""
     rig = Rig(home).begin()
     rig.settle()
-    rig.step(0, size)
+    rig.step(0)
     rig.settle()
     return rig
 
@@ -181,31 +182,19 @@ def test_damage_at_the_end_or_to_the_history_of_a_closed_store_is_noticed_and_th
         Rig(home)
 
 
-def test_a_damaged_group_is_refused_when_it_is_wanted_with_file_and_offset(home: Path) -> None:
-    with after_a_step(home, size=5000) as rig:
-        stored = rig.state.tasks.living[1].stored
-    assert isinstance(stored, StoredPayload) and stored.location is not None
-    location = stored.location
-    path = home / f"{location.segment:08d}.log"
-    flip(path, location.offset + 777)
-    said = rf"{path.name}: byte {location.offset}: the stored group of 10000 bytes"
-    with Rig(home) as again:
-        good, bad = (again.state.tasks.living[serial].payload for serial in (0, 1))
-        assert isinstance(good, StoredPayload) and isinstance(bad, StoredPayload)
-        assert good.read() == b"0." * 5000
-        with pytest.raises(PayloadUnreadable, match=said):
-            bad.read()
-
-
 # -------------------------------------------------------------------- a full disk
 
 
-def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(home: Path) -> None:
-    with after_a_step(home) as rig:
-        with full_disk(home, BLOCK):
+@pytest.mark.parametrize(("segment_bytes", "room"), [(SEGMENT_BYTES, BLOCK), (1 << 14, 0)], ids=["same", "new segment"])
+def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(home: Path, segment_bytes: int, room: int) -> None:
+    with Rig(home, segment_bytes=segment_bytes).begin() as rig:
+        rig.step(0)
+        rig.settle()
+        with full_disk(home, room):
             before = rig.journal.acknowledged
-            rig.step(1, size=50_000)
-            wanted = rig.journal.end_turn()
+            for step in (1, 2, 3):
+                rig.step(step, size=50_000)
+                wanted = rig.journal.end_turn()
             until(lambda: rig.journal.stuck)
             assert str(home) in rig.journal.stuck
             assert before <= rig.journal.acknowledged < wanted
@@ -217,19 +206,6 @@ def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(home: Path) 
         assert what_is_known(again) == known
         assert again.state.tasks.living[2].payload.read() == b"2." * 50_000  # type: ignore[attr-defined]
     assert {s: state for s, state, _ in found_in(copy)[0]}[0] == "taken"
-
-
-def test_a_new_segment_waits_for_room_too(home: Path) -> None:
-    with Rig(home, segment_bytes=1 << 14).begin() as rig:
-        rig.settle()
-        with full_disk(home):
-            for step in range(3):
-                rig.step(step, size=20_000)
-                rig.journal.end_turn()
-            until(lambda: rig.journal.stuck)
-        rig.settle()
-        known = what_is_known(rig)
-    assert found_in(home) == known
 
 
 # -------------------------------------------------------------------- who may write

@@ -62,8 +62,6 @@ def test_fields_of_a_later_release_are_ignored_and_another_schema_is_refused_by_
     ("body", "reason"),
     [
         ({"type": "lease", "id": 1}, "missing required field `node_id`"),
-        ({"type": "lease", "id": 1, "node_id": "", "version": 0, "max_groups": 1, "wait_s": 0}, "length >= 1"),
-        ({"type": "lease", "id": 1, "node_id": "n", "version": 0, "max_groups": 0, "wait_s": 0}, ">= 1"),
         ({"type": "take", "id": 1, "step": "one", "count": 1, "wait_s": 0}, "Expected `int`, got `str`"),
         ({"type": "steal", "id": 1}, "Invalid value 'steal'"),
     ],
@@ -80,14 +78,3 @@ def test_random_bytes_raise_nothing_but_wire_errors(data: bytes, payloads: int) 
         wire.decode_request(data, payloads)
     with pytest.raises(wire.WireError):
         wire.decode_reply(data)
-
-
-@given(st.sampled_from(EXAMPLES), st.data())
-def test_mutated_requests_decode_or_raise_wire_errors(example: wire.AnyRequest, data: st.DataObject) -> None:
-    header = bytearray(wire.encode(example))
-    for _ in range(data.draw(st.integers(1, 4))):
-        header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        wire.decode_request(bytes(header[: data.draw(st.integers(0, len(header)))]), example.payloads)
-    except wire.WireError as error:
-        assert str(error)
