@@ -9,8 +9,7 @@ from broker.contract import Waste
 from common.errors import BrokerError
 from common.rollouts import GroupMeta
 from tests.broker_rig import learner_report, node_report
-from tests.contract.backends import LEASE_S, META, Backend
-from tests.waiting import LIMIT_S
+from tests.contract.backends import META, Backend
 
 
 def test_a_straggler_does_not_delay_a_step_unless_it_takes_groups_in_order(backend: Backend) -> None:
@@ -181,18 +180,6 @@ def test_filtered_and_regenerated_groups_count_once_under_the_node_that_made_the
     assert backend.wasted("other") == {}
     backend.leave()
     assert backend.wasted() == {"filtered": Waste(10, 2.5), "regenerated": Waste(10, 2.5)}
-
-
-def test_a_lost_lease_counts_its_seconds_and_a_late_result_its_tokens(backend: Backend) -> None:
-    backend.begin(1)
-    lease = backend.lease(1)[0]
-    backend.pass_time(LEASE_S + 1)
-    lost = backend.wasted("n0")
-    assert list(lost) == ["lost"]
-    assert lost["lost"].tokens == 0
-    assert LEASE_S + 1 <= lost["lost"].seconds < LEASE_S + LIMIT_S
-    assert not backend.complete(lease)
-    assert backend.wasted("n0") == {"lost": Waste(10, lost["lost"].seconds)}
 
 
 def test_what_a_node_reports_adds_up_over_its_processes_and_survives_its_leaving(backend: Backend) -> None:

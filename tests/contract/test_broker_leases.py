@@ -6,6 +6,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from broker.contract import Waste
 from broker.delivery.leasing import ALONE
 from common.errors import BrokerError
 from tests.broker_rig import node_report
@@ -101,6 +102,8 @@ def test_a_lost_lease_goes_to_another_node_oldest_first_and_late_results_are_ref
     backend.join("slow")
     [old] = backend.lease(1, "slow")
     backend.pass_time(LEASE_S + 1)
+    lost = backend.wasted("slow")["lost"]
+    assert lost.tokens == 0 and LEASE_S + 1 <= lost.seconds < LEASE_S + LIMIT_S
     backend.join("fast")
     new, _ = leases = backend.lease(2, "fast", wait_s=LIMIT_S)
     assert [(le.task.serial, le.attempt) for le in leases] == [(0, 2), (1, 1)]
@@ -114,6 +117,7 @@ def test_a_lost_lease_goes_to_another_node_oldest_first_and_late_results_are_ref
     assert backend.beat(node_report("slow"), old.token).lost == [old.token]
     status = backend.learner.status()
     assert (status.stale_results, status.tokens_wasted_total) == (2, 2 * META.sampled_tokens)
+    assert backend.wasted("slow") == {"lost": Waste(2 * META.sampled_tokens, lost.seconds)}
     assert [g.payload for g in backend.learner.take(0, 1, 0.0)] == [b"the one"]
 
 

@@ -17,7 +17,7 @@ from broker.contract import RunInfo
 from broker.delivery.event_log import EventLog
 from broker.delivery.learner_fencing import lasting
 from broker.delivery.state import DeliveryState
-from broker.delivery.task_table import Entry, TaskRecord
+from broker.delivery.task_table import TaskRecord
 from broker.journal.file_store.store import open_file_store
 from broker.journal.journal import Journal
 from broker.journal.recovery import recover
@@ -32,7 +32,7 @@ def everything(state: DeliveryState) -> dict[str, Any]:
     """All of a state that has to survive, in plain values."""
     tasks = state.tasks
     return {
-        "tasks": {serial: surviving(entry) for serial, entry in tasks.living.items()},
+        "tasks": {s: {n: getattr(e, n) for n in TaskRecord.__struct_fields__} for s, e in tasks.living.items()},
         "ledger": state.ledger(),
         "pending": sorted(tasks.pending),
         "ready": tasks.ready,
@@ -49,10 +49,6 @@ def everything(state: DeliveryState) -> dict[str, Any]:
         "retained": {s: [(k.task, k.nodes[-1], k.meta, k.filtered) for k in g] for s, g in tasks.retained.items()},
         "groups": {serial: stored_payload(state, serial) for serial, e in tasks.living.items() if e.stored},
     }
-
-
-def surviving(entry: Entry) -> dict[str, Any]:
-    return {name: getattr(entry, name) for name in TaskRecord.__struct_fields__}
 
 
 def stored_payload(state: DeliveryState, serial: int) -> bytes:

@@ -7,9 +7,8 @@ from hypothesis import Phase, settings
 from broker.delivery.state import DeliveryState
 from broker.journal.journal import Journal
 from broker.journal.redis_store.store import RedisStore
-from broker.journal.redis_store.term import Term
 from tests.property.test_durable_delivery import DurableDelivery
-from tests.redis_server import redis_server
+from tests.redis_server import leading, redis_server
 
 
 class RedisDelivery(DurableDelivery):
@@ -21,8 +20,7 @@ class RedisDelivery(DurableDelivery):
 
     def open(self) -> DeliveryState:
         self.server.ask("DEL", f"slipstream:{{{self.name}}}:leader")  # the term of the broker that died is over
-        term = Term(self.server.client(), self.server.address, self.name, "/nowhere")
-        assert term.take("tcp://127.0.0.1:1") is None
+        term = leading(self.server, self.name)
         self.terms += 1
         assert term.number == self.terms
         former: Journal | None = getattr(self, "journal", None)

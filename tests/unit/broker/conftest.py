@@ -1,7 +1,6 @@
 """Brokers in a thread, as `slipstream broker` runs them."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -57,20 +56,3 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Running:
                 assert ended.result(LIMIT_S) == 0
 
     return life
-
-
-@pytest.fixture
-def slow_syncs(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
-    """An open gate that every sync of a store waits at, and an entry for each sync that ended."""
-    from broker.journal.file_store.segment_file import SegmentFile
-
-    gate, synced, sync = threading.Event(), list[int](), SegmentFile.sync
-    gate.set()
-
-    def slow(self: SegmentFile) -> None:
-        assert gate.wait(LIMIT_S)
-        sync(self)
-        synced.append(1)
-
-    monkeypatch.setattr(SegmentFile, "sync", slow)
-    return gate, synced

@@ -25,7 +25,7 @@ class CountingLoop(asyncio.SelectorEventLoop):
         return super().call_at(when, callback, *args, context=context)
 
 
-async def test_every_call_is_reminded_of_at_its_time_and_again_as_asked() -> None:
+async def test_every_call_without_an_answer_is_reminded_of_at_its_time_and_again_as_asked() -> None:
     loop, start = asyncio.get_running_loop(), asyncio.get_running_loop().time()
     reminded: list[tuple[int, float]] = []
 
@@ -34,26 +34,17 @@ async def test_every_call_is_reminded_of_at_its_time_and_again_as_asked() -> Non
         if len([number for number, _ in reminded if number == late.id]) < 2:
             calls.remind_at(late, loop.time() + 0.1)
 
-    calls = Calls(remind)
-    for number, delay_s in ((0, 0.3), (1, 0.05), (2, 0.0)):
+    calls, closed = Calls(remind), Calls(remind)
+    noted(closed, 9, 0.01)
+    closed.close()
+    for number, delay_s in ((0, 0.3), (1, 0.05), (2, 0.0), (3, 0.02)):
         noted(calls, number, delay_s)
+    del calls.by_id[3]  # it was answered
     await until_async(lambda: sorted(number for number, _ in reminded) == [0, 0, 1, 1, 2, 2])
     calls.close()
     first = dict(reversed(reminded))
     assert first[0] >= 0.3 and first[1] >= 0.05
     assert min(later - sooner for n in range(3) for sooner, later in [[t for m, t in reminded if m == n]]) >= 0.099
-
-
-async def test_calls_that_were_answered_and_closed_ones_are_left_alone() -> None:
-    reminded: list[int] = []
-    calls, closed = (Calls(lambda late: reminded.append(late.id)) for _ in range(2))
-    noted(closed, 9, 0.01)
-    closed.close()
-    for number in range(3):
-        noted(calls, number, 0.02)
-    del calls.by_id[1]
-    await until_async(lambda: sorted(reminded) == [0, 2])
-    calls.close()
 
 
 def test_many_calls_that_are_answered_need_few_timers() -> None:

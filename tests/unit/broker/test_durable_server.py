@@ -85,9 +85,17 @@ def test_without_durability_nothing_is_kept_and_an_older_store_is_set_aside(tmp_
 
 
 def test_no_promise_is_answered_before_it_is_synced(
-    tmp_path: Path, running: Running, slow_syncs: tuple[threading.Event, list[int]]
+    tmp_path: Path, running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, synced = slow_syncs
+    gate, synced, sync = threading.Event(), list[int](), SegmentFile.sync
+    gate.set()
+
+    def slow(self: SegmentFile) -> None:
+        assert gate.wait(LIMIT_S)
+        sync(self)
+        synced.append(1)
+
+    monkeypatch.setattr(SegmentFile, "sync", slow)
     with (
         running(job(tmp_path)) as broker,
         ThreadPoolExecutor(1) as pool,

@@ -105,12 +105,7 @@ def test_the_first_messages_that_do_not_decode_are_kept_over_restarts_and_denied
     assert len(list(folder.glob("*.bin"))) == len(list(folder.glob("*.json"))) == KEPT_MESSAGES
     assert (folder / "1.bin").read_bytes() == b"y" * KEPT_BYTES
     about = msgspec.json.decode((folder / "1.json").read_bytes())
-    facts = {
-        "client": anonymous(b"client"),
-        "reason": "strange",
-        "header_bytes": 2 * KEPT_BYTES,
-        "payloads": 2,
-    }
+    facts = {"client": anonymous(b"client"), "reason": "strange", "header_bytes": 2 * KEPT_BYTES, "payloads": 2}
     assert about == {"time_s": about["time_s"], **facts}
     (tmp_path / "file").write_text("in the way")
     Refusals(state, tmp_path / "file").note(b"c", WireError("strange"), b"x", 0)

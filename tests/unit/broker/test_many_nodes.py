@@ -60,19 +60,16 @@ def crowd() -> Crowd:
     return Crowd([0] * NODES)
 
 
-def test_a_free_task_costs_a_look_at_few_of_the_nodes_that_wait_and_goes_to_the_first(crowd: Crowd) -> None:
+def test_a_free_task_costs_few_looks_and_goes_to_the_first_and_a_change_that_gives_nobody_a_lease_costs_one(
+    crowd: Crowd,
+) -> None:
     for serial in range(WINDOW):
         crowd.offer(serial, 1)
         assert crowd.served() == [(f"c{serial}", [serial])]
     assert crowd.looks <= 2 * WINDOW
-
-
-def test_a_change_that_gives_nobody_a_lease_costs_one_look(crowd: Crowd) -> None:
-    crowd.offer(0, 10 * WINDOW)
-    assert len(crowd.served()) == WINDOW
     crowd.looks = 0
-    for step in range(100):
-        crowd.offer(10 * WINDOW + step, 1)
+    for serial in range(WINDOW, WINDOW + 100):
+        crowd.offer(serial, 1)
         assert crowd.served() == []
     assert crowd.looks <= 100
 

@@ -166,7 +166,7 @@ def test_stopping_answers_what_is_parked() -> None:
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://localhost:0", "tcp://127.0.0.2:0", "ipc://{}/broker"])
 def test_two_brokers_at_one_address_is_a_usage_error_that_says_what_to_do(address: str, tmp_path: Path) -> None:
     with posix_socket.socket(posix_socket.AF_UNIX) as dead:
-        dead.bind(f"{tmp_path}/broker")  # the path of a broker that died keeps nobody out
+        dead.bind(f"{tmp_path}/broker")  # the path of a broker that died is taken over
     with serving(address.format(tmp_path)) as server:
         with pytest.raises(UsageError, match="is in use; stop the process") as error:
             BrokerServer(new_state(), [server.address], MAX_MESSAGE_BYTES)

@@ -211,19 +211,16 @@ def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(home: Path, 
 # -------------------------------------------------------------------- who may write
 
 
-def test_a_second_broker_is_kept_out_while_the_first_lives(home: Path) -> None:
+def test_a_second_broker_is_kept_out_while_the_first_lives_on_a_full_disk_too_and_told_why(home: Path) -> None:
+    with full_disk(home):
+        with lock_store(home), pytest.raises(UsageError, match="process unknown writes its store"):
+            lock_store(home)
+        lock_store(home).close()
     with Rig(home) as first:
         assert (first.found.records, first.found.torn, first.state.ledger()) == (0, "", []), "it begins with nothing"
         with pytest.raises(UsageError, match=rf"already has a broker: process {os.getpid()} writes its store"):
             Rig(home)
     Rig(home).close()
-
-
-def test_a_store_can_be_locked_on_a_full_disk_and_says_why_it_cannot_be_locked(home: Path) -> None:
-    with full_disk(home):
-        with lock_store(home), pytest.raises(UsageError, match="process unknown writes its store"):
-            lock_store(home)
-        lock_store(home).close()
     (home / "lock").unlink()
     (home / "lock").mkdir()
     with pytest.raises(UsageError, match=r"store: the store cannot be locked: .*Is a directory"):
