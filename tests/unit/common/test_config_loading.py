@@ -43,11 +43,8 @@ def test_missing_keys_take_their_defaults_and_an_exponent_without_a_dot_is_a_num
     config = load_config(write(MINIMAL + "learner: {optimizer: {lr: 3e-4, eps: 1E-6}}"))
     assert config.learner.optimizer.lr == 3e-4
     assert config.learner.optimizer.eps == 1e-6
-
-
-def test_dumped_config_reads_back_equal(write):
     config = load_config(write(MINIMAL), ["learner.optimizer.lr=1e-7", "tasks.options.limit=3", "run.name=on"])
-    assert load_config(write(dump_yaml(config), "again.yaml")) == config
+    assert load_config(write(dump_yaml(config), "again.yaml")) == config, "a dumped config reads back equal"
     assert config.run.name == "on"
 
 

@@ -41,15 +41,11 @@ def test_what_a_model_does_not_allow_is_named(shape: dict[str, int], layout: dic
     assert [line for line in found(shape, **layout) if message in line]
 
 
-FITS_DENSE = [{}, {"tensor": 2}, {"tensor": 4, "context": 2}, {"tensor": 2, "sequence": False}]
-FITS_MIXED = [{"expert": 8}, {"tensor": 2, "expert": 2, "expert_tensor": 2}, {"context": 3}]
-
-
-@pytest.mark.parametrize(
-    ("shape", "layout"), [*((DENSE, layout) for layout in FITS_DENSE), *((MIXED, layout) for layout in FITS_MIXED)]
-)
-def test_what_a_model_allows_passes(shape: dict[str, int], layout: dict[str, object]) -> None:
-    assert not found(shape, **layout)
+def test_what_a_model_allows_passes() -> None:
+    for layout in ({}, {"tensor": 2}, {"tensor": 4, "context": 2}, {"tensor": 2, "sequence": False}):
+        assert not found(DENSE, **layout)
+    for layout in ({"expert": 8}, {"tensor": 2, "expert": 2, "expert_tensor": 2}, {"context": 3}):
+        assert not found(MIXED, **layout)
 
 
 @pytest.mark.parametrize(

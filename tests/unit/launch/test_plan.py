@@ -157,7 +157,7 @@ def test_remarks_say_what_no_check_refuses_and_nothing_where_all_is_well(
     assert any(remark.lower() in line.lower() for line in found) == made, found
 
 
-def test_the_page_is_within_its_width_and_says_everything_that_json_says(here: Path) -> None:
+def test_the_page_is_within_its_width_says_everything_that_json_says_and_is_documented_as_it_is(here: Path) -> None:
     review = make_review("configs/deepseek-v3.yaml", [])
     text = text_of(page(review), WIDTH)
     assert max(map(len, text.splitlines())) <= WIDTH
@@ -166,11 +166,7 @@ def test_the_page_is_within_its_width_and_says_everything_that_json_says(here: P
     said = as_json(review)
     for line in [*said["failed"], *said["before_launch"], *said["remarks"]]:
         assert " ".join(line.split()) in flat
-
-
-def test_the_documented_example_is_what_the_command_prints(here: Path) -> None:
     documented = (ROOT / "docs" / "plan.md").read_text()
-    review = make_review("configs/mixtral-8x7b.yaml", [])
-    lines = [line.rstrip() for line in text_of(page(review), WIDTH).splitlines()]
+    lines = [line.rstrip() for line in text_of(page(make_review("configs/mixtral-8x7b.yaml", [])), WIDTH).splitlines()]
     _, _, shown = documented.partition("<!-- example -->\n```\n")
     assert shown.partition("\n```\n")[0].split("\n") == lines  # else paste the command's output there
