@@ -69,8 +69,8 @@ def redis_killed_everysec(rig: Rig) -> float:
     fault="Redis: all at once: server, broker, nodes, learner killed, stopped, restarted, connections cut, in random "
     "order",
     recovered="three new steps, from the last fault on",
-    bound="`broker.lease_s` + start of a process + pause of a client (1 s) + 5 s",
-    bound_s=LEASE_S + 7.0,
+    bound="`broker.lease_s` + start of a process + pause of a client (1 s) + 3 s",
+    bound_s=LEASE_S + 5.0,
     redis="always",
 )
 def redis_storm(rig: Rig) -> float:
