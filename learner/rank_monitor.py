@@ -87,6 +87,8 @@ class RankMonitor:
                 count += 1
                 self._store.set(f"sign/{self._rank}", str(count))
                 for peer in self._peers:
+                    if not self._store.check([f"sign/{peer}"]):  # `get` would wait for its first one
+                        continue
                     if (sign := self._store.get(f"sign/{peer}")) != seen.get(peer):
                         seen[peer], self._heard[peer] = sign, time.monotonic()
                 if self._store.check(["end"]):

@@ -1,0 +1,21 @@
+"""The monitor of ranks, without processes; tests/integration/learner/test_deadlines.py stops real ones."""
+
+import pytest
+import torch.distributed as dist
+
+from learner import rank_monitor
+from learner.rank_monitor import RankMonitor
+from tests.waiting import until
+
+
+def test_the_reason_of_a_rank_that_fails_before_its_first_sign_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+    codes: list[int] = []
+    monkeypatch.setattr(rank_monitor, "leave", codes.append)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    with RankMonitor(0, 2, timeout_s=30.0, on_silence=lambda who: None, on_end=ends.append):
+        dist.PrefixStore("rank-monitor", store).set("end", "2 model.path: no such folder")
+        until(lambda: codes)
+    assert (codes, ends) == ([2], ["model.path: no such folder"])
