@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from broker.messaging.client_methods import LearnerBroker, NodeBroker
+from broker.contract import BrokerStatus
+from broker.messaging.client_methods import LearnerBroker, NodeBroker, ObserverBroker
 from common.config.redis_address import is_redis
-from common.errors import UsageError
+from common.errors import BrokerUnreachable, UsageError
 from common.security.credentials import Role, curve_credentials, load_credential
 
 if TYPE_CHECKING:  # loads ZeroMQ
@@ -37,6 +38,21 @@ def connect_node(access: Access) -> NodeBroker:
     from broker.messaging.async_client import AsyncBrokerClient
 
     return AsyncBrokerClient(access.address, **_options(access))
+
+
+def connect_observer(address: str, timeout_s: float, credentials: str | None) -> ObserverBroker:
+    """A connection that asks; its calls raise BrokerUnreachable after `timeout_s`. Raises as `connect`."""
+    return connect(Access(address=address, role="observer", deadline_s=timeout_s, retry_s=0.5, credentials=credentials))
+
+
+def ask_status(address: str, timeout_s: float, credentials: str | None = None) -> BrokerStatus:
+    """The status from the broker at `address`; raises UsageError with the reason when none answers in time."""
+    try:
+        with connect_observer(address, timeout_s, credentials) as client:
+            return client.status()
+    except BrokerUnreachable as error:
+        why = f"no broker answered at {address} within {timeout_s:g} s ({error}); is the job running?"
+        raise UsageError(why) from None
 
 
 def _options(access: Access) -> "ConnectionOptions":

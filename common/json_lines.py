@@ -1,5 +1,6 @@
 """Files with one JSON object per line: datasets, metrics and events. A killed writer may leave a torn last line."""
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -19,10 +20,14 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         """Open for appending; raises OSError."""
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._torn = False
 
     def write(self, line: msgspec.Struct) -> None:
-        """Append `line`; raises OSError, for example on a full disk."""
-        os.write(self._file, msgspec.json.encode(line) + b"\n")
+        """Append `line`; raises OSError, for example on a full disk, which may have cut the line."""
+        data = b"\n" * self._torn + msgspec.json.encode(line) + b"\n"
+        self._torn = os.write(self._file, data) < len(data)
+        if self._torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def sync(self) -> None:
         """Force the lines written so far to the disk."""

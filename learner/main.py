@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 def prepare(
     config: Config | SftConfig, run_dir: RunDir, process: RankProcess, broker: str | None
-) -> tuple[BatchSource, RunFiles | None, TrainerState | None]:
-    """The source of batches, and on the lead rank its files and the start state; before the model is loaded."""
+) -> tuple[BatchSource, TrainerState | None, RunFiles | None]:
+    """The source of batches, and on the lead rank the start state and its files; before the model is loaded."""
     from learner.loop.lead_rank import prepare_lead  # after the checks: these take seconds to import
     from learner.loop.rollout_source import RolloutSource
     from learner.sft.warm_start import RowSource
@@ -45,19 +45,16 @@ def prepare(
         files = RunFiles(config, run_dir)
     if isinstance(config, SftConfig):
         rows = RowSource(config, process.stop_requested)
-        return rows, files, files.start(rows.dataset.digest) if files else None
+        return rows, files.start(rows.dataset.digest) if files else None, files
     if files is None:
         return RolloutSource(config), None, None
-    lead, state = prepare_lead(config, run_dir, files, broker, process.stop_requested)
-    lead.start()
-    return lead, files, state
+    return *prepare_lead(config, run_dir, files, broker, process.stop_requested), files
 
 
 def train(config: Config | SftConfig, run_dir: RunDir, process: RankProcess, broker: str | None) -> str:
     """Load everything and run the loop; returns 'done' or 'drained'. Collective."""
-    source, files, start = prepare(config, run_dir, process, broker)
+    source, start, files = prepare(config, run_dir, process, broker)
     from learner.loop.trainer import Trainer
-    from learner.megatron.backend import MegatronBackend
     from learner.rank_monitor import RankMonitor
 
     trainer: Trainer | None = None
@@ -73,6 +70,9 @@ def train(config: Config | SftConfig, run_dir: RunDir, process: RankProcess, bro
 
     failed = partial(close, "failed")
     try:
+        source.start()
+        from learner.megatron.backend import MegatronBackend
+
         backend = MegatronBackend.of(config)
         process.drain_on_signals()
         told = backend.broadcast_bytes(msgspec.json.encode(start) if start else None)

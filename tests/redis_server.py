@@ -61,7 +61,11 @@ class RedisServer:
 
     def start(self) -> None:
         self.process = subprocess.Popen([server_binary(), str(self.folder / "redis.conf")], stdout=subprocess.DEVNULL)
-        until(self._answers, "a Redis server that answers", check=self._runs, every_s=0.02)
+        try:
+            until(self._answers, "a Redis server that answers", check=self._runs, every_s=0.02)
+        except BaseException:  # no caller has the server yet, to end it
+            self.kill()
+            raise
 
     def _answers(self) -> bool:
         try:
@@ -79,12 +83,10 @@ class RedisServer:
         self.process.wait(LIMIT_S)
 
     def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(LIMIT_S)
-            except subprocess.TimeoutExpired:
-                self.kill()
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(LIMIT_S)
+        self.kill()
 
     def client(self) -> Any:
         """redis-py, as the default user."""

@@ -78,7 +78,7 @@ class LearnerRecord:
         return msgspec.structs.replace(report, state="lost", waiting_on=waiting_on, since_s=silent_s)
 
 
-def lasting(report: LearnerReport) -> LearnerReport:
+def lasting(report: LearnerReport) -> tuple[int | str, ...]:
     """The part of a report that matters after a restart; the journal records a report when this part changes."""
     state = report.state if report.state in LEARNER_ENDED else ""
-    return msgspec.structs.replace(report, state=state, policy_version=0, waiting_on="", since_s=0.0, step=0, waste={})
+    return report.pid, report.incarnation, report.instance, report.weights_address, state

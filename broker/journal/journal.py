@@ -15,7 +15,7 @@ from broker.contract import StoreStatus
 from broker.delivery.moves import Closed, Statistics
 from broker.delivery.state import DeliveryState
 from broker.delivery.tables import Move, Recorder
-from broker.delivery.task_table import READY
+from broker.delivery.task_table import READY, Entry
 from broker.journal import records
 from broker.journal.store import Record, Store, StoredPayload, StoreFailed, StoreFenced, StoreUnavailable
 from broker.journal.writer import Sync, Writer
@@ -143,8 +143,8 @@ class Journal(Recorder):
         except StoreUnavailable:
             return  # the writer tries again, and this is called again
         payloads = [
-            Record(self._seq + i, b"", memoryview(cast(bytes, payload)), stored)
-            for i, (stored, payload) in enumerate(again, 1)
+            Record(self._seq + i, b"", memoryview(cast(bytes, entry.payload)), cast(StoredPayload, entry.stored))
+            for i, entry in enumerate(again, 1)
         ]
         self._seq += len(payloads)
         state.event_log.add("store_rewritten", groups_written=len(payloads), groups_lost=len(lost))
@@ -162,36 +162,30 @@ class Journal(Recorder):
         return records.Captured(state, self._seq, rewritten)
 
 
-def lose_payloads(state: DeliveryState, store: Store) -> tuple[list[int], list[tuple[StoredPayload, object]]]:
+def lose_payloads(state: DeliveryState, store: Store) -> tuple[list[int], list[Entry]]:
     """Groups that the store has lost become pending, unless the broker has them in memory.
 
     Redis may fail over to a replica that lacks what was acknowledged. A group that a step took stays with the step,
     since the learner may have it; `take` gives it up when asked for it. The caller compacts the log afterwards, so
-    these changes need no records. Returns the serials that are pending again, and the groups that must be written
-    again, each with its payload. Raises StoreUnavailable, changing nothing.
+    these changes need no records. Returns the serials that are pending again, and the tasks whose groups must be
+    written again. Raises StoreUnavailable, changing nothing.
     """
     tasks = state.tasks
     retained = [entry for group in tasks.retained.values() for entry in group]
     stored = [entry.stored for entry in [*tasks.living.values(), *retained]]
     missing = store.missing([s.location for s in stored if isinstance(s, StoredPayload) and s.location is not None])
 
-    def is_lost(stored: StoredPayload) -> bool:
-        return stored.location is None or stored.location in missing
+    def is_lost(entry: Entry) -> bool:
+        stored = entry.stored
+        return isinstance(stored, StoredPayload) and (stored.location is None or stored.location in missing)
 
-    lost: list[int] = []
-    again: list[tuple[StoredPayload, object]] = []
-    for entry in tasks.living.values():
-        if not isinstance(entry.stored, StoredPayload) or not is_lost(entry.stored):
-            continue
+    lost, again = list[int](), list[Entry]()
+    for entry in filter(is_lost, tasks.living.values()):
         if not isinstance(entry.payload, StoredPayload):
-            again.append((entry.stored, entry.payload))
+            again.append(entry)
         elif entry.state == READY:
             lost.append(entry.serial)
             tasks.ready.remove(entry.serial)
             tasks.give_up(entry)
-    tasks.retained = {
-        step: group
-        for step, group in tasks.retained.items()
-        if not any(isinstance(e.stored, StoredPayload) and is_lost(e.stored) for e in group)
-    }
+    tasks.retained = {step: group for step, group in tasks.retained.items() if not any(map(is_lost, group))}
     return lost, again

@@ -13,7 +13,7 @@ from broker.delivery.state import DeliveryState
 from broker.journal.recovery import Memory
 from broker.journal.redis_store.leading import Leading
 from broker.journal.store import StoreFenced
-from common.json_lines import EventFile
+from common.json_lines import LineFile
 from common.process.files import move_aside
 from common.process.run_dir import AtomicFile, BrokerFile, RunDir, write_atomic
 
@@ -35,7 +35,7 @@ class RunFolder:
 
     def __init__(self, path: Path, leading: Leading | None) -> None:
         self.path, self._leading = path, leading
-        self._events = EventFile(RunDir(path).events, "broker")
+        self._events = LineFile(RunDir(path).events)
         self._unwritten: list[BrokerEvent] = []
         self._status_files: StatusFiles | None = None
         self._memory: Memory | None = None
@@ -65,14 +65,14 @@ class RunFolder:
         """Called in every turn of the broker's loop."""
         if self._status_files is not None and self._may_write():
             self._status_files.tick()
-            self._remember()
+            if time.monotonic() >= self._remember_at:
+                self._remember()
 
     def finish(self) -> None:
         """The broker no longer listens."""
         if self._status_files is not None and self._may_write():
             RunDir(self.path).broker_json.unlink(missing_ok=True)
             self._status_files.write()
-            self._remember_at = 0.0
             self._remember()
 
     def close(self) -> None:
@@ -82,11 +82,14 @@ class RunFolder:
         return self._leading is None or not self._leading.term.lapsed
 
     def _remember(self) -> None:
-        now = time.monotonic()
-        if self._leading is None or self._memory is None or self._memory.journal is None or now < self._remember_at:
+        if self._leading is None or self._memory is None or self._memory.journal is None:
             return
-        self._remember_at = now + REMEMBER_S
-        self._leading.remember(self._address, self._memory.journal.acknowledged)
+        self._remember_at = time.monotonic() + REMEMBER_S
+        try:
+            self._leading.remember(self._address, self._memory.journal.acknowledged)
+        except OSError as error:
+            logger.error("redis.json not written: %s", error)
+            self._remember_at += STATUS_S
 
 
 class StatusFiles:

@@ -55,6 +55,7 @@ class Connection:
         self._turning: asyncio.TimerHandle | None = None
         self._unwanted: dict[int, wire.AskLease] = {}  # requests that were cancelled, by id
         self._background: set[asyncio.Task[None]] = set()
+        self._told = ("", 0.0)  # the last reason for no answer yet, and its time
 
     async def close(self) -> None:
         """Close the connection; calls under way raise BrokerUnreachable."""
@@ -116,10 +117,10 @@ class Connection:
         async def run() -> None:
             try:
                 await self.ask(request)
-                if isinstance(request, wire.Cancel):
-                    self._unwanted.pop(request.target, None)
-            except (BrokerError, BrokerUnreachable) as error:
+            except SlipstreamError as error:
                 logger.warning("leases of a cancelled request stay until their deadline: %s", error)
+            if isinstance(request, wire.Cancel):
+                self._unwanted.pop(request.target, None)
 
         task = asyncio.get_running_loop().create_task(run())
         self._background.add(task)
@@ -206,9 +207,10 @@ class Connection:
                 self._turning = asyncio.get_running_loop().call_later(TURN_PAUSE_S, self._turn, single.leader)
 
     def _wait_longer(self, reply: wire.Waiting) -> None:
-        call = self._calls.by_id.get(reply.id)
-        if call is not None:
-            logger.warning("the broker has this request but cannot answer yet: %s", reply.reason)
+        if (call := self._calls.by_id.get(reply.id)) is not None:
+            (reason, at), self._told = self._told, (reply.reason, self._since)
+            if reason != reply.reason or self._since > at + SILENT_S:  # otherwise each call would say so each second
+                logger.warning("the broker has this request but cannot answer yet: %s", reply.reason)
             call.end = self._since + call.limit_s
             if len(call.frames) == 1:  # the broker may have asked to repeat it later; a group is too large for that
                 self._calls.remind_at(call, self._since + min(self._retry_s, WAITING_PAUSE_S))

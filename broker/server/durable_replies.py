@@ -46,9 +46,8 @@ class DelayedReplies:
         out = self._released()
         if (stuck := self._journal.stuck) and now >= self._next_waiting:
             self._next_waiting = now + WAITING_EVERY_S
-            reason = f"{stuck}; nothing is acknowledged until there is room"
-            for _, d in self._delayed.values():
-                out.append(Delayed(d.client, wire.Waiting(id=d.reply.id, reason=reason), []))
+            why = f"{stuck}; nothing is acknowledged until there is room"
+            out += [Delayed(d.client, wire.Waiting(id=d.reply.id, reason=why), []) for _, d in self._delayed.values()]
         return out
 
     def close(self) -> list[Delayed]:

@@ -1,6 +1,8 @@
 """A broker that stands by: it answers every request with the address of the leader, until it leads itself."""
 
+import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
@@ -22,7 +24,7 @@ from common.security.curve import CurveGate, KeyRing
 
 logger = logging.getLogger(__name__)
 
-POLL_MS = 500
+POLL_S = 0.5
 FLUSH_MS = 100
 
 
@@ -93,22 +95,19 @@ class Standby:
 
     def _answer_all(self, leader: str) -> None:
         """Answer what arrives until it is time to ask Redis again."""
-        self._router.poll(POLL_MS)
-        while True:
+        end = time.monotonic() + POLL_S
+        while not self._stopping and (left_s := end - time.monotonic()) > 0:
+            self._router.poll(int(1000 * left_s) + 1)
             try:
                 client, header, *payloads = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            except ValueError:
-                continue  # a message without a header
+            except (zmq.Again, ValueError):
+                continue  # no message, or one without a header
             try:
                 request_id = wire.decode_request(header, len(payloads)).id
             except wire.WireError as error:
                 request_id = error.request_id
-            try:
+            with contextlib.suppress(zmq.ZMQError):  # the client has gone
                 self._router.send_multipart([client, wire.encode(wire.NotLeading(id=request_id, leader=leader))])
-            except zmq.ZMQError:
-                logger.debug("a client has gone")
 
     def _close(self) -> None:
         if self._curve is not None:

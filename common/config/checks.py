@@ -62,8 +62,10 @@ def check_config(config: Config | SftConfig, file: str, reader: Reader = "all") 
 def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Problem]:
     """Everything that does not fit, the most basic first."""
     for problem in _problems(config, {key for key, roles in READERS.items() if reader in roles}):
-        value: object = reduce(getattr, problem.key.split("."), config)
-        yield problem if problem.found else problem._replace(found=describe_value(value))
+        if not problem.found:
+            value: object = reduce(getattr, problem.key.split("."), config)
+            problem = problem._replace(found=describe_value(value))
+        yield problem
 
 
 def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
@@ -75,7 +77,7 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
     if moe.freeze_router and moe.balance != "none":
         hint = "a frozen router balances nothing"
         yield Problem("learner.moe.balance", "none with learner.moe.freeze_router", hint=hint)
-    shape = (yield from _model_folder(config.model.path)) if "model.path" in read else None
+    shape = (yield from model_folder_problems(config.model.path)) if "model.path" in read else None
     if shape is not None:
         yield from model_problems(shape, config.learner.parallel)
         for key in ("freeze_router", "balance", "replay_routing"):
@@ -107,7 +109,8 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
         yield from _routing_bytes(config, shape)
 
 
-def _model_folder(path: str) -> Generator[Problem, None, ModelShape | None]:
+def model_folder_problems(path: str) -> Generator[Problem, None, ModelShape | None]:
+    """Why the folder of `model.path` cannot be used; returns its shape, None without a readable config.json."""
     folder = Path(path)
     key, expected = "model.path", "a Hugging Face model folder"
     if not folder.is_dir():

@@ -149,7 +149,7 @@ class Handshakes:
         self._events = context.socket(zmq.PAIR)  # never an asyncio one
         self._events.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's own thread
         self._events.connect(endpoint)
-        self._broken: list[float] = []  # when connections broke since the last that did not, monotonic seconds
+        self._broken, self._broken_since = 0, 0.0  # connections in a row, and when the first broke, monotonic seconds
         self._us = (server, credential.public if credential is not None else "")
         self._proven = self._us in _PROVEN
         self._refusal = ""
@@ -167,8 +167,9 @@ class Handshakes:
 
     def proven(self) -> None:
         """Note that both sides know each other: connections that break later have other reasons than keys."""
-        self._proven = True
-        _PROVEN.add(self._us)
+        if not self._proven:  # asked for every message that is sent
+            self._proven = True
+            _PROVEN.add(self._us)
 
     def close(self) -> None:
         """Stop watching. Call it before the socket is closed."""
@@ -179,7 +180,7 @@ class Handshakes:
         who = self._credential
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._refusal = ""
-            self._broken.clear()
+            self._broken = 0
             self.proven()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             name = f"of {who.role} {who.name!r}" if who is not None else "of this client"
@@ -190,8 +191,10 @@ class Handshakes:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # ZeroMQ does not try again after this
             self._refusal = self._mismatch(value)
         elif event == _FAILED and not self._proven:
-            self._broken.append(time.monotonic())
-            often = len(self._broken) >= BROKEN_HANDSHAKES and self._broken[-1] - self._broken[0] >= BROKEN_S
+            if not self._broken:
+                self._broken_since = time.monotonic()
+            self._broken += 1
+            often = self._broken >= BROKEN_HANDSHAKES and time.monotonic() - self._broken_since >= BROKEN_S
             if often and who is not None:  # without a key only a forwarder's other side may be missing for a while
                 self._refusal = self._broken_off()
 

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from broker.connect import Access, connect
+from broker.connect import connect_observer
 from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, NodeStatus
 from broker.messaging.client_methods import ObserverBroker
-from common.errors import BrokerUnreachable, SlipstreamError, UsageError
+from common.config.schema import Config
+from common.errors import SlipstreamError
 from common.process.lifecycle import alive
 from common.process.run_dir import RunDir
 from launch.observe import waste_view
@@ -42,39 +43,26 @@ class Observation:
         return "silent" if lost and learner.state not in LEARNER_ENDED else learner.state
 
 
-def ask(address: str, timeout_s: float, credentials: str | None, question: Callable[[ObserverBroker], T]) -> T:
-    """The answer of the broker at `address` to an observer's question; raises SlipstreamError within `timeout_s`."""
-    access = Access(address=address, role="observer", deadline_s=timeout_s, retry_s=0.5, credentials=credentials)
-    with connect(access) as client:
-        return question(client)
-
-
-def ask_status(address: str, timeout_s: float, credentials: str | None = None) -> BrokerStatus:
-    """The status from the broker at `address`; raises UsageError with the reason when none answers in time."""
-    try:
-        return ask(address, timeout_s, credentials, lambda client: client.status())
-    except BrokerUnreachable as error:
-        reason = f"no broker answered at {address} within {timeout_s:g} s ({error})"
-        raise UsageError(f"{reason}; is the job running?") from None
-
-
-def ask_broker_of(run: RunDir, timeout_s: float, question: Callable[[ObserverBroker], T]) -> tuple[T | None, str, bool]:
+def ask_broker_of(
+    run: RunDir, timeout_s: float, question: Callable[[ObserverBroker], T], config: Config | None = None
+) -> tuple[T | None, str, bool]:
     """(the answer of the run's broker, why there is none, whether its process is alive and did not answer)."""
     file = run.broker()
     if file is None:
         return None, "the broker has ended" if run.status_json.exists() else "no broker has run here yet", False
     if not alive(file.pid):
         return None, f"broker {file.pid} has ended", False
-    config = config_of(run)
+    config = config or config_of(run)  # which reads it anew
     try:
-        return ask(file.address, timeout_s, config.broker.credentials if config else None, question), "", False
+        with connect_observer(file.address, timeout_s, config.broker.credentials if config else None) as client:
+            return question(client), "", False
     except SlipstreamError as error:
         return None, f"broker not reachable: {error}", True
 
 
-def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S) -> Observation:
+def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S, config: Config | None = None) -> Observation:
     """Ask the broker; fall back to RUN/status.json. Raises SlipstreamError when there is neither."""
-    answer, reason, unreachable = ask_broker_of(run, timeout_s, lambda client: client.status())
+    answer, reason, unreachable = ask_broker_of(run, timeout_s, lambda client: client.status(), config)
     if answer is not None:
         return Observation(answer, live=True)
     try:

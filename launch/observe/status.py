@@ -51,12 +51,12 @@ def top(args: argparse.Namespace) -> int:
     with suppress(KeyboardInterrupt):
         with open_display(config, tail, args.plain) as display:
             while True:
-                seen = observe(run)
+                seen = observe(run, config=config)
                 tail.update()
                 display.show(seen)
                 if not seen.live:
                     break
-                time.sleep(config.telemetry.refresh_s)
+                time.sleep(display.every_s)
         print(seen.note)
     return 0
 

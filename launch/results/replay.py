@@ -23,6 +23,7 @@ from common.metrics import StepMetrics, read_metrics
 from common.process.lifecycle import DrainFlag
 from common.process.logs import log_path
 from common.process.run_dir import BrokerFile, RunDir, write_json
+from launch.observe.metrics_tail import MetricsTail
 from launch.resolve_target import config_of, find_run
 from launch.results.replay_plan import Replay, plan_replay
 from launch.up.roles import role_command
@@ -91,6 +92,7 @@ def command(args: argparse.Namespace) -> int:
     with open_recording(original, config) as recording:
         plan = plan_replay(original, config, recording, args.first, args.last, args.out, args.overrides)
         steps: list[ReplayedStep] = []
+        plan.run.prepare(plan.config)  # before there is a report to write in the folder
         try:
             run_replay(plan, recording, steps)
         finally:  # also of a learner that failed, as one does that replays the step in which the run failed
@@ -104,13 +106,13 @@ def command(args: argparse.Namespace) -> int:
 def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) -> None:
     """Train the steps; appends and prints each. Raises SlipstreamError when the learner fails, waits or is stopped."""
     flag = DrainFlag.install()
-    plan.run.prepare(plan.config)
     if plan.checkpoint is not None:
         plan.run.checkpoints.mkdir(exist_ok=True)
         (plan.run.checkpoints / plan.checkpoint.name).symlink_to(plan.checkpoint.resolve())
     print(f"replaying steps {plan.first} to {plan.last} of {plan.original.path} in {plan.run.path}")
     originals = {found.step: found for found in read_metrics(plan.original.metrics, StepMetrics)}
     state = preloaded(run_info(plan.config, b""), recording, plan.steps)
+    tail = MetricsTail(plan.run.metrics)
     supervisor = Supervisor(lambda kind, detail: None)  # the learner's end is looked at
     with serving(state, plan.config, plan.run):
         log = log_path(plan.run.logs, "learner", "0")
@@ -118,7 +120,8 @@ def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) ->
         try:
             while learner.running and not flag.wait(POLL_S):
                 supervisor.poll()
-                for found in read_metrics(plan.run.metrics, StepMetrics)[len(steps) :]:
+                tail.update()
+                for found in msgspec.convert(tail.lines[len(steps) :], list[StepMetrics]):
                     steps.append(compare(originals.get(found.step), found))
                     print(line(steps[-1]), flush=True)
                 check_progress(state.learner.report)

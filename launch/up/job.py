@@ -143,12 +143,13 @@ class Job:
     def _show(self) -> None:
         if time.monotonic() < self._show_at:
             return
-        self.tail.update()
         seen = None
+        with suppress(SlipstreamError):  # a view that lacks something must not end the job
+            self.tail.update()
         with suppress(SlipstreamError):
-            seen = observe(self.run_dir, ANSWER_S)
+            seen = observe(self.run_dir, ANSWER_S, self.config)
         self._display.show(seen)
-        self._show_at = time.monotonic() + self.config.telemetry.refresh_s
+        self._show_at = time.monotonic() + self._display.every_s
 
     def _stop(self, done: bool) -> None:
         """Learner and nodes together, then the broker; whatever does not end in time is killed."""
@@ -164,9 +165,8 @@ class Job:
         self.supervisor.stop(["broker"], BROKER_END_S)
 
     def _summary(self, done: bool) -> str:
-        self.tail.update()
         rewards = self.tail.series("reward_mean")
-        steps = int(self.tail.last.get("policy_version", 0))
+        steps = self.config.run.steps if done else int(self.tail.last.get("policy_version", 0))
         took = time.monotonic() - self._started
         head = "done" if done else "stopped; the same command continues from the last checkpoint"
         parts = [f"{head}: {steps} of {self.config.run.steps} steps, {took:.0f} s"]

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import msgspec
 
+from broker.connect import ask_status
 from common.config.loading import load_config, load_either
 from common.config.network_checks import fixed_address, split_address
 from common.config.redis_address import is_redis
@@ -20,7 +21,6 @@ from common.errors import BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, write_json
-from launch.observe.observation import ask_status
 from launch.resolve_target import checked, config_file, joined_config, load_job, need_broker_library
 
 # torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,7 +65,7 @@ class Role:
             )
         self.exit_code: int | None = None  # exit code of the last process that ended
         self.restart_at: float | None = None  # monotonic
-        self._descendants: dict[int, psutil.Process] = {}
+        self.descendants: dict[int, psutil.Process] = {}
         if self.spec.cores is not None:
             with contextlib.suppress(OSError):  # it may have ended already
                 os.sched_setaffinity(self._process.pid, self.spec.cores)
@@ -78,15 +78,6 @@ class Role:
         self._kill_descendants()
         return True
 
-    def scan(self) -> None:
-        """Remember which processes this one started, and pin them to `child_cores`."""
-        if self.running:
-            with contextlib.suppress(psutil.Error):
-                for child in psutil.Process(self._process.pid).children(recursive=True):
-                    self._descendants.setdefault(child.pid, child)
-                    if self.spec.child_cores is not None:
-                        pin(child.pid, self.spec.child_cores)
-
     def terminate(self) -> None:
         """SIGTERM to the process alone: it drains and tells its own children."""
         if self.running:
@@ -95,7 +86,7 @@ class Role:
     def kill(self) -> None:
         """SIGKILL to the process, its group and everything that it started."""
         if self.running:
-            self.scan()
+            scan([self])
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -103,10 +94,10 @@ class Role:
         self._kill_descendants()
 
     def _kill_descendants(self) -> None:
-        for child in self._descendants.values():
+        for child in self.descendants.values():
             with contextlib.suppress(psutil.Error):  # psutil compares creation times: a reused pid is left alone
                 child.kill()
-        self._descendants = {}
+        self.descendants = {}
 
 
 class Supervisor:
@@ -128,8 +119,7 @@ class Supervisor:
         now = time.monotonic()
         if now - self._scanned >= SCAN_EVERY_S:
             self._scanned = now
-            for role in self.roles.values():
-                role.scan()
+            scan(self.roles.values())
         ended = [role for role in self.roles.values() if role.poll() and not self._plan_restart(role, now)]
         for role in self.roles.values():
             if role.restart_at is not None and now >= role.restart_at and not self.stopping:
@@ -142,9 +132,9 @@ class Supervisor:
         """SIGTERM to these roles, wait for them, kill what is left; returns the names that had to be killed."""
         self.stopping = True
         roles = [self.roles[name] for name in names if name in self.roles]
+        scan(roles)
         for role in roles:
             role.restart_at = None
-            role.scan()
             role.terminate()
         deadline = time.monotonic() + timeout_s
         while any(role.running for role in roles) and time.monotonic() < deadline:
@@ -176,6 +166,20 @@ class Supervisor:
         role.restart_at = now + wait_s
         self._sink("crashed", {"role": name, "exit_code": code, "restart_in_s": wait_s})
         return True
+
+
+def scan(roles: Iterable[Role]) -> None:
+    """Roles that run remember what they started, pinned to `child_cores`; one walk over all processes serves them."""
+    owners = {role.pid: role for role in roles if role.running}
+    for role in owners.values():
+        role.descendants = {pid: child for pid, child in role.descendants.items() if child.is_running()}
+    for child in psutil.Process().children(recursive=True):  # parents before their children
+        with contextlib.suppress(psutil.Error):
+            if child.pid not in owners and (role := owners.get(child.ppid())) is not None:
+                owners[child.pid] = role
+                role.descendants[child.pid] = child
+                if role.spec.child_cores is not None:
+                    pin(child.pid, role.spec.child_cores)
 
 
 def end_text(role: Role) -> tuple[str, int]:

@@ -198,9 +198,9 @@ def _prepare(
     too_old = expired(step, versions, config.staleness.max) & sampled
     mask, age = sampled & ~too_old, (step - versions).astype(np.int32)
     cache_age, cache_age_max, experts = 0.0, 0, None
-    if config.weights.kv_cache == "keep" and mask.any():
-        mean, largest = cache_ages(sample)
-        cache_age, cache_age_max = float(mean @ mask), int((largest * mask).max())
+    if config.weights.kv_cache == "keep" and len(sample.version_runs) > 1 and mask.any():
+        mean, largest = cache_ages(versions, sampled)
+        cache_age, cache_age_max = float(mean @ mask), int(largest[mask].max())
     if routing is not None and sample.routed_experts is not None:
         experts = sample.routed_experts.numpy().reshape(len(tokens), routing.layers, routing.chosen)
     document = Document(

@@ -6,30 +6,21 @@ values over a flip, so later tokens depend on older ones. With `recompute` they 
 """
 
 import numpy as np
-from numpy.typing import NDArray
-
-from common.rollouts import Sample
 
 
-def cache_ages(sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def cache_ages(versions: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For every token [T], (mean, largest) age of the entries that it was sampled over; 0 where nothing was sampled.
 
     The age of an entry is the version that sampled the token - the version that computed the entry. Entry p of a
     call is computed when token p + 1 is sampled, those of its prompt when its first token is. A request that the
-    engine preempted and computed anew counts as if it had not been: the ages are upper bounds.
+    engine preempted and computed anew counts as if it had not been: the ages are upper bounds. `versions` has the
+    version of every token; `sampled` is false for the first one, since nothing came before it.
     """
-    versions = sample.token_versions()
     mean, largest = np.zeros(len(versions)), np.zeros(len(versions), np.int64)
-    if len(sample.version_runs) < 2:
-        return mean, largest
-    sampled = np.concatenate([[False], sample.loss_mask.numpy() > 0, [False]])
-    starts, ends = np.flatnonzero(~sampled[:-1] & sampled[1:]), np.flatnonzero(sampled[:-1] & ~sampled[1:])
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+    edges = [*(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), len(versions)]
+    for start, end in zip(edges[::2], edges[1::2], strict=False):  # a call may end with the sample
         own = versions[start:end]
-        entries = np.arange(start, end, dtype=np.int64)  # that each token of the call attended to
-        total = start * own[0] + np.cumsum(own) - own[0]
-        mean[start:end] = np.maximum(own - total / np.maximum(entries, 1), 0)
-        largest[start:end] = np.maximum(own - np.minimum.accumulate(own), 0)
-    if len(mean) and sampled[1]:
-        mean[0] = 0  # nothing came before it
-    return mean, largest
+        total = np.cumsum(own) + (start - 1) * own[0]  # over the `start` to `end` entries that the tokens attended to
+        mean[start:end] = own - total / np.arange(start, end)
+        largest[start:end] = own - np.minimum.accumulate(own)
+    return np.maximum(mean, 0), largest

@@ -144,13 +144,12 @@ def _pack(documents: list[Document]) -> Microbatch:
     def of_targets(name: str, dtype: type) -> torch.Tensor:
         """[T] values of the targets, zeros in documents without them."""
         rows = (getattr(document, name) for document in documents)
-        blank = (np.zeros(places, dtype) for places in lengths)
-        parts = [zeros if row is None else row[1:].astype(dtype) for row, zeros in zip(rows, blank, strict=True)]
-        return torch.from_numpy(np.concatenate(parts))
+        parts = [np.zeros(n, dtype) if row is None else row[1:] for row, n in zip(rows, lengths, strict=True)]
+        return torch.from_numpy(np.concatenate(parts, dtype=dtype))
 
     advantages = np.repeat(np.array([document.advantage for document in documents], dtype=np.float32), lengths)
     return Microbatch(
-        tokens=torch.from_numpy(np.concatenate([d.tokens[:-1] for d in documents]).astype(np.int64)),
+        tokens=torch.from_numpy(np.concatenate([d.tokens[:-1] for d in documents], dtype=np.int64)),
         targets=of_targets("tokens", np.int64),
         positions=torch.from_numpy(np.arange(sum(lengths), dtype=np.int64) - np.repeat(starts, lengths)),
         document_lengths=tuple(lengths),

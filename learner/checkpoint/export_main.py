@@ -10,9 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config.checks import resolve_paths
+from common.config.checks import model_folder_problems, resolve_paths
 from common.config.loading import load_either
 from common.config.schema import LearnerConfig, MoeConfig, ParallelConfig
+from common.errors import ConfigError
 from common.process.lifecycle import leave
 from common.process.run_dir import RunDir
 from learner.checkpoint.folder import MODEL_FOLDER
@@ -33,6 +34,8 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="new folder")
     words = parser.parse_args(arguments)
     config = resolve_paths(load_either(words.config))
+    for problem in model_folder_problems(config.model.path):
+        raise ConfigError(str(words.config), *problem)
     RankProcess("export", RunDir(words.config.parent), config.learner.threads, config.telemetry.log_level)
     import learner.megatron.backend  # noqa: F401  (after the checks: takes seconds, and prepares for megatron)
     from learner.megatron import checkpoint, parallel

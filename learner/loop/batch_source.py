@@ -62,6 +62,9 @@ class BatchSource(Protocol):
         """The metrics line of a step. Only the lead rank calls it."""
         ...
 
+    def start(self) -> None:
+        """Called once, before the model is loaded."""
+
     def attach(self, backend: Backend, version: int) -> None:
         """Called once, when model and checkpoint are loaded."""
 

@@ -277,8 +277,9 @@ def prepare_lead(
     """Become the run's learner, then find where the run stands. The publisher and the reporter are not started.
 
     Raises BrokerUnreachable, or BrokerError when the run has a living learner of this incarnation. Raises UsageError
-    when the dataset is not the one that the checkpoint was trained on.
+    when the dataset is not the one that the checkpoint was trained on, or when `weights.transport` cannot work here.
     """
+    require(config.weights.transport)
     source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
     access = Access(
         address=broker_address or find_broker(config, run_dir, BROKER_WAIT_S),
@@ -290,7 +291,6 @@ def prepare_lead(
     reporter = Reporter(lambda: connect(access))
     state = files.start(source.digest, reporter.take_over)
     reporter.set("starting", "loading the model", policy_version=state.policy_version)
-    require(config.weights.transport)
     credentials = curve_credentials(config.broker.credentials)
     publisher = WeightPublisher(state.incarnation, config.model.dtype, config.weights, credentials)
     tasks = TaskStream(source, state.tasks)

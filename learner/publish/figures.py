@@ -51,7 +51,8 @@ class Figures:
 
     def change(self, **changes: Any) -> None:
         with self._changed:
-            self.now = replace(self.now, **changes)
+            kept = {"fatal": self.now.fatal} if self.now.crashed else {}  # the first crash stays the reason
+            self.now = replace(self.now, **changes | kept)
             self._changed.notify_all()
 
     def offered(self, snapshot: Snapshot) -> None:

@@ -100,6 +100,10 @@ class WeightPublisher:
             logger.warning("the weight plane did not stop in time")
 
     def _seal(self, snapshot: Snapshot, control: PublishControl) -> None:
-        snapshot.seal(self._bucket_bytes)
-        self._deltas.encode(snapshot, self._bucket_bytes)
-        control.offer(snapshot)
+        try:
+            snapshot.seal(self._bucket_bytes)
+            self._deltas.encode(snapshot, self._bucket_bytes)
+            control.offer(snapshot)
+        except Exception as error:
+            logger.exception("version %d cannot be sent", snapshot.version)
+            control.figures.change(fatal=f"version {snapshot.version} cannot be sent: {error!r}", crashed=True)

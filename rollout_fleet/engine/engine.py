@@ -96,9 +96,9 @@ class Engine:
     ) -> Generation:
         """As Sampler.generate; SlipstreamError also when there are no weights yet or they are excluded."""
         self.weights.check_usable()
-        strange = next((token for token in prompt_ids if not 0 <= token < self._vocabulary), None)
-        if strange is not None:  # vLLM would end there: it has no tokenizer that knows the vocabulary
-            raise ValueError(f"token {strange}, the model has 0 to {self._vocabulary - 1}")
+        for token in (min(prompt_ids, default=0), max(prompt_ids, default=0)):
+            if not 0 <= token < self._vocabulary:  # vLLM would end there: it has no tokenizer that knows the vocabulary
+                raise ValueError(f"token {token}, the model has 0 to {self._vocabulary - 1}")
         request_id = str(next(self._numbers))
         prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": salt(self.weights.label)}
         params = _sampling_params(max_tokens, temperature, top_p, tuple(self.stop_token_ids))

@@ -183,14 +183,18 @@ class Node:
         return EXIT_FAILED
 
     async def _watch(self) -> None:
-        """Keep the status current, and wake the loop when the weights change."""
+        """Keep the status current, and wake the loop when the policy changes."""
         before = self._parts.feed.state
-        while True:
-            state = await self._parts.feed.wait_change(MEASURE_S)
-            if state is not before:
+        try:
+            while True:
+                state = await self._parts.feed.wait_change(MEASURE_S)
+                if (state.version, state.incarnation) != (before.version, before.incarnation) or state.excluded:
+                    self._wake()
                 before = state
-                self._wake()
-            self._measure()
+                self._measure()
+        except Exception as error:  # heartbeats would go on with figures that stand still, and leases would run out
+            logger.exception("the node's status cannot be measured")
+            self.fail(SlipstreamError(f"the node's status cannot be measured: {error!r}"))
 
     def _measure(self) -> None:
         parts, weights, groups, now = self._parts, self._parts.feed.state, self._groups.progress, time.monotonic()

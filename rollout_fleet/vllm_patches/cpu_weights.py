@@ -13,13 +13,9 @@ from torch.nn import functional as F
 
 from rollout_fleet.vllm_patches.compat import require
 
-FEW_ROWS = 16  # below, the overhead of a call dominates, and torch's own linear is faster
+FEW_ROWS, SMALL_WEIGHT = 16, 1 << 18  # below, the overhead of a call dominates, and torch's own linear is faster
 _mkldnn = torch.ops.mkldnn
-_DTYPES: set[torch.dtype] = set()  # that oneDNN's operator takes
-if torch.backends.mkldnn.is_available() and hasattr(_mkldnn, "_linear_pointwise"):
-    _DTYPES.add(torch.float32)
-    if hasattr(_mkldnn, "_is_mkldnn_bf16_supported") and _mkldnn._is_mkldnn_bf16_supported():
-        _DTYPES.add(torch.bfloat16)
+_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(_mkldnn, "_linear_pointwise")
 
 
 def keep_cpu_weights_live() -> None:
@@ -43,11 +39,12 @@ def keep_cpu_weights_live() -> None:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + b from the parameter, about as fast as from a packed copy; [rows, in] x [out, in] -> [rows, out].
 
-    Torch's linear is slower: MKL in float32 on other processors than Intel's, and no best kernels in bfloat16.
+    In bfloat16 torch's linear calls oneDNN by itself; in float32 it calls MKL, which is slower with large weights.
     """
-    if x.dim() != 2 or len(x) < FEW_ROWS or x.dtype not in _DTYPES or torch.compiler.is_compiling():
-        return F.linear(x, weight, bias)
-    return _mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    large = x.dim() == 2 and len(x) >= FEW_ROWS and weight.numel() >= SMALL_WEIGHT and x.dtype == torch.float32
+    if large and _HAS_ONEDNN and not torch.compiler.is_compiling():
+        return _mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
 
 
 def _apply_experts(

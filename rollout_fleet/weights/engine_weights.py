@@ -96,15 +96,15 @@ class EngineWeights:
 
     async def stage(self, publish: bytes) -> float:
         """Receive an encoded Publish while generation continues; returns its seconds. Raises StagingFailed."""
-        try:
-            await self.tell(publish, "")
-        except SlipstreamError as error:
-            raise StagingFailed(str(error)) from error
 
         async def status() -> StagingStatus:
             return msgspec.msgpack.decode(await self._rpc("slipstream_staging"), type=StagingStatus)
 
-        return await until_staged(status)
+        try:
+            await self.tell(publish, "")
+            return await until_staged(status)
+        except SlipstreamError as error:
+            raise StagingFailed(str(error)) from error
 
     async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
         """Use the staged version from the next token on, then prove it. Raises ProofFailed.
@@ -228,6 +228,9 @@ async def until_staged(read: Callable[[], Awaitable[StagingStatus]]) -> float:
 
 
 def next_poll_s(took_s: float, share: float) -> float:
-    """Until the rest should be there as well, when `share` (0 to 1) took so long; within the bounds of a poll."""
-    left_s = took_s * (1 / share - 1) if share > 0 else LAST_POLL_S
+    """Until the rest should be there as well, when `share` (0 to 1) took so long; within the bounds of a poll.
+
+    A version of one bucket has no share until it is there; each of its polls comes after twice the time.
+    """
+    left_s = took_s * (1 / share - 1) if share > 0 else took_s
     return min(max(left_s, FIRST_POLL_S), LAST_POLL_S)

@@ -81,7 +81,7 @@ class WeightClient:
     async def close(self) -> None:
         """Leave the group and end the tasks."""
         self._closed = True
-        with contextlib.suppress(zmq.ZMQError):
+        with contextlib.suppress(zmq.ZMQError, TimeoutError):
             if self._socket is not None:
                 await asyncio.wait_for(self._send(messages.Leave(self._node_id)), 1)
         tasks = [*self._tasks, *([self._staging] if self._staging else [])]
@@ -99,7 +99,14 @@ class WeightClient:
         self._handshakes = Handshakes(self._socket, f"the learner's weight plane at {address}", self._credential)
         self._socket.connect(address)
         self._jobs = asyncio.Queue()
-        self._tasks = [asyncio.create_task(self._read(self._socket)), asyncio.create_task(self._work(self._jobs))]
+        self._tasks = [asyncio.create_task(work) for work in (self._read(self._socket), self._work(self._jobs))]
+        for task in self._tasks:
+            task.add_done_callback(self._connect_again)
+
+    def _connect_again(self, ended: "asyncio.Task[None]") -> None:
+        if not ended.cancelled() and ended.exception() is not None:
+            logger.error("joining the weight plane anew at the next heartbeat", exc_info=ended.exception())
+            self._address = ""
 
     def _disconnect(self) -> None:
         for task in self._tasks:

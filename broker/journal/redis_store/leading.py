@@ -40,6 +40,7 @@ class Leading:
         self._client = open_client(self.server, config.broker.credentials)
         self.term = Term(self._client, self.server, config.run.name, run_dir)
         self._file = RunDir(config.run.dir).redis_json
+        self._noted = Seen("")  # by this broker
         self.lost = ""
         self._former: Leader | None = None  # the last other broker that led
         self._wait_until = 0.0  # it may return until then
@@ -130,8 +131,10 @@ class Leading:
         return store
 
     def remember(self, address: str, seq: int) -> None:
-        """Note in RUN/redis.json where the broker listens, and how far the store was seen to come."""
-        self._see(msgspec.structs.replace(self.seen, address=address, seq=seq))
+        """Note in RUN/redis.json where the broker listens, and how far the store came. After `open`; raises OSError."""
+        self._see(msgspec.structs.replace(self._noted, address=address, seq=seq))
 
     def _see(self, seen: Seen) -> None:
-        write_atomic(self._file, msgspec.json.encode(seen), sync=False)
+        if seen != self._noted:
+            write_atomic(self._file, msgspec.json.encode(seen), sync=False)
+            self._noted = seen

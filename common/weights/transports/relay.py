@@ -192,7 +192,10 @@ class RelayServer:
     def withdraw(self, key: str | None = None) -> None:
         """Serve nothing more under `key`, or under any key; the memory may be written again."""
         with self._lock:
-            self._offers = {} if key is None else {k: o for k, o in self._offers.items() if k != key}
+            if key is None:
+                self._offers.clear()
+            else:
+                self._offers.pop(key, None)
 
     def close(self) -> None:
         """Stop at once."""

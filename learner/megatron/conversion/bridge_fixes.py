@@ -120,6 +120,8 @@ def check_rope(config: Any, model: torch.nn.Module) -> None:
     """
     latent = (m for m in model.modules() if isinstance(m, MLASelfAttention))
     rotaries = [m.rotary_pos_emb for m in [model, *latent] if getattr(m, "rotary_pos_emb", None) is not None]
+    if not rotaries:
+        return
     module = inspect.getmodule(getattr(transformers, config.architectures[0]))
     table = next(c for n, c in vars(module).items() if n.endswith("RotaryEmbedding") and inspect.isclass(c))(config)
     for rotary in rotaries:

@@ -76,6 +76,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         file.chmod(0o644)  # safetensors leaves it readable by the owner alone
         files.append((file, list(shard)))
         total += sum(tensor.nbytes for tensor in shard.values())
+        shard.clear()  # before the next one fills
     if len(files) == 1:
         file.rename(folder / "model.safetensors")
         return

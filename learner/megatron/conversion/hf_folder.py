@@ -14,10 +14,8 @@ def read_config(path: Path) -> Any:
     """The transformers configuration of a Hugging Face folder; common.config.checks has looked at its content.
 
     Raises:
-        UsageError: there is no such folder, or no usable config.json in it.
+        UsageError: there is no usable config.json in it.
     """
-    if not path.is_dir():
-        raise UsageError(f"model.path: expected a Hugging Face folder, found nothing at {path}")
     from transformers import AutoConfig  # takes seconds
 
     try:

@@ -42,20 +42,14 @@ def write_config(path: Path, assets: Path, run_dir: Path, steps: int, **sections
             "environment": "tests.integration.jobs.letters:EvenDigits",
             "dataset": str(assets / "addition" / "train.jsonl"),
         },
-        "learner": {
-            "groups_per_step": GROUPS,
-            "optimizer": {"lr": 3e-3},
-            "checkpoint": {"every": 2, "keep": 2},
-        },
+        "learner": {"groups_per_step": GROUPS, "optimizer": {"lr": 3e-3}, "checkpoint": {"every": 2, "keep": 2}},
         "rollout": {
-            "group_size": 4,
-            "max_tokens": 16,
-            "concurrency": 16,
+            "group_size": 4, "max_tokens": 16, "concurrency": 16,
             "engine": {"max_model_len": 64, "max_num_seqs": 16, "kv_cache_mib": 16, "eager": True},
         },
         "broker": {"lease_s": 6.0, "heartbeat_s": 0.5},
         "staleness": {"max": STALENESS},
-    }
+    }  # fmt: skip
     for name, section in sections.items():
         document.setdefault(name, {}).update(section)
     path.write_text(yaml.safe_dump(document))

@@ -103,10 +103,8 @@ class Job:
             "run": {"name": "node-test", "dir": str(self.folder / "run"), "steps": 10},
             "model": {"path": str(assets / "model"), "dtype": "float32"},
             "tasks": {
-                "environment": "mixed_environment:Mixed",
-                "dataset": str(assets / "addition/train.jsonl"),
-                "options": {"guesses": 4},
-                "max_attempts": 2,
+                "environment": "mixed_environment:Mixed", "dataset": str(assets / "addition/train.jsonl"),
+                "options": {"guesses": 4}, "max_attempts": 2,
             },
             "learner": {"groups_per_step": PER_STEP},
             "rollout": {

@@ -12,18 +12,12 @@ from tests.integration.megatron.tiny_models import exported, figures
 
 SAVED_AT = 3  # steps before the checkpoint
 SAVE: list[dict[str, Any]] = [
-    {"name": "one"},
-    {"name": "bf16", "dtype": "bfloat16"},
-    {"name": "moe", "kind": "moe"},
-    {"name": "tp2", "parallel": {"tensor": 2}},
-    {"name": "pp2", "parallel": {"pipeline": 2}},
-    {"name": "dp2", "ranks": 2},
-    {"name": "vpp2", "parallel": {"pipeline": 2, "virtual_pipeline": 2}},
-    {"name": "ep2", "kind": "moe", "parallel": {"expert": 2}},
-    {"name": "cp2", "parallel": {"context": 2}},
-    {"name": "dp4", "ranks": 4},
+    {"name": "one"}, {"name": "bf16", "dtype": "bfloat16"}, {"name": "moe", "kind": "moe"},
+    {"name": "tp2", "parallel": {"tensor": 2}}, {"name": "pp2", "parallel": {"pipeline": 2}},
+    {"name": "vpp2", "parallel": {"pipeline": 2, "virtual_pipeline": 2}}, {"name": "cp2", "parallel": {"context": 2}},
+    {"name": "ep2", "kind": "moe", "parallel": {"expert": 2}}, {"name": "dp2", "ranks": 2}, {"name": "dp4", "ranks": 4},
     {"name": "ep2-dp2", "kind": "moe", "parallel": {"expert": 2}, "ranks": 4},
-]
+]  # fmt: skip
 SAME = [spec | {"name": f"{spec['name']}-again", "checkpoint": spec["name"]} for spec in SAVE if spec.get("ranks") != 4]
 
 
@@ -34,19 +28,12 @@ def other(checkpoint: str, name: str, kind: str = "tied", ranks: int = 0, **para
 
 OTHER = [
     *(other(name, "one") for name in ("tp2", "pp2", "vpp2", "dp4", "cp2")),
-    other("ep2", "one", "moe"),
-    other("ep2-dp2", "one", "moe"),
-    other("tp2", "pp2", pipeline=2),
-    other("pp2", "dp2", ranks=2),
-    other("dp4", "tp2", tensor=2),
-    other("one", "vpp2", pipeline=2, virtual_pipeline=2),
-    other("moe", "ep2", "moe", expert=2),
-    other("one", "cp2", context=2),
-    other("ep2-dp2", "ep2", "moe", expert=2),
-    other("tp2", "cp2-pp2", context=2, pipeline=2),
-    other("ep2", "ep2-pp2", "moe", expert=2, pipeline=2),
+    other("ep2", "one", "moe"), other("ep2-dp2", "one", "moe"), other("tp2", "pp2", pipeline=2),
+    other("pp2", "dp2", ranks=2), other("dp4", "tp2", tensor=2), other("one", "vpp2", pipeline=2, virtual_pipeline=2),
+    other("moe", "ep2", "moe", expert=2), other("one", "cp2", context=2), other("ep2-dp2", "ep2", "moe", expert=2),
+    other("tp2", "cp2-pp2", context=2, pipeline=2), other("ep2", "ep2-pp2", "moe", expert=2, pipeline=2),
     other("ep2", "ep2-tp2", "moe", ranks=4, expert=2, tensor=2),
-]
+]  # fmt: skip
 FULL_DISK = {"name": "full", "parallel": {"tensor": 2}}
 
 

@@ -228,9 +228,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for case, layout in PAIRS
     ]
     return fork_rig.run(
-        tmp_path_factory,
-        group(job_reference, [{"name": n, **c} for n, c in CASES.items()]),
-        group(job_experts, specs),
+        tmp_path_factory, group(job_reference, [{"name": n, **c} for n, c in CASES.items()]), group(job_experts, specs)
     )
 
 

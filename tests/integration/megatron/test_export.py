@@ -72,9 +72,7 @@ def job_train(folder: Path, spec: dict[str, Any]) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folders, and next to them what `slipstream export` made of their checkpoints."""
     place = fork_rig.run(
-        tmp_path_factory,
-        group(tiny_models.job_models, [{"kinds": ["served", "moe"]}]),
-        group(job_train, RUNS),
+        tmp_path_factory, group(tiny_models.job_models, [{"kinds": ["served", "moe"]}]), group(job_train, RUNS)
     )
     for spec in RUNS:
         done = run_cli("export", str(place / spec["name"]), str(place / f"{spec['name']}-exported"), "--step", "2")

@@ -106,9 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, what Hugging Face makes of them, and what every layout makes of them."""
     specs = [x.spec | {"save": x.name in SAVED, "verify": x.name in VERIFIED, "ranks": x.ranks} for x in LAYOUTS]
     return fork_rig.run(
-        tmp_path_factory,
-        group(job_reference, [{"kind": kind} for kind in MODELS]),
-        group(job_layout, [BF16, *specs]),
+        tmp_path_factory, group(job_reference, [{"kind": kind} for kind in MODELS]), group(job_layout, [BF16, *specs])
     )
 
 

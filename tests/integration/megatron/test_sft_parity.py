@@ -63,9 +63,7 @@ def job_sft(folder: Path, spec: dict[str, Any]) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     specs = [{"name": n, "kind": k, "ranks": ranks, "parallel": p} for n, (k, ranks, p) in LAYOUTS.items()]
     return fork_rig.run(
-        tmp_path_factory,
-        group(job_reference, [{"kind": "tied"}, {"kind": "moe"}]),
-        group(job_sft, specs),
+        tmp_path_factory, group(job_reference, [{"kind": "tied"}, {"kind": "moe"}]), group(job_sft, specs)
     )
 
 

@@ -68,11 +68,7 @@ class Plane:
         self.closing: list[Callable[[], None]] = []
 
     def publisher(
-        self,
-        incarnation: int = 0,
-        factory: GroupFactory = open_group,
-        credentials: str | None = None,
-        **config: Any,
+        self, incarnation: int = 0, factory: GroupFactory = open_group, credentials: str | None = None, **config: Any
     ) -> WeightPublisher:
         """`config`: keys of `weights` that differ from their defaults."""
         weights = msgspec.structs.replace(WeightsConfig(anchor_every=0, timeout_s=60.0), **config)

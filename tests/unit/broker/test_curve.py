@@ -133,9 +133,7 @@ def test_no_broker_at_all_is_still_unreachable_and_not_a_wrong_key(keys: Path) -
         observer.status()
 
 
-def test_every_role_works_with_its_key_and_a_node_id_belongs_to_the_credential_that_took_it_first(
-    keys: Path,
-) -> None:
+def test_every_role_works_with_its_key_and_a_node_id_belongs_to_the_credential_that_took_it_first(keys: Path) -> None:
     async def honest(node: Any) -> Any:
         await node.register(node_report())
         return await node.lease("n0", 0, 1, 5)

@@ -112,20 +112,17 @@ def test_the_first_messages_that_do_not_decode_are_kept_over_restarts_and_denied
     assert state.refused_messages == 5 + 2 * KEPT_MESSAGES, "a message that cannot be kept is counted all the same"
 
 
+STRANGE: dict[str, object] = {"tokens_per_s": float("nan"), "tokens_generated": -1, "waiting_on": "x" * 100_000}
 BAD = [
     wire.Commit(id=1, step=1 << 31),
     wire.Take(id=1, step=-2, count=1, wait_s=0),
-    wire.Take(id=1, step=0, count=1, wait_s=float("nan")),
-    wire.Take(id=1, step=0, count=1, wait_s=float("inf")),
+    *(wire.Take(id=1, step=0, count=1, wait_s=float(wait_s)) for wait_s in ("nan", "inf")),
     wire.Take(id=1, step=0, count=0, wait_s=0),
     wire.Complete(id=1, node_id="n", token="t", meta=GroupMeta(0, 1 << 40, 0.5, 10)),
     wire.Complete(id=1, node_id="n", token="t", meta=GroupMeta(0, 0, 0.5, -10)),
     wire.Complete(id=1, node_id="n", token="t", meta=GroupMeta(0, 0, 0.5, 10, generation_s=float("nan"))),
-    wire.Register(id=1, report=node_report("")),
-    wire.Register(id=1, report=node_report("x" * 300)),
-    wire.Heartbeat(id=1, report=node_report(tokens_per_s=float("nan")), tokens=[]),
-    wire.Heartbeat(id=1, report=node_report(tokens_generated=-1), tokens=[]),
-    wire.Heartbeat(id=1, report=node_report(waiting_on="x" * 100_000), tokens=[]),
+    *(wire.Register(id=1, report=node_report(name)) for name in ("", "x" * 300)),
+    *(wire.Heartbeat(id=1, report=node_report(**{name: value}), tokens=[]) for name, value in STRANGE.items()),
     wire.Heartbeat(id=1, report=node_report(), tokens=["t"] * 20_000),
     wire.Release(id=1, node_id="n", tokens=["t" * 300]),
     wire.Offer(id=1, tasks=[Task(0, b"{}", 0, 4)] * 10_000),

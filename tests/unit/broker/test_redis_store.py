@@ -14,13 +14,14 @@ from broker.journal.redis_store.keys import acl_line
 from broker.journal.redis_store.leading import Leading
 from broker.journal.redis_store.store import RedisStore
 from broker.journal.redis_store.term import Term
+from broker.journal.run_folder import RunFolder
 from broker.journal.store import StoreFenced, StoreUnavailable
 from broker.main import run_info, stand_by_and_lead
 from common.config.schema import Config
 from common.errors import BrokerError, UsageError
 from tests.broker_rig import job, learner_report, tasks
 from tests.redis_server import RedisServer, durable_redis, free_port
-from tests.unit.broker.durable_rig import Rig
+from tests.unit.broker.durable_rig import Rig, full_disk
 from tests.waiting import until
 
 HERE, ELSEWHERE = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
@@ -150,6 +151,24 @@ def test_a_new_leader_says_what_redis_has_lost_and_begins_an_empty_store(server:
     assert second.open().store_id != store.store_id
     assert second.lost == f"store {store.store_id} is gone, with all its records up to 7"
     second.term.resign()
+
+
+def test_a_full_disk_ends_no_leader_and_what_its_folder_lacks_is_written_once_there_is_room(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("broker.journal.run_folder.STATUS_S", 0.0)
+    leader, config = leading(server, tmp_path), config_of(server, tmp_path)
+    folder = RunFolder(tmp_path, leader)
+    memory = open_memory(config, run_info(config, b""), folder.write_event, leader)
+    folder.begin(memory, HERE)
+    with full_disk(tmp_path):
+        folder.tick()
+    assert "redis.json not written" in caplog.text and "status not written" in caplog.text
+    assert not (tmp_path / "ledger.json").exists() and not list(tmp_path.glob(".*.json.*"))
+    until(lambda: folder.tick() or (leader.seen.address == HERE and (tmp_path / "status.json").exists()))
+    memory.close()
+    folder.close()
+    leader.term.resign()
 
 
 def test_a_standby_leaves_an_emptied_server_to_the_living_leader_which_writes_everything_again(

@@ -19,7 +19,7 @@ from broker.messaging.sync_client import BrokerClient
 from broker.server.server import BrokerServer
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from tests.broker_rig import MAX_MESSAGE_BYTES, META, ask, dealer, new_state, node_report, serving, tasks
-from tests.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, until, until_async
 
 
 def offer(address: str, count: int) -> None:
@@ -114,6 +114,14 @@ async def test_a_lease_cancelled_while_it_waits_or_while_its_answer_is_under_way
             again = await node.lease("n0", 0, 4, 5)
             assert serials(again) == [0, 1]
             await node.release("n0", [le.token for le in again])
+
+
+async def test_a_cancelled_lease_that_no_broker_hears_of_is_forgotten() -> None:
+    async with AsyncBrokerClient("tcp://127.0.0.1:9", deadline_s=0.1) as node:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(node.lease("n0", 0, 4, 30), 0.01)
+        await until_async(lambda: not node._background)
+        assert not node._unwanted
 
 
 async def test_many_requests_are_in_flight_at_once() -> None:

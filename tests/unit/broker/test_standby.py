@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,13 +18,16 @@ import pytest
 
 from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, NodeReport
+from broker.journal.redis_store.keys import Leader
 from broker.journal.redis_store.term import TERM_S
 from broker.main import run_broker
+from broker.messaging import wire
 from broker.server.standby import Standby
 from common.config.schema import Config
 from common.errors import UsageError
+from common.json_lines import read_jsonl
 from common.process.logs import setup_logging
-from tests.broker_rig import META, job, tasks
+from tests.broker_rig import META, ask, dealer, job, tasks
 from tests.redis_server import RedisServer, durable_redis, free_port
 from tests.waiting import LIMIT_S, until
 
@@ -70,17 +74,13 @@ class Brokers:
     def log(self, pid: int) -> str:
         return (self.run / f"broker-{pid}.log").read_text()
 
-    def events(self) -> list[str]:
-        return [json.loads(line)["kind"] for line in (self.run / "events.jsonl").read_text().splitlines()]
-
 
 @pytest.fixture
 def brokers(tmp_path: Path, server: RedisServer) -> Iterator[Brokers]:
     found = Brokers(tmp_path / "run", server)
     yield found
     for process in found.processes:
-        if process.is_alive():
-            process.kill()
+        process.kill()
         process.join(LIMIT_S)
 
 
@@ -110,9 +110,8 @@ class Load(threading.Thread):
             step = 0
             while not self.ending.is_set():
                 learner.offer(tasks(2, first=2 * step))
-                groups = None
-                while groups is None:
-                    groups = learner.take(step, 2, 5)
+                while (groups := learner.take(step, 2, 5)) is None:
+                    pass
                 assert [g.payload for g in groups] == [b"group %d" % g.serial for g in groups]
                 learner.commit(step)
                 self.taken.append([g.serial for g in groups])
@@ -168,7 +167,7 @@ def test_a_leader_that_wakes_up_late_says_so_stands_by_and_serves_soon_after_the
         until(lambda: under_load.times[-1] > killed_at + 1, "a step with the former leader", check=under_load.check)
         assert next(at for at in under_load.times if at > killed_at + 0.5) - killed_at < TAKEOVER_S
         assert brokers.leader() == json.loads((brokers.run / "broker.json").read_text())["pid"] == first
-    events = brokers.events()
+    events = [event["kind"] for event in read_jsonl(brokers.run / "events.jsonl")]
     assert "broker_recovered" in events and "store_lost" not in events
 
 
@@ -183,12 +182,24 @@ def test_a_leader_that_stops_in_good_order_hands_over_at_once(brokers: Brokers) 
 
 def test_an_entry_whose_host_is_unresolvable_is_passed_over_by_brokers_and_clients(brokers: Brokers) -> None:
     ours = brokers.config.broker.addresses[0]
-    unknown = "tcp://no-such-host.invalid:5555"
-    broker = msgspec.structs.replace(brokers.config.broker, address=[unknown, ours])
+    broker = msgspec.structs.replace(brokers.config.broker, address=["tcp://no-such-host.invalid:5555", ours])
     brokers.config = msgspec.structs.replace(brokers.config, broker=broker)
-    process = brokers.start()
-    assert brokers.leader() == process.pid
+    assert brokers.start().pid == brokers.leader()
     assert json.loads((brokers.run / "broker.json").read_text())["address"] == ours
+
+
+def test_clients_of_a_standby_make_it_ask_redis_no_sooner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.server.standby.POLL_S", LIMIT_S)
+    standby = Standby(job(tmp_path).broker, tmp_path, ["tcp://127.0.0.1:0"])
+    once = iter([Leader("a", "there", "", "", 1, "")])
+    with ThreadPoolExecutor(1) as pool, dealer(standby.address) as socket:
+        ended = pool.submit(standby.run, once.__next__)
+        for number in range(9):
+            assert ask(socket, wire.AskStatus(id=number)) == wire.NotLeading(id=number, leader="there")
+        standby.stop()
+        socket.send(b"so that it looks")
+        assert not ended.result(LIMIT_S)
+    standby.release()
 
 
 def test_a_run_folder_without_locks_is_an_error_and_not_a_standby_that_hangs(tmp_path: Path) -> None:

@@ -82,21 +82,6 @@ def test_the_former_ledger_stays_until_the_next_is_complete_and_the_last_one_wai
     assert sorted(os.listdir(tmp_path)) == ["ledger.json", "status.json"], "the unfinished one is gone"
 
 
-def test_a_disk_that_takes_no_snapshot_stops_nobody_and_the_next_one_is_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    clock = Clock(1e-6)
-    taken = StatusFiles(tmp_path, state_with(2 * LINES), clock)
-    with monkeypatch.context() as patch:
-        patch.setattr(run_folder.AtomicFile, "write", lambda self, data: (_ for _ in ()).throw(OSError(28, "full")))
-        taken.tick()
-    assert "status not written" in caplog.text
-    assert os.listdir(tmp_path) == []
-    clock.now_s += 2 * run_folder.STATUS_S
-    taken.tick()
-    assert len(ledger_in(tmp_path)) == 2 * LINES
-
-
 def test_what_was_committed_is_on_disk_at_once(tmp_path: Path) -> None:
     state = state_with(3 * STEP)
     taken = StatusFiles(tmp_path, state)

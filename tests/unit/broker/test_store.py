@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.contract import LEARNER_ENDED, BrokerStatus, Waste
+from broker.contract import LEARNER_ENDED, BrokerStatus, Delivery, Waste
 from broker.journal.file_store.frames import BLOCK
 from broker.journal.file_store.store import lock_store
 from broker.journal.journal import SEGMENT_BYTES
@@ -275,9 +275,12 @@ def test_nodes_drain_after_a_crash_at_the_end_of_a_job_and_not_when_a_job_that_e
 
 
 @pytest.mark.parametrize("state", LEARNER_ENDED)
-def test_a_learner_that_ended_is_still_said_to_have_ended(home: Path, state: str) -> None:
+def test_a_learner_that_ended_is_still_said_to_have_and_its_progress_is_not_recorded(home: Path, state: str) -> None:
     with Rig(home) as rig:
-        rig.state.attach(learner_report(instance="a"))
+        rig.state.attach(told := learner_report(instance="a"))
+        before, late = rig.journal.end_turn(), [Delivery("n0", 1, "queued")]
+        rig.state.report(msgspec.structs.replace(told, groups_missing=3, deliveries=late, deliveries_waiting=1))
+        assert rig.journal.end_turn() == before
         rig.state.report(learner_report(state, instance="a"))
     with Rig(home) as again:
         found = again.state.learner.status(again.state.clock() + 1000)

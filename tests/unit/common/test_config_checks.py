@@ -14,6 +14,7 @@ from common.config.schema import Config, ModelConfig, RunConfig, SftConfig, SftT
 from common.errors import ConfigError
 from common.security.credentials import KeyFolder
 from launch.keys import make
+from learner.checkpoint import export_main
 from tests.launch_rig import SHAPE, document_of
 
 REFUSED = """
@@ -165,6 +166,9 @@ def test_a_missing_model_folder_and_a_file_in_its_place_are_refused(folder):
 def test_a_model_folder_that_cannot_be_trained_from_is_refused(folder, damage, word):
     damage(folder / "model")
     refused(job(folder), "model.path", word)
+    (folder / "job.yaml").write_text(dump_yaml(job(folder)))
+    with pytest.raises(ConfigError, match=r"job\.yaml: model\.path: .*" + word):
+        export_main.run(["--config", str(folder / "job.yaml"), "--checkpoint", "none", "--out", "none"])
 
 
 def test_dataset_that_is_no_jsonl_is_refused(folder):

@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from common.errors import UsageError
+from common.json_lines import read_jsonl
 from common.metrics import MetricsWriter, SftMetrics, StepMetrics, declarations, read_metrics
+from tests.unit.broker.durable_rig import full_disk
 
 # other programs rely on these
 REQUIRED = """
@@ -42,10 +44,11 @@ def test_lines_come_back_as_written_and_resuming_removes_a_torn_one_and_those_th
         writer.write(line(step))
         assert len(read_metrics(path, SftMetrics)) == step + 1  # visible at once
     writer.sync()
+    with full_disk(tmp_path, path.stat().st_size + 10), pytest.raises(OSError, match="No space left"):
+        writer.write(line(3))
+    writer.write(line(4))
     writer.close()
-    assert read_metrics(path, SftMetrics) == [line(0), line(1), line(2)]
-    with path.open("a") as file:
-        file.write('{"step": 3, "ti')
+    assert [row["step"] for row in read_jsonl(path)] == [0, 1, 2, 4]
     again = MetricsWriter(path, keep_before_step=2)
     again.write(line(2, loss=0.1))
     again.close()

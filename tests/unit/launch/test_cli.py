@@ -145,9 +145,10 @@ def test_help_names_every_command(capsys):
     [
         ("import launch.cli; launch.cli.parse(['up', 'c.yaml'])", HEAVY | {"rich", "numpy", "zmq"}),
         ("import launch.plan.plan", HEAVY),
+        ("import launch.up.roles", HEAVY | {"rich"}),
         ("from launch.doctor.machine import look; m = look(); assert m.cores and m.memory_bytes", HEAVY),
     ],
-    ids=["help", "plan", "doctor"],
+    ids=["help", "plan", "role", "doctor"],
 )
 def test_commands_that_train_nothing_import_nothing_heavy(code, heavy):
     assert imported_by(code) & heavy == set()

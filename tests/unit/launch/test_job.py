@@ -12,6 +12,7 @@ from common.process.run_dir import write_json
 from launch.up.job import Job, JobFailed, role_specs
 from launch.up.supervisor import Role, RoleSpec
 from launch.up.up import finished
+from tests.launch_rig import write_broker
 
 
 def test_a_failure_is_said_before_the_others_are_stopped_also_with_a_full_disk(
@@ -32,6 +33,18 @@ def test_a_failure_is_said_before_the_others_are_stopped_also_with_a_full_disk(
         job.run(plain=True)
     assert "events.jsonl cannot be written: No space left on device" in said[0]
     assert "broker failed: exit code 1; the end of its log" in said[0] and "broker-0.log; stopping the job" in said[0]
+
+
+def test_metrics_that_cannot_be_read_end_no_job(config, run, monkeypatch, capsys) -> None:
+    run.metrics.mkdir()
+    write_broker(run)
+    write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
+    job = Job(config, run)
+    job._specs = [dataclasses.replace(s, argv=["sleep", "600"] if s.name == "broker" else ["true"]) for s in job._specs]
+    monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
+    assert job.run(plain=True) == 0
+    assert "done: 10 of 10 steps" in capsys.readouterr().out
+    assert job.supervisor.roles["broker"].exit_code == -15, "told by SIGTERM, it could write its ledger"
 
 
 @pytest.mark.parametrize(("durability", "restarts"), [("fsync", 3), ("everysec", 3), ("memory", 0)])

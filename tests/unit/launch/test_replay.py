@@ -1,5 +1,6 @@
 """`slipstream replay`: refusals, plan, preloaded broker and words; tests/integration/learner/test_replay.py runs it."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from launch.cli import main
 from launch.results.replay import ReplayedStep, check_progress, compare, line, summary
 from launch.results.replay_plan import plan_replay
 from tests.checkpoint_files import write_checkpoint
-from tests.launch_rig import job_of
+from tests.launch_rig import job_of, refusal
 
 RUN_INFO = RunInfo("demo", "/runs/demo", 2, 1, 3, 60.0, 1 << 20)
 
@@ -96,6 +97,12 @@ def test_a_missing_or_a_torn_checkpoint_and_a_folder_in_use_are_refused(
     (run.checkpoints / "step-000003" / "trainer.json").unlink()
     with pytest.raises(SlipstreamError, match=r"step-000003 is not complete: .*No such file .*trainer\.json"):
         plan_replay(run, config, recording(3, 4), 3, None, None, [])
+
+
+def test_a_folder_that_cannot_be_written_is_refused(run: RunDir, config: Config, monkeypatch, capsys) -> None:
+    run.prepare(config)
+    monkeypatch.setattr("launch.results.replay.open_recording", lambda *_: nullcontext(recording(0)))
+    assert "cannot be written" in refusal(capsys, "replay", str(run.path), "--out", str(run.config / "out"))
 
 
 def test_steps_that_are_not_retained_are_named_with_those_that_are(run: RunDir, config: Config) -> None:

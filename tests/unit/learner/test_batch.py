@@ -62,10 +62,7 @@ def test_a_good_group_is_decoded_and_a_failed_sample_may_hold_anything() -> None
     ("group", "reason"),
     [
         (Group(5, [sample()]), "1 samples, expected 2"),
-        (
-            Group(5, [sample(), sample(tokens=Array.of([0, 1, 2, 3, 10], "int32"))]),
-            r"sample 1: token ids outside 0\.\.9",
-        ),
+        (Group(5, [sample(), sample(tokens=Array.of([0, 1, 2, 3, 10], "int32"))]), "sample 1: token ids outside 0..9"),
         (Group(5, [sample(), sample(tokens=Array.of([0, 1, 2, 3, -1], "int32"))]), "token ids outside"),
         (Group(5, [sample(reward=math.nan), sample()]), "sample 0: reward nan"),
         (
@@ -259,18 +256,12 @@ def test_the_age_of_the_kv_cache_is_that_behind_trained_tokens(
 # ---------------------------------------------------------------- age of the KV cache
 
 
-def episode(turns: list[tuple[int, list[int]]]) -> Sample:
-    """Per turn: tokens of prompt or environment text, then the version that sampled each token."""
-    mask: list[int] = []
-    runs: list[VersionRun] = []
-    for text, versions in turns:
-        mask += [0] * text
-        for version in versions:
-            if not runs or runs[-1].version != version:
-                runs.append(VersionRun(len(mask), version))
-            mask.append(1)
-    zeros = Array.of([0] * len(mask), "int32")
-    return Sample(zeros, Array.of(mask, "uint8"), Array.of([0.0] * len(mask), "float32"), runs, 0.0, "stop")
+def episode(turns: list[tuple[int, list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+    """Versions, and what was sampled; per turn: tokens of text, then the version that sampled each token."""
+    versions = [version for text, own in turns for version in [0] * text + own]
+    sampled = np.array([i >= text for text, own in turns for i in range(text + len(own))], bool)
+    sampled[:1] = False
+    return np.array(versions, np.int64), sampled
 
 
 def counted(turns: list[tuple[int, list[int]]]) -> tuple[list[float], list[int]]:
@@ -299,7 +290,7 @@ def test_ages_are_those_of_an_entry_by_entry_count(turns: list[tuple[int, list[i
     for text, jumps in turns:  # versions only rise
         versions = [at := at + (jump if jump > 1 else 0) for jump in jumps]
         rising.append((text, versions))
-    mean, largest = cache_ages(episode(rising))
+    mean, largest = cache_ages(*episode(rising))
     expected = counted(rising)
     np.testing.assert_allclose(mean, expected[0], atol=1e-9)
     assert largest.tolist() == expected[1]
@@ -310,7 +301,7 @@ def test_ages_are_those_of_an_entry_by_entry_count(turns: list[tuple[int, list[i
     [
         # The token after the flip is sampled over two entries of version 5 and one that is computed with it.
         ([(2, [5, 7, 7]), (3, [7, 7])], [0, 0, 0, 4 / 3, 1, 0, 0, 0, 0, 0], [0, 0, 0, 2, 2, 0, 0, 0, 0, 0]),
-        ([(0, [1, 2])], [0, 0], [0, 1]),
+        ([(0, [1, 2])], [0, 0], [0, 0]),
         ([], [], []),
         ([(3, [4, 4, 4]), (2, [4])], [0] * 9, [0] * 9),
         ([(2, [9, 3, 3])], [0] * 5, [0] * 5),
@@ -320,5 +311,5 @@ def test_ages_are_those_of_an_entry_by_entry_count(turns: list[tuple[int, list[i
 def test_only_a_call_in_flight_has_an_old_cache(
     turns: list[tuple[int, list[int]]], mean: list[float], largest: list[int]
 ) -> None:
-    found = cache_ages(episode(turns))
+    found = cache_ages(*episode(turns))
     assert (found[0].tolist(), found[1].tolist()) == (pytest.approx(mean), largest)

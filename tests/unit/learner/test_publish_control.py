@@ -14,6 +14,7 @@ from common.weights import messages
 from common.weights.messages import Active, Epoch, Join, Publish, Staged
 from learner.publish import receiver_state
 from learner.publish.control import PublishControl
+from learner.publish.publisher import WeightPublisher
 from tests.unit.learner.receivers import snapshot_of
 from tests.waiting import LIMIT_S, until
 
@@ -120,3 +121,14 @@ def test_a_node_that_joins_anew_while_an_attempt_ends_is_no_member_of_its_group(
     for node in (a, b):
         node.flip(node.stage())  # over a new group: the one of version 1 ended with a's first membership
     until(lambda: control.figures.now.version_active == 2)
+
+
+def test_a_version_that_cannot_be_encoded_is_the_learners_fatal_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learner.publish.snapshot.delta.encode", None)
+    publisher = WeightPublisher(0, "float32", WeightsConfig(encoding="delta", timeout_s=LIMIT_S), group_factory=Through)
+    publisher.start()
+    for version in (1, 2):
+        publisher.publish(version, [("a", torch.zeros(4))], None)
+    publisher.close()  # after the control thread has described its figures once more
+    assert publisher.stats().crashed
+    assert str(publisher.stats().fatal).startswith("version 2 cannot be sent: TypeError")

@@ -16,7 +16,7 @@ from learner.publish.control_socket import Endpoint
 from rollout_fleet.weights import weight_client
 from rollout_fleet.weights.weight_client import WeightClient
 from tests.broker_rig import dealer
-from tests.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, until, until_async
 
 JOIN = messages.Join("n0", 1)
 
@@ -90,18 +90,32 @@ def test_a_weight_client_says_on_what_it_waits_when_its_key_is_refused(
         assert heard == []
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [
-        [b""],
-        [b"\xc1"],
-        [b"\x91" * 5000],
-        [messages.encode(JOIN)] * 2,
-        [messages.encode(messages.Active("n0", 0, 1, float("nan"), ""))],
-        [messages.encode(messages.Staged("n0", 0, 1 << 40, 0.0))],
-        [messages.encode(messages.Join("n" * 1000, 1))],
-    ],
-)
+def test_a_weight_client_whose_task_failed_joins_at_the_next_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    join, failures = messages.Join, iter([OSError("once")])
+
+    def failing(*arguments: Any) -> messages.Join:
+        for error in failures:
+            raise error
+        return join(*arguments)
+
+    async def scenario(address: str) -> None:
+        client = WeightClient("n0", None)  # type: ignore[arg-type]
+        await until_async(lambda: client.follow(address, 0) or heard, "the node's second attempt to join")
+        await client.close()
+
+    monkeypatch.setattr(messages, "Join", failing)
+    with listening(None) as (endpoint, heard):
+        asyncio.run(scenario(endpoint.address))
+
+
+MALFORMED = [
+    [b""], [b"\xc1"], [b"\x91" * 5000], [messages.encode(JOIN)] * 2, [messages.encode(messages.Join("n" * 1000, 1))],
+    [messages.encode(messages.Active("n0", 0, 1, float("nan"), ""))],
+    [messages.encode(messages.Staged("n0", 0, 1 << 40, 0.0))],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("frames", MALFORMED)
 def test_what_does_not_decode_or_breaks_a_limit_is_counted_and_its_sender_hears_why(frames: list[bytes]) -> None:
     with listening(None) as (endpoint, heard), dealer(endpoint.address) as socket:
         socket.send_multipart(frames)

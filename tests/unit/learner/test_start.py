@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerStat
 from learner.loop.lead_rank import Lead, prepare_lead
 from learner.loop.run_files import RunFiles, read_record, write_record
 from learner.loop.status_reporter import Reporter
+from learner.main import train
 from tests.waiting import LIMIT_S
 
 MakeConfig = Callable[..., Config]
@@ -100,6 +102,22 @@ def test_the_config_may_be_changed_where_that_is_harmless(make_config: MakeConfi
     lead, state = prepare(longer)
     assert state.policy_version == 0
     lead.files.events.close()
+
+
+def test_a_learner_that_cannot_send_weights_takes_no_run_over_and_one_that_cannot_bind_has_failed(
+    make_config: MakeConfig, memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, process = make_config(weights={"transport": "nccl"}), SimpleNamespace(is_lead=True, stop_requested=str)
+    run_dir = RunDir(config.run.dir)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UsageError, match="nccl needs a CUDA device"):
+        train(config, run_dir, process, "tcp://127.0.0.1:9")
+    assert (read_record(run_dir), memory.learner().status().learner) == (None, None)
+    with pytest.raises(OSError, match="Cannot assign requested address"):
+        train(make_config(weights={"address": "192.0.2.1"}), run_dir, process, "tcp://127.0.0.1:9")
+    record, learner = read_record(run_dir), memory.learner().status().learner
+    assert (record.state, learner.state) == ("failed", "failed")
+    assert "Cannot assign requested address" in learner.waiting_on
 
 
 def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_read(

@@ -189,48 +189,21 @@ HI = [{"role": "user", "content": "hi"}]
 NAMED = {"type": "function", "function": {"name": "add"}}
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("logit_bias", {"50256": -100}),
-        ("best_of", 4),
-        ("n", 2),
-        ("tool_choice", "required"),
-        ("tool_choice", NAMED),
-        ("parallel_tool_calls", False),
-        ("function_call", {"name": "add"}),
-        ("functions", [{"name": "add"}]),
-        ("frequency_penalty", 0.1),
-        ("presence_penalty", -0.1),
-        ("repetition_penalty", 1.1),
-        ("temperature", 1.0),
-        ("temperature", 0),
-        ("top_p", 0.95),
-        ("top_k", 20),
-        ("min_p", 0.05),
-        ("min_tokens", 8),
-        ("ignore_eos", True),
-        ("seed", 1),
-        ("stop", "\n"),
-        ("stop_token_ids", [2]),
-        ("bad_words", ["no"]),
-        ("allowed_token_ids", [1, 2]),
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"regex": "a+"}),
-        ("chat_template_kwargs", {"enable_thinking": False}),
-        ("reasoning_effort", "low"),
-        ("top_logprobs", 5),
-        ("logprobs", 3),
-        ("max_tokens", 0),
-        ("max_tokens", -1),
-        ("max_completion_tokens", True),
-        ("stream_options", {"include_obfuscation": False}),
-        ("stream_options", {"include_usage": "no"}),
-        ("stream", "false"),
-        ("return_token_ids", 1),
-        ("logprobs", "true"),
-    ],
-)
+REFUSED: dict[str, list[Any]] = {
+    "logit_bias": [{"50256": -100}], "best_of": [4], "n": [2], "tool_choice": ["required", NAMED],
+    "parallel_tool_calls": [False], "function_call": [{"name": "add"}], "functions": [[{"name": "add"}]],
+    "frequency_penalty": [0.1], "presence_penalty": [-0.1], "repetition_penalty": [1.1], "temperature": [1.0, 0],
+    "top_p": [0.95], "top_k": [20], "min_p": [0.05], "min_tokens": [8], "ignore_eos": [True], "seed": [1],
+    "stop": ["\n"], "stop_token_ids": [[2]], "bad_words": [["no"]], "allowed_token_ids": [[1, 2]],
+    "response_format": [{"type": "json_object"}], "structured_outputs": [{"regex": "a+"}],
+    "chat_template_kwargs": [{"enable_thinking": False}], "reasoning_effort": ["low"], "top_logprobs": [5],
+    "logprobs": [3, "true"], "max_tokens": [0, -1], "max_completion_tokens": [True],
+    "stream_options": [{"include_obfuscation": False}, {"include_usage": "no"}], "stream": ["false"],
+    "return_token_ids": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "found"), [(name, value) for name, values in REFUSED.items() for value in values])
 def test_what_would_change_tokens_or_answer_is_refused_by_name(name: str, found: Any) -> None:
     with pytest.raises(BadRequest, match=f"'{name}'") as refused:
         read({"messages": HI, name: found}, ChatRequest, JOB)

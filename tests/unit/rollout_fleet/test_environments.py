@@ -32,20 +32,11 @@ def play(number: int, *guesses: str, **options: Any) -> list[StepResult]:
     return [step(environment, guess) for guess in guesses]
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        (" 4+9=13, 8+1+1=10, 3+5+1=9 =903", 1.0),
-        (" =903", 1.0),
-        ("903", 1.0),
-        (" =903 ", 1.0),
-        (" =0903", 0.0),
-        (" =902", 0.0),
-        (" =903=", 0.0),
-        (" =903, 1", 0.0),
-        ("", 0.0),
-    ],
-)
+RIGHT_SUMS = (" 4+9=13, 8+1+1=10, 3+5+1=9 =903", " =903", "903", " =903 ")
+WRONG_SUMS = (" =0903", " =902", " =903=", " =903, 1", "")
+
+
+@pytest.mark.parametrize(("text", "reward"), [*((x, 1.0) for x in RIGHT_SUMS), *((x, 0.0) for x in WRONG_SUMS)])
 def test_addition_judges_what_stands_after_the_last_equals_sign(text: str, reward: float) -> None:
     assert step(Addition(SUM, seed=0), text).reward == reward
 
@@ -118,23 +109,14 @@ def test_bisection_finds_every_number_in_five_guesses(number: int) -> None:
 # ---------------------------------------------------------------- GSM8K
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("24 in May, so 48 + 24 = 72\n#### 72", 1.0),
-        ("The answer is 72.", 1.0),
-        ("$72.00", 1.0),
-        (r"thus \boxed{72}, which took 3 steps", 1.0),
-        (r"\boxed{71}, no: $\boxed{72}$", 1.0),
-        (r"\boxed{72\text{ clips}}", 1.0),
-        (r"\boxed{x} and 72", 1.0),
-        ("72 or 73", 0.0),
-        ("-72", 0.0),
-        ("7 2", 0.0),
-        ("seventy-two", 0.0),
-        ("", 0.0),
-    ],
-)
+SEVENTY_TWO = (
+    "24 in May, so 48 + 24 = 72\n#### 72", "The answer is 72.", "$72.00", r"thus \boxed{72}, which took 3 steps",
+    r"\boxed{71}, no: $\boxed{72}$", r"\boxed{72\text{ clips}}", r"\boxed{x} and 72",
+)  # fmt: skip
+OTHERS = ("72 or 73", "-72", "7 2", "seventy-two", "")
+
+
+@pytest.mark.parametrize(("text", "reward"), [*((x, 1.0) for x in SEVENTY_TWO), *((x, 0.0) for x in OTHERS)])
 def test_the_final_number_decides(text: str, reward: float) -> None:
     assert step(Gsm8k(ROW, seed=0), text).reward == reward
 

@@ -111,8 +111,7 @@ def test_options_and_seed_reach_the_constructor_and_an_observation_of_token_ids_
 
 @pytest.mark.parametrize("where", ["__init__", "reset", "step"])
 @pytest.mark.parametrize(
-    "error",
-    [RuntimeError("x" * 10**6), TimeoutError(), SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()],
+    "error", [RuntimeError("x" * 10**6), TimeoutError(), SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()]
 )
 def test_an_environment_that_raises_fails_its_sample_with_a_short_reason(where: str, error: BaseException) -> None:
     async def bad(self: Any, *_: Any) -> Any:

@@ -85,7 +85,8 @@ async def test_they_are_odd_from_the_pause_to_the_resumption_and_even_after(
 @pytest.mark.parametrize(
     ("took_s", "share", "pause_s"),
     [
-        (0.0, 0.0, LAST_POLL_S),
+        (0.004, 0.0, 0.004),  # a version of one bucket
+        (0.1, 0.0, LAST_POLL_S),
         (0.1, 0.1, LAST_POLL_S),  # 0.9 s to come
         (0.05, 0.8, 0.0125),
         (0.05, 1.0, FIRST_POLL_S),  # every bucket is there, the last one is being verified
@@ -127,6 +128,19 @@ def test_a_transfer_that_failed_says_why_and_one_that_is_no_more_that_it_was_giv
     for read, says in ((failed, "bucket 3"), (void, "given up")):
         with pytest.raises(StagingFailed, match=says):
             asyncio.run(until_staged(read))
+
+
+async def test_an_engine_that_breaks_while_a_version_arrives_fails_its_staging() -> None:
+    async def call(method: str, kwargs: dict[str, Any]) -> list[bytes]:
+        if method == "slipstream_staging":
+            raise RuntimeError("a worker died")
+        return [b""]
+
+    weights = EngineWeights(recompute=False)
+    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False), max_concurrent_batches=1)
+    await weights.attach(SimpleNamespace(vllm_config=scheduler, collective_rpc=call), usable=True)
+    with pytest.raises(StagingFailed, match="a worker died"):
+        await weights.stage(b"publish")
 
 
 class Steps:

@@ -302,6 +302,16 @@ async def test_a_drain_finishes_what_runs_and_returns_what_has_not_started() -> 
         assert [e.attempts for e in site.learner.ledger()][2:] == [0] * 6
 
 
+async def test_a_node_that_cannot_measure_its_status_ends_with_the_reason() -> None:
+    class Broken(AdaptiveLimit):
+        def look(self, *arguments: Any) -> int:
+            raise OSError("no such counter")
+
+    async with Site(adapt=Broken(2, 8, 2)) as site:
+        with pytest.raises(SlipstreamError, match="no such counter"):
+            await asyncio.wait_for(site.running, LIMIT_S)
+
+
 async def test_a_drain_while_the_engine_starts_needs_no_engine() -> None:
     def limit() -> AdaptiveLimit:
         raise AssertionError("the engine is not up, so the node cannot know how much its KV cache takes")
