@@ -58,6 +58,11 @@ class Router:
             while self._wake_out.recv(4096):
                 pass
 
+    def send(self, frames: list[Any]) -> None:
+        """Raises zmq.Again when this connection has read too little, another zmq.ZMQError when it is closed."""
+        self.socket.getsockopt(zmq.EVENTS)  # a send by itself looks only once a millisecond at what was read since
+        self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+
     def wake(self) -> None:
         """Let `wait` return; callable from any thread."""
         with contextlib.suppress(OSError):  # a wake-up is pending already, or the thread has ended

@@ -72,7 +72,7 @@ class Endpoint:
     def send(self, identity: bytes, message: messages.LearnerMessage) -> bool:
         """False when the node's connection is closed."""
         try:
-            self._router.socket.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
+            self._router.send([identity, messages.encode(message)])
         except zmq.Again:
             logger.warning("a node does not read its messages")  # the kernel keeps the connection; its silence ends it
         except zmq.ZMQError as error:

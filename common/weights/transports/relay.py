@@ -237,6 +237,6 @@ class RelayServer:
         except (ValueError, zmq.ZMQError) as error:
             answer = [encode(Gone(str(error)))]
         try:
-            self._router.socket.send_multipart([identity.bytes, *answer], zmq.NOBLOCK, copy=False)
+            self._router.send([identity.bytes, *answer])
         except zmq.ZMQError as error:  # the client is gone or asked for too much; its own wait has a deadline
             logger.debug("a piece was not sent: %s", error)
