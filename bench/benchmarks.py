@@ -78,8 +78,9 @@ def broker_redis() -> list[Row]:
     rows = []
     for name, measured in result("broker_redis")["results"].items():
         ours, floor = (measured["ways"][way]["rounds_us"] for way in ("slipstream", "raw_streams"))
-        group = f"groups of {SIZES[name.partition('_')[0]]}"
-        rows.append(Row(f"CPU over pipelined raw Redis streams, {group}", ratios(ours, floor), at_most=1.3))
+        size, _, appendfsync = name.partition("_")
+        what = f"CPU over pipelined raw Redis streams, `appendfsync {appendfsync}`, groups of {SIZES[size]}"
+        rows.append(Row(what, ratios(ours, floor), at_most=1.3))
     return rows
 
 

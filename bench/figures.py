@@ -121,7 +121,7 @@ def provenance(name: str, folder: str = "../bench/results") -> str:
         f"commit {found['commit']}" if "commit" in found else "commit not recorded",
         _arguments(found.get("arguments")),
     ]
-    parts += [f"{found['rounds']} rounds"] if isinstance(found.get("rounds"), int) else []
+    parts += [f"{found['rounds']} round{'s' * (found['rounds'] > 1)}"] if isinstance(found.get("rounds"), int) else []
     parts += [f"load {found['load_1min']} at the end"] if "load_1min" in found else []
     text = f"Source: [{name}.json]({folder}/{name}.json); {'; '.join(parts)}."
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
@@ -135,5 +135,5 @@ def _arguments(found: dict[str, Any] | None) -> str:
 
 def _word(value: object) -> str:
     if isinstance(value, list):
-        return ",".join(str(item).rpartition("/")[2] for item in value) or "none"
+        return ",".join(map(str, value)) or "none"
     return str(value) or "none"

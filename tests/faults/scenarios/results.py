@@ -30,7 +30,7 @@ def duplicate_results(rig: Rig) -> float:
 
 @scenario(
     fault="node: never renews a lease and takes longer than `broker.lease_s` for many groups",
-    recovered="three new steps, from the last step before on",
+    recovered="three new steps, from the newest step at the second late result on",
     bound="`broker.lease_s` + a rollout",
     bound_s=LEASE_S + 1.0,
     promise="one accepted group per task: the late one is refused, counted as waste and not trained",
