@@ -81,7 +81,8 @@ def readme_table() -> str:
         ("TRL 1.16, short answers", "its seconds to reward 0.9", first_row("trl_comparison_tiny", "seconds")),
         ("bare Megatron-Core", "our CPU time of a step", first_row("step_overhead", "Megatron", "wide")),
         ("Redis stream of pickled lists", "its CPU per group, ours in memory", redis),
-        ("bare vLLM", "our tokens per second", first_row("node_throughput", "per second", "one turn")),
+        ("bare vLLM, one turn", "our tokens per second", first_row("node_throughput", "per second", "one turn")),
+        ("bare vLLM, four turns", "our tokens per second", first_row("node_throughput", "per second", "four turns")),
     ]
     cells = [[name, what, f"{row.value} times", row.range] for name, what, row in rows]
     return table(["against", "figure", "median", "range over rounds"], cells)
@@ -91,7 +92,7 @@ def readme_machine() -> str:
     names = ("trl_comparison_long_tail", "trl_comparison_tiny", "step_overhead", "broker_overhead", "node_throughput")
     machines = sorted({machine_of(result(name)) for name in names})
     commits = sorted({result(name).get("commit", "not recorded") for name in names})
-    return f"Measured on {' and '.join(machines)}, no accelerator; commit: {', '.join(commits)}."
+    return f"Measured on {' and '.join(machines)}; commit: {', '.join(commits)}."
 
 
 OTHER_MACHINE = {  # its figure, ours in words, and the words of our row
